@@ -7,7 +7,7 @@
 
 from typing import Any
 
-from dsjax.engine.sampling_params import SamplingParams, StructuredOutputs
+from dsjax.engine.contract.sampling_params import SamplingParams, StructuredOutputs
 
 __all__ = ["LLM", "SamplingParams", "StructuredOutputs"]
 

@@ -34,3 +34,7 @@ def why_unreadable(error: Exception) -> str:
 
 class ConfigError(UserError):
     """A model configuration that is unknown, incomplete, or contradicts itself. The message names the field."""
+
+
+class ChangeUnderWayError(UserError):
+    """Another mesh was asked for while the mesh is being changed."""

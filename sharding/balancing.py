@@ -124,7 +124,7 @@ def balancedness(
 
 
 def balancedness_of_ranks(loads_LR: Float[np.ndarray, "L R"]) -> Balancedness:
-    """The same of each rank's load in each layer."""
+    """How evenly ranks are loaded, from each rank's load in each layer."""
     mean_L, most_L = loads_LR.mean(axis=1), loads_LR.max(axis=1)
     mean_L, most_L = mean_L[most_L > 0], most_L[most_L > 0]
     if not len(most_L):

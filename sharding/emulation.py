@@ -4,6 +4,8 @@ import os
 import re
 import sys
 
+from sharding.jax_internals import backend_is_running
+
 MOST_DEVICES = 4096
 """More are never emulated: the backend's start takes 1.4 s with 1,024 devices, 5 s with 4,096, and 33 s with 10,000."""
 _ADDRESS_SPACE_OF_A_DEVICE = 18 << 20
@@ -61,9 +63,3 @@ def most_devices() -> tuple[int, str]:
         limit = f"this process may have {space / 1e9:.1f} GB of address space (ulimit -v)"
         bounds.append((max(1, (space - (2 << 30)) // _ADDRESS_SPACE_OF_A_DEVICE), limit))
     return min(bounds)
-
-
-def backend_is_running() -> bool:
-    """Whether JAX has started a backend in this process, after which the number of devices is fixed."""
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    return bool(bridge and bridge.backends_are_initialized())

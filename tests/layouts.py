@@ -14,7 +14,8 @@ from goldens.random_weights import RandomWeights
 from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import ModelConfig
-from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.experts.expert_balancer import ExpertBalancer
 
 LAYOUTS = (
     "dp=1",
@@ -158,7 +159,7 @@ def answer(
     # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.
     speculation = llm.executor.buckets.speculation
     llm.executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=mixed, speculation=speculation)
-    balancer = llm.engine.core._balancer
+    balancer = llm.engine.core.part(ExpertBalancer)
     if balancer is not None:
         balancer._pool = InlinePool()
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)

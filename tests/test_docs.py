@@ -9,7 +9,9 @@ from typer.main import get_command
 from dsjax.cli.main import COMMANDS, app
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").rglob("*.md")]
+)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 COMMAND = re.compile(r"(?:python -m dsjax\.|(?<![\w./-])dsjax )((?:bench |kernels )?[a-z]+)\b([^`\n]*)")
 

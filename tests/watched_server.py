@@ -10,14 +10,14 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
-from dsjax.engine.executor import ExpertCounts, RowResult
-from dsjax.engine.outputs import EngineDeadError
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.request import FinishReason
-from dsjax.engine.request import Request as EngineRequest
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
+from dsjax.engine.contract.executor import ExpertCounts, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.schedule.request import Request as EngineRequest
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import StepStats
+from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.page.routes import create_page_routes
 from dsjax.serve.routes.status import create_metrics_routes, load_bodies
@@ -42,6 +42,7 @@ def step(ranks: list[RankLoad], *, decode: int = 0, prompt: int = 0, padding: in
     """A step of 10 ms."""
     counts = {"num_preemptions": 0, "prefix_queries": 0, "prefix_hits": 0, "num_non_finite": 0, **others}
     counts.setdefault("compilations_after_warm_up", 0)
+    parts = {name: counts.pop(name) for name in ("balance", "disk", "transfers") if name in counts}
     return StepStats(
         time=0.0,
         duration=0.01,
@@ -50,6 +51,7 @@ def step(ranks: list[RankLoad], *, decode: int = 0, prompt: int = 0, padding: in
         num_prompt_tokens=prompt,
         num_padding_tokens=padding,
         ranks=ranks,
+        parts=parts,
         **counts,
     )
 
@@ -86,7 +88,7 @@ def experts(tokens: list[list[int]], **others) -> ExpertCounts:
 class NoEngine:
     """Metrics then show what the test fed them."""
 
-    async def state(self):
+    async def call(self, function):
         raise EngineDeadError("there is none")
 
 

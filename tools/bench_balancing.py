@@ -146,19 +146,23 @@ class Bench:
         self.llm.warm_up()
         # What a step leaves behind, its results above all, is there before the first run as after it.
         self.llm.generate([{"prompt_token_ids": list(range(5, 70))}], SamplingParams(temperature=0, max_tokens=3))
-        self.start = self.llm.executor.expert_slots.physical_to_logical
+        from dsjax.engine.experts.eplb import ExpertMover
+
+        self.start = self.llm.executor.extension(ExpertMover).slots.physical_to_logical
 
     def run(self, name: str, on: bool, phase_steps: int, interval: int) -> Run:
         """Serve all phases of so many steps, with a decision every ``interval`` steps."""
         from dsjax import SamplingParams
-        from dsjax.engine.eplb import EplbConfig
-        from dsjax.engine.expert_balancer import ExpertBalancer
+        from dsjax.engine.experts.eplb import EplbConfig
+        from dsjax.engine.experts.expert_balancer import ExpertBalancer
 
         self.put_back()
         options, engine, core = self.options, self.llm.engine, self.llm.engine.core
         window = min(options.window, interval)
         config = self.config | {"step_interval": interval if on else 10**9, "window_size": window}
-        balancer = core._balancer = ExpertBalancer(EplbConfig.parse(config), self.llm.executor)
+        balancer = ExpertBalancer(EplbConfig.parse(config))
+        balancer.start(self.llm.executor, core.scheduler.config)
+        core.attachments = [part for part in core.attachments if not isinstance(part, ExpertBalancer)] + [balancer]
         run, rng = Run(name, self.bound), random.Random(7)
         prompts = texts(self.llm.tokenizer, rng)
         live, last, number = set(), {}, 0
@@ -202,9 +206,10 @@ class Bench:
         """What a window's loads were, and what the policy could have made of them."""
         import numpy as np
 
+        from dsjax.engine.experts.eplb import ExpertMover
         from sharding.balancing import balancedness, rebalance
 
-        slots, latest = self.llm.executor.expert_slots, balancer.latest
+        slots, latest = self.llm.executor.extension(ExpertMover).slots, balancer.latest
         best = rebalance(
             latest.logical, n_physical=self.start.shape[1], ranks=slots.ranks, groups=slots.groups, hosts=slots.hosts
         )
@@ -221,11 +226,12 @@ class Bench:
         """Every expert where it was at the start."""
         import numpy as np
 
-        from dsjax.engine.expert_balancer import LayerChange
+        from dsjax.engine.experts.eplb import ExpertMover
+        from dsjax.engine.experts.expert_balancer import LayerChange
         from sharding.layer_placement import exchange_rounds
 
         executor = self.llm.executor
-        slots = executor.expert_slots
+        slots = executor.extension(ExpertMover).slots
         for layer, (now, start) in enumerate(zip(slots.physical_to_logical, self.start, strict=True)):
             if (now != start).any():
                 rounds = list(exchange_rounds(now, start, ranks=slots.ranks, experts=slots.per_exchange))

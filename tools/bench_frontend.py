@@ -35,12 +35,12 @@ from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.config import load_config
 from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.commands import TOKEN_MADE, Command, Step
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
-from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.contract.commands import TOKEN_MADE, Command, Step
+from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.front_ends.engine_server import EngineServer
 from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics import Metrics
@@ -92,7 +92,7 @@ class SleepingExecutor:
         """Nothing to free."""
 
 
-def make_engine(args: argparse.Namespace, step_seconds: float) -> LLMEngine:
+def make_parts(args: argparse.Namespace, step_seconds: float) -> EngineParts:
     """An engine that writes " the the the"."""
     config = load_config(args.model)
     tokenizer = Tokenizer.from_directory(MODELS / args.model)
@@ -100,12 +100,12 @@ def make_engine(args: argparse.Namespace, step_seconds: float) -> LLMEngine:
     executor = SleepingExecutor(args, config.vocab_size, token_id, step_seconds)
     limits = executor.limits
     scheduler = SchedulerConfig.from_limits(limits, max_num_batched_tokens=64 + limits.max_rows_decode)
-    return LLMEngine(executor, tokenizer, scheduler, eos_token_ids=())
+    return EngineParts(executor, tokenizer, scheduler, eos_token_ids=())
 
 
 def offline(args: argparse.Namespace) -> tuple[float, int]:
     """Processor seconds a token of `LLMEngine` alone, and its steps."""
-    engine = make_engine(args, 0.0)
+    engine = LLMEngine(make_parts(args, 0.0))
     params = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
     began = time.thread_time()
     for index in range(args.streams):
@@ -119,11 +119,11 @@ def serve(args: argparse.Namespace, listeners: list[socket.socket], answers: Con
     """Serve until killed; tell, whenever asked, how many steps there were, and the processor times of the event loop's thread, the process
     and its front ends."""
     metrics = Metrics("demo", args.ranks, 512)
-    engine, several = make_engine(args, args.step_ms / 1e3), len(listeners) > 1
+    parts, several = make_parts(args, args.step_ms / 1e3), len(listeners) > 1
     kind = SharedEngine if several else AsyncEngine
-    serving = Serving(kind(engine), ("demo",), "demo", 512, ServeOptions(), metrics=metrics)
+    serving = Serving(kind(parts), ("demo",), "demo", 512, ServeOptions(), metrics=metrics)
     how = {"shutdown_timeout": 1.0, "log_level": args.log_level, "on_ready": lambda: answers.send("ready")}
-    server = EngineServer.over(serving, engine, listeners, **how) if several else Server(serving, **how)
+    server = EngineServer.over(serving, parts, listeners, **how) if several else Server(serving, **how)
     profile = cProfile.Profile(time.thread_time) if args.profile else None
 
     def tell() -> None:
@@ -135,7 +135,7 @@ def serve(args: argparse.Namespace, listeners: list[socket.socket], answers: Con
         links = serving.front_ends.links if several else ()
         answers.send(
             (
-                engine.core.executor.steps,
+                parts.core.executor.steps,
                 time.thread_time(),
                 time.process_time(),
                 *(_processor_seconds(link.process.pid) for link in links),

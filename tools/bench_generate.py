@@ -173,7 +173,7 @@ def _prompts(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
 
 def _held_out(args: argparse.Namespace) -> list[list[int]]:
     sys.path.insert(0, str(ROOT))
-    from dsjax.engine.tokenizer import Tokenizer
+    from dsjax.engine.text.tokenizer import Tokenizer
     from tools.demo.corpus import read_corpus
 
     tokenizer, prompts = Tokenizer.from_directory(args.model), []

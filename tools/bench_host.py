@@ -21,12 +21,12 @@ PROMPT, OUTPUT, PAGE = 64, 200, 16
 
 def measure_host(requests: int, ranks: int, prefix_caching: bool) -> dict[str, float]:
     """Mean seconds of planning, writing and entering a step while all requests decode."""
-    from dsjax.engine.executor import RankResults, RowResult
-    from dsjax.engine.request import Request
-    from dsjax.engine.sampling_params import SamplingParams
-    from dsjax.engine.scheduler import Scheduler
-    from dsjax.engine.scheduler_config import SchedulerConfig
-    from dsjax.engine.step_writer import StepWriter
+    from dsjax.engine.contract.executor import RankResults, RowResult
+    from dsjax.engine.contract.sampling_params import SamplingParams
+    from dsjax.engine.schedule.request import Request
+    from dsjax.engine.schedule.scheduler import Scheduler
+    from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+    from dsjax.engine.schedule.step_writer import StepWriter
 
     rows = -(-requests // ranks)
     config = SchedulerConfig(
@@ -94,7 +94,7 @@ def measure_gaps(mesh: str, requests: int, rounds: int, steps: int) -> None:
     import jax
 
     from dsjax import LLM, SamplingParams
-    from dsjax.engine.commands import Step
+    from dsjax.engine.contract.commands import Step
     from dsjax.engine.core import EngineCore
 
     llm = LLM(mesh=mesh, max_model_len=512, max_num_seqs=-(-requests // _ranks(mesh)), enable_prefix_caching=True)
@@ -112,7 +112,7 @@ def measure_gaps(mesh: str, requests: int, rounds: int, steps: int) -> None:
     for _ in range(rounds + 1):  # the first one compiles
         for asynchronous in (True, False):
             core = EngineCore(executor, llm.args.scheduler_config(executor.limits), async_scheduling=asynchronous)
-            llm.engine.cores = [core]
+            llm.engine.core = core
             params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False)
             done.clear()
             prompts = [{"prompt_token_ids": [2 + i % 4000] * 8} for i in range(requests)]
@@ -141,7 +141,7 @@ def measure_gaps(mesh: str, requests: int, rounds: int, steps: int) -> None:
 
 def _inputs(executor, pending):
     """The packed rows of a step that has been computed."""
-    from dsjax.engine.launch_inputs import pack_launch
+    from dsjax.engine.device.launch_inputs import pack_launch
 
     outcome, ranks = pending.outcomes[0], len(pending.command.ranks)
     packed = pack_launch(pending.command, outcome.launch, outcome.shape, [[] for _ in range(ranks)], [{}] * ranks)

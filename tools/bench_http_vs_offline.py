@@ -141,7 +141,7 @@ def offline_worker(args: argparse.Namespace) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from dsjax import LLM, SamplingParams
-    from dsjax.engine.commands import Command, Step
+    from dsjax.engine.contract.commands import Command, Step
 
     llm = LLM(args.model, mesh=args.mesh, **_options(args))
     launch, steps = llm.executor.launch, 0

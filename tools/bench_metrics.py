@@ -10,13 +10,12 @@ import time
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
 
-from dsjax.engine.executor import RowResult
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
+from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import RankLoad, StepStats
-from dsjax.serve.metrics import Metrics
-from dsjax.serve.metrics_requests import BETWEEN_TOKENS_SECONDS
+from dsjax.serve.metrics import BETWEEN_TOKENS_SECONDS, Metrics
 
 STEPS = 30
 

@@ -32,7 +32,7 @@ from deployment import Frontend, Worker, wait_until
 from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.plan.simulation.load import Asked
-from dsjax.plan.simulation.service import Decoder, Engine, Served
+from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
 
 BEGAN = time.monotonic()
 STEP_TOKENS = 256
@@ -152,7 +152,9 @@ async def measure(url: str, args: argparse.Namespace, rate: float | None):
 def play(kind: str, prices: LinearPrices, requests, arrivals, transfer: float = 0.0):
     """TTFT and ITL of the same requests in the planner's simulation."""
     sizes = {"seqs": 16, "step_tokens": STEP_TOKENS, "cache_tokens": 1 << 20, "longest": 1 << 16, "sharing": False}
-    engines = [Engine(prices, 1, one_token=kind == "separated", **sizes) for _ in range(2 - (kind == "separated"))]
+    engines = [
+        SimulatedEngine(prices, 1, one_token=kind == "separated", **sizes) for _ in range(2 - (kind == "separated"))
+    ]
     decoders = [Decoder(prices, 1, seqs=16)] if kind == "separated" else []
     until, made, moving = {}, [], []
     events = [(arrival, index) for index, arrival in enumerate(arrivals)]

@@ -48,11 +48,12 @@ class Load:
 
     def _hits(self) -> list[int]:
         """Tokens found on the devices, in host memory and on the disk, since the start."""
-        return [sum(found) for found in zip(*(load.hits for load in self.engine.core.loads()), strict=True)]
+        loads = self.engine.core.loads()
+        return [sum(load.hits.get(tier, 0) for load in loads) for tier in ("device", "host", "disk")]
 
     def _ask(self, name: str, tokens: list[int], *, measured: bool) -> None:
         from dsjax import SamplingParams
-        from dsjax.engine.sampling_params import OutputKind
+        from dsjax.engine.contract.sampling_params import OutputKind
 
         greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         watched = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=OutputKind.DELTA)
@@ -82,8 +83,8 @@ class Load:
     @property
     def moved(self) -> tuple[int, int]:
         """Pages that went to host memory and the disk, and that came back."""
-        counts = [load.host for load in self.engine.core.loads() if load.host is not None]
-        counts += [self.engine.core.disk()] if self.engine.core.disk() is not None else []
+        counts = [load.tiers["host"] for load in self.engine.core.loads() if "host" in load.tiers]
+        counts += [counted for name, counted in self.engine.core.statistics().items() if name == "disk"]
         return sum(one.stored for one in counts), sum(one.fetched for one in counts)
 
 

@@ -1,15 +1,18 @@
 """What prefill apart from decode costs and is worth: bytes a second, the share of a step, and the time between tokens while prompts come.
 
     python tools/bench_transfer.py
+    python tools/bench_transfer.py --part bytes --backends jax,nixl --rounds 9
     python tools/bench_transfer.py --part load --prompt-tokens 1500 --prompts 24
 
-Part `bytes`: a parcel is pulled from device to device in one process, and through JAX's transfer server from another process; beside it the
-programs that take pages off the cache and place them, and a decode step. Part `load`: requests decode all the time while
-prompts come one after another, on `dp=2`, and on `dp=1` for prompts and `dp=1` for decodes: time to the first token (TTFT) of the
-prompts and time between tokens (ITL) of the others. All must make the same tokens. Both meshes share this machine's cores.
+Part `bytes`: a parcel is pulled from device to device in one process, and from another process by each of `--backends`, in turns, so
+that what else runs here meets all of them; beside it the programs that take pages off the cache and place them, and a decode step.
+Part `load`: requests decode all the time while prompts come one after another, on `dp=2`, and on `dp=1` for prompts and `dp=1` for
+decodes: time to the first token (TTFT) of the prompts and time between tokens (ITL) of the others. All must make the same tokens.
+Both meshes share this machine's cores.
 """
 
 import argparse
+import itertools
 import json
 import queue
 import random
@@ -39,18 +42,63 @@ def seconds(run, repeats=REPEATS):
 
 
 def serve_parcels(options: dict) -> None:
-    """In a process of its own: a carrier that grants the same parcel again and again, a number a line."""
+    """In a process of its own: publish the same parcel again and again, under the number of each line, when the last one was pulled."""
     import jax
     import numpy as np
 
-    from dsjax.engine.parcel_carrier import JaxCarrier
+    from dsjax.engine.transfer.transport import open_transport
 
-    carrier = JaxCarrier(jax.devices()[0], "127.0.0.1")
+    transport = open_transport(options["backend"], jax.devices()[0], "127.0.0.1")
     parcel = {name: jax.device_put(np.zeros(shape, dtype)) for name, (shape, dtype) in options["shapes"].items()}
-    print(carrier.address, flush=True)
+    print(transport.address, flush=True)
     for line in sys.stdin:
-        carrier.grant(int(line), parcel)
-        print("granted", flush=True)
+        number = int(line)
+        if number > 1:
+            transport.withdraw(number - 1, parcel, pulled=True)
+        print(transport.publish(number, parcel).hex(), flush=True)
+
+
+class OtherProcess:
+    """A process from which parcels are pulled by a transport."""
+
+    def __init__(self, backend: str, shapes, device):
+        from dsjax.engine.transfer.transport import open_transport
+
+        plain = {name: (shape, str(dtype)) for name, (shape, dtype) in shapes.items()}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", json.dumps({"shapes": plain, "backend": backend})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._address = self._process.stdout.readline().strip()
+        self._transport, self._numbers = open_transport(backend, device, "127.0.0.1"), itertools.count(1)
+        self._shapes, self._device = shapes, device
+
+    def pull(self):
+        """Have a parcel published, and pull it."""
+        number = next(self._numbers)
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+        ticket = bytes.fromhex(self._process.stdout.readline())
+        self._transport.pull(self._address, number, ticket, self._shapes, self._device)
+
+    def close(self):
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def between_processes(args, shapes, device) -> dict[str, float]:
+    """Seconds in which a parcel is asked for, published and pulled, by transport."""
+    others = {backend: OtherProcess(backend, shapes, device) for backend in args.backends.split(",")}
+    rounds = {backend: [] for backend in others}
+    for _ in range(args.rounds):
+        for backend, other in others.items():
+            rounds[backend].append(seconds(other.pull))
+    for other in others.values():
+        other.close()
+    return {backend: statistics.median(took) for backend, took in rounds.items()}
 
 
 def measure_bytes(args, console: Console) -> None:
@@ -58,48 +106,32 @@ def measure_bytes(args, console: Console) -> None:
     import numpy as np
 
     from dsjax import LLM, SamplingParams
-    from dsjax.engine.commands import FetchPages, PlacePages, PullPages, SendPages, int32s
-    from dsjax.engine.page_parcels import move_parcel
-    from dsjax.engine.page_transfer import PARCEL_PAGES
-    from dsjax.engine.parcel_carrier import JaxCarrier
+    from dsjax.engine.contract.commands import FetchPages, PlacePages, PullPages, SendPages, int32s
+    from dsjax.engine.transfer.page_parcels import move_parcel
+    from dsjax.engine.transfer.page_transfer import PARCEL_PAGES, ParcelPort
 
     llm = LLM(args.model, prefill_mesh="dp=1", decode_mesh="dp=1", max_num_seqs=8, max_model_len=2048)
     executor = llm.executor
-    shapes = executor.parcel_shapes
+    shapes = executor.extension(ParcelPort).parcel_shapes
     size = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
     devices = jax.devices()
     parcel = {name: jax.device_put(np.zeros(*own), devices[1]) for name, own in shapes.items()}
     table = Table("what", "ms", "GB/s", title=f"a parcel of {PARCEL_PAGES} pages, {size / 1e6:.2f} MB ({args.model})")
 
-    def row(what, took):
+    def row(what, took, size=size):
         table.add_row(what, f"{1e3 * took:.3f}", f"{size / took / 1e9:.2f}")
 
     row("from device to device", seconds(lambda: move_parcel(parcel, devices[0])))
-    plain = {name: (shape, str(dtype)) for name, (shape, dtype) in shapes.items()}
-    other = subprocess.Popen(
-        [sys.executable, __file__, "--serve", json.dumps({"shapes": plain})],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    address = other.stdout.readline().strip()
-    carrier, numbers = JaxCarrier(devices[0], "127.0.0.1"), iter(range(10**6))
-
-    def pull():
-        number = next(numbers)
-        other.stdin.write(f"{number}\n")
-        other.stdin.flush()
-        other.stdout.readline()
-        carrier.pull(address, number, shapes, devices[0])
-
-    row("from another process, asked for and granted", seconds(pull))
-    other.stdin.close()
-    other.wait()
+    large = {"latent": ((1, PARCEL_PAGES, round(args.chunk_mb * 1e6) // PARCEL_PAGES), np.dtype(np.uint8))}
+    for own in (shapes, large):
+        mb = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in own.values()) / 1e6
+        for backend, took in between_processes(args, own, devices[0]).items():
+            row(f"from another process by {backend}, {mb:.2f} MB", took, 1e6 * mb)
 
     pages = range(1, 1 + PARCEL_PAGES)
     kept = []
     sender = llm.engine.prefills[0].engine.core.executor
-    sender._parcels._offer = lambda number, own: kept.append(own)
+    sender.extension(ParcelPort)._offer = lambda number, own: kept.append(own)
     gather = SendPages([int32s(value for page in pages for value in (1, page))])
 
     def take():
@@ -110,7 +142,7 @@ def measure_bytes(args, console: Console) -> None:
         sender.wait(pending) if not pending.done else None
 
     row("taken off the cache, until it can be offered", seconds(take))
-    landed = executor._parcels
+    landed = executor.extension(ParcelPort)
     come = queue.SimpleQueue()
     landed._pull, landed._report = lambda source, number, device: move_parcel(parcel, device), come.put
     counter = iter(range(1, 10**6))
@@ -175,7 +207,7 @@ def measure_load(args, console: Console) -> None:
 def run_load(llm, args, prompts):
     """Tokens of the prompts, their TTFT, the ITL of the others, and prompt tokens a second."""
     from dsjax import SamplingParams
-    from dsjax.engine.sampling_params import OutputKind
+    from dsjax.engine.contract.sampling_params import OutputKind
 
     choose = random.Random(1)
     waiting = [[choose.randrange(5, 250) for _ in range(args.prompt_tokens)] for _ in range(prompts)]
@@ -227,6 +259,11 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--decoding", type=int, default=4, help="requests that decode all the time")
+    parser.add_argument("--backends", default="jax", help="transports between processes, with commas between: jax,nixl")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="times that each transport has its turn; the median is shown"
+    )
+    parser.add_argument("--chunk-mb", type=float, default=18.3, help="size of a second parcel; default: V3's")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:

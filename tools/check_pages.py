@@ -8,7 +8,6 @@ A tiny model answers prompts with few beginnings, greedily and drawn with seeds,
 - tiers: the layout's caches hold a part of it. What leaves them goes to host memory with room for 5 % of it, and from there to a disk.
 - separated: prompts are computed on another layout beside (the list's opposite one) in the same process; between the two rounds both
   sides forget what they have cached, and a request is aborted.
-- instances: the same, with two engines of the layout, of which each has half of the requests.
 - processes: the same as separated, with the prompts in another process.
 
 Each way is held to have been used: pages have come from host memory and from the disk, or every prompt from the other side. Takes about
@@ -36,8 +35,7 @@ import numpy as np
 from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
 
-WAYS = ("tiers", "separated", "instances", "processes")
-INSTANCES = 2
+WAYS = ("tiers", "separated", "processes")
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
 OPTIONS = {"dtype": "float32", "mla_prefill": "CC", "mla_decode": "A_CC_ME"}
 APART = {"local_prefill_tokens": 1, "transfer_timeout": 600}
@@ -65,7 +63,7 @@ def draw_requests():
 
 def few_programs(executor) -> None:
     """Three of them instead of a dozen: this is about pages, not buckets."""
-    from dsjax.engine.buckets import Buckets, Rectangle
+    from dsjax.engine.device.buckets import Buckets, Rectangle
 
     speculation = executor.buckets.speculation
     executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)
@@ -73,13 +71,13 @@ def few_programs(executor) -> None:
 
 def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[int]]:
     """Tokens of each request. They run on the first and the last DP rank, so that the caches are short of room on any mesh."""
-    found, ranks = {}, (0, llm.engine.num_ranks - 1)
+    from dsjax.engine.schedule.request import RequestOptions
+
+    found, ranks = {}, (0, llm.parts.num_ranks - 1)
     for place in order:
         tokens, params = requests[place]
-        handed = prefill(tokens)
-        llm.engine.add_request(
-            f"{place}", {"prompt_token_ids": tokens}, params, dp_rank=ranks[place % 2], prefill=handed
-        )
+        options = RequestOptions(dp_rank=ranks[place % 2], prefill=prefill(tokens))
+        llm.engine.add_request(f"{place}", {"prompt_token_ids": tokens}, params, options)
     while llm.engine.has_unfinished():
         for output in llm.engine.step():
             if output.finished and output.request_id != ABORTED:
@@ -103,42 +101,41 @@ def through_tiers(directory: str, layout: str, requests, folder: str, page_bytes
         hits = [load.hits for load in llm.engine.core.loads()]
     finally:
         llm.shutdown()
-    host, disk = sum(h.host for h in hits), sum(h.disk for h in hits)
+    host, disk = (sum(own.get(tier, 0) for own in hits) for tier in ("host", "disk"))
     said = f"{host} tokens from host memory, {disk} from the disk"
     return made, said, host > 0 and disk > 0
 
 
 def twice_apart(llm, requests, prefill=lambda tokens: None):
     """Both rounds' tokens, with an aborted request and empty caches between; what was transferred, and whether it was all."""
+    from dsjax.engine.schedule.request import RequestOptions
+
     try:
         forward = range(len(requests))
         first = play(llm, requests, forward, prefill)
         llm.engine.flush_prefix_cache()
         tokens, params = requests[0]
-        llm.engine.add_request(ABORTED, {"prompt_token_ids": tokens}, params, prefill=prefill(tokens))
+        llm.engine.add_request(ABORTED, {"prompt_token_ids": tokens}, params, RequestOptions(prefill=prefill(tokens)))
         for _ in range(3):
             llm.engine.step()
         llm.engine.abort(ABORTED)
         second = play(llm, requests, forward[::-1], prefill)
-        counts = [core.transfers() for core in llm.engine.cores]
+        counts = llm.engine.core.statistics()["transfers"]
     finally:
         llm.shutdown()
     # Requests of one beginning on one rank share what is transferred, but none has nothing to be transferred.
-    pages = [one.pages for one in counts]
-    used = min(pages) > 4 * REQUESTS // len(pages) and not any(one.given_up for one in counts)
-    return [first, second], f"{' and '.join(map(str, pages))} pages transferred", used
+    used = counts.pages > 4 * REQUESTS and not counts.given_up
+    return [first, second], f"{counts.pages} pages transferred", used
 
 
-def separated(directory: str, layout: str, requests, other: str, instances: int = 1):
+def separated(directory: str, layout: str, requests, other: str):
     """As `through_tiers`."""
     from dsjax import LLM
 
-    meshes = {"decode_mesh": layout, "prefill_mesh": other, "decode_instances": instances}
-    llm = LLM(directory, **meshes, **APART, **SIZES, **OPTIONS)
-    for core in llm.engine.cores:
-        few_programs(core.executor)
-    for link in llm.engine.prefills:
-        few_programs(link.engine.core.executor)
+    llm = LLM(directory, decode_mesh=layout, prefill_mesh=other, **APART, **SIZES, **OPTIONS)
+    few_programs(llm.executor)
+    [prefill] = llm.parts.prefill_engines
+    few_programs(prefill.core.executor)
     return twice_apart(llm, requests)
 
 
@@ -177,13 +174,12 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that pages travel; default: all four")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that pages travel; default: all three")
     args = parser.parse_args()
     chosen = args.layouts or LAYOUTS
     opposite = dict(zip(LAYOUTS, LAYOUTS[::-1], strict=True))
     sizes = {layout: MeshSpec.parse(layout).num_devices for layout in (*LAYOUTS, *chosen)}
-    copies = INSTANCES if "instances" in args.ways else 1
-    emulate_devices(max(copies * sizes[layout] + sizes[opposite.get(layout, "tp=8")] for layout in chosen))
+    emulate_devices(max(sizes[layout] + sizes[opposite.get(layout, "tp=8")] for layout in chosen))
     from layouts import write_checkpoint
 
     from dsjax import LLM
@@ -203,13 +199,12 @@ def main() -> int:
                     rounds, said, used = through_tiers(directory, layout, requests, below, page_bytes)
             else:
                 run = between_processes if way == "processes" else separated
-                more = {"instances": INSTANCES} if way == "instances" else {}
-                rounds, said, used = run(directory, layout, requests, other, **more)
+                rounds, said, used = run(directory, layout, requests, other)
             places = [(r, p) for r, made in enumerate(rounds, 1) for p, e in enumerate(expected) if made[p] != e]
             found = "equal" if not places else f"(round, request) {places} DIFFER"
             found += "" if used else "; NOT ALL WENT THAT WAY"
             wrong += bool(places) or not used
-            name = layout if way == "tiers" else f"{other} for {'two ' if way == 'instances' else ''}{layout}"
+            name = layout if way == "tiers" else f"{other} for {layout}"
             print(f"{number}/{len(runs)} {way}, {name}: {found}, {said} ({time.monotonic() - began:.1f} s)", flush=True)
     print(f"{len(runs) - wrong} of {len(runs)} equal to one plain engine")
     return 1 if wrong else 0

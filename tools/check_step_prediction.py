@@ -23,7 +23,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dsjax.engine.commands import TOKEN_MADE, Admission, PageChange, PrefillRow, RankStep, Sampling, Step, int32s
+from dsjax.engine.contract.commands import (
+    TOKEN_MADE,
+    Admission,
+    PageChange,
+    PrefillRow,
+    RankStep,
+    Sampling,
+    Step,
+    int32s,
+)
 from sharding.emulation import emulate_devices
 
 PAGE = 16
@@ -108,11 +117,11 @@ def engine_step(llm, rows: int, chunk: int, cached: int, drafts: int) -> EngineS
 def prepare_modules(llm, args):
     """The setting and its cases, compiled and warm."""
     from dsjax.bench.modules.grid import cases
-    from dsjax.bench.modules.options import MODULES, GridOptions, ModelOptions
+    from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
     from dsjax.bench.modules.prepare import make_setting
 
     setting = make_setting(ModelOptions(model=args.model, max_model_len=llm.executor.limits.max_model_len))
-    grid = GridOptions(
+    grid = ModuleGrid(
         only=",".join(name for name in MODULES if name not in NOT_IN_A_STEP),
         tokens=args.tokens,
         contexts=args.contexts,
@@ -142,14 +151,14 @@ def is_needed(case) -> bool:
 def predictions(setting, rows, device, ceilings, steps, args):
     """The planner's figure for each step, and the file that it was given."""
     from dsjax.bench.modules.report import to_json
-    from dsjax.bench.modules.run import Found
+    from dsjax.bench.modules.run import ModuleResults
     from dsjax.plan.layout import parse_layout
     from dsjax.plan.measured import Measured
     from dsjax.plan.measured_step import MeasuredStep
     from dsjax.plan.own_cluster import choose_precision, find_cluster
 
     command = shlex.join(["python", *sys.argv])
-    body = to_json(Found(rows), setting, args.model, ceilings, device, command)
+    body = to_json(ModuleResults(rows), setting, args.model, ceilings, device, command)
     measured = Measured("this run", body)
     cluster = find_cluster("this-machine", measured)
     layout = parse_layout("dp=1", 0, setting.config)
@@ -180,7 +189,7 @@ def main() -> int:
     emulate_devices(1)
 
     from dsjax import LLM
-    from dsjax.bench.modules.case import Row
+    from dsjax.bench.modules.case import ModuleRow
     from dsjax.bench.modules.ceilings import Device, find_ceilings
     from dsjax.bench.modules.timing import Budget
 
@@ -215,7 +224,7 @@ def main() -> int:
             ):
                 steps[index // max(1, len(prepared) // len(steps))].sample(llm.executor)
     print("\r" + " " * 40, end="\r", file=sys.stderr)
-    rows = [Row(case, made.times(), made.in_device_loop) for case, made in prepared]
+    rows = [ModuleRow(case, made.times(), made.in_device_loop) for case, made in prepared]
     figures, body = predictions(setting, rows, device, ceilings, steps, args)
     return show(steps, figures, body, args)
 

@@ -26,12 +26,12 @@ from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.safetensors import SafetensorsFile
 from dsjax.config import load_config
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.model.dense import forward
 from dsjax.model.transformer import parameter_table
 from sharding.balancing import balancedness, rebalance
-from sharding.coactivation import chosen_together, crossings, place_together
 from sharding.placement import Placement, assign_copies
+from tools.coactivation_placement import chosen_together, crossings, place_together
 from tools.demo.corpus import read_corpus
 from tools.demo.dialogues import load_template, make_dialogues
 

@@ -19,7 +19,7 @@ from dsjax.plan.candidate import aggregated
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
-from dsjax.plan.layout import Layout, parse_layout
+from dsjax.plan.layout import InstanceLayout, parse_layout
 from dsjax.plan.limits import bottlenecks
 from dsjax.plan.memory import cache_bytes_per_token, memory, weight_bytes
 from dsjax.plan.network import hosts_of_a_token
@@ -30,7 +30,7 @@ from dsjax.plan.question import Question
 from dsjax.plan.search import search
 from dsjax.plan.skew import DEFAULT_SKEW
 from dsjax.plan.sweep import sweep
-from dsjax.plan.workload import Lengths, Objective, Options, Workload
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 SESSIONS, CONTEXT, OUTPUT, GOAL = 200, 32 * 1024, 1000, 50_000
 PICTURES = Path("docs") / "h20-32"
@@ -70,10 +70,10 @@ def operations() -> tuple[float, float]:
     return float(linear), float(attention)
 
 
-def decode_instance(layout: Layout, cluster=CLUSTER) -> Instance:
+def decode_instance(layout: InstanceLayout, cluster=CLUSTER) -> Instance:
     """Sessions whose prompts are in the cache: nothing but decoding happens."""
     work = Workload(Lengths(CONTEXT - OUTPUT / 2), Lengths(OUTPUT), concurrency=SESSIONS)
-    return Instance(CONFIG, cluster, layout, Options(), work)
+    return Instance(CONFIG, cluster, layout, PlanOptions(), work)
 
 
 def decode_table() -> tuple[str, float]:
@@ -127,7 +127,7 @@ def prefill_table() -> str:
         layout = parse_layout(mesh, None, CONFIG)
         count = DEVICES // layout.devices
         work = Workload(Lengths(CONTEXT), Lengths(OUTPUT))
-        instance = Instance(CONFIG, CLUSTER, layout, Options(prefill_tokens=CONTEXT), work)
+        instance = Instance(CONFIG, CLUSTER, layout, PlanOptions(prefill_tokens=CONTEXT), work)
         alone = instance.prefill_step(CONTEXT)
         rate = layout.mesh.dp_size * count / instance.prompt_seconds(CONTEXT)
         rows.append(
@@ -156,7 +156,7 @@ def written_first_token() -> str:
         layout = parse_layout(mesh, 0, CONFIG)
         cells = []
         for name, ports in (*(("bf16", p) for p in PORTS), ("fp8", 1)):
-            instance = Instance(CONFIG, ported(ports), layout, Options(PRECISIONS[name]), work)
+            instance = Instance(CONFIG, ported(ports), layout, PlanOptions(PRECISIONS[name]), work)
             if not instance.max_batch:
                 cells.append(f"no room for one request ({gb(instance.memory.weights_total)} of weights)")
                 continue
@@ -178,7 +178,7 @@ def written_decode() -> str:
         replicas = layout.mesh.dp_size * count
         found = {}
         for name, ports in (*(("bf16", p) for p in PORTS), ("fp8", 1)):
-            instance = Instance(CONFIG, ported(ports), layout, Options(PRECISIONS[name]), work)
+            instance = Instance(CONFIG, ported(ports), layout, PlanOptions(PRECISIONS[name]), work)
             held = min(SESSIONS, instance.max_batch * replicas)
             found[name, ports] = (held, held and instance.tpot(held / replicas))
         held, step = found["bf16", 1]
@@ -208,7 +208,7 @@ def memory_rows() -> str:
     layout = parse_layout("dp=32", 0, CONFIG)
     found = weight_bytes(CONFIG, layout, PRECISIONS["bf16"])
     device = Instance(
-        CONFIG, CLUSTER, layout, Options(PRECISIONS["bf16"]), Workload(Lengths(CONTEXT), Lengths(1))
+        CONFIG, CLUSTER, layout, PlanOptions(PRECISIONS["bf16"]), Workload(Lengths(CONTEXT), Lengths(1))
     ).memory
     token = cache_bytes_per_token(CONFIG, PRECISIONS["bf16"])
     rest = (
@@ -292,7 +292,7 @@ def other_claims() -> str:
 
 def chunked_prompt(tokens: int) -> Figure:
     """Seconds of a 32 K prompt on each replica of `dp=32`, bf16, one port a host, in steps of so many tokens."""
-    options = Options(PRECISIONS["bf16"], prefill_tokens=tokens)
+    options = PlanOptions(PRECISIONS["bf16"], prefill_tokens=tokens)
     work = Workload(Lengths(CONTEXT), Lengths(OUTPUT))
     instance = Instance(CONFIG, ONE_CARD, parse_layout("dp=32", 0, CONFIG), options, work)
     return instance.prefill_step(float(tokens)) * (CONTEXT / tokens)
@@ -315,7 +315,7 @@ EXPECTED = (
 
 def slower_network() -> str:
     """Decode of the sessions that fit, and the step of a 512-token prompt, on `dp=32` in bf16 over one port, at the plan's points."""
-    layout, options = parse_layout("dp=32", 0, CONFIG), Options(PRECISIONS["bf16"])
+    layout, options = parse_layout("dp=32", 0, CONFIG), PlanOptions(PRECISIONS["bf16"])
 
     def figures(cluster) -> tuple[float, float, float]:
         deciding = Workload(Lengths(CONTEXT - OUTPUT / 2), Lengths(OUTPUT))
@@ -352,7 +352,7 @@ def serving() -> tuple[str, Question, object]:
         CLUSTER,
         Workload(Lengths(4096), Lengths(OUTPUT)),
         Objective(ttft=3.0, tpot=0.05),
-        Options(),
+        PlanOptions(),
     )
     plan = search(question)
     winner = plan.winner
@@ -427,7 +427,7 @@ def page() -> str:
         CONFIG,
         CLUSTER,
         parse_layout("dp=16,tp=2", None, CONFIG),
-        Options(),
+        PlanOptions(),
         Workload(Lengths(CONTEXT), Lengths(OUTPUT), concurrency=SESSIONS),
     )
     light = aggregated(lone, 1, SESSIONS / 16, best_step(lone, SESSIONS / 16, lone.prefill_sizes(chunks=True)))

@@ -17,7 +17,7 @@ from dsjax.plan.cluster import load_cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS, precision
-from dsjax.plan.workload import Lengths, Options, Workload
+from dsjax.plan.workload import Lengths, PlanOptions, Workload
 
 CONFIG, CLUSTER = load_config("deepseek-v3"), load_cluster("rtx4090-32")
 CHIP, PORT = CLUSTER.hardware, CLUSTER.network_gbps * 1e9 / 8
@@ -33,7 +33,7 @@ def instance(mesh: str, hosts: int = CLUSTER.hosts, weights: str = "fp8", cache:
     """A layout over so many hosts of eight boards, prompts of 1,000 tokens and outputs of 200."""
     cluster = dataclasses.replace(CLUSTER.resized(hosts), **changed)
     work = Workload(Lengths(PROMPT), Lengths(OUTPUT))
-    return Instance(CONFIG, cluster, parse_layout(mesh, 0, CONFIG), Options(precision(weights, cache)), work)
+    return Instance(CONFIG, cluster, parse_layout(mesh, 0, CONFIG), PlanOptions(precision(weights, cache)), work)
 
 
 def bounds() -> str:

@@ -24,7 +24,7 @@ from dsjax.plan.cluster import RESOURCES, bundled_clusters, load_cluster
 from dsjax.plan.precision import precision
 from dsjax.plan.question import Question
 from dsjax.plan.search import search
-from dsjax.plan.workload import Lengths, Objective, Options, Workload
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 CONFIG = load_config("deepseek-v3")
 ROUNDING = 1e-6
@@ -41,7 +41,7 @@ def question(source: random.Random) -> Question:
         Lengths(source.choice((512, 1024, 2000, 4096, 8192))), Lengths(source.choice((128, 500, 1000, 2048)))
     )
     objective = Objective(source.choice((None, 0.5, 1.0, 2.0, 5.0)), source.choice((None, 0.02, 0.03, 0.05, 0.1)))
-    return Question(CONFIG, cluster, work, objective, Options(skew=Options().skew))
+    return Question(CONFIG, cluster, work, objective, PlanOptions(skew=PlanOptions().skew))
 
 
 def easier(asked: Question, source: random.Random) -> tuple[str, Question] | None:

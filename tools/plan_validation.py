@@ -9,10 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dsjax.plan.inferencex import beside_inferencex, today_beside_inferencex
-from dsjax.plan.inferencex_apart import beside_apart
-from dsjax.plan.unseen import beside, beside_further
-from dsjax.plan.validation_score import leave_one_out, table
+from tools.plan_data.inferencex import beside_inferencex, today_beside_inferencex
+from tools.plan_data.inferencex_apart import beside_apart
+from tools.plan_data.unseen import beside, beside_further
+from tools.plan_data.validation_score import leave_one_out, table
 
 _PAGE = """# The planner beside public measurements
 

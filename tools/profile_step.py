@@ -77,8 +77,8 @@ def main() -> None:
 
 def decode_step(llm, rows: int, context: int, pages: int):
     """A function that runs one decode step of full rows, and the program's text."""
-    from dsjax.engine.buckets import Rectangle
-    from dsjax.engine.commands import Admission, PageChange, RankStep, Sampling, Step, int32s
+    from dsjax.engine.contract.commands import Admission, PageChange, RankStep, Sampling, Step, int32s
+    from dsjax.engine.device.buckets import Rectangle
 
     executor = llm.executor
     tokens = np.random.default_rng(0).integers(3, llm.config.vocab_size, rows).tolist()
@@ -99,8 +99,8 @@ def compare_placements(llm, run, rows: int, steps: int) -> None:
     """Steps with the places of experts as data and as constants, by turns; prints both medians, and that of the pairs' differences."""
     import jax
 
-    from dsjax.engine import step_programs
-    from dsjax.engine.buckets import Rectangle
+    from dsjax.engine.device import step_programs
+    from dsjax.engine.device.buckets import Rectangle
 
     executor = llm.executor
     programs = executor.programs

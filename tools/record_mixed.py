@@ -5,7 +5,18 @@
 
 Requests are greedy and sampled, with penalties, biases, banned words and allowed tokens, log-probabilities of outputs and
 prompts, structured outputs, stop strings, several completions, shared prefixes; some are aborted in the middle. They arrive
-while others run. At the end one sequence is scored whole, the cache is flushed, and a few more requests run.
+while others run. At the end one sequence is scored whole, the cache is flushed, and a few more requests run. What it prints ends with
+how many commands of each kind the recording has.
+
+Host memory below the cache, drafts and experts that move are recorded, and replayed, with
+
+    python tools/record_mixed.py steps.dsjax --requests 80 --options '{"cache_tokens": 336, "page_size": 8,
+        "host_cache_bytes": 4000000, "enable_eplb": true, "eplb_config": {"window_size": 8, "step_interval": 16, "payback": 0},
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 8, 1]]}}'
+
+An engine refuses to record with a disk or with separated sides: the recording would lack what their pages held. The commands of those are
+recorded on a virtual clock, by `tools/record_commands.py`.
 """
 
 import argparse
@@ -14,6 +25,7 @@ import random
 from collections import Counter
 
 from dsjax import LLM, SamplingParams, StructuredOutputs
+from dsjax.engine.stream.step_record import Launched, StepRecord
 
 PREFIXES = (
     '"""Tools for reading and writing files."""\n\nimport os\nimport sys\nfrom pathlib import Path\n\n\n',
@@ -123,6 +135,8 @@ def main() -> None:
     found["preemptions"] = sum(rank.num_preemptions for rank in loads)
     found["prompt tokens from the cache"] = sum(rank.prefix_hits for rank in loads)
     llm.shutdown()
+    record = StepRecord(arguments.file)
+    found.update(f"{type(frame.command).__name__} commands" for frame in record if isinstance(frame, Launched))
     print("Recorded: " + ", ".join(f"{count} {name}" for name, count in found.items()))
 
 

@@ -31,10 +31,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dsjax.engine.buckets import Buckets
-from dsjax.engine.commands import Command, Flush, Score, Step, from_int32s
-from dsjax.engine.executor import Executor
-from dsjax.engine.step_record import Collected, End, Launched, RecordError, StepRecord, collected
+from dsjax.engine.contract.commands import Command, Flush, Score, Step, from_int32s
+from dsjax.engine.contract.executor import Executor
+from dsjax.engine.device.buckets import Buckets
+from dsjax.engine.stream.step_record import Collected, End, Launched, RecordError, StepRecord, collected
 from dsjax.errors import UserError
 
 
@@ -166,7 +166,7 @@ def build_executor(record: StepRecord, model: str | None, *, show_progress: bool
     """
     from dsjax.checkpoint.fingerprint import fingerprint
     from dsjax.checkpoint.hub import resolve
-    from dsjax.engine.args import EngineArgs
+    from dsjax.engine.setup.args import EngineArgs
     from sharding.emulation import emulate_devices
     from sharding.mesh import MeshSpec
 
@@ -183,7 +183,7 @@ def build_executor(record: StepRecord, model: str | None, *, show_progress: bool
             f"{header.fingerprint[:16]}…; give the recorded checkpoint's directory with --model"
         )
     emulate_devices(MeshSpec.parse(args.mesh).num_devices)
-    from dsjax.engine.loading import load_model
+    from dsjax.engine.setup.loading import load_model
 
     executor = load_model(args, show_progress=show_progress).executor
     limits = asdict(executor.limits)

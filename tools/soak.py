@@ -2,11 +2,12 @@
 
     python tools/soak.py                                        # starts: dsjax serve --mesh dp=32
     python tools/soak.py --url http://127.0.0.1:8000 --pid 4711 --admin-api-key KEY
+    python tools/soak.py --separated                            # a decode engine, whose prefill process is killed again and again
 
 Holds, or exits with 1: no error but those asked for; pages in use return to 0; resident memory is flat; nothing is compiled
-after warm-up; the 99th percentile of the inter-token latency is below the bound of the chunk budget (`soak_bound.py`).
+after warm-up; the 99th percentile of the inter-token latency is below the bound of the chunk budget (`soaks/bound.py`).
 Prompts and answers have 16 to 2,048 and 1 to 512 tokens, log-uniform, cut to the model's length; one request in ten is
-disconnected, one in twenty aborted, at random moments.
+disconnected, one in twenty aborted, at random moments. What `--separated` holds stands in `soaks/separated.py`.
 """
 
 import argparse
@@ -28,14 +29,40 @@ from dsjax.bench.serve.event_loop import run
 from dsjax.bench.serve.server_facts import ask_server
 from dsjax.top.reading import Exposition
 from tools.serve_process import ServeProcess, serve_process
-from tools.soak_bound import ChunkBudget, measure_budget
-from tools.soak_sessions import Admin, Mix, Outcome, run_sessions
+from tools.soaks.bound import ChunkBudget, measure_budget
+from tools.soaks.sessions import Admin, Mix, Outcome, run_sessions
 
 _SAMPLE_SECONDS = 2.0
 
 
+_ALONE = {"mesh": "dp=32", "sessions": 200, "abort_share": 0.05}
+_SEPARATED = {"mesh": "dp=2", "sessions": 12, "abort_share": 0.15}
+"""Defaults of options that both kinds have."""
+
+
 def main() -> None:
     args = _arguments()
+    found = _soak_separated(args) if args.separated else _soak_server(args)
+    for name, claim in found["claims"].items():
+        print(f"{'holds' if claim['holds'] else 'FAILS'}  {name}: found {claim['found']}, expected {claim['expected']}")
+    if not args.separated:
+        _show_unchecked(found)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    if not all(claim["holds"] for claim in found["claims"].values()):
+        sys.exit(1)
+
+
+def _soak_separated(args: argparse.Namespace) -> dict[str, Any]:
+    from tools.soaks.separated import soak_separated
+
+    found = soak_separated(args)
+    for name in ("counts", "transfers", "hits", "prefill starts", "wrong by request", "wrong"):
+        print(f"{name}: {found[name]}")
+    return found
+
+
+def _soak_server(args: argparse.Namespace) -> dict[str, Any]:
     own = contextlib.nullcontext(ServeProcess(args.url or "", args.pid))
     if args.url is None:
         args.admin_api_key = secrets.token_hex(16)
@@ -45,11 +72,10 @@ def main() -> None:
         own = serve_process(options)
     with own as server:
         found = run(soak(args, server))
-    _show(found)
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
-    if not all(claim["holds"] for claim in found["claims"].values()):
-        sys.exit(1)
+    print(f"{found['completed']} completed, {found['disconnected']} disconnected, {found['aborted']} aborted")
+    for name in ("output_tokens", "preemptions", "resident_bytes", "itl_ms", "itl_bound"):
+        print(f"{name}: {found[name]}")
+    return found
 
 
 async def soak(args: argparse.Namespace, server: ServeProcess) -> dict[str, Any]:
@@ -187,12 +213,7 @@ async def _metrics(session: aiohttp.ClientSession, url: str) -> Exposition:
         return Exposition(await response.text() if response.status == 200 else "")
 
 
-def _show(found: dict[str, Any]) -> None:
-    print(f"{found['completed']} completed, {found['disconnected']} disconnected, {found['aborted']} aborted")
-    for name in ("output_tokens", "preemptions", "resident_bytes", "itl_ms", "itl_bound"):
-        print(f"{name}: {found[name]}")
-    for name, claim in found["claims"].items():
-        print(f"{'holds' if claim['holds'] else 'FAILS'}  {name}: found {claim['found']}, expected {claim['expected']}")
+def _show_unchecked(found: dict[str, Any]) -> None:
     if found["claims"]["compilations after warm-up"]["found"] is None:
         print("note: the server has no such metric, so this claim was not checked")
     if not found["resident_bytes"]:
@@ -201,29 +222,56 @@ def _show(found: dict[str, Any]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="of a running server; default: start one")
-    parser.add_argument("--pid", type=int, help="of that server, to watch its memory")
-    parser.add_argument("--api-key")
-    parser.add_argument("--admin-api-key", help="aborts need it")
-    parser.add_argument("--mesh", default="dp=32", help="of the server to start")
-    parser.add_argument(
+    both = parser.add_argument_group("both kinds")
+    both.add_argument(
+        "--separated", action="store_true", help="soak a decode engine and a prefill process, not a server"
+    )
+    both.add_argument("--mesh", help="of the server to start (dp=32), or of the decode engine (dp=2)")
+    both.add_argument("--minutes", type=float, default=10.0)
+    both.add_argument("--sessions", type=int, help="200, or 12 with --separated")
+    both.add_argument("--abort-share", type=float, help="0.05, or 0.15 with --separated")
+    both.add_argument("--seed", type=int, default=0)
+    both.add_argument("--json", metavar="FILE")
+    server = parser.add_argument_group("a server")
+    server.add_argument("--url", help="of a running server; default: start one")
+    server.add_argument("--pid", type=int, help="of that server, to watch its memory")
+    server.add_argument("--api-key")
+    server.add_argument("--admin-api-key", help="aborts need it")
+    server.add_argument(
         "--serve-option", action="append", default=[], metavar="'--NAME VALUE'", help="more of its options"
     )
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="of the server")
-    parser.add_argument("--prefill-chunk", type=int, default=256, help="of the server")
-    parser.add_argument("--sessions", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--prompt-tokens", type=_range, default=(16, 2048), metavar="LEAST:MOST")
-    parser.add_argument("--output-tokens", type=_range, default=(1, 512), metavar="LEAST:MOST")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="token ids are drawn below this, from 16")
-    parser.add_argument("--disconnect-share", type=float, default=0.1)
-    parser.add_argument("--abort-share", type=float, default=0.05)
-    parser.add_argument("--request-timeout", type=float, default=1800.0)
-    parser.add_argument("--memory-growth", type=float, default=0.05, help="most that counts as flat")
-    parser.add_argument("--slack", type=float, default=1.25, help="see soak_bound.py")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args()
+    server.add_argument("--max-num-batched-tokens", type=int, default=2048, help="of the server")
+    server.add_argument("--prefill-chunk", type=int, default=256, help="of the server")
+    server.add_argument("--prompt-tokens", type=_range, default=(16, 2048), metavar="LEAST:MOST")
+    server.add_argument("--output-tokens", type=_range, default=(1, 512), metavar="LEAST:MOST")
+    server.add_argument("--vocab-size", type=int, default=4096, help="token ids are drawn below this, from 16")
+    server.add_argument("--disconnect-share", type=float, default=0.1)
+    server.add_argument("--request-timeout", type=float, default=1800.0)
+    server.add_argument("--memory-growth", type=float, default=0.05, help="most that counts as flat")
+    server.add_argument("--slack", type=float, default=1.25, help="see soaks/bound.py")
+    apart = parser.add_argument_group("with --separated")
+    of_separated = [
+        apart.add_argument("--model", default="demo"),
+        apart.add_argument("--prefill-mesh", default="tp=2"),
+        apart.add_argument(
+            "--requests", type=int, default=160, help="different ones, of which each is asked again and again"
+        ),
+        apart.add_argument(
+            "--abandon-share", type=float, default=0.05, help="prompts computed beside that nobody decodes"
+        ),
+        apart.add_argument("--kill-seconds", type=float, default=45.0, help="about so long lives a prefill process"),
+        apart.add_argument("--growth", type=float, default=0.03, help="of resident memory, most that counts as flat"),
+        apart.add_argument("--disaggregation-transfer-backend", default="jax", help="what moves the pages: jax, nixl"),
+        apart.add_argument("--more", type=int, default=3, help="threads or open files, most that counts as flat"),
+    ]
+    args = parser.parse_args()
+    for name, value in (_SEPARATED if args.separated else _ALONE).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if not args.separated:  # what it was asked, which its JSON has, is of a server
+        for action in of_separated:
+            delattr(args, action.dest)
+    return args
 
 
 def _range(text: str) -> tuple[int, int]:

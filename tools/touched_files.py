@@ -55,7 +55,7 @@ def main() -> None:
     from dsjax.serve.server import bind
 
     model = LLM("demo", max_model_len=256, max_num_seqs=4)
-    model.engine.warm_up(lambda done, total, label: None)
+    model.parts.warm_up(lambda done, total, label: None)
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     console = Console(quiet=True)

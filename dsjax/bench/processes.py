@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsjax.bench.serve.options import Checked, option
+from dsjax.options import Checked, option
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -66,7 +66,7 @@ class Processes:
             UserError: one has none.
         """
         if self._group is not None:
-            from dsjax.engine.loading import check_shares
+            from dsjax.engine.setup.loading import check_shares
 
             check_shares(spec, mesh, self._group)
 
@@ -100,9 +100,9 @@ def measuring_together(
         return
     import jax
 
-    from dsjax.engine.joining import versions
+    from dsjax.engine.elastic.joining import versions
     from dsjax.hosts.group import HostGroup
-    from dsjax.hosts.meeting import GroupError
+    from dsjax.hosts.rendezvous import GroupError
 
     group = HostGroup.start(hosts, lambda: versions() | dict(alike()))
     reason = None
@@ -123,7 +123,7 @@ def measuring_together(
 
 def _explained(group: HostGroup, error: Exception) -> Exception:
     """Why something that all do together failed: a process is gone, or process 0 has ended the group; else just this error."""
-    from dsjax.hosts.meeting import GroupError
+    from dsjax.hosts.rendezvous import GroupError
 
     if group.is_leader:
         return error if isinstance(error, GroupError) else group.lost_by(error) or error

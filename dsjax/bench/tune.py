@@ -31,11 +31,11 @@ from sharding.mesh import AXES
 from sharding.rules import axes_of
 
 STACK_BYTES = 2**30
-"""Of the matrices that timing goes round, so that none is still in the device's cache (50 MB in an H200) when its turn comes again."""
+"""Bytes of matrices that timing goes round, so that none is still in the device's cache (50 MB in an H200) when its turn comes again."""
 NEAR = 0.99
 """Other sizes than the default ones must take at most this share of their time: less is noise."""
 MOST_CACHE_BYTES = 8 * 2**30
-"""Of a layer of cache; attention of more rows than that holds is not timed."""
+"""Bytes of a layer of cache; attention of more rows than that holds is not timed."""
 Tiles = ProductTiles | AttentionTiles
 Timer = Callable[[Product, Tiles], float | None]
 """Seconds of a kernel with such tiles; None where the device cannot run them."""
@@ -54,7 +54,7 @@ class AttentionSetting:
 
     @property
     def entry_bytes(self) -> int:
-        """Of a token in one layer's cache."""
+        """Bytes of a token in one layer's cache."""
         found = cache_arrays(self.layout, self.config, self.cache_dtype).values()
         return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in found)
 

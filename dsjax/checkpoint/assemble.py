@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dsjax.checkpoint.names import SCALE_SUFFIX, Piece, TensorNames, scaled_weight
+from dsjax.checkpoint.names import SCALE_SUFFIX, TensorNames, TensorPiece, scaled_weight
 from dsjax.checkpoint.quantise import FP8, block_scales, dequantise, quantise
 from dsjax.model.parameters import BLOCK
 
@@ -73,7 +73,7 @@ class Assembler:
             for _ in self._executor.map(lambda piece: self._fill_piece(values, path, piece, region), pieces):
                 pass
 
-    def tensor(self, path: str, piece: Piece) -> np.ndarray:
+    def tensor(self, path: str, piece: TensorPiece) -> np.ndarray:
         """One whole piece as Hugging Face has it, ``[out, in]``, in the parameter's dtype."""
         info = self.names.parameters[path]
         shape = piece.shape(info.shape)
@@ -85,7 +85,7 @@ class Assembler:
             out[start : start + len(strip)] = strip
         return out
 
-    def _fill_piece(self, out: np.ndarray, path: str, piece: Piece, region: Sequence[slice]) -> None:
+    def _fill_piece(self, out: np.ndarray, path: str, piece: TensorPiece, region: Sequence[slice]) -> None:
         """One piece's share of ``out``, in the orientation of the Hugging Face tensor."""
         kept = [part for part, at in zip(region, piece.index, strict=True) if isinstance(at, slice)]
         place = tuple(

@@ -61,7 +61,7 @@ _COMPUTED = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """One Hugging Face tensor's place in a parameter: ``parameter[index]`` is the tensor, or its transpose."""
 
     name: str
@@ -114,7 +114,7 @@ class TensorNames:
         self.experts = np.atleast_2d(in_order if experts is None else np.asarray(experts))
         self._sources = {path: _source(config, path, self.parameters) for path in self.parameters}
 
-    def pieces(self, path: str, region: Sequence[slice] | None = None) -> Iterator[Piece]:
+    def pieces(self, path: str, region: Sequence[slice] | None = None) -> Iterator[TensorPiece]:
         """The pieces of a parameter, in its order; with ``region``, only those that touch it."""
         source, shape = self._sources[path], self.parameters[path].shape
         region = region if region is not None else [slice(0, size) for size in shape]
@@ -136,7 +136,7 @@ class TensorNames:
                 index: list[int | slice] = [*lead, *[slice(None)] * (len(shape) - len(lead))]
                 if stack_axis is not None:
                     index[stack_axis] = part
-                yield Piece(name, tuple(index), source.transposed)
+                yield TensorPiece(name, tuple(index), source.transposed)
 
     def _expert(self, source: _Source, lead: Sequence[int]) -> int:
         """The logical expert in a physical slot: lead is the layer in its stack, and the slot."""
@@ -147,9 +147,9 @@ class TensorNames:
         """Every tensor the parameters are made of, with its shape."""
         return {name: piece.shape(self.parameters[path].shape) for name, (path, piece) in self.places().items()}
 
-    def places(self) -> dict[str, tuple[str, Piece]]:
+    def places(self) -> dict[str, tuple[str, TensorPiece]]:
         """For each Hugging Face name the path of its parameter and its piece there; of redundant copies, the first."""
-        found: dict[str, tuple[str, Piece]] = {}
+        found: dict[str, tuple[str, TensorPiece]] = {}
         for path in self.parameters:
             for piece in self.pieces(path):
                 found.setdefault(piece.name, (path, piece))

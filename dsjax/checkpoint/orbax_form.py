@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from dsjax.checkpoint.errors import CheckpointError
-from dsjax.checkpoint.names import Piece, TensorNames
+from dsjax.checkpoint.names import TensorNames, TensorPiece
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.config import ModelConfig
 from dsjax.model.parameters import ParameterInfo, Weights
@@ -171,7 +171,7 @@ class StoredTensor:
 
     source: OrbaxTensors
     path: str
-    piece: Piece
+    piece: TensorPiece
     info: ParameterInfo
 
     @property

@@ -151,7 +151,7 @@ def _interconnect() -> Finding:
 
 
 def _memory() -> Iterator[Finding]:
-    from dsjax.engine.process import available_bytes
+    from dsjax.engine.device.process import available_bytes
 
     free = available_bytes()
     if free is None:
@@ -164,7 +164,7 @@ def _memory() -> Iterator[Finding]:
 
 
 def _caches() -> Iterator[Finding]:
-    from dsjax.engine.process import enable_compile_cache
+    from dsjax.engine.device.process import enable_compile_cache
 
     folder = enable_compile_cache()
     if folder is None:

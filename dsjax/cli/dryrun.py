@@ -10,7 +10,7 @@ import typer
 
 from dsjax.cli.options import engine_options, prepare_devices
 from dsjax.cli.output import report_console, write_json
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
 

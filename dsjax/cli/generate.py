@@ -8,9 +8,9 @@ from typing import Annotated, TextIO
 import typer
 
 from dsjax.cli.options import engine_options
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
 

@@ -15,7 +15,7 @@ PLAIN: dict[str, Any] = {
     "rich_markup_mode": None,
     "context_settings": {"max_content_width": 120},
 }
-"""Of every `typer.Typer` of the command line."""
+"""Arguments that every `typer.Typer` of the command line has."""
 
 _FIRST = ("Arguments", "Options")
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

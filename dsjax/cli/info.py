@@ -44,9 +44,9 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
     """
     from dsjax.checkpoint.hub import resolve_config
     from dsjax.config import load_config
-    from dsjax.engine.assembly import check_layout
+    from dsjax.engine.setup.assembly import check_layout
     from dsjax.model.parameter_counts import parameter_counts
-    from dsjax.plan.layout import Layout
+    from dsjax.plan.layout import InstanceLayout
     from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
     from dsjax.plan.precision import PRECISIONS
     from sharding import MeshSpec
@@ -56,7 +56,7 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
     counts = parameter_counts(config)
     spec = MeshSpec.parse(mesh)
     check_layout(config, spec, redundant, "bf16")
-    layout = Layout(spec, redundant)
+    layout = InstanceLayout(spec, redundant)
     return {
         "model": model,
         "path": str(_path(where)),

@@ -1,4 +1,4 @@
-"""`EngineArgs` as command-line options, so that `serve` and `generate` have the same ones."""
+"""Dataclasses as command-line options: `EngineArgs`, so that `serve` and `generate` have the same ones, and any command's own."""
 
 import dataclasses
 import functools
@@ -8,54 +8,71 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.options import flag_of
 
 
-def engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, whose first parameter is an `EngineArgs`, one option for each of its fields.
+def options_of(
+    title: Callable[[type], str | None] = lambda kind: (kind.__doc__ or "").rstrip("."), /, **kinds: type
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option for each field of dataclasses; it gets the dataclasses, under the names given here.
 
-    typer reads a function's signature; this one has the fields in place of the first parameter.
+    typer reads a function's signature; the decorated one has the fields in place of those parameters.
+
+    title: of a dataclass's panel in `--help`, its docstring unless another is given; None for the panel of a command's own options.
     """
-    fields = dataclasses.fields(EngineArgs)
-    hints = get_type_hints(EngineArgs)
-    options = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=Annotated[
-                _as_typed(hints[field.name]), typer.Option(*_flags(field), help=_help(field), rich_help_panel="Engine")
-            ],
-        )
-        for field in fields
-    ]
-    own = [p.replace(kind=p.KEYWORD_ONLY) for p in list(inspect.signature(command).parameters.values())[1:]]
 
-    @functools.wraps(command)
-    def with_options(**given: Any) -> None:
-        engine = {field.name: given.pop(field.name) for field in fields}
-        command(EngineArgs(**engine), **given)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p.replace(kind=p.KEYWORD_ONLY) for name, p in signature.parameters.items() if name not in kinds]
+        options = [
+            _parameter(field, hint, title(kind))
+            for kind in kinds.values()
+            for field, hint in zip(dataclasses.fields(kind), _hints(kind), strict=True)
+        ]
 
-    with_options.__signature__ = inspect.Signature([*options, *own])
-    with_options.__annotations__ = {p.name: p.annotation for p in (*options, *own)}
-    return with_options
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            made = {
+                name: kind(**{f.name: given.pop(f.name) for f in dataclasses.fields(kind) if f.name in given})
+                for name, kind in kinds.items()
+            }
+            command(**made, **given)
 
+        with_options.__signature__ = inspect.Signature([*options, *own])
+        with_options.__annotations__ = {p.name: p.annotation for p in (*options, *own)}
+        return with_options
 
-def _as_typed(hint: Any) -> Any:
-    """A field's type on the command line, where what Python gives as a dictionary is JSON text."""
-    return str | None if dict[str, Any] in get_args(hint) else hint
+    return decorate
 
 
-def _flags(field: dataclasses.Field) -> tuple[str, ...]:
-    """A field's flags, where it has more than the one that typer makes of its name."""
-    alias = field.metadata["alias"]
-    return (f"--{field.name.replace('_', '-')}", alias) if alias else ()
+engine_options = options_of(lambda kind: "Engine", args=EngineArgs)
+"""Give a command, which takes an `EngineArgs` as `args`, one option for each of its fields."""
 
 
-def _help(field: dataclasses.Field) -> str:
-    choices = field.metadata["choices"]
-    text = field.metadata["help"]
-    return f"{text} ({', '.join(choices)})" if choices else text
+def _hints(kind: type) -> list[Any]:
+    """The fields' types on the command line, where what Python gives as a dictionary is JSON text."""
+    hints = get_type_hints(kind)
+    types = [hints[field.name] for field in dataclasses.fields(kind)]
+    return [str | None if dict[str, Any] in get_args(hint) else hint for hint in types]
+
+
+def _parameter(field: dataclasses.Field, hint: Any, panel: str | None) -> inspect.Parameter:
+    facts, flag = field.metadata, flag_of(field)
+    names = [f"{flag}/--no-{flag[2:]}" if hint is bool and not facts.get("switch") else flag]
+    option = typer.Option(
+        *names,
+        *([facts["alias"]] if facts.get("alias") else []),
+        help=facts["help"] + (f" ({', '.join(facts['choices'])})" if facts.get("choices") else ""),
+        envvar=facts.get("envvar"),
+        show_envvar=True,
+        min=facts.get("min"),
+        show_default=facts.get("show_default", True),
+        rich_help_panel=panel,
+    )
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[hint, option]
+    )
 
 
 def prepare_devices(mesh: str) -> None:

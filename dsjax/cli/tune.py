@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from dsjax.cli.options import engine_options
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
 _INTERRUPTED = 130
@@ -40,8 +40,8 @@ def tune(
     from dsjax.bench.modules.report import case_progress
     from dsjax.bench.modules.timing import Budget
     from dsjax.config import load_config
-    from dsjax.engine import assembly
-    from dsjax.engine.process import enable_compile_cache
+    from dsjax.engine.device.process import enable_compile_cache
+    from dsjax.engine.setup import assembly
     from dsjax.kernels.pallas.tile_table import TileTable
     from dsjax.model.forms import common_layout
     from dsjax.model.transformer import parameter_table

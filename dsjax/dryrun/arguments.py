@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsjax.config import ModelConfig
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.executor import ExecutorLimits
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from sharding import MeshSpec
 

@@ -16,16 +16,16 @@ from jax.stages import Compiled, Lowered
 
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs, TooLarge
-from dsjax.engine import device_state, expert_programs
-from dsjax.engine.assembly import experts_per_exchange, make_step
-from dsjax.engine.buckets import Rectangle
-from dsjax.engine.device_state import DeviceState
-from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.process import without_compile_cache
-from dsjax.engine.slots import LaunchShape
-from dsjax.engine.traced_programs import TracedPrograms
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device import device_state, expert_programs
+from dsjax.engine.device.buckets import Rectangle
+from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.process import without_compile_cache
+from dsjax.engine.device.slots import LaunchShape
+from dsjax.engine.device.traced_programs import TracedPrograms
+from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.errors import UserError
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 
 # The CPU program is read and never run: LLVM's optimisations would only cost seconds. What XLA itself does is not changed.
@@ -85,7 +85,7 @@ class CompiledStep:
     after it; None where nothing is drafted. num_drafts: how many tokens. exchange: None where experts stay where they are.
     """
 
-    step: Step
+    step: ModelStep
     limits: ExecutorLimits
     shape: LaunchShape
     params: dict[str, jax.ShapeDtypeStruct]
@@ -136,7 +136,7 @@ def compile_step(
 
 
 def _compile_exchange(
-    step: Step, params: dict[str, jax.ShapeDtypeStruct], state: DeviceState, experts: int, target: str
+    step: ModelStep, params: dict[str, jax.ShapeDtypeStruct], state: DeviceState, experts: int, target: str
 ) -> CompiledExchange:
     layers = expert_programs.expert_layers(step)[0]
     stage = _compile(lambda: expert_programs.lower_stage(step, params, layers, experts), target, step.mesh)

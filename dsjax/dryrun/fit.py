@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from dsjax.config import ModelConfig
-from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.arguments import DryRunArgs, TooLarge
 from dsjax.dryrun.compilation import CompiledExchange, compile_step
 from dsjax.dryrun.memory import DeviceMemory
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import jax
 
 from dsjax.dryrun.compilation import CompiledStep
-from dsjax.engine.expert_programs import staging_bytes
+from dsjax.engine.device.expert_programs import staging_bytes
 from dsjax.model.parameters import component, device_bytes
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class DeviceMemory:
         return max(self.arguments + self.staging, self.held) + added
 
 
-def parameters_by_component(step: Step) -> dict[str, int]:
+def parameters_by_component(step: ModelStep) -> dict[str, int]:
     """How many numbers each part of the model has: one copy of each logical expert, no block scales, nothing derived."""
     found: dict[str, int] = {}
     physical, logical = step.placement.n_physical, step.config.n_routed_experts

@@ -12,7 +12,7 @@ from dsjax.hardware import Hardware
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind, assumed
 from dsjax.plan.network import network_latency, torus_hops
-from sharding.program import ProgramCollective, Work
+from sharding.program import OperationCost, ProgramCollective
 from sharding.program.costs import bytes_moved, products
 from sharding.program.text import Computation, Operation, Program
 
@@ -107,7 +107,7 @@ class TargetPrices:
     end: End = "value"
     ragged_share: float = 1.0
 
-    def operation(self, program: Program, computation: Computation, operation: Operation) -> Work:
+    def operation(self, program: Program, computation: Computation, operation: Operation) -> OperationCost:
         """An operation of the compute thread."""
         flops = compute = 0.0
         for dtype, count in products(program, computation, operation):
@@ -118,34 +118,34 @@ class TargetPrices:
         memory = size / self._memory
         launch = self._time(self.assumed.launch)
         bound = "launch" if launch > max(compute, memory) else "operations" if compute > memory else "memory"
-        return Work(max(compute, memory) + launch, flops, size, bound)
+        return OperationCost(max(compute, memory) + launch, flops, size, bound)
 
-    def copy(self, computation: Computation, operation: Operation) -> Mapping[str, Work]:
+    def copy(self, computation: Computation, operation: Operation) -> Mapping[str, OperationCost]:
         """An asynchronous copy: its result, read and written."""
         size = 2 * max((shape.nbytes for shape in operation.shapes), default=0)
-        return {COPIES: Work(size / self._memory + self._time(self.assumed.launch), 0.0, size, "memory")}
+        return {COPIES: OperationCost(size / self._memory + self._time(self.assumed.launch), 0.0, size, "memory")}
 
-    def turn(self, loop: Operation, known: bool) -> Work:
+    def turn(self, loop: Operation, known: bool) -> OperationCost:
         """Nothing where the length is known before."""
-        return Work(0.0 if known else self._time(self.assumed.turn), bound="host")
+        return OperationCost(0.0 if known else self._time(self.assumed.turn), bound="host")
 
-    def transfer(self, collective: ProgramCollective) -> Mapping[str, Work]:
+    def transfer(self, collective: ProgramCollective) -> Mapping[str, OperationCost]:
         """Inside the scale-up domain, between domains, or both at once."""
         share = self.ragged_share if collective.kind == "ragged-all-to-all" else 1.0
         inside, between, crossings = carried_bytes(collective)
         return self.links(share * inside, share * between, crossings)
 
-    def links(self, inside: float, between: float, crossings: int) -> dict[str, Work]:
+    def links(self, inside: float, between: float, crossings: int) -> dict[str, OperationCost]:
         """Bytes over a device's scale-up link, bytes through its share of the network, and latencies on the way between hosts."""
         found, a = {}, self.assumed
         if inside:
             moving = inside * self._time(a.hops) / (self._rate(a.scale_up_bandwidth) * self._rate(a.link_share))
             fixed = self._time(a.fixed_inside)
-            found[INSIDE] = Work(fixed + moving, 0.0, inside, "latency" if fixed > moving else "bandwidth")
+            found[INSIDE] = OperationCost(fixed + moving, 0.0, inside, "latency" if fixed > moving else "bandwidth")
         if between:
             moving = between / (self._rate(a.network_bandwidth) * self._rate(a.network_share))
             fixed = self._time(a.fixed_between) + crossings * self._time(a.latency)
-            found[BETWEEN] = Work(fixed + moving, 0.0, between, "latency" if fixed > moving else "bandwidth")
+            found[BETWEEN] = OperationCost(fixed + moving, 0.0, between, "latency" if fixed > moving else "bandwidth")
         return found
 
     def copied(self, size: float) -> float:

@@ -1,4 +1,4 @@
-"""`Rebalance`: what moving experts while serving needs and takes: bytes, exchanges, steps, predicted seconds."""
+"""`ExpertMoves`: what moving experts while serving needs and takes: bytes, exchanges, steps, predicted seconds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jaxtyping import Int
 
 from dsjax.dryrun.compilation import CompiledStep
 from dsjax.dryrun.prices import Assumed, End, TargetPrices
-from dsjax.engine import expert_programs
-from dsjax.engine.eplb import EplbConfig
+from dsjax.engine.device import expert_programs
+from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.plan.balancing import Slots, drawn
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind
@@ -46,7 +46,7 @@ class Moves:
 
 
 @dataclass(frozen=True)
-class Rebalance:
+class ExpertMoves:
     """Experts that move, with `--enable-eplb`. Bytes are one device's.
 
     expert_bytes: one expert, or its part where its width is split. staging_bytes: the buffer, one layer's slots.
@@ -86,7 +86,7 @@ class Rebalance:
         return found
 
 
-def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster | None) -> Rebalance:
+def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster | None) -> ExpertMoves:
     """Read the programs that move experts, and run the policy on the loads that the planner assumes. machines: None on the CPU target."""
     step, exchange = compiled.step, compiled.exchange
     ranks, physical = step.spec.ep_size, step.placement.n_physical
@@ -109,7 +109,7 @@ def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster
 
     program = Program.parse(exchange.stage.text())
     sent = program_collectives(program, dict(step.mesh.shape), host_devices=domain, trip_count=lambda *_: 1)
-    return Rebalance(
+    return ExpertMoves(
         policy=config.policy,
         max_bytes_per_step=config.max_bytes_per_step,
         expert_bytes=size,
@@ -173,7 +173,7 @@ def _busiest(moves: Iterable[tuple[int, int]], each: int, ranks: int, domain: in
 
 
 def _seconds(prices: TargetPrices, exchanges: Iterable[Exchange], received: int, size: int) -> float:
-    """Of a layer: rows are gathered, sent and written where they are staged; and staged rows are written into their slots."""
+    """Seconds of a layer: rows are gathered, sent and written where they are staged; and staged rows are written into their slots."""
     found = prices.copied(received * size)
     for one in exchanges:
         links = prices.links(one.inside * size, one.between * size, 1 if one.between else 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsjax.dryrun.fit import Fit
 from dsjax.dryrun.memory import DeviceMemory
-from dsjax.dryrun.rebalance import Rebalance
+from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.timeline import Timeline
 from dsjax.hardware import Hardware
 from sharding.program import ProgramCollective, ProgramCosts
@@ -53,7 +53,7 @@ class DryRunReport(ProgramReport):
     memory: DeviceMemory
     cache_tokens: int
     drafts: ProgramReport | None
-    rebalance: Rebalance | None
+    rebalance: ExpertMoves | None
     fit: Fit | None
     assumptions: dict[str, str]
     notes: tuple[str, ...]

@@ -16,11 +16,11 @@ from dsjax.dryrun.rebalance import read_rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
-from dsjax.engine.assembly import check_layout, dispatch_method
+from dsjax.engine.setup.assembly import check_layout, dispatch_method
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from dsjax.plan.cluster import Cluster, load_cluster
 from sharding import MeshSpec
 from sharding.program import Program, program_collectives, program_costs, true_dtypes
@@ -69,7 +69,7 @@ def dry_run(
     mesh = spec.build(target_devices(hardware, spec.num_devices))
     compiled = compile_step(args, config, mesh)
     (shape,), step = compiled.shape.groups, compiled.step
-    reader = _Reader(args, step, machines, timeline)
+    reader = _ProgramReader(args, step, machines, timeline)
     trips = reader.trip_counts(shape.rows, shape.chunk)
     started = time.perf_counter()
     main = reader.read(compiled.main, trips, shape.tokens, config.num_moe_layers)
@@ -100,11 +100,11 @@ def dry_run(
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _ProgramReader:
     """Reads the programs of a step."""
 
     args: DryRunArgs
-    step: Step
+    step: ModelStep
     machines: Cluster | None
     timeline: bool
 
@@ -145,7 +145,7 @@ def expert_flops(config: ModelConfig, tokens: float, moe_layers: int) -> float:
     return 2 * tokens * config.num_experts_per_tok * expert_parameters(config) * moe_layers
 
 
-def even_experts(step: Step, tokens: int) -> EvenExperts:
+def even_experts(step: ModelStep, tokens: int) -> EvenExperts:
     """What one device's experts have to do under even routing, for a DP rank's ``tokens``."""
     config, spec = step.config, step.spec
     return EvenExperts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from dsjax.dryrun.rebalance import Rebalance
+from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.scopes import model_part
 from dsjax.dryrun.timeline import Timeline
@@ -171,7 +171,7 @@ def _timeline(timeline: Timeline, name: str) -> Table:
     return table
 
 
-def _rebalance(found: Rebalance) -> Table:
+def _rebalance(found: ExpertMoves) -> Table:
     table = _table(
         f"moving experts: policy {found.policy}, at most {_size(found.max_bytes_per_step)} received between two steps",
         "", "first, from no load known", "next, after drift",

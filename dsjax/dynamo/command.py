@@ -11,15 +11,15 @@ import typer
 
 from dsjax.cli.help import PLAIN, PanelledCommand
 from dsjax.cli.options import engine_options
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.joining import host_options
+from dsjax.engine.elastic.joining import host_options
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.serve.command import ServedModelNames, ShutdownTimeout, StepTimeout
 
 if TYPE_CHECKING:
     from dynamo.common.backend import LLMEngine, WorkerConfig
 
-    from dsjax.engine.tokenizer import Tokenizer
+    from dsjax.engine.text.tokenizer import Tokenizer
     from dsjax.hosts import HostOptions
 
 TOOL_CALL_PARSERS = {"deepseek_v3": "deepseek_v3", "deepseek_v31": "deepseek_v3_1"}
@@ -175,7 +175,7 @@ def _prepare(
     from dsjax.dynamo.engine import DsjaxEngine
     from dsjax.dynamo.prefill import DsjaxPrefillEngine
     from dsjax.dynamo.worker import Options
-    from dsjax.engine.tokenizer import Tokenizer
+    from dsjax.engine.text.tokenizer import Tokenizer
 
     directory = resolve(args.model, revision=args.revision)
     choose_parsers(runtime, Tokenizer.from_directory(directory))

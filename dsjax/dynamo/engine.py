@@ -16,12 +16,13 @@ from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTok
 from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.llm import LLM
-from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream, RequestOutput
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.scheduler import Update
+from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import StepStats
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, RequestOutput
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 from dsjax.serve.command import metrics_of
 from dsjax.serve.message_parser import CLOSE, OPEN
@@ -53,7 +54,7 @@ class DsjaxEngine(Worker):
     def _begin(self) -> EngineConfig:
         facts = self._llm.facts
         self._metrics = metrics_of(self._llm, self._options.names[0])
-        self._engine = engine = AsyncEngine(self._llm.engine)
+        self._engine = engine = AsyncEngine(self._llm.parts)
         self._loads = LoadPublisher(facts.dp_ranks, engine)
         engine.observers += [self._metrics, self._loads]
         engine.on_change.append(
@@ -64,7 +65,7 @@ class DsjaxEngine(Worker):
         engine.start()
         self._loads.start()
         self._watch_steps(asyncio.get_running_loop())
-        return registration(self._options, self._llm.executor.limits, self._llm.engine.inputs.config, facts)
+        return registration(self._options, self._llm.executor.limits, self._llm.parts.inputs.config, facts)
 
     def _load(self) -> None:
         console = Console()
@@ -72,7 +73,7 @@ class DsjaxEngine(Worker):
         self._llm = LLM(**options, group=self._group, show_progress=True, event_sink=self._events)
         show_facts(console, self._llm.facts)
         with warm_up_bar(console) as progress:
-            self._llm.engine.warm_up(progress)
+            self._llm.parts.warm_up(progress)
         self._thinking = thinking_tokens(self._llm.tokenizer)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
@@ -107,10 +108,7 @@ class DsjaxEngine(Worker):
                 f"{context.id()}~{self._count}",  # a request that comes back after a migration has its old id
                 [{"prompt_token_ids": read.token_ids}],
                 read.params,
-                priority=read.priority,
-                cache_salt=read.cache_salt,
-                dp_rank=read.dp_rank,
-                prefill=read.prefill,
+                read.options,
             )
         except (UserError, TypeError) as error:
             raise InvalidArgument(str(error)) from error
@@ -215,7 +213,7 @@ class LoadPublisher:
             await asyncio.sleep(_IDLE_SECONDS)
             if any(told and told[0] for told in self._told) and not self._engine.num_unfinished:
                 try:
-                    self._tell((await self._engine.state()).loads)
+                    self._tell(await self._engine.call(lambda core: core.loads()))
                 except EngineDeadError:
                     return
 

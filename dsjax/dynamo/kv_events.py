@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from dsjax.engine.page_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 
 class Publisher(Protocol):

@@ -13,11 +13,11 @@ from rich.console import Console
 from dsjax.dynamo.translation import Chunk, Chunks, translate
 from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.core import EngineCore
-from dsjax.engine.page_channel import split_address
-from dsjax.engine.page_network import PrefillServer
+from dsjax.engine.transfer.page_network import PrefillServer
 from dsjax.errors import UserError
+from dsjax.hosts.wire import split_address
 from dsjax.serve.metrics_families import Registry, exposition
-from dsjax.serve.metrics_prefill import add_prefill_metrics
+from dsjax.serve.metrics_parts import add_prefill_metrics
 from dsjax.serve.startup_screen import warm_up_bar
 from dsjax.serve.watchdog import Watchdog
 
@@ -49,8 +49,8 @@ class DsjaxPrefillEngine(Worker):
         return found
 
     def _load(self) -> None:
+        from dsjax.engine.device.process import size_memory_pool
         from dsjax.engine.disaggregated import load_prefill
-        from dsjax.engine.process import size_memory_pool
 
         size_memory_pool(self._args.gpu_memory_utilization)
         self._server = load_prefill(self._args, self._group, event_sink=self._events, show_progress=True)
@@ -78,7 +78,8 @@ class DsjaxPrefillEngine(Worker):
         if context.is_stopped():
             yield {**last, "finish_reason": "cancelled"}
             return
-        params = server.prefill(read.token_ids, salt=read.cache_salt, priority=read.priority, room=read.room)
+        salt, priority = read.options.cache_salt, read.options.priority
+        params = server.prefill(read.token_ids, salt=salt, priority=priority, room=read.room)
         yield {**last, "disaggregated_params": params}
 
     def _check(self, token_ids: list[int]) -> None:
@@ -92,7 +93,7 @@ class DsjaxPrefillEngine(Worker):
         """Whether no prompt is computed any more and no page waits to be taken, or none ever will be."""
         if self._server is None or self._server.engine.error is not None:
             return True
-        return not (self._server.engine.num_jobs or self._server.engine.leases.num_kept)
+        return not (self._server.engine.num_jobs or self._server.engine.buffers.num_kept)
 
     async def cleanup(self) -> None:
         """End. Dynamo has waited until nothing is left, `DYN_PREFILL_DRAIN_TIMEOUT_S` at most. Also after a failed start, and twice."""

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from dsjax.engine.request import FinishReason
-from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.engine.schedule.request import FinishReason, RequestOptions
+from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 Chunk = dict[str, Any]
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _PASSED_THROUGH = ("logit_bias", "allowed_token_ids", "bad_words")
-"""Of `extra_args.sampling_options`, which is what clients give beyond the frontend's own fields."""
+"""Fields of `extra_args.sampling_options`, which is what clients give beyond the frontend's own fields."""
 _FRONTENDS = ("include_stop_str_in_output", "guided_decoding", "n", "best_of", "use_beam_search", "length_penalty")
 """Read below, or the frontend's own."""
 _FORMS = ("json", "regex", "choice", "grammar")
@@ -45,17 +45,14 @@ class Translated:
     """A request as `AsyncEngine.submit` takes it.
 
     Attributes:
-        dp_rank: what the router has chosen; None: nothing.
-        prefill: address and transfer of the prefill worker that computes the prompt; None: nobody does.
+        options: the DP rank that the router has chosen, if any, the priority and the salt, and who computes the prompt where a prefill
+            worker does.
         room: the number by which both sides know a request that was sent to both at once.
     """
 
     token_ids: list[int]
     params: SamplingParams
-    dp_rank: int | None
-    cache_salt: str | None
-    priority: int
-    prefill: dict[str, str] | None = None
+    options: RequestOptions
     room: int | None = None
 
 
@@ -99,7 +96,10 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
     priority, rank = -int(routing.get("priority", 0)), None if rank is None else int(rank)
     bootstrap = _given(request.get("bootstrap_info"))
     return Translated(
-        token_ids, params, rank, salt, priority, _prefill(request, bootstrap), bootstrap.get("bootstrap_room")
+        token_ids,
+        params,
+        RequestOptions(priority, salt, dp_rank=rank, prefill=_prefill(request, bootstrap)),
+        bootstrap.get("bootstrap_room"),
     )
 
 
@@ -225,7 +225,7 @@ def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[s
     if {"address", "transfer"} <= told.keys():
         return {"address": told["address"], "transfer": told["transfer"]}
     if {"bootstrap_host", "bootstrap_port", "bootstrap_room"} <= bootstrap.keys():
-        from dsjax.engine.page_network import handoff
+        from dsjax.engine.transfer.page_network import handoff
         from dsjax.hosts.options import joined
 
         return handoff(joined(bootstrap["bootstrap_host"], bootstrap["bootstrap_port"]), bootstrap["bootstrap_room"])

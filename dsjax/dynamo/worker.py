@@ -15,12 +15,12 @@ from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, Pu
 from dynamo.llm.exceptions import InvalidArgument
 
 from dsjax.dynamo.kv_events import KvEvents
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.joining import host_options, join_group
-from dsjax.engine.loading import EngineFacts
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.elastic.joining import host_options, join_group
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import EngineFacts
 from dsjax.hosts.group import HostGroup
 
 _FLUSH_SECONDS = 1.0
@@ -53,7 +53,7 @@ def registration(
 ) -> EngineConfig:
     """What Dynamo is told of an engine. All of its DP ranks are one worker's; page 0 of each is never given out.
 
-    facts: of a worker that may have several decode engines, whose DP ranks are numbered through.
+    facts: of the loaded model, which name the mesh that makes tokens also where another one computes prompts.
     """
     return EngineConfig(
         model=options.model,
@@ -66,7 +66,7 @@ def registration(
             total_kv_blocks=config.pages_per_rank - 1,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            data_parallel_size=limits.num_ranks if facts is None else facts.dp_ranks,
+            data_parallel_size=limits.num_ranks,
             data_parallel_start_rank=0,
         ),
     )
@@ -174,5 +174,5 @@ def snapshot(load: RankLoad) -> ComponentSnapshot:
         kv_total_blocks=load.usable_pages,
         gpu_cache_usage=load.used_pages / load.usable_pages if load.usable_pages else 0.0,
         dp_rank=load.rank,
-        kv_cache_hit_rate=sum(load.hits) / load.queried if load.queried else None,
+        kv_cache_hit_rate=sum(load.hits.values()) / load.queried if load.queried else None,
     )

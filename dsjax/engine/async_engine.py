@@ -1,193 +1,155 @@
-"""`AsyncEngine`: the engine in a thread of its own, or several as one, each in its own; their outputs in asyncio."""
+"""`AsyncEngine`: the engine in a thread of its own, its outputs in asyncio; and `EngineClient`, what a server needs of an engine."""
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.engine import EngineParts
 from dsjax.engine.engine_thread import EngineThread, Stepper
-from dsjax.engine.input_processor import PreparedRequest, Prompt
-from dsjax.engine.instances import EngineState, Whole
-from dsjax.engine.outputs import EngineClosingError, EngineDeadError, OutputStream
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
+from dsjax.engine.request_streams import OutputStream, RequestStreams
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
+from dsjax.engine.text.input_processor import PreparedRequest, Prompt
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
+from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
-    from dsjax.engine.generations import Generations
+    from dsjax.engine.elastic.generations import Generations
 
 Result = TypeVar("Result")
 
-_INLINE_LENGTH = 2048
-"""Characters or tokens that are prepared in the event loop: up to here a thread costs more than it saves."""
 
-
-class AsyncEngine:
-    """Runs each of an `LLMEngine`'s cores in a dedicated thread; makes text in the event loop, while the devices compute.
-
-    When a thread fails, every stream gets the error and `on_death` is called: nothing waits for ever.
+class EngineClient(Protocol):
+    """What a server needs of an engine, in its event loop: `AsyncEngine`, or in a front end `RemoteEngine`.
 
     Attributes:
-        cores: one, or several decode engines beside each other (docs/disaggregation.md).
-        observers: told of every step and output, in the event loop's thread. Add them before `start`. Of several engines they are told as
-            of one: whichever does a step, its statistics have the loads and the counts of all.
-        on_change: called in the event loop's thread when the mesh has changed.
+        error: why the engine has failed; None while it has not. on_death: called when it does.
+        observers: told of every step and output. Add them before `start`.
+        num_unfinished: requests that have not ended.
+        num_ranks: DP ranks of the mesh.
+        num_waiting, waiting_tokens: completions that wait for a slot or for pages, and their known tokens.
+        running: whether a thread of this process may be in a step.
+        change_under_way: what is being done to go on on another mesh; None while nothing is.
     """
 
-    def __init__(self, engine: LLMEngine | None):
-        """engine: None where another process has it (`dsjax/serve/front_ends`)."""
-        self.tokenizer = engine and engine.tokenizer
-        self.error: BaseException | None = None
-        self.on_death: Callable[[], None] | None = None
-        self.on_change: list[Callable[["Generations"], None]] = []
-        self.observers: list[EngineObserver] = []
-        self.cores = engine.cores if engine else []
-        self._closing = False
-        self._engine = engine
-        self._inputs = engine and engine.inputs
-        self._outputs = engine and engine.outputs
-        self._streams: dict[str, OutputStream] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._whole = Whole(self.cores) if len(self.cores) > 1 else None
-        self._threads = [
-            EngineThread(core, _Listener(self, index), f"dsjax-engine-{index}" if index else "dsjax-engine")
-            for index, core in enumerate(self.cores)
-        ]
-        self._calls: set[asyncio.Future] = set()  # whose result is not there yet
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that have not ended."""
-        return self._outputs.num_unfinished
-
-    @property
-    def num_ranks(self) -> int:
-        """DP ranks of all cores."""
-        return self._engine.num_ranks
-
-    @property
-    def num_waiting(self) -> int:
-        """Completions that wait for a slot or for pages. Cheap; may lag behind by a step."""
-        return sum(thread.num_waiting for thread in self._threads)
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
-        return sum(thread.waiting_tokens for thread in self._threads)
-
-    @property
-    def steppers(self) -> dict[str, Stepper]:
-        """What takes steps in this process, by its name in messages: the engine, or every decode and prefill engine."""
-        prefills = self._engine.prefill_engines if self._engine else []
-        if len(self._threads) + len(prefills) == 1:
-            return {"the engine": self._threads[0]}
-        decodes = {f"decode engine {index}": thread for index, thread in enumerate(self._threads)}
-        return decodes | {f"prefill engine {index}": engine for index, engine in enumerate(prefills)}
-
-    @property
-    def running(self) -> bool:
-        """Whether a thread is alive."""
-        return any(thread.alive for thread in self._threads)
-
-    @property
-    def change_under_way(self) -> str | None:
-        """What is being done to go on on another mesh; None while nothing is."""
-        generations = self.cores[0].generations
-        return generations.phase if generations is not None else None
+    tokenizer: Tokenizer | None
+    error: BaseException | None
+    on_death: Callable[[], None] | None
+    observers: list[EngineObserver]
+    num_unfinished: int
+    num_ranks: int
+    num_waiting: int
+    waiting_tokens: int
+    running: bool
+    change_under_way: str | None
 
     def start(self) -> None:
-        """Start the threads. Call it in the event loop that will use the engine."""
-        self._loop = asyncio.get_running_loop()
-        for thread in self._threads:
-            thread.start()
+        """Begin. Call it in the event loop that will use the engine."""
 
     async def submit(
         self,
         request_id: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        session: str | None = None,
-        dp_rank: int | None = None,
-        prefill: Mapping[str, str] | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> OutputStream:
-        """Check all prompts, then queue them all. Keywords as of `LLMEngine.add_request`.
-
-        Raises:
-            UserError: one of them cannot be; none is queued.
-            EngineDeadError: the engine has failed.
-            EngineClosingError: the engine takes no more requests.
-        """
-        arrival_time = time.monotonic()
-        ids = [f"{request_id}-{index}" for index in range(len(prompts))] if len(prompts) > 1 else [request_id]
-
-        def prepare() -> list[PreparedRequest]:
-            return [
-                self._inputs.prepare(
-                    id_,
-                    prompt,
-                    params,
-                    arrival_time=arrival_time,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    session=session,
-                    dp_rank=dp_rank,
-                    prefill=prefill,
-                )
-                for id_, prompt in zip(ids, prompts, strict=True)
-            ]
-
-        # A long text takes long to tokenise, and so does a grammar to read; both libraries let others run meanwhile.
-        short = params.structured_outputs is None and params.n * sum(map(_length, prompts)) <= _INLINE_LENGTH
-        prepared = prepare() if short else await asyncio.to_thread(prepare)
-        if self.error is not None:
-            raise EngineDeadError("the engine has failed") from self.error
-        if self._closing:
-            raise EngineClosingError("the server is shutting down")
-        requests = [request for each in prepared for request in each.completions]
-        stream = OutputStream(ids, self.abort, requests)
-        for each in prepared:
-            self._outputs.add(each)
-            self._streams[each.request_id] = stream
-        try:
-            await self._admit(prepared)
-        except BaseException:  # refused, or nobody waits any more
-            self.abort(ids)
-            raise
-        return stream
-
-    async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
-        self._enqueue([request for each in prepared for request in each.completions])
-
-    def _enqueue(self, requests: Sequence[Request]) -> None:
-        for index, placed in self._engine.place(requests):
-            self._threads[index].add(placed)
+        """Check all prompts, then queue them all."""
 
     async def call(self, function: Callable[[EngineCore], Result]) -> Result:
-        """Run `function(core)` in the engine's thread, of several the first one's, between two steps, and give its result, or raise its
-        error.
+        """Run a function of the core between two steps."""
+
+    def abort_all(self) -> None:
+        """End every request; each client gets an error."""
+
+    async def shutdown(self, timeout: float = 10.0) -> None:
+        """End all requests and the engine."""
+
+
+class ThreadedEngine:
+    """An engine's core in a dedicated thread, seen from asyncio. What a step did, and the thread's death, are handed to who inherits.
+
+    Attributes:
+        observers: told of every step. Add them before `start`.
+        on_change: called in the event loop's thread when the mesh has changed.
+    """
+
+    def __init__(self, parts: EngineParts):
+        self.tokenizer, self.core = parts.tokenizer, parts.core
+        self.on_death: Callable[[], None] | None = None
+        self.on_change: list[Callable[["Generations"], None]] = []
+        self._parts = parts
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = EngineThread(parts.core, _Listener(self))
+        self._calls: set[asyncio.Future] = set()  # whose result is not there yet
+        self._closing = False
+
+    error: BaseException | None
+    observers: list[EngineObserver]
+
+    @abstractmethod
+    def abort_all(self) -> None:
+        """End every request; each client gets an error."""
+
+    @abstractmethod
+    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+        """Take what a step did, in the event loop's thread."""
+
+    @abstractmethod
+    def _fail_requests(self, error: BaseException) -> None:
+        """Tell all who wait that nothing goes on."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of DP ranks of the mesh."""
+        return self._parts.num_ranks
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that wait for a slot or for pages. Cheap; may lag behind by a step."""
+        return self._thread.num_waiting
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
+        return self._thread.waiting_tokens
+
+    @property
+    def steppers(self) -> dict[str, Stepper]:
+        """What takes steps in this process, by its name in messages: the engine, or the decode and the prefill engine."""
+        if not self._parts.prefills:
+            return {"the engine": self._thread}
+        [prefill] = self._parts.prefill_engines
+        return {"the decode engine": self._thread, "the prefill engine": prefill}
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is alive."""
+        return self._thread.alive
+
+    @property
+    def change_under_way(self) -> str | None:
+        """What is being done to go on on another mesh; None while nothing is."""
+        generations = self.core.generations
+        return generations.phase if generations is not None else None
+
+    def start(self) -> None:
+        """Start the thread. Call it in the event loop that will use the engine."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def call(self, function: Callable[[EngineCore], Result]) -> Result:
+        """Run `function(core)` in the engine's thread, between two steps, and give its result, or raise its error.
 
         Raises:
             EngineDeadError: the engine has failed, or ends before it comes to this.
         """
-        return await self._call(self._threads[0], function)
-
-    async def call_each(self, function: Callable[[EngineCore], Result]) -> list[Result]:
-        """`call` of each engine, in its own thread; the results in their order."""
-        return await asyncio.gather(*(self._call(thread, function) for thread in self._threads))
-
-    async def state(self) -> EngineState:
-        """What all engines together have to do, and have counted."""
-        return EngineState.together(await self.call_each(EngineState.of))
-
-    async def _call(self, thread: EngineThread, function: Callable[[EngineCore], Result]) -> Result:
-        if self.error is not None or self._closing or not thread.alive:
+        if self.error is not None or self._closing or not self._thread.alive:
             raise EngineDeadError("the engine does not run")
         future = self._loop.create_future()
         self._calls.add(future)
@@ -195,12 +157,12 @@ class AsyncEngine:
 
         def run() -> None:
             try:
-                result, error = function(thread.core), None
+                result, error = function(self.core), None
             except Exception as caught:
                 result, error = None, caught
             self._loop.call_soon_threadsafe(_settle, future, result, error)
 
-        thread.between_steps(run)
+        self._thread.between_steps(run)
         return await future
 
     async def scale(self, mesh: str) -> "Generations":
@@ -210,8 +172,8 @@ class AsyncEngine:
             UserError, MeshError: the mesh cannot be, or another change is under way; everything is as it was.
             EngineDeadError: the engine has failed, before or in this.
         """
-        [thread, *_], generations = self._threads, self.cores[0].generations
-        if thread.core.is_separated and generations is None:
+        thread, generations = self._thread, self.core.generations
+        if self.core.part(PrefillLinks) is not None and generations is None:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
@@ -226,119 +188,109 @@ class AsyncEngine:
             raise
         return generations
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more."""
-        ended = [request for request_id in request_ids for request in self._outputs.unfinished(request_id)]
-        for request_id in request_ids:
-            self._streams.pop(request_id, None)
-            self._outputs.forget(request_id)
-        self._abort_completions([request.request_id for request in ended])
-        for observer in self.observers if ended else ():
-            observer.on_ended(ended, FinishReason.ABORT)
-
-    def abort_all(self) -> None:
-        """End every request; each stream gets an `EngineClosingError`."""
-        for stream in set(self._streams.values()):
-            stream.put(EngineClosingError("the server is shutting down"))
-        self.abort(list(self._streams))
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing can go on: every request gets an error, and `on_death` is called."""
-        self._die(error)
-
     async def shutdown(self, timeout: float = 10.0) -> None:
-        """End all requests and the threads. After `timeout` seconds in a step that hangs, a thread is left behind."""
+        """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
         self._closing = True
         self.abort_all()
-        for thread in self._threads:
-            thread.end()
-        await asyncio.gather(*(asyncio.to_thread(thread.join, timeout) for thread in self._threads))
+        self._thread.end()
+        await asyncio.to_thread(self._thread.join, timeout)
         self._fail_calls()
 
-    # In the event loop's thread.
-
-    def _tell_change(self, generations: "Generations") -> None:
-        for call in self.on_change:
-            call(generations)
-
-    def _abort_completions(self, completion_ids: Sequence[str]) -> None:
-        for thread in self._threads:  # which of several has them is not remembered: to be told in vain costs it a look
-            thread.abort(completion_ids)
-
-    def _enter(self, index: int, updates: list[Update], stats: StepStats | None) -> None:
-        """Take what a step of one of several engines did."""
-        self._deliver(updates, None if stats is None else self._whole.after(index, stats))
-
-    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        followed = [update for update in updates if self._outputs.follows(update.request)] if self.observers else []
-        outputs, to_abort = self._outputs.process(updates)
-        self._abort_completions(to_abort)
-        told: dict[OutputStream, None] = {}
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.add(output)
-                told[stream] = None
-                if output.finished:
-                    del self._streams[output.request_id]
-        for stream in told:
-            stream.tell()
-        stopped = [update.request for update in followed if update.request.request_id in to_abort] if to_abort else []
-        for observer in self.observers:
-            if followed:
-                observer.on_updates(followed)
-            if stopped:
-                observer.on_ended(stopped, FinishReason.STOP)
-            if stats is not None:
-                observer.on_step(stats)
-            if outputs:
-                observer.on_outputs(outputs)
-
-    def _die(self, error: BaseException) -> None:
-        self.error = error
-        for stream in set(self._streams.values()):
-            stream.put(EngineDeadError("the engine has failed"))
-        for request_id in list(self._streams):
-            self._outputs.forget(request_id)
-        self._streams.clear()
+    def fail(self, error: BaseException) -> None:
+        """Tell every request that nothing can go on, and call `on_death`."""
+        self._fail_requests(error)
         self._fail_calls()
         if self.on_death is not None:
             self.on_death()
+
+    # In the event loop's thread.
+
+    def _change_mesh(self) -> None:
+        for call in self.on_change:
+            call(self.core.generations)
 
     def _fail_calls(self) -> None:
         for future in list(self._calls):
             _settle(future, None, EngineDeadError("the engine has ended"))
 
 
-class _Listener:
-    """Passes what happens in one engine's thread to the event loop."""
+class AsyncEngine(ThreadedEngine):
+    """Runs an engine's core in a dedicated thread; makes text in the event loop, while the devices compute.
 
-    def __init__(self, engine: AsyncEngine, index: int):
-        self._engine, self._index = engine, index
+    When the thread fails, every stream gets the error and `on_death` is called: nothing waits for ever.
+    """
+
+    def __init__(self, parts: EngineParts):
+        super().__init__(parts)
+        self._streams = RequestStreams(parts.inputs, parts.outputs, self._admit, self._thread.abort)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the engine has failed; None while it has not."""
+        return self._streams.error
+
+    @property
+    def observers(self) -> list[EngineObserver]:
+        """Who is told of every step and output, in the event loop's thread. Add them before `start`."""
+        return self._streams.observers
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that have not ended."""
+        return self._streams.num_unfinished
+
+    async def submit(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> OutputStream:
+        """Check all prompts, then queue them all; raises as `RequestStreams.submit`."""
+        return await self._streams.submit(request_id, prompts, params, options)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests that nobody waits for any more."""
+        self._streams.abort(request_ids)
+
+    def abort_all(self) -> None:
+        """End every request; each stream gets an `EngineClosingError`."""
+        self._streams.abort_all()
+
+    async def shutdown(self, timeout: float = 10.0) -> None:
+        """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
+        self._streams.closing = True
+        await super().shutdown(timeout)
+
+    async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
+        self._thread.add([request for each in prepared for request in each.completions])
+
+    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+        self._streams.deliver(updates, stats)
+
+    def _fail_requests(self, error: BaseException) -> None:
+        self._streams.fail(error)
+
+
+class _Listener:
+    """Passes what happens in the engine's thread to the event loop."""
+
+    def __init__(self, engine: ThreadedEngine):
+        self._engine = engine
 
     def wants_stats(self) -> bool:
         return bool(self._engine.observers)
 
     def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
-        engine = self._engine
-        if engine._whole is None:
-            engine._loop.call_soon_threadsafe(engine._deliver, updates, stats)
-        else:
-            engine._loop.call_soon_threadsafe(engine._enter, self._index, updates, stats)
+        self._engine._loop.call_soon_threadsafe(self._engine._deliver, updates, stats)
 
     def on_change(self) -> None:
-        engine, core = self._engine, self._engine.cores[self._index]
-        engine._inputs.change(core.scheduler.config)
-        engine._loop.call_soon_threadsafe(engine._tell_change, core.generations)
+        engine = self._engine
+        engine._parts.inputs.change(engine.core.scheduler.config)
+        engine._loop.call_soon_threadsafe(engine._change_mesh)
 
     def on_death(self, error: BaseException) -> None:
-        self._engine._loop.call_soon_threadsafe(self._engine._die, error)
-
-
-def _length(prompt: Prompt) -> int:
-    """Characters or tokens."""
-    whole = next(iter(prompt.values()), "") if isinstance(prompt, Mapping) else prompt
-    return len(whole) if isinstance(whole, Sized) else 0
+        self._engine._loop.call_soon_threadsafe(self._engine.fail, error)
 
 
 def _settle(future: asyncio.Future, result: object, error: Exception | None) -> None:
@@ -351,4 +303,4 @@ def _settle(future: asyncio.Future, result: object, error: Exception | None) -> 
         future.set_exception(error)
 
 
-__all__ = ["AsyncEngine", "EngineClosingError", "EngineDeadError", "OutputStream"]
+__all__ = ["AsyncEngine", "EngineClient", "EngineClosingError", "EngineDeadError", "OutputStream", "ThreadedEngine"]

@@ -2,45 +2,25 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from dsjax.engine.commands import Flush, Step
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.executor import Executor, RankResults
-from dsjax.engine.incoming import Incoming, TransferCounts
-from dsjax.engine.leases import Leases
-from dsjax.engine.page_events import AllBlocksCleared, EventSink
-from dsjax.engine.page_transfer import PrefillLink
-from dsjax.engine.plan import RankPlan, StepPlan
-from dsjax.engine.prefill_links import PrefillLinks
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.request import Request, Status
-from dsjax.engine.scheduler import Scheduler, Update
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.stats import BalanceStats, DraftCounts, StepStats
-from dsjax.engine.step_writer import StepWriter, clear_command, drop_command
-from dsjax.errors import UserError
+from dsjax.engine.contract.commands import Flush, Step
+from dsjax.engine.contract.executor import Executor, RankResults
+from dsjax.engine.schedule.attachment import Attachment, statistics_of
+from dsjax.engine.schedule.page_source import PageSource, SourceChain
+from dsjax.engine.schedule.plan import RankPlan, StepPlan
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.request import Request, Status
+from dsjax.engine.schedule.scheduler import Scheduler, Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.step_writer import StepWriter, clear_command
+from dsjax.engine.stats import DraftCounts, StepStats
 
-if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
-    from dsjax.engine.expert_balancer import ExpertBalancer
-    from dsjax.engine.generations import Generation, Generations
+if TYPE_CHECKING:  # they bring JAX in
+    from dsjax.engine.elastic.generations import Generation, Generations
 
-
-class ChangeUnderWayError(UserError):
-    """Another mesh was asked for while the mesh is being changed."""
-
-
-DISK_WAIT = 0.002
-"""Seconds that the engine waits for the disk at a time where every request does. It looks for new requests in between."""
-
-
-TRANSFER_WAIT = 0.01
-"""The same for prefill sides, where it ends as soon as one has said something."""
-
-
-LEAVE_SECONDS = 3.0
-"""At the end of an engine pages that only its devices have are sent to the disk for so long at most."""
+Part = TypeVar("Part", bound=Attachment)
 
 
 class _Totals(NamedTuple):
@@ -68,13 +48,8 @@ class EngineCore:
 
     Args:
         async_scheduling: False plans a step only when the results of the one before are entered.
-        balancer: moves experts between steps; None: they stay where they are.
-        publisher: is given the events of pages; None: there are none.
-        first_rank: as of `Scheduler`.
-        prefills: engines that compute prompts for this one, which closes them at its end; None: it computes all by itself.
-            connect_prefill: gives further ones, by the address that a request names. local_tokens, transfer_timeout: as of
-            `Incoming`.
-        leases: of parcels, where this one computes prompts for others.
+        attachments: the optional parts of this engine: offload tiers, remote prefill, balancing, page events. They are told of steps in
+            this order, and those with a page source are asked for pages in this order.
 
     Attributes:
         generations: makes further executors; None: this one is all there is.
@@ -86,98 +61,86 @@ class EngineCore:
         scheduler_config: SchedulerConfig,
         *,
         async_scheduling: bool = True,
-        balancer: "ExpertBalancer | None" = None,
-        prefills: Sequence[PrefillLink] | None = None,
-        connect_prefill: Callable[[str], PrefillLink] | None = None,
-        local_tokens: int = 1,
-        transfer_timeout: float = 30.0,
-        leases: Leases | None = None,
-        publisher: EventSink | None = None,
-        first_rank: int = 0,
+        attachments: Sequence[Attachment] = (),
     ):
         limits = executor.limits
         self.executor = executor
-        incoming = None if prefills is None else Incoming(len(prefills), local_tokens, transfer_timeout)
+        self.attachments = list(attachments)
+        for part in self.attachments:
+            part.start(executor, scheduler_config)
         self.scheduler = Scheduler(
             scheduler_config,
             limits.num_ranks,
-            page_events=publisher is not None,
-            incoming=incoming,
-            leases=leases,
-            first_rank=first_rank,
+            source=_source_of(self.attachments),
+            page_events=any(part.wants_page_events for part in self.attachments),
         )
-        self._prefills: PrefillLinks | None = None
-        self._connects = connect_prefill is not None  # to the prefill engine that a request names
-        if incoming is not None:
-            self._prefills = PrefillLinks(incoming, prefills, connect_prefill)
-            executor.pull_parcels(self._prefills.pull, self._prefills.report)
-        self._publisher = publisher
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._most_under_way = 2 if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
-        self._balancing = self._balancer = balancer
         self.generations: Generations | None = None
         self._owed: list[Update] = []  # entered, and not given yet: what comes behind may fail
         self._entered = 0.0  # when the last step was
         self._stats: StepStats | None = None
         self._reported = _Totals(0, 0, 0)
+        for part in self.attachments:
+            part.scheduled(self.scheduler)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs, or a step or the exchange of experts is under way."""
-        return self.scheduler.num_unfinished > 0 or bool(self._under_way) or self.is_exchanging or self.scheduler.sends
+        """Whether any request waits or runs, a step is under way, or an attachment has something to do."""
+        return bool(self._under_way) or self.scheduler.has_work or self.is_busy
 
     @property
-    def is_exchanging(self) -> bool:
-        """Whether experts are being moved."""
-        return self._balancer is not None and self._balancer.busy
+    def is_busy(self) -> bool:
+        """Whether an attachment needs steps although no request is unfinished."""
+        return any(part.busy for part in self.attachments)
 
     @property
-    def is_computing(self) -> bool:
-        """Whether a step is under way."""
-        return bool(self._under_way)
+    def look_seconds(self) -> float | None:
+        """How often `look` is wanted while nothing is to be computed; None: never."""
+        wanted = [part.look_seconds for part in self.attachments if part.look_seconds is not None]
+        return min(wanted, default=None)
 
-    @property
-    def is_separated(self) -> bool:
-        """Whether prompts are computed elsewhere."""
-        return self._prefills is not None
+    def part(self, kind: type[Part]) -> Part | None:
+        """The attachment of this kind; None without one."""
+        return next((part for part in self.attachments if isinstance(part, kind)), None)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        if request.prefill is not None and self._connects:
-            request.prefill_link = self._prefills.number_of(request.prefill["address"])
-            request.prefill_transfer = request.prefill["transfer"]
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Update | None:
         """End a request; None where it is unknown or has ended. Its pages are free when no step has a row of it any more."""
         update = self.scheduler.abort(request_id, time.monotonic())
-        if self._prefills is not None:
-            self._prefills.send()
+        for part in self.attachments:
+            part.send()
         return update
 
-    def step(
-        self, meanwhile: Callable[[], None] | None = None, *, waits: bool = True, ahead: bool = True
-    ) -> list[Update]:
+    def look(self) -> None:
+        """Let attachments take in what came from outside; nothing is computed."""
+        now = time.monotonic()
+        for part in self.attachments:
+            part.begin_step(now)
+            part.send()
+
+    def step(self, meanwhile: Callable[[], None] | None = None, *, ahead: bool = True) -> list[Update]:
         """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
 
-        Returns at once where there is nothing to do. meanwhile: called once while the device computes. It may `add` and `abort`. waits:
-        for a moment, where all there is to do is to wait for pages. ahead: launch others than the one that it waits for. Without that, what
-        comes while it computes has a place in the step after it.
+        Returns at once where there is nothing to do, and waits for a moment where all there is to do is to wait for pages.
+
+        Args:
+            meanwhile: called once while the device computes. It may `add` and `abort`.
+            ahead: launch the next step before the results of this one are collected. Without that, what comes while this one computes has
+                a place in the next.
         """
         self._stats = None
         most = self._most_under_way if ahead else 1
         while len(self._under_way) < most and self._launch():
             pass
         if not self._under_way:
-            if self._balancer is not None:
-                self._balancer.idle()
-            if not waits:
-                pass
-            elif self.scheduler.waits_for_disk:
-                self._enter_pages(DISK_WAIT)  # there is nothing else to do
-            elif self.scheduler.waits_for_pages:
-                self._prefills.wake.wait(TRANSFER_WAIT)
+            for part in self.attachments:
+                part.idle()
+            any(part.wait() for part in self.attachments)
             return []
         if meanwhile is not None:
             meanwhile()
@@ -207,12 +170,12 @@ class EngineCore:
         updates = self.scheduler.update(plan, results, computed)
         self._owed += updates
         self._clear_dirty()
-        self._publish()
         before, now = self._reported, self._totals()
         self._reported = now
         counts, entered = self.executor.counts(), time.monotonic()
-        if self._balancer is not None:
-            self._balancer.after_step(entered - max(began, self._entered))
+        seconds = entered - max(began, self._entered)
+        for part in self.attachments:
+            part.after_step(seconds, plan, updates)
         self._entered = entered
         self._stats = StepStats(
             time=entered,
@@ -224,7 +187,7 @@ class EngineCore:
                 "enter": entered - computed,
             },
             num_decode_tokens=sum(1 + row.num_drafts for rank in results for row in rank.decodes),
-            num_prompt_tokens=sum(row.length for rank in plan.ranks for row in rank.prefills),
+            num_prompt_tokens=plan.num_prompt_tokens,
             num_padding_tokens=counts.num_padding_tokens,
             num_preemptions=now.preemptions - before.preemptions,
             prefix_queries=now.prefix_queries - before.prefix_queries,
@@ -234,9 +197,7 @@ class EngineCore:
             ranks=self.loads(),
             experts=counts.experts,
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
-            balance=self.balance(),
-            disk=self.disk(),
-            transfers=self.transfers(),
+            parts=self.statistics(),
             page_waits=self.scheduler.take_page_waits(),
         )
 
@@ -267,19 +228,14 @@ class EngineCore:
         self._stats = None
         new = make()
         self.executor = new.executor
-        if self._prefills is not None:
-            self._prefills.take_pulled()  # by the executor before
-            new.executor.pull_parcels(self._prefills.pull, self._prefills.report)
+        for part in self.attachments:
+            part.start(new.executor, new.config)
         limits = new.executor.limits
-        if self._publisher is not None:
-            for rank in range(max(len(self.scheduler.ranks), limits.num_ranks)):
-                self._publisher.publish(self.scheduler.first_rank + rank, [AllBlocksCleared()])
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, time.monotonic())
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._reported = _Totals(0, 0, 0)
-        if self._balancing is not None:  # a mesh may be too small for it, and the next one may not
-            self._balancing = self._balancing.successor(new.executor)
-            self._balancer = None if new.executor.expert_slots is None else self._balancing
+        for part in self.attachments:
+            part.scheduled(self.scheduler)
         return self._take_owed() + refused
 
     def stats(self) -> StepStats | None:
@@ -293,17 +249,9 @@ class EngineCore:
         """What each rank has to do, and has room for."""
         return self.scheduler.loads()
 
-    def disk(self) -> DiskCounts | None:
-        """What the disk below the cache has done, and holds; None without one."""
-        return self.scheduler.disk_counts()
-
-    def transfers(self) -> TransferCounts | None:
-        """What has come so far of pages that prefill sides compute; None without them."""
-        return None if self.scheduler.incoming is None else self.scheduler.incoming.counts
-
-    def balance(self) -> BalanceStats | None:
-        """What came of balancing experts so far; None where they stay where they are."""
-        return self._balancing.stats if self._balancing else None
+    def statistics(self) -> Mapping[str, Any]:
+        """What the attachments have done so far, and hold, by their names: `disk`, `transfers`, `balance`."""
+        return statistics_of(self.attachments)
 
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it. Running requests keep what they read.
@@ -311,44 +259,31 @@ class EngineCore:
         Where nothing is under way, the cache's memory is zeroed too.
         """
         self.scheduler.flush_prefix_cache()
-        if self._prefills is not None:
-            self._prefills.forget()
-        if self.scheduler.disk is not None:
-            self.executor.launch(drop_command(*self.scheduler.disk.take_dropped()))
-        self._publish()
+        for part in self.attachments:
+            part.flush()
         if not self.has_unfinished:
             self.executor.collect(self.executor.launch(Flush()))
-            self._writer.void()
+            self._writer.reset()
         return True
-
-    def rebalance_experts(self) -> dict[str, Any] | None:
-        """Place experts after the load of the window so far, between the next steps; what is to be moved. None where they cannot be moved.
-
-        Raises:
-            UserError: a rebalance is under way.
-        """
-        return self._balancer.rebalance_now() if self._balancer else None
 
     def _launch(self) -> bool:
         """Plan and launch one step, and what goes before it; False where there is nothing to compute now."""
         began = time.monotonic()
-        if self._prefills is not None:
-            self._prefills.enter(began)
-        if self.scheduler.disk is not None or self._prefills is not None:
-            self._enter_pages()
+        for part in self.attachments:
+            part.begin_step(began)
         plan = self.scheduler.schedule(began)
-        if self._prefills is not None:
-            self._prefills.send()
-        self._publish()
+        for part in self.attachments:
+            part.send()
+            part.planned()
         self._clear_dirty()  # pages of a request that was preempted or aborted
         planned = time.monotonic()
         try:
-            for moves in self._writer.moves(plan):
-                self.executor.launch(moves)
+            for command in plan.page_commands:
+                self.executor.launch(command)
             if plan.is_empty:
                 return False
-            if self._balancer is not None:
-                self._balancer.before_step(len(self._under_way))
+            for part in self.attachments:
+                part.before_launch(len(self._under_way))
             copies = self._writer.copies(plan)
             if copies is not None:
                 self.executor.launch(copies)
@@ -360,50 +295,19 @@ class EngineCore:
         self._under_way.append(_UnderWay(plan, command, pending, (began, planned, time.monotonic())))
         return True
 
-    def _enter_pages(self, seconds: float = 0.0) -> None:
-        """Enter what came of pages and the disk; wait so long for the first of it."""
-        now = time.monotonic()
-        self.scheduler.enter_pages(self.executor.page_reports(seconds), now)
-        if self._prefills is not None:
-            for rank, _, _, numbers, ok in self._prefills.take_pulled():
-                self.scheduler.enter_pulled(rank, numbers, ok, now)
-
-    def _publish(self) -> None:
-        if self._publisher is not None:
-            for rank, events in self.scheduler.take_page_events():
-                self._publisher.publish(rank, events)
-
     def shutdown(self) -> None:
-        """Give back what the executor holds, and tell subscribers nothing more. What only the devices hold goes to the disk before."""
-        if self.scheduler.disk is not None:
-            self._leave()
-        if self._publisher is not None:
-            self._publisher.close()
-        if self._prefills is not None:
-            self._prefills.close()
+        """End the attachments, and give back what the executor holds."""
+        for part in self.attachments:
+            part.close(failed=False)
         self.executor.shutdown()
 
     def abandon(self) -> None:
-        """End after an error. Prefill sides are told that this engine wants nothing more from them.
+        """End the attachments after an error.
 
         What the executor holds is left until the process ends, because giving it back would wait for a device that has failed.
         """
-        if self._prefills is not None:
-            self._prefills.close()
-
-    def _leave(self) -> None:
-        """Write what only the devices hold to the disk, most recently used first, for `LEAVE_SECONDS` at most."""
-        end, disk = time.monotonic() + LEAVE_SECONDS, self.scheduler.disk
-        room = disk.num_pages  # lest what is written now goes for more of it
-        while (now := time.monotonic()) < end and room:
-            plan = self.scheduler.leave(room, now)
-            if plan is not None:
-                for moves in self._writer.moves(plan):
-                    self.executor.launch(moves)
-                room = max(0, room - sum(len(rank.moves.stores) for rank in plan.ranks))
-            elif disk.writable:
-                return
-            self._enter_pages(0.05)
+        for part in self.attachments:
+            part.close(failed=True)
 
     def _clear_dirty(self) -> None:
         dirty = self.scheduler.take_dirty()
@@ -417,6 +321,12 @@ class EngineCore:
             sum(rank.prefix_queries for rank in ranks),
             sum(rank.prefix_hits for rank in ranks),
         )
+
+
+def _source_of(attachments: Sequence[Attachment]) -> PageSource | None:
+    """The page sources of the attachments as one; None where none has any."""
+    sources = [part.source for part in attachments if part.source is not None]
+    return SourceChain(sources) if sources else None
 
 
 def _follow_rules(plan: StepPlan, command: Step, results: Sequence[RankResults]) -> None:

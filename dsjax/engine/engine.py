@@ -1,47 +1,41 @@
-"""`LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
+"""`EngineParts`: what a loaded engine is made of. `LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from dsjax.engine.contract.executor import Executor, Progress
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.eplb import EplbConfig
-from dsjax.engine.event_publisher import EventPublisher, KvEventsConfig
-from dsjax.engine.executor import Executor, Progress
-from dsjax.engine.input_processor import InputProcessor, Prompt
-from dsjax.engine.output_processor import OutputProcessor
-from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.page_events import EventSink, EventSinks, SharedSink
-from dsjax.engine.page_transfer import TRANSFER_SECONDS, PrefillLink
-from dsjax.engine.request import Request
-from dsjax.engine.routing import InstanceRouter
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.engine_thread import CoreDriver
+from dsjax.engine.experts.eplb import EplbConfig
+from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.page_events import EventSink, EventSinks
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.page_source_module import import_page_source
+from dsjax.engine.text.input_processor import InputProcessor, Prompt
+from dsjax.engine.text.output_processor import OutputProcessor
+from dsjax.engine.text.outputs import RequestOutput
+from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, PageEventStream
+from dsjax.engine.tiers.offload_tiers import OffloadAttachment
+from dsjax.engine.transfer.page_transfer import TRANSFER_SECONDS, PrefillLink
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
-if TYPE_CHECKING:  # they bring JAX in
-    from dsjax.engine.expert_balancer import ExpertBalancer
-    from dsjax.engine.generations import Generations
-    from dsjax.engine.prefill_engine import PrefillEngine
+if TYPE_CHECKING:  # it brings JAX in
+    from dsjax.engine.elastic.generations import Generations
 
 ENGINE_END = ": "
-"""Between an engine's name and the name of what it compiles, where there are several engines."""
+"""Between an engine's name and the name of what it compiles, where prompts have an engine of their own."""
 
 
-class LLMEngine:
-    """The engine without threads: `LLM.generate` and the tests drive it; the server drives its parts.
+class EngineParts:
+    """A loaded engine before anybody drives it: its core, what makes requests of prompts, and what makes text of tokens.
 
-    It has one core, or several decode engines' beside each other, each on devices of its own, which it takes in turn.
-
-    ::
-
-        engine.add_request("a", "def main(", SamplingParams(temperature=0))
-        while engine.has_unfinished():
-            for output in engine.step():
-                ...
+    `LLMEngine` drives it in the caller's thread, `AsyncEngine` in a thread of its own.
 
     Args:
         eos_token_ids: tokens that end a completion unless it ignores them.
@@ -50,13 +44,12 @@ class LLMEngine:
         eplb: how experts are moved after their load; None: they stay where they are.
         kv_events: where events of pages are published; None: nowhere.
         prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
-        beside: of each further decode engine its executor, of as many DP ranks, and its links to the same prefill engines, in the same
-            order.
         event_sink: is given them too, in the engine's thread.
-        stream_interval: as of `EngineArgs`.
+        stream_interval, page_source: as in `EngineArgs`.
 
     Attributes:
-        cores: their DP ranks are numbered through.
+        core: scheduler and executor. inputs, outputs: they may belong to another thread than the core.
+        prefills: links to the engines of this process that compute prompts for this one.
     """
 
     def __init__(
@@ -76,114 +69,99 @@ class LLMEngine:
         transfer_timeout: float = TRANSFER_SECONDS,
         event_sink: EventSink | None = None,
         stream_interval: int = 1,
-        beside: Sequence[tuple[Executor, Sequence[PrefillLink] | None]] = (),
+        page_source: str | None = None,
     ):
         self.tokenizer = tokenizer
-        each = executor.limits.num_ranks
         publisher = event_sink
         if kv_events is not None and kv_events.publishes:
-            publisher = EventPublisher(kv_events, each * (1 + len(beside)))
+            publisher = EventPublisher(kv_events, executor.limits.num_ranks)
             if event_sink is not None:
                 publisher = EventSinks((publisher, event_sink))
-        if publisher is not None and beside:
-            publisher = SharedSink(publisher, 1 + len(beside))
-        self.cores = [
-            EngineCore(
-                own,
-                replace(scheduler_config, pages_per_rank=own.limits.pages_per_rank) if index else scheduler_config,
-                async_scheduling=async_scheduling,
-                balancer=None if eplb is None else _balancer(eplb, own),
-                publisher=publisher,
-                prefills=links,
-                connect_prefill=connect_prefill,
-                local_tokens=local_prefill_tokens,
-                transfer_timeout=transfer_timeout,
-                first_rank=index * each,
+        attachments = attachments_of(scheduler_config, eplb=eplb, sink=publisher, page_source=page_source)
+        if prefills is not None:
+            attachments.append(
+                PrefillLinks(prefills, connect_prefill, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
             )
-            for index, (own, links) in enumerate([(executor, prefills), *beside])
-        ]
-        self._router: InstanceRouter | None = None
-        if beside:
-            self._router = InstanceRouter([core.scheduler.ranks for core in self.cores])
-            accounts = [core.scheduler.incoming for core in self.cores if core.is_separated]
-            for account in accounts:
-                account.peers = accounts
-            scheduler_config = min((core.scheduler.config for core in self.cores), key=lambda own: own.pages_per_rank)
-        self.prefills = prefills or ()
+        self.core = EngineCore(executor, scheduler_config, async_scheduling=async_scheduling, attachments=attachments)
+        self.prefills = tuple(prefills or ())
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer, stream_interval)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of DP ranks of the mesh."""
+        return len(self.core.scheduler.ranks)
+
+    @property
+    def prefill_engines(self) -> "list[PrefillEngine]":
+        """Engines of this process that compute prompts for this one."""
+        return [link.engine for link in self.prefills]
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every shape before the first request.
+
+        Where prompts have an engine of their own, a label begins with the engine's name, up to `ENGINE_END`.
+        """
+
+        def of(kind: str) -> Progress | None:
+            if progress is None or not self.prefills:
+                return progress
+            return lambda done, total, label: progress(done, total, f"{kind} engine{ENGINE_END}{label}")
+
+        self.core.executor.warm_up(of("decode"))
+        for link in self.prefills:
+            link.warm_up(of("prefill"))
+        if self.core.generations is not None:
+            self.core.generations.has_warmed_up()
+
+
+class LLMEngine:
+    """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it.
+
+    ::
+
+        engine = LLMEngine(EngineParts(executor, tokenizer, config))
+        engine.add_request("a", "def main(", SamplingParams(temperature=0))
+        while engine.has_unfinished():
+            for output in engine.step():
+                ...
+    """
+
+    def __init__(self, parts: EngineParts):
+        self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
+        self.tokenizer, self.prefills = parts.tokenizer, parts.prefills
+        self._driver = CoreDriver(self.core, lambda: self.inputs.change(self.core.scheduler.config))
         self._aborted: list[RequestOutput] = []
-        self._entered: list[Update] = []  # by some cores, while others are still stepped
 
     def add_request(
         self,
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        session: str | None = None,
-        dp_rank: int | None = None,
-        prefill: Mapping[str, str] | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Queue a request.
-
-        priority: lower runs first, with the scheduling policy `priority`. cache_salt: pages are shared only with requests
-        of the same salt. session: requests of one session go to one DP rank. dp_rank: the DP rank that it runs on, if the mesh has it.
-        prefill: what `PrefillServer.prefill` gave where another process computes the prompt.
 
         Raises:
             UserError: something in the request cannot be; nothing of it stays behind.
             ValueError: the id is taken by an unfinished request.
         """
-        prepared = self.inputs.prepare(
-            request_id,
-            prompt,
-            params or SamplingParams(),
-            arrival_time=time.monotonic(),
-            priority=priority,
-            cache_salt=cache_salt,
-            session=session,
-            dp_rank=dp_rank,
-            prefill=prefill,
-        )
+        params = params or SamplingParams()
+        prepared = self.inputs.prepare(request_id, prompt, params, options, time.monotonic())
         self.outputs.add(prepared)
-        for request in prepared.completions:  # one by one: each counts where the next one is sent
-            [(index, placed)] = self.place([request])
-            self.cores[index].add(*placed)
-
-    @property
-    def core(self) -> EngineCore:
-        """The only core, or of several the first."""
-        return self.cores[0]
-
-    @property
-    def num_ranks(self) -> int:
-        """DP ranks of all cores."""
-        return sum(len(core.scheduler.ranks) for core in self.cores)
-
-    def place(self, requests: Sequence[Request]) -> Iterable[tuple[int, Sequence[Request]]]:
-        """Which core each of these is for: (core, requests) of those that have any. They must then be given to it, in this order."""
-        if self._router is None:
-            return [(0, requests)]
-        placed: dict[int, list[Request]] = {}
-        for request in requests:
-            placed.setdefault(self._router.place(request), []).append(request)
-        return placed.items()
+        for request in prepared.completions:
+            self.core.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request; the next `step` gives its last output. No-op if it has ended."""
         ids = self.outputs.completion_ids(request_id)
-        updates = [core.abort(completion_id) for core in self.cores for completion_id in ids]
+        updates = [self.core.abort(completion_id) for completion_id in ids]
         outputs, _ = self.outputs.process(update for update in updates if update)
         self._aborted += outputs
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give the outputs of the requests it changed, as their `output_kind` says."""
-        for core in self.cores:  # an interrupt while one waits loses nothing of what others have entered
-            self._entered += self._step(core)
-        updates, self._entered = self._entered, []
+        updates = self._driver.step()
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         aborted, self._aborted = self._aborted, []
@@ -191,22 +169,11 @@ class LLMEngine:
 
     def has_unfinished(self) -> bool:
         """Whether any request waits, runs, or has an output to give."""
-        return any(core.has_unfinished for core in self.cores) or bool(self._aborted or self._entered)
-
-    def _step(self, core: EngineCore) -> list[Update]:
-        # Who has nothing to do but to wait for pages must not keep the others from planning.
-        waits = not any(other.is_computing for other in self.cores if other is not core)
-        try:
-            return core.step(waits=waits)
-        except Exception as error:
-            updates = core.survive(error)
-            self.inputs.change(core.scheduler.config)
-            return updates
+        return self.core.has_unfinished or bool(self._aborted)
 
     def _end(self, completion_ids: Sequence[str]) -> None:
-        for core in self.cores:
-            for completion_id in completion_ids:
-                core.abort(completion_id)
+        for completion_id in completion_ids:
+            self.core.abort(completion_id)
 
     def scale(self, mesh: str) -> None:
         """Go on on another mesh of the devices that there are, up or down; requests go on too.
@@ -216,10 +183,9 @@ class LLMEngine:
         """
         generations = self._generations()
         wanted = generations.ask(mesh)
-        outputs, to_abort = self.outputs.process(self.core.change(lambda: generations.to(wanted)))
+        outputs, to_abort = self.outputs.process(self._driver.change(lambda: generations.to(wanted)))
         self._end(to_abort)
         self._aborted += outputs
-        self.inputs.change(self.core.scheduler.config)
         if generations.failure is not None:
             raise generations.failure
 
@@ -230,39 +196,35 @@ class LLMEngine:
             raise UserError("this engine was given its executor, and cannot make another one for another mesh")
         return self.core.generations
 
-    @property
-    def prefill_engines(self) -> "list[PrefillEngine]":
-        """Those of this process that compute prompts for this engine."""
-        return [link.engine for link in self.prefills]
-
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it."""
-        flushed = [core.flush_prefix_cache() for core in self.cores]
-        return all(flushed)
-
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape before the first request. Of several engines a label begins with the engine's name, up to `ENGINE_END`."""
-        several = len(self.cores) + len(self.prefills) > 1
-
-        def of(kind: str, index: int) -> Progress | None:
-            if progress is None or not several:
-                return progress
-            return lambda done, total, label: progress(done, total, f"{kind} engine {index}{ENGINE_END}{label}")
-
-        for index, core in enumerate(self.cores):
-            core.executor.warm_up(of("decode", index))
-        for index, link in enumerate(self.prefills):
-            link.warm_up(of("prefill", index))
-        if self.core.generations is not None:
-            self.core.generations.has_warmed_up()
+        return self.core.flush_prefix_cache()
 
     def shutdown(self) -> None:
-        """Give back what the executors hold."""
-        for core in self.cores:
-            core.shutdown()
+        """Give back what the executor holds."""
+        self.core.shutdown()
 
 
-def _balancer(config: EplbConfig, executor: Executor) -> "ExpertBalancer":
-    from dsjax.engine.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
+def attachments_of(
+    config: SchedulerConfig,
+    *,
+    eplb: EplbConfig | None = None,
+    sink: EventSink | None = None,
+    page_source: str | None = None,
+) -> list[Attachment]:
+    """The parts of a core that its configuration and these options ask for.
 
-    return ExpertBalancer(config, executor)
+    eplb: how experts are moved after their load; None: they stay where they are. sink: is told of pages; None: nobody wants to know.
+    """
+    parts: list[Attachment] = []
+    if config.host_pages_per_rank or config.disk_pages:
+        parts.append(OffloadAttachment(config))
+    if page_source is not None:
+        parts.append(import_page_source(page_source).attachment())
+    if sink is not None:
+        parts.append(PageEventStream(sink))
+    if eplb is not None:
+        from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
+
+        parts.append(ExpertBalancer(eplb))
+    return parts

@@ -1,4 +1,6 @@
-"""`EngineThread`: an engine's core in a thread of its own, which takes commands between steps and hands over what came of each step."""
+"""`CoreDriver`: takes an engine's core from step to step, and over failures. `EngineThread`: the same in a thread of its own, which takes
+commands between steps and hands over what came of each step.
+"""
 
 import contextlib
 import logging
@@ -10,14 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from dsjax.engine.core import EngineCore
-from dsjax.engine.request import Request
-from dsjax.engine.scheduler import Update, refuse
-from dsjax.engine.scheduler_config import AdmissionError
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler import Update, refuse
+from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.stats import StepStats
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.generations import Generation
+    from dsjax.engine.elastic.generations import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,61 @@ class Stepper(Protocol):
     step_started: float | None
 
     def running_requests(self) -> list[list[Request]]:
-        """Of every rank the requests that hold a slot."""
+        """Give, rank by rank, the requests that hold a slot."""
+
+
+MOST_IDLE = 3
+"""After so many steps in a row that computed nothing a thread waits for a command, if its core wants to be looked at now and then: the core
+can go on only when others have taken pages. It takes more than one, because a step may send pages and the next one use their room."""
+
+
+class CoreDriver:
+    """Takes a core from step to step; whoever has it calls it in one thread.
+
+    Args:
+        on_change: called when the core goes on on another mesh.
+
+    Attributes:
+        step_started: when the step under way began, on the monotonic clock; None between steps.
+    """
+
+    def __init__(self, core: EngineCore, on_change: Callable[[], None] = lambda: None):
+        self.core, self._on_change = core, on_change
+        self.step_started: float | None = None
+
+    def step(
+        self,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        ahead: bool = True,
+        before_change: Callable[[], None] = lambda: None,
+    ) -> list[Update]:
+        """Compute one step, as `EngineCore.step` does; where it fails because a process is gone, go on without that process.
+
+        before_change: called when a step has failed, before anything else.
+
+        Raises:
+            what the step raised, where nothing goes on.
+        """
+        self.step_started = time.monotonic()
+        try:
+            return self.core.step(meanwhile, ahead=ahead)
+        except Exception as error:
+            lost = error  # Python forgets the other name
+            self.step_started = None
+            before_change()
+            return self._changed(lambda: self.core.survive(lost))
+        finally:
+            self.step_started = None
+
+    def change(self, make: "Callable[[], Generation]") -> list[Update]:
+        """Go on on another mesh, as `EngineCore.change` does."""
+        return self._changed(lambda: self.core.change(make))
+
+    def _changed(self, change: Callable[[], list[Update]]) -> list[Update]:
+        updates = change()
+        self._on_change()
+        return updates
 
 
 class EngineThread:
@@ -58,13 +114,12 @@ class EngineThread:
     updates over in one call, once the next step is launched: the listener's thread needs Python's lock too, and the device would
     wait for the text of every stream.
 
-    Attributes:
-        step_started: when the step under way began, on the monotonic clock; None between steps.
     """
 
     def __init__(self, core: EngineCore, listener: Listener, name: str = "dsjax-engine"):
         self.core, self._listener = core, listener
-        self.step_started: float | None = None
+        self._driver = CoreDriver(core, listener.on_change)
+        self._num_idle = 0  # steps in a row that computed nothing
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Requests and tokens that were sent here, and of those taken by the thread; each pair has one writer.
@@ -74,6 +129,11 @@ class EngineThread:
         self._done: tuple[list[Update], StepStats | None] | None = None  # of a step, not yet handed over
         self._ending = False
         self._failure: BaseException | None = None  # of a change of the mesh, after which nothing goes on
+
+    @property
+    def step_started(self) -> float | None:
+        """When the step under way began, on the monotonic clock; None between steps."""
+        return self._driver.step_started
 
     @property
     def alive(self) -> bool:
@@ -91,14 +151,14 @@ class EngineThread:
         return self.core.scheduler.waiting_tokens + self._queued[1] - self._taken[1]
 
     def running_requests(self) -> list[list[Request]]:
-        """As of `Stepper`."""
+        """The requests that hold a slot, of every rank."""
         return [list(rank.running) for rank in self.core.scheduler.ranks]
 
     def start(self) -> None:
         """Begin."""
         if self.core.generations is not None:
-            self.core.generations.wake = self._look_at_processes
-            self._look_at_processes()  # one may have gone since it was loaded
+            self.core.generations.wake = self.look_at_processes
+            self.look_at_processes()  # one may have gone since it was loaded
         self._thread.start()
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -122,7 +182,7 @@ class EngineThread:
             what `make` raises; the thread then ends.
         """
         try:
-            self._enter_change(lambda: self.core.change(make))
+            self._tell(self._driver.change(make))
         except BaseException as error:
             self._failure = error  # there is no executor any more
             raise
@@ -136,36 +196,54 @@ class EngineThread:
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
+    def call(self, function: Callable[[], object]) -> None:
+        """Run a function in the thread as soon as it looks, between steps or while the device computes. It must not raise."""
+        self._commands.put(function)
+
     # In the thread.
+
+    def turn(self, wait: bool = True) -> bool:
+        """Take commands, and compute a step; False where the thread is to end.
+
+        wait: for a command, where nothing is to be computed.
+        """
+        at_rest = not self.core.has_unfinished
+        if wait and (at_rest or self._is_stuck):
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(timeout=self.core.look_seconds)()
+                self._num_idle = 0
+        self._take_commands()
+        if self._between_steps or self._ending:
+            self._hand_over()
+        while self._between_steps:
+            self._between_steps.popleft()()
+        if self._failure is not None:
+            raise self._failure
+        if self._ending:
+            self.core.finish()
+            self.core.shutdown()
+            return False
+        if self.core.has_unfinished:
+            self._step(ahead=not at_rest or not wait)
+        elif self.core.attachments:
+            self.core.look()
+        return True
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._num_idle >= MOST_IDLE and self.core.look_seconds is not None and not self.core.is_busy
 
     def _run(self) -> None:
         try:
-            while True:
-                at_rest = not self.core.has_unfinished
-                if at_rest:
-                    self._commands.get()()
-                self._take_commands()
-                if self._between_steps or self._ending:
-                    self._hand_over()
-                while self._between_steps:
-                    self._between_steps.popleft()()
-                if self._failure is not None:
-                    raise self._failure
-                if self._ending:
-                    self.core.finish()
-                    self.core.shutdown()
-                    return
-                if self.core.has_unfinished:
-                    self._step(ahead=not at_rest)
+            while self.turn():
+                pass
         except BaseException as error:
-            self.step_started = None
             if isinstance(error, UserError):
                 logger.error("the engine's thread has ended: %s", error)
             else:
                 logger.exception("the engine's thread has failed")
-            with contextlib.suppress(
-                RuntimeError
-            ):  # a process of the group was lost, and the loop has ended before this step did
+            # A process of the group was lost, and the loop has ended before this step did.
+            with contextlib.suppress(RuntimeError):
                 self._hand_over()
                 self._listener.on_death(error)
             self.core.abandon()
@@ -173,32 +251,27 @@ class EngineThread:
     def _step(self, ahead: bool) -> None:
         # Requests that clients send at once come one by one. Those that come during the first one's step go on with the next: it is
         # planned when that one is done, and not ahead of it.
-        self.step_started = time.monotonic()
-        try:
-            updates = self.core.step(self._meanwhile, ahead=ahead)
-        except Exception as error:
-            lost = error  # Python forgets the other name
-            self.step_started = None
-            self._hand_over()
-            self._enter_change(lambda: self.core.survive(lost))
+        scheduler = self.core.scheduler
+        updates = self._driver.step(self._meanwhile, ahead=ahead, before_change=self._hand_over)
+        if self.core.scheduler is not scheduler:  # it has gone on without a process
+            self._tell(updates)
             return
-        self.step_started = None
         self._hand_over()  # nothing is left but for a step in which there was nothing to compute
-        stats = self.core.stats() if self._listener.wants_stats() else None
+        stats = self.core.stats()
+        self._num_idle = self._num_idle + 1 if stats is None else 0
+        stats = stats if self._listener.wants_stats() else None
         if updates or stats is not None:
             self._done = (updates, stats)
             if not self.core.has_unfinished:
                 self._hand_over()
 
-    def _enter_change(self, change: Callable[[], list[Update]]) -> None:
-        """Change the executor, and tell of it."""
-        updates = change()
-        self._listener.on_change()
+    def _tell(self, updates: list[Update]) -> None:
+        """Hand over what a change of the mesh did."""
         self._done = (updates, None)
         self._hand_over()
 
-    def _look_at_processes(self) -> None:
-        """A process has gone, or come back. From any thread."""
+    def look_at_processes(self) -> None:
+        """Go on on another mesh between steps, if a process has gone or come back. From any thread."""
 
         def look() -> None:
             if self.core.generations.due:
@@ -218,6 +291,7 @@ class EngineThread:
     def _take_commands(self) -> None:
         while not self._commands.empty():
             self._commands.get()()
+            self._num_idle = 0
 
     def _end(self) -> None:
         self._ending = True

@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.commands import Score, int32s
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.input_processor import Prompt
-from dsjax.engine.joining import host_options, join_group
-from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.page_events import EventSink
-from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.step_writer import clear_command
+from dsjax.engine.contract.commands import Score, int32s
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.elastic.joining import host_options, join_group
+from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.schedule.page_events import EventSink
+from dsjax.engine.schedule.request import RequestOptions
+from dsjax.engine.schedule.step_writer import clear_command
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.text.input_processor import Prompt
+from dsjax.engine.text.outputs import RequestOutput
 from dsjax.errors import UserError
 from sharding.mesh import MeshSpec
 
 if TYPE_CHECKING:
-    from dsjax.engine.executor import Executor
-    from dsjax.engine.loading import EngineFacts
+    from dsjax.engine.contract.executor import Executor
+    from dsjax.engine.setup.loading import EngineFacts
     from dsjax.hosts.group import HostGroup
 
 
@@ -62,21 +63,20 @@ class LLM:
     ):
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
         group = group or join_group(self.args, host_options(self.args))
-        from dsjax.engine.generations import Generations
-        from dsjax.engine.loading import load_model  # starts JAX, so only after the devices are arranged
-        from dsjax.engine.process import size_memory_pool
-        from dsjax.engine.program_library import ProgramLibrary
+        from dsjax.engine.device.process import size_memory_pool
+        from dsjax.engine.device.program_library import ProgramLibrary
+        from dsjax.engine.elastic.generations import Generations
+        from dsjax.engine.setup.loading import load_model  # starts JAX, so only after the devices are arranged
 
         size_memory_pool(self.args.gpu_memory_utilization)
 
         if group is not None and not group.is_leader:
-            from dsjax.engine.follower import Follower
+            from dsjax.engine.elastic.follower import Follower
 
             Follower(group).run_with(self.args)
             raise SystemExit(0)
         library = ProgramLibrary()
-        links, connect, beside = None, None, []
-        self._folder_lock = None
+        links, connect = None, None
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
                 "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
@@ -85,8 +85,7 @@ class LLM:
             from dsjax.engine.disaggregated import load_separated
 
             separated = load_separated(self.args, show_progress=show_progress)
-            loaded, links, beside = separated.first, separated.links, separated.beside
-            self._folder_lock = separated.lock
+            loaded, links = separated.decode, [separated.link]
         elif self.args.disaggregation_mode == "decode":
             from dsjax.engine.disaggregated import remote_links
 
@@ -96,7 +95,7 @@ class LLM:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
-        self.engine = LLMEngine(
+        self.parts = EngineParts(
             loaded.executor,
             self.tokenizer,
             self.args.scheduler_config(loaded.executor.limits),
@@ -111,8 +110,9 @@ class LLM:
             transfer_timeout=self.args.transfer_timeout,
             event_sink=event_sink,
             stream_interval=self.args.stream_interval,
-            beside=beside,
+            page_source=self.args.page_source,
         )
+        self.engine = LLMEngine(self.parts)
         self._facts = loaded.facts
         self._generations = None if self.args.separated else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
@@ -120,7 +120,7 @@ class LLM:
 
     @property
     def executor(self) -> Executor:
-        """What computes, on the mesh of now; of several decode engines the first one's."""
+        """What computes, on the mesh of now."""
         return self.engine.core.executor
 
     @property
@@ -163,9 +163,7 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         try:
             for request_id, prompt, param, place in zip(ids, prompts, params, priorities, strict=True):
-                self.engine.add_request(
-                    request_id, prompt, param, priority=place, cache_salt=cache_salt, session=session
-                )
+                self.engine.add_request(request_id, prompt, param, RequestOptions(place, cache_salt, session))
             while self.engine.has_unfinished():
                 outputs |= {output.request_id: output for output in self.engine.step() if output.finished}
         except BaseException:
@@ -224,13 +222,11 @@ class LLM:
 
     def warm_up(self, progress=None) -> None:
         """Compile every program now, so that no request waits for it."""
-        self.engine.warm_up(progress)
+        self.parts.warm_up(progress)
 
     def shutdown(self) -> None:
         """Free the devices' memory."""
         self.engine.shutdown()
-        if self._folder_lock is not None:
-            self._folder_lock.close()
 
     def _params_for(self, prompts: list[Prompt], given) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):

@@ -1,16 +1,14 @@
 """What a step did, for whoever watches: metrics, load, the live views."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.executor import ExpertCounts, RankResults
-from dsjax.engine.incoming import TransferCounts
-from dsjax.engine.outputs import RequestOutput
-from dsjax.engine.rank import RankLoad
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.scheduler import Update
+from dsjax.engine.contract.executor import ExpertCounts, RankResults
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.text.outputs import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -38,35 +36,6 @@ class DraftCounts:
         return cls(len(rows), sum(row.num_drafts for row in rows), sum(accepted), per_position)
 
 
-@dataclass(frozen=True)
-class BalanceStats:
-    """Experts that follow the load: totals since the start, and the last window.
-
-    Attributes:
-        windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums
-            over layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
-        rank_tokens: that each rank of an EP group computed in the last window, over all layers.
-        rebalances: that were carried out to their end; failures: that were given up.
-        layers_changed, experts_moved, bytes_moved: bytes of experts that reached another slot, on all devices of an EP group.
-        exchanges: commands that moved something; exchange_seconds: in them. rebalance_seconds: from decisions to ends; steps go on.
-        layers_left: of the rebalance under way.
-    """
-
-    windows: int = 0
-    balancedness: float = 1.0
-    layer_balancedness: float = 1.0
-    rank_tokens: tuple[int, ...] = ()
-    rebalances: int = 0
-    failures: int = 0
-    layers_changed: int = 0
-    experts_moved: int = 0
-    bytes_moved: int = 0
-    exchanges: int = 0
-    exchange_seconds: float = 0.0
-    rebalance_seconds: float = 0.0
-    layers_left: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class StepStats:
     """One step of the engine. All counts are of this step alone unless said otherwise.
@@ -83,9 +52,8 @@ class StepStats:
         compilations_after_warm_up: total so far; must stay 0.
         ranks: after the step.
         drafts: what came of drafts; None where none were to be verified.
-        balance: what came of balancing experts so far; None where they stay where they are.
-        disk: what the disk below the cache has done so far; None without one.
-        transfers: what has come so far of pages that prefill sides compute; None without them.
+        parts: what the core's attachments have done so far, by their names: `balance` (`BalanceStats`), `disk` (`DiskCounts`),
+            `transfers` (`TransferCounts`); what an engine has not is not there.
         page_waits: (tier, seconds) that requests have waited for pages to come from there, since the stats before.
     """
 
@@ -103,9 +71,7 @@ class StepStats:
     ranks: list[RankLoad]
     experts: ExpertCounts | None = None
     drafts: DraftCounts | None = None
-    balance: BalanceStats | None = None
-    disk: DiskCounts | None = None
-    transfers: TransferCounts | None = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
     page_waits: list[tuple[str, float]] = field(default_factory=list)
 
 

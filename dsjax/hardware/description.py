@@ -23,7 +23,7 @@ _KINDS = {
 }
 """What a field of a file may be, by its type in `Hardware`."""
 _DIES = {"h200": "GH100", "b200": "GB100"}
-"""Of the devices that operations were measured on."""
+"""Dies of the devices that operations were measured on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""JAX's coordination service, and all that is JAX's private API in it: tried with JAX 0.10.2 and 0.11.
+"""JAX's coordination service: joining it, its store, who lives, and what happens when it is gone.
 
 Nothing here may start a backend: `join` must come before JAX sees a device.
 """
@@ -12,20 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
-from jax._src import clusters, distributed, xla_bridge
-from jax._src.lib import _jax
 
-from dsjax.hosts.collectives import Collectives
+from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.options import HostOptions, joined, split
+from sharding.jax_internals import distributed_state, make_cpu_clients_with, make_gloo_collectives
 
 _ABORT_SIGNAL = 6
 _kept: list[object] = []  # what C code calls must not be collected
-
-
-def detect(timeout: int) -> tuple[str | None, int | None, int | None]:
-    """Coordinator's address, number of processes and this one's id, where JAX knows who started it."""
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)
-    return found[:3]
 
 
 def join(options: HostOptions, service: str, collectives: Collectives) -> None:
@@ -54,15 +47,7 @@ def join(options: HostOptions, service: str, collectives: Collectives) -> None:
 
 def _bind_collectives(address: str, found: Collectives) -> None:
     """Have gloo listen at this address; by itself it takes what the host's name resolves to, on many machines the loopback interface."""
-
-    def make_client():
-        client = distributed.global_state.client
-        collectives = found.made_by(
-            lambda: _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address or None)
-        )
-        return xla_bridge.make_cpu_client(collectives=collectives)
-
-    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+    make_cpu_clients_with(lambda: found.made_by(lambda: make_gloo_collectives(address or None)))
 
 
 class Store:
@@ -102,7 +87,7 @@ def live(process_ids: Sequence[int]) -> set[int]:
 
 def leave() -> None:
     """Leave the group: process 0 when the others have, for the service ends with it."""
-    state = distributed.global_state
+    state = distributed_state()
     client, service = state.client, state.service
     state.client = state.service = None
     if client is not None:
@@ -134,7 +119,7 @@ def on_abort(call: Callable[[], None]) -> None:
 
 
 def _client():
-    client = distributed.global_state.client
+    client = distributed_state().client
     if client is None:
         raise ConnectionError("this process has left its group")
     return client

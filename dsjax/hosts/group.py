@@ -15,10 +15,10 @@ import msgspec
 
 from dsjax.hosts import announcement, coordination
 from dsjax.hosts.announcement import Announcement, Announcements
-from dsjax.hosts.collectives import Collectives
+from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.links import Answerer, Links
-from dsjax.hosts.meeting import Arrival, GroupError, Meeting, meet
 from dsjax.hosts.options import HostOptions
+from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, meet
 
 Result = TypeVar("Result")
 
@@ -56,9 +56,9 @@ class HostGroup:
     def __init__(
         self,
         options: HostOptions,
-        members: Sequence[Arrival],
+        members: Sequence[JoinRequest],
         store: coordination.Store | None = None,
-        meeting: Meeting | None = None,
+        rendezvous: Rendezvous | None = None,
     ):
         self.options, self.members = options, list(members)
         self.present = list(members)
@@ -70,10 +70,10 @@ class HostGroup:
         self.collectives = Collectives()
         self.links = Links(self, self._drop)
         self._answerer: Answerer | None = None
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._unseen: set[int] = set()  # gave no sign of life when they were looked for last
         self._seen = threading.Condition()
-        self._coming: set[tuple[int, int]] = set()  # (id, pid), let in at the door, and not joined yet
+        self._coming: set[tuple[int, int]] = set()  # (id, pid), let in at the listener, and not joined yet
         self.leaving = False
         self._watching: threading.Thread | None = None
         self._alone = threading.Event()
@@ -91,23 +91,23 @@ class HostGroup:
             GroupError, UserError: there is no group, as `meet` says; or a link between two of its processes is cut.
         """
         answerer = Answerer(options.address)
-        meeting = meet(options, prepare, answerer.port)
-        group = cls(options, meeting.members, meeting=meeting)
+        rendezvous = meet(options, prepare, answerer.port)
+        group = cls(options, rendezvous.members, rendezvous=rendezvous)
         group._answerer = answerer
-        if meeting.generation > 0:
-            group.links.check(meeting.here)
-        coordination.join(options, meeting.service, group.collectives)
-        group.generation = meeting.generation
+        if rendezvous.generation > 0:
+            group.links.check(rendezvous.here)
+        coordination.join(options, rendezvous.service, group.collectives)
+        group.generation = rendezvous.generation
         if group.is_leader:
-            meeting.door.watch(group._left, group._may_come)
+            rendezvous.listener.watch(group._left, group._may_come)
         else:
             coordination.on_abort(group._end_on_abort)
-            group.hear(max(1, meeting.generation))
+            group.hear(max(1, rendezvous.generation))
         group._watching = threading.Thread(target=group._watch, name="dsjax-hosts", daemon=True)
         group._watching.start()
         atexit.register(group.leave)
-        if meeting.generation == 0:
-            group.run("links", lambda: group.links.check([member.process_id for member in meeting.members]))
+        if rendezvous.generation == 0:
+            group.run("links", lambda: group.links.check([member.process_id for member in rendezvous.members]))
         return group
 
     @property
@@ -121,7 +121,7 @@ class HostGroup:
         return any(member.process_id == self.options.process_id for member in self.present)
 
     @property
-    def live(self) -> list[Arrival]:
+    def live(self) -> list[JoinRequest]:
         """Who can be in the next generation; outside process 0, who seems to be able to."""
         gone = self.lost if self.is_leader else self._unseen
         return [member for member in self.members if member.process_id not in gone]
@@ -133,8 +133,8 @@ class HostGroup:
 
     @property
     def wanted(self) -> str:
-        """Of a process that came back: the mesh that was asked for last; empty: that of the start."""
-        return self._meeting.wanted if self._meeting is not None else ""
+        """The mesh that was asked for last, for a process that came back; empty: that of the start."""
+        return self._rendezvous.wanted if self._rendezvous is not None else ""
 
     def key(self, *parts: object) -> str:
         """A key of the generation of now."""
@@ -144,8 +144,8 @@ class HostGroup:
 
     def announce(self, found: Announcement) -> None:
         """Process 0's: begin a generation, and tell all others."""
-        if self._meeting is not None:
-            self._meeting.door.wanted = found.wanted
+        if self._rendezvous is not None:
+            self._rendezvous.listener.wanted = found.wanted
         self.enter(found)
         self.store.set(announcement.key(found.number), msgspec.msgpack.encode(found))
 
@@ -165,7 +165,7 @@ class HostGroup:
         self.collectives.begin(self.generation, device_ids, map(_endpoint, endpoints))
 
     def say_prepared(self) -> None:
-        """Of a process that comes back: say that it can be in the next generation without keeping the others waiting."""
+        """Say, as a process that comes back, that this one can be in the next generation without keeping the others waiting."""
         self.store.set(_prepared_key(self.options.process_id, os.getpid()), b"1")
 
     # Agreement.
@@ -267,14 +267,14 @@ class HostGroup:
                 if self._watching is not None:
                     self._watching.join(_LEAVE_SECONDS)
             coordination.leave()
-            if self._meeting is not None:
-                self._meeting.close()
+            if self._rendezvous is not None:
+                self._rendezvous.close()
             if self._answerer is not None:
                 self._answerer.close()
         except Exception as error:  # at the end of a process nothing else is to be done about it
             print(f"dsjax: {error}", file=sys.stderr)
 
-    def _hear(self, stage: str, member: Arrival) -> Said:
+    def _hear(self, stage: str, member: JoinRequest) -> Said:
         key, generation = self.key("agree", stage, self._told[stage], member.process_id), self.generation
         while True:
             found = self.store.get(key, _LOOK_SECONDS)
@@ -319,64 +319,64 @@ class HostGroup:
                     self._drop(member.process_id)
                 self._lose(member)
 
-    def _left(self, member: Arrival) -> None:
-        """A member's connection has ended, in a thread of the door."""
+    def _left(self, member: JoinRequest) -> None:
+        """A member's connection has ended, in a thread of the listener."""
         with self._seen:
             self._coming.discard((member.process_id, member.pid))
             self._seen.notify_all()
         if not self.leaving:
             self._lose(member)
 
-    def _may_come(self, arrival: Arrival) -> int | None:
+    def _may_come(self, request: JoinRequest) -> int | None:
         """Wait until the coordination service has forgotten the process that had this id; then it may be joined."""
         with self._seen:
-            self._coming.add((arrival.process_id, arrival.pid))
-            self._seen.wait_for(lambda: arrival.process_id in self._unseen or self.leaving)
+            self._coming.add((request.process_id, request.pid))
+            self._seen.wait_for(lambda: request.process_id in self._unseen or self.leaving)
         if self.leaving:
             return None
-        threading.Thread(target=self._welcome, args=(arrival,), name="dsjax-welcome", daemon=True).start()
+        threading.Thread(target=self._welcome, args=(request,), name="dsjax-welcome", daemon=True).start()
         return self.generation + 1
 
-    def _welcome(self, arrival: Arrival) -> None:
+    def _welcome(self, request: JoinRequest) -> None:
         """Wait until a process that comes back has joined, and has its programs. The mesh changes once for several that come together."""
-        patience, one = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS, (arrival.process_id, arrival.pid)
+        patience, one = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS, (request.process_id, request.pid)
         with self._seen:
             joined = self._seen.wait_for(
-                lambda: arrival.process_id not in self._unseen or self.leaving or one not in self._coming,
+                lambda: request.process_id not in self._unseen or self.leaving or one not in self._coming,
                 timeout=patience,
             )
             joined = joined and one in self._coming
-        joined = joined and self._is_prepared(arrival)
+        joined = joined and self._is_prepared(request)
         with self._seen:
             self._coming.discard(one)
             if joined and not self.leaving:
-                changed = [arrival if member.process_id == arrival.process_id else member for member in self.members]
+                changed = [request if member.process_id == request.process_id else member for member in self.members]
                 self.members = changed
-                self.lost.pop(arrival.process_id, None)
-                self.links.left_out.pop(arrival.process_id, None)
+                self.lost.pop(request.process_id, None)
+                self.links.left_out.pop(request.process_id, None)
             others = bool(self._coming)
         if self.on_change is not None and not self.leaving and not others:
             self.on_change(None)
 
-    def _is_prepared(self, arrival: Arrival) -> bool:
+    def _is_prepared(self, request: JoinRequest) -> bool:
         """Wait until a process that has joined says so, for as long as it lives: compilation may take its time. False: it is gone again."""
-        key = _prepared_key(arrival.process_id, arrival.pid)
-        while not self.leaving and arrival.process_id not in self._unseen:
+        key = _prepared_key(request.process_id, request.pid)
+        while not self.leaving and request.process_id not in self._unseen:
             try:
                 if self.store.get(key, _LOOK_SECONDS) is not None:
                     self.store.delete(key)
-                    return self._meeting.door.has(arrival)
+                    return self._rendezvous.listener.has(request)
             except ConnectionError:
                 return False
-            if not self._meeting.door.has(arrival):
+            if not self._rendezvous.listener.has(request):
                 return False
         return False
 
     def _drop(self, process_id: int) -> None:
-        if self._meeting is not None:
-            self._meeting.door.drop(process_id)
+        if self._rendezvous is not None:
+            self._rendezvous.listener.drop(process_id)
 
-    def _lose(self, member: Arrival) -> None:
+    def _lose(self, member: JoinRequest) -> None:
         if member.process_id in self.lost:
             return
         error = self.lost[member.process_id] = GroupError(gone(member))
@@ -412,7 +412,7 @@ def _prepared_key(process_id: int, pid: int) -> str:
     return f"dsjax/prepared/{process_id}/{pid}"
 
 
-def gone(member: Arrival) -> str:
+def gone(member: JoinRequest) -> str:
     """What is said of a member that died or hangs."""
     if member.process_id == 0:
         return f"{member.name} has gone away, and with it the group; start all processes again"

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dsjax.hosts.announcement import Announcement, key
-from dsjax.hosts.meeting import GroupError
-from dsjax.hosts.wire import Arrival, close
+from dsjax.hosts.rendezvous import GroupError
+from dsjax.hosts.wire import JoinRequest, close
 
 if TYPE_CHECKING:
     from dsjax.hosts.group import HostGroup
@@ -61,7 +61,7 @@ class Answerer:
 
 
 class Links:
-    """Of a process: whom of its group it reaches; of process 0 too: whom to go on without. drop: ends a process's connection to the group.
+    """Which peers a process can reach. Process 0 also decides which peers to exclude. drop: ends a process's connection to the group.
 
     Attributes:
         left_out: process 0's, as of `Announcement`.
@@ -120,7 +120,7 @@ class Links:
                 "hosts and their firewalls (any TCP port), then start it again"
             )
 
-    def unreached(self, members: Sequence[Arrival]) -> list[int]:
+    def unreached(self, members: Sequence[JoinRequest]) -> list[int]:
         """The ids of those, but for itself, that do not answer this process."""
         return unreached(member for member in members if member.process_id != self._group.options.process_id)
 
@@ -138,7 +138,7 @@ class Links:
         return error
 
 
-def unreached(members: Iterable[Arrival], seconds: float = SECONDS) -> list[int]:
+def unreached(members: Iterable[JoinRequest], seconds: float = SECONDS) -> list[int]:
     """The ids of those that do not answer this process within so many seconds. All are asked at once."""
     asked = [member for member in members if member.port]
     if not asked:
@@ -148,7 +148,7 @@ def unreached(members: Iterable[Arrival], seconds: float = SECONDS) -> list[int]
         return [member.process_id for member, answer in zip(asked, answers, strict=True) if not answer]
 
 
-def _answers(member: Arrival, seconds: float) -> bool:
+def _answers(member: JoinRequest, seconds: float) -> bool:
     try:
         with socket.create_connection((member.address, member.port), timeout=seconds) as connection:
             return connection.recv(1) == _ANSWER
@@ -176,5 +176,5 @@ def _answer_key(number: int, process_id: int) -> str:
     return f"{key(number)}/links/{process_id}"
 
 
-def _named(members: Sequence[Arrival]) -> str:
+def _named(members: Sequence[JoinRequest]) -> str:
     return " and ".join(f"{member.name} at {member.address}" for member in members)

@@ -15,7 +15,7 @@ from dsjax.errors import UserError
 _log = logging.getLogger(__name__)
 
 COORDINATOR_PORT = 8476
-"""Of the coordinator where only its host is known, as from LeaderWorkerSet."""
+"""Port of the coordinator where only its host is known, as from LeaderWorkerSet."""
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int
 
 def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
     """What JAX knows of Slurm, Open MPI, GKE and TPU slices."""
-    from dsjax.hosts.coordination import detect
+    from sharding.jax_internals import detect_cluster
 
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
         )  # in Kubernetes without LeaderWorkerSet JAX tells of a package that it would want
         try:
-            return detect(timeout)
+            return detect_cluster(timeout)
         except (
             Exception
         ) as error:  # of a cluster's interface, which a process that is alone in a container need not reach
@@ -145,7 +145,7 @@ def _own_address(coordinator: tuple[str, int], process_id: int, given: str | Non
         family, _, _, _, resolved = socket.getaddrinfo(wanted, port, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
         if given is None and process_id > 0:
-            return ""  # the name may come to be known while the meeting waits
+            return ""  # the name may come to be known while the rendezvous waits
         flag = "--coordinator-address" if given is None else "--host-address"
         raise UserError(f"{flag}: {wanted!r} is no name or address that this host knows ({error})") from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

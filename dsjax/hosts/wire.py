@@ -12,13 +12,14 @@ from typing import Any
 
 import msgspec
 
+from dsjax.errors import UserError
 from dsjax.hosts.options import HostOptions
 
 MAGIC = b"dsjaxmt3"
 _MOST_BYTES = 1 << 20
 
 
-class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
+class JoinRequest(msgspec.Struct, frozen=True, tag="arrival"):
     """What a process says when it comes.
 
     machine: equal for processes that reach each other over the loopback interface. port: where it answers who looks at links
@@ -34,7 +35,7 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
     port: int = 0
 
     @classmethod
-    def of(cls, options: HostOptions, port: int = 0) -> Arrival:
+    def of(cls, options: HostOptions, port: int = 0) -> JoinRequest:
         """This process."""
         return cls(
             options.process_id,
@@ -59,14 +60,14 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     error: str | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+class JoinResponse(msgspec.Struct, frozen=True, tag="verdict"):
     """Who is in the group, or why there is none.
 
     service: `HOST:PORT` of JAX's coordination service. generation: the first one that this process may be in. here: where the group had
     formed before, the ids of those that live. wanted: the mesh that was asked for last; empty: that of the start.
     """
 
-    members: list[Arrival] = []
+    members: list[JoinRequest] = []
     error: str | None = None
     service: str = ""
     generation: int = 0
@@ -74,7 +75,7 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     wanted: str = ""
 
 
-Message = Arrival | Prepared | Verdict
+Message = JoinRequest | Prepared | JoinResponse
 encode = msgspec.msgpack.encode
 decode = msgspec.msgpack.Decoder(Message).decode
 
@@ -137,10 +138,22 @@ def close(connection: socket.socket) -> None:
 
 
 def _machine() -> str:
-    """The same for processes that share a loopback interface: this boot of this kernel, and the network namespace."""
+    """Name what processes share that share a loopback interface: this boot of this kernel, and the network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Divide `HOST:PORT` into host and port.
+
+    Raises:
+        UserError: it is none.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"{address!r} is no address of a prefill engine, expected HOST:PORT")
+    return host.strip("[]"), int(port)

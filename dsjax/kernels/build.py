@@ -1,6 +1,6 @@
 """Building the native kernels: which compiler, where the library is kept, and whether it works on this machine.
 
-Nothing here ever stops a start: what cannot be built or used is a ``Found`` without a path, and a line that says why.
+Nothing here ever stops a start: what cannot be built or used is a ``BuiltLibrary`` without a path, and a line that says why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRY_SECONDS = 120
 
 
 @dataclass(frozen=True)
-class Found:
+class BuiltLibrary:
     """A library that works here, or None; and a line for people."""
 
     path: Path | None
@@ -48,22 +48,22 @@ def compiler() -> list[str] | None:
     return [sys.executable, "-m", "ziglang", "c++"] if importlib.util.find_spec("ziglang") else None
 
 
-def find_or_build(folder: Path | None) -> Found:
+def find_or_build(folder: Path | None) -> BuiltLibrary:
     """This machine's library from ``folder``; built there first if it is missing. None: nowhere to keep it."""
     if folder is None:
-        return Found(None, "there is no folder to keep native kernels in")
+        return BuiltLibrary(None, "there is no folder to keep native kernels in")
     path = folder / f"{_key('native')}.so"
     try:
         if path.is_file():
-            return Found(path) if _tried(path) else _try(path)
+            return BuiltLibrary(path) if _tried(path) else _try(path)
         with _alone(
             path
         ):  # several processes of one host start together: one builds, and the others find what it built
             if path.is_file():
-                return Found(path) if _tried(path) else _try(path)
+                return BuiltLibrary(path) if _tried(path) else _try(path)
             return build(path)
     except OSError as error:
-        return Found(None, f"native kernels cannot be kept in {folder} ({error.strerror or error})")
+        return BuiltLibrary(None, f"native kernels cannot be kept in {folder} ({error.strerror or error})")
 
 
 @contextlib.contextmanager
@@ -81,11 +81,11 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def find_prebuilt(folder: Path) -> Found:
+def find_prebuilt(folder: Path) -> BuiltLibrary:
     """The first library in a folder that ``dsjax kernels build`` filled, of this version, that works on this machine."""
     paths = sorted(folder.glob(f"{source_version()}-*.so"))
     if not paths:
-        return Found(
+        return BuiltLibrary(
             None,
             f"{folder} holds no native kernels of this version; make them with dsjax kernels build --output {folder}",
         )
@@ -93,7 +93,7 @@ def find_prebuilt(folder: Path) -> Found:
     return next((found for found in tried if found.path), tried[0])
 
 
-def build(path: Path, march: str = "native") -> Found:
+def build(path: Path, march: str = "native") -> BuiltLibrary:
     """Compile the kernels for the processor ``march`` into ``path``, and try them if that is this machine's.
 
     Raises:
@@ -101,7 +101,7 @@ def build(path: Path, march: str = "native") -> Found:
     """
     command = compiler()
     if command is None:
-        return Found(
+        return BuiltLibrary(
             None,
             "there is no C++ compiler for the native kernels (several times faster); pip install 'dsjax[native]' brings one",
         )
@@ -115,13 +115,13 @@ def build(path: Path, march: str = "native") -> Found:
         if reason is None and march == "native" and not (found := _try(unfinished, remember=False)).path:
             reason = found.note
         if reason is not None:
-            return Found(None, reason)
+            return BuiltLibrary(None, reason)
         unfinished.replace(path)  # at once: another process that builds the same finds a whole library, its own or ours
     finally:
         unfinished.unlink(missing_ok=True)
     if march == "native":
         _remember(path)
-    return Found(path, f"native kernels were built in {time.monotonic() - started:.0f} s")
+    return BuiltLibrary(path, f"native kernels were built in {time.monotonic() - started:.0f} s")
 
 
 def compile_library(command: list[str], output: Path, march: str) -> str | None:
@@ -154,20 +154,20 @@ def prebuilt_name(march: str) -> str:
     return f"{source_version()}-{platform.machine()}-{march}.so"
 
 
-def _try(path: Path, remember: bool = True) -> Found:
+def _try(path: Path, remember: bool = True) -> BuiltLibrary:
     """Whether a library loads and computes rightly here. In a process of its own: a wrong processor's ends by a signal."""
     program = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).dsjax_self_test())"
     command = [sys.executable, "-S", "-E", "-c", program, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TRY_SECONDS)
     except subprocess.TimeoutExpired:
-        return Found(None, f"the native kernels in {path} did not finish a small case in {TRY_SECONDS} s")
+        return BuiltLibrary(None, f"the native kernels in {path} did not finish a small case in {TRY_SECONDS} s")
     if done.returncode == 0:
         if remember:
             _remember(path)
-        return Found(path)
+        return BuiltLibrary(path)
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return Found(None, f"the native kernels in {path} do not work on this machine ({last[:200]})")
+    return BuiltLibrary(None, f"the native kernels in {path} do not work on this machine ({last[:200]})")
 
 
 def _remember(path: Path) -> None:
@@ -182,7 +182,7 @@ def _tried(path: Path) -> bool:
 
 
 def source_version() -> str:
-    """Of sources, flags and jaxlib, whose headers are compiled in: 12 hexadecimal digits."""
+    """Hash sources, flags and jaxlib, whose headers are compiled in: 12 hexadecimal digits."""
     digest = hashlib.sha256(" ".join((*FLAGS, jaxlib.__version__)).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())

@@ -149,7 +149,7 @@ class ExpertProduct:
         return out_ND
 
     def _mosaic(self, experts: Experts, stack, rows_ND, ids_NK, weights_NK, mean_load: float) -> Float[Array, "N D"]:
-        """The same on TPUs: pairs stand in tiles that begin with an expert's first, and each is added to its row by XLA."""
+        """Apply experts on TPUs: pairs stand in tiles that begin with an expert's first, and each is added to its row by XLA."""
         (N, K), X = ids_NK.shape, experts.count
         size = round_pairs(mean_load, X, N * min(K, X))
         own_load = min(mean_load, size / X)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from dsjax.config import ModelConfig
 from dsjax.model.mlp import MLP
 from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply
-from dsjax.model.router import Router, Routing
+from dsjax.model.router import ExpertRouter, Routing
 
 
 class RoutedExperts(nnx.Module):
@@ -40,7 +40,7 @@ class MoE(nnx.Module):
     """``x → Σ_k w_k Expert_k(x) + Shared(x)`` (V3 report, equation 12)."""
 
     def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
-        self.router = Router(declare, config)
+        self.router = ExpertRouter(declare, config)
         self.experts = RoutedExperts(declare, config, num_physical)
         if config.n_shared_experts:
             hidden = config.n_shared_experts * config.moe_intermediate_size
@@ -57,7 +57,7 @@ class MoE(nnx.Module):
 
         Args:
             apply: sends tokens to their routed experts and gives their weighted sums.
-            spread: as in ``Router``. multiply: for the shared experts' matrices.
+            spread: as in ``ExpertRouter``. multiply: for the shared experts' matrices.
 
         Returns the sums in the shape of ``x``, the routing, and what ``apply`` reported.
         """

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from dsjax.model.parameters import Declaration, value_of
 
 LATENT_EPS = 1e-6
-"""Of the norms on the query and key-value latents: the reference gives them this, whatever ``rms_norm_eps`` says."""
+"""Epsilon of the norms on the query and key-value latents: the reference gives them this, whatever ``rms_norm_eps`` says."""
 
 
 class RMSNorm(nnx.Module):

@@ -23,7 +23,7 @@ class Routing(NamedTuple):
     scores: Float[Array, "*b E"]
 
 
-class Router(nnx.Module):
+class ExpertRouter(nnx.Module):
     """Sigmoid routing with a correction bias (V3: ``noaux_tc``), or softmax routing (V2), limited to groups of experts."""
 
     def __init__(self, declare: Declaration, config: ModelConfig):

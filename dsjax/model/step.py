@@ -52,7 +52,7 @@ class _Tokens:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ModelStep:
     """A model on a mesh, ready to be traced: everything static about a step but its row groups' shapes."""
 
     config: ModelConfig

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dsjax.engine.eplb import EplbConfig
+from dsjax.engine.experts.eplb import EplbConfig
 from sharding.balancing import by_host, experts_moved, keep_in_place, rank_loads, rebalance
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Slots(NamedTuple):
 
     @property
     def told_apart(self) -> Slots:
-        """The same with groups and hosts of 1 where the balancer does not look at them, so that alike places are placed once."""
+        """Use groups and hosts of 1 where the balancer does not look at them, so that alike places are placed once."""
         return self if by_host("auto", self.groups, self.hosts) else self._replace(groups=1, hosts=1)
 
 
@@ -135,7 +135,7 @@ def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> tuple[Bus
 
 @functools.lru_cache(maxsize=4096)
 def moved(loads: Loads, slots: Slots) -> float:
-    """Of all slots, the share that gets another expert when experts are placed anew by what was served."""
+    """Share of all slots that gets another expert when experts are placed anew by what was served."""
     few = slice(_DRAWS // 6 if slots.ranks <= _MANY_RANKS else 1)  # some thousand slots are enough for a share
     old_LP, new_LP = _balanced(loads.seen[few], slots), _balanced(loads.served[few], slots)
     kept_LP = keep_in_place(old_LP, new_LP, slots.ranks, slots.told_apart.hosts)

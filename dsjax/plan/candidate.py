@@ -13,7 +13,7 @@ from dsjax.plan.figure import Figure, Middle, exact, smallest, unless_settled
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
-from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes, quick_prompts
+from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes
 from dsjax.plan.workload import Objective
 
 _SETTLE = 30
@@ -196,7 +196,7 @@ def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float
     """`aggregated` with middle values only, for the search; `in_full` gives what is shown."""
     output, work = instance.workload.output.mean, instance.workload
     decode = instance.middle.decode_step(batch).value
-    others, step = quick_prompts(instance, batch, tokens)
+    others, step = (added.value for added in prompts_beside_decodes(instance.middle, batch, tokens))
     tpot = decode / instance.options.tokens_a_step.value + others
     chunks = max(1.0, work.computed / tokens)
     if work.concurrency is None:
@@ -214,7 +214,7 @@ def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float
 
 
 def in_full(candidate: Candidate) -> Candidate:
-    """The same with intervals and derivations."""
+    """Work a candidate out with intervals and derivations."""
     if candidate.mode == "aggregated":
         return aggregated(candidate.decode, candidate.count, candidate.batch, candidate.prefill_tokens)
     pool = prefill_pool(candidate.prefill, candidate.prefill_tokens)
@@ -257,19 +257,22 @@ class PrefillPool:
             return None
         # Tokens of the fullest rank, from one prompt to a full step. The router spreads prompts evenly, and they are whole, which adds
         # `(ranks - 1) ÷ 2 ranks` of one on average; the largest of n normal variables is about √(2 ln n) standard deviations above
-        # their mean. Written out: the search settles some hundred thousand steps.
+        # their mean. Written out, without `min` and `max`: the search settles some hundred thousand steps.
         ranks, variation, most = self.instance.replicas, self.instance.workload.input.variation, self.tokens
-        rounding, share, seconds = (ranks - 1) / (2 * ranks), 0.0, 0.0
+        rounding, rise, enough, share, seconds = (ranks - 1) / (2 * ranks), full - alone, 1e-3 * alone, 0.0, 0.0
         for _ in range(_SETTLE):
-            before, seconds = seconds, alone + share * (full - alone)
-            if seconds - before < 1e-3 * alone:
+            before, seconds = seconds, alone + share * rise
+            if seconds - before < enough:
                 break
-            prompts = rate * seconds
-            each = prompts / ranks
-            longest = 0.0
-            if variation and prompts > 1:
-                longest = math.sqrt(2 * math.log(min(prompts, ranks))) * variation * math.sqrt(max(1.0, each))
-            share = (min(most, computed * (max(1.0, each + rounding) + longest)) - computed) / (most - computed)
+            each = rate * seconds / ranks
+            fullest = each + rounding
+            if fullest < 1.0:
+                fullest = 1.0
+            if variation and (prompts := rate * seconds) > 1:
+                deviations = math.sqrt(2 * math.log(prompts if prompts < ranks else ranks))
+                fullest += deviations * variation * math.sqrt(each if each > 1.0 else 1.0)
+            tokens = computed * fullest
+            share = ((tokens if tokens < most else most) - computed) / (most - computed)
         return share
 
 
@@ -412,7 +415,7 @@ def _priced(instance: Instance) -> Callable[[float], float]:
 
 
 def _transfer(instance: Instance, prefill: Instance) -> Figure:
-    """Of one request's cache to one replica, from where its prompt was computed."""
+    """Seconds in which one request's cache travels to one replica from where its prompt was computed."""
     if "transfer" not in instance.steps:
         size = instance.memory.cache_per_token * instance.workload.input.mean
         sender = prefill.cluster if instance.cluster.prefill is not None else None

@@ -32,7 +32,7 @@ _FARTHEST = 2.0**22
 """Rows and tokens up to which times are carried over; beyond they grow in proportion."""
 
 
-class Work(NamedTuple):
+class OperationWork(NamedTuple):
     """What an operation has to do: operations, of which unit (`fp8`, `bf16`, `fp4`), and bytes of memory."""
 
     flops: float
@@ -51,7 +51,7 @@ class Work(NamedTuple):
         return max(self.on(chip))
 
 
-def carried(seconds: float, work: Work, there: Hardware, here: Hardware, fixed: float = _LAUNCH) -> float:
+def carried(seconds: float, work: OperationWork, there: Hardware, here: Hardware, fixed: float = _LAUNCH) -> float:
     """Seconds of an operation here that took `seconds` there.
 
     What it took beyond the bound of its operations and bytes is loss. A fixed part (starting the kernel) stays as it is. The rest
@@ -141,7 +141,7 @@ class Chip:
         return self._product(rows, n, k, "nvfp4" if itemsize < 1 else "fp8_block" if itemsize < BF16 else "bfloat16")
 
     def bf16_product(self, rows: float, n: int, k: int) -> Figure:
-        """The same with bf16 weights: absorbed matrices, head, router."""
+        """Seconds of a product with bf16 weights: absorbed matrices, head, router."""
         return self._product(rows, n, k, "bfloat16")
 
     def _product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
@@ -173,8 +173,8 @@ class Chip:
         """
         itemsize, unit = {"fp8_block": (1.0, "fp8"), "bfloat16": (2.0, "bf16"), "nvfp4": (0.5625, "fp4")}[dtype]
 
-        def work(rows: float) -> Work:
-            return Work(2.0 * rows * n * k, unit, n * k * itemsize + rows * (k * itemsize + 2 * n))
+        def work(rows: float) -> OperationWork:
+            return OperationWork(2.0 * rows * n * k, unit, n * k * itemsize + rows * (k * itemsize + 2 * n))
 
         found = self._table(lambda key: self.operators.product(key, dtype, n, k))
         table, readme, spread = None, None, 0.15
@@ -186,19 +186,21 @@ class Chip:
             readme = self._carried(dense_curve(n, k, itemsize), self._device("h800"), work)
         return table, readme, spread, lambda rows: work(rows).best(self.hardware)
 
-    def _carried(self, curve: Curve, there: Hardware, work: Callable[[float], Work], fixed: float = _LAUNCH) -> Curve:
+    def _carried(
+        self, curve: Curve, there: Hardware, work: Callable[[float], OperationWork], fixed: float = _LAUNCH
+    ) -> Curve:
         """A curve of a device carried over to this one, and to sizes far beyond those that were timed."""
         sizes = sorted({*curve.sizes, *doublings(1.0, _FARTHEST)})
         return Curve((s, carried(curve(s), work(s), there, self.hardware, fixed)) for s in sizes)
 
     # Experts ------------------------------------------------------------------------------------------------------------------
 
-    def experts_work(self, used: float, rows: float, width: int, inner: int) -> Work:
+    def experts_work(self, used: float, rows: float, width: int, inner: int) -> OperationWork:
         """Both products of routed experts: `rows` in all, the weights of `used` experts."""
         itemsize = self.precision.expert
         unit = "fp4" if itemsize < 1 else "fp8" if itemsize < BF16 else "bf16"
         moved = used * 3 * width * inner * itemsize + rows * (width * (min(itemsize, 2) + 2) + 5 * inner)
-        return Work(6.0 * rows * width * inner, unit, moved)
+        return OperationWork(6.0 * rows * width * inner, unit, moved)
 
     def experts(self, used: float, rows: Figure, received: float, slots: float, width: int, inner: int, decode: bool):
         """Seconds of a rank's routed experts: `rows` over `used` of its `slots`, of `received` tokens that were brought here.
@@ -262,11 +264,11 @@ class Chip:
             work = self.experts_work(used, rows, width, inner)
             ratio = self._ratio(work, _usual_experts(used, rows), each, width * inner, there)
             found.append(carried(seconds * ratio, work, there, self.hardware, 0.0))
-        token = carried(table.token * width / _V3_WIDTH, Work(0.0, "bf16", 0.0), there, self.hardware, 0.0)
+        token = carried(table.token * width / _V3_WIDTH, OperationWork(0.0, "bf16", 0.0), there, self.hardware, 0.0)
         spread = 0.2 if self.precision.expert < 1 else max(0.08, table.error)
         return (found[0], token, found[1], table.fixed), spread
 
-    def _ratio(self, work: Work, usual: Work, each: float, weights: int, there: Hardware) -> float:
+    def _ratio(self, work: OperationWork, usual: OperationWork, each: float, weights: int, there: Hardware) -> float:
         """Time of this precision and an expert of so many weights a matrix ÷ of V3's in FP8; `each`: rows of an expert."""
         if work.unit == "fp4":
             return self._fp4_ratio(each, there) * weights / (_V3_WIDTH * _V3_INNER)
@@ -337,9 +339,9 @@ class Chip:
         (curves, spread), there = found or (({}, 0.15), self._device("h800"))
         least = min((curve.seconds[0] for curve in curves.values()), default=_LAUNCH)
 
-        def work(rows: float, context: float, values: int, out: int) -> Work:
+        def work(rows: float, context: float, values: int, out: int) -> OperationWork:
             flops = 2.0 * heads * (values + out) * rows * context
-            return Work(flops, unit, rows * context * values * (self.precision.cache if fp8 else BF16))
+            return OperationWork(flops, unit, rows * context * values * (self.precision.cache if fp8 else BF16))
 
         def time(rows: float, context: float) -> float:
             own = work(rows, context, latent, rank)
@@ -374,7 +376,7 @@ class Chip:
     ) -> Figure:
         each = self._once(("prefill curves", fp8, heads, per_pair), lambda: self._prefill_curves(fp8, heads, per_pair))
         if each is None:
-            work = Work(2.0 * heads * per_pair * tokens * context, "bf16", 0.0)
+            work = OperationWork(2.0 * heads * per_pair * tokens * context, "bf16", 0.0)
             seconds = prefill_attention_seconds(work.flops, context)
             return self._figure(
                 [carried(seconds, work, self._device("h800"), self.hardware)], 0.2, "attention", FLASH_MLA
@@ -405,7 +407,7 @@ class Chip:
         tokens: dict[float, dict[float, float]] = {}
         for length, times in table.items():
             for prompts, seconds in times.items():
-                work = Work(heads * per_pair * prompts * length * (length + 1), unit, 0.0)
+                work = OperationWork(heads * per_pair * prompts * length * (length + 1), unit, 0.0)
                 seconds = carried(seconds * per_pair / 320, work, there, self.hardware, least)
                 tokens.setdefault(prompts, {})[length] = seconds / (prompts * length)
         counts = sorted(tokens)
@@ -428,7 +430,7 @@ class Chip:
         return share * self.carried_over * self.hardware.memory_bandwidth
 
 
-def _usual_experts(used: float, rows: float) -> Work:
+def _usual_experts(used: float, rows: float) -> OperationWork:
     """Both products of experts as they were timed: V3's widths, FP8."""
     moved = used * 3 * _V3_WIDTH * _V3_INNER + rows * (3 * _V3_WIDTH + 5 * _V3_INNER)
-    return Work(6.0 * rows * _V3_WIDTH * _V3_INNER, "fp8", moved)
+    return OperationWork(6.0 * rows * _V3_WIDTH * _V3_INNER, "fp8", moved)

@@ -97,7 +97,7 @@ class Cluster:
         return dataclasses.replace(self, network_gbps=self.network_gbps * share, wiring=Wiring(), **latency)
 
     def scaled(self, resource: str, factor: float) -> Cluster:
-        """The same cluster with `factor` times as much of one of `RESOURCES` (latency: so many times shorter)."""
+        """Make a cluster with `factor` times as much of one of `RESOURCES` (latency: so many times shorter)."""
         chip = self.hardware
         if self.prefill is not None:
             self = dataclasses.replace(self, prefill=self.prefill.scaled(resource, factor))
@@ -131,7 +131,7 @@ class Cluster:
         return dataclasses.replace(self, hardware=chip)
 
     def resized(self, hosts: int) -> Cluster:
-        """The same cluster with another number of hosts; the highest tier joins as many as there are."""
+        """Make a cluster with another number of hosts; the highest tier joins as many as there are."""
         wiring = self.wiring
         if wiring.tiers and hosts > wiring.tiers[-1].hosts:
             *below, top = wiring.tiers

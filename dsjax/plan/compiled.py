@@ -12,7 +12,7 @@ from typing import Any
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError, why_unreadable
 from dsjax.plan.figure import Figure, Kind
-from dsjax.plan.layout import Layout
+from dsjax.plan.layout import InstanceLayout
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
 
@@ -82,7 +82,7 @@ class DryRun:
 
     @property
     def method(self) -> str | None:
-        """Of the dispatch that was compiled: `gather`, `padded` or `ragged`; None where experts are not spread."""
+        """Name of the dispatch that was compiled: `gather`, `padded` or `ragged`; None where experts are not spread."""
         kinds = {c.kind for c in self.exchanges}
         known = {"ragged-all-to-all": "ragged", "all-to-all": "padded", "reduce-scatter": "gather"}
         return next((method for kind, method in known.items() if kind in kinds), None)
@@ -93,9 +93,9 @@ class DryRun:
         rows = f"{self.rows} rows" if self.row_tokens == 1 else f"{self.rows} × {self.row_tokens} tokens"
         return f"{self.step} of {rows} at context {self.context:,}"
 
-    def layout(self, config: ModelConfig) -> Layout:
+    def layout(self, config: ModelConfig) -> InstanceLayout:
         """One copy of the experts: what a plan prices."""
-        return Layout(self.mesh, self.physical_experts - config.n_routed_experts).unit
+        return InstanceLayout(self.mesh, self.physical_experts - config.n_routed_experts).unit
 
     def figure(self, value: float, name: str, unit: str = "") -> Figure:
         """A number that was read from this program."""

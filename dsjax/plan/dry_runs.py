@@ -10,7 +10,7 @@ from dsjax.config import ModelConfig
 from dsjax.model.parameter_counts import parameter_counts
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.layout import Layout
+from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import BF16, FP8_BLOCK, Precision
 
 
@@ -42,14 +42,14 @@ def wire_refusal(run: DryRun, dispatch: str, precision: Precision) -> str | None
 
 
 def runs_of(
-    runs: Iterable[DryRun], layout: Layout, config: ModelConfig, cluster: Cluster, precision: Precision
+    runs: Iterable[DryRun], layout: InstanceLayout, config: ModelConfig, cluster: Cluster, precision: Precision
 ) -> tuple[DryRun, ...]:
     """The dry runs of a layout (of its unit: copies of the experts never communicate)."""
     return tuple(r for r in runs if refusal(r, config, cluster, precision) is None and r.layout(config) == layout.unit)
 
 
 @dataclass(frozen=True)
-class Usage:
+class DryRunUsage:
     """What a plan took from a dry run; `used` is False where it took nothing. text: what, or why not."""
 
     run: DryRun
@@ -75,24 +75,24 @@ def usage(
     cluster: Cluster,
     precision: Precision,
     dispatch: str,
-    weights: Mapping[Layout, int],
-) -> Usage:
+    weights: Mapping[InstanceLayout, int],
+) -> DryRunUsage:
     """What a plan over these layouts (of units, with their weights' bytes) takes from a dry run."""
     reason = refusal(run, config, cluster, precision)
     layout = run.layout(config)
     if reason is None and layout not in weights:
         reason = f"no layout of this plan is {layout} of {layout.devices} devices"
     if reason:
-        return Usage(run, False, reason)
+        return DryRunUsage(run, False, reason)
     ours = weights[layout]
     agree = "to the byte" if ours == run.weight_bytes else f"to within {ours - run.weight_bytes:+,} bytes"
     memory = f"temporaries {run.temporaries / 1e9:.2f} GB; its weights agree with the plan's {agree}"
     other = wire_refusal(run, dispatch, precision)
     if other:
-        return Usage(run, True, f"{memory}; not its exchanges and operations: {other}")
+        return DryRunUsage(run, True, f"{memory}; not its exchanges and operations: {other}")
     count = sum(sent.times for sent in run.collectives)
     sent = sum(sent.times * sent.size for sent in run.collectives)
-    return Usage(
+    return DryRunUsage(
         run,
         True,
         f"{memory}; {count:g} collectives that send {sent / 1e9:.3g} GB; {sum(run.flops.values()):.3g} operations",

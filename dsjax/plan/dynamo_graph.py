@@ -251,7 +251,7 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
 
 
 def _side(service: Mapping[str, Any], cluster: Cluster) -> Side:
-    """Of a recipe's service."""
+    """Describe one side of a recipe's service."""
     hosts = _hosts(service, cluster)
     devices = math.ceil(service["devices_each"] / hosts)
     return Side(

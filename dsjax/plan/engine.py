@@ -85,8 +85,8 @@ _OTHERS = {
 @functools.cache
 def dsjax_engine() -> Engine:
     """What `dsjax serve` of this version can do, by the options that it has."""
-    from dsjax.engine.args import EngineArgs
-    from dsjax.engine.speculative import MOST_DRAFTS
+    from dsjax.engine.contract.speculative import MOST_DRAFTS
+    from dsjax.engine.setup.args import EngineArgs
 
     fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     cache = fields["kv_cache_dtype"].metadata.get("choices") or ()

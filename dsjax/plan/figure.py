@@ -58,14 +58,14 @@ class Figure:
         self.name, self.unit, self.note, self.source, self.parts = name, unit, note, source, parts
 
     def named(self, name: str, unit: str = "", note: str = "") -> Figure:
-        """The same figure as one line of a derivation; what it was made of hangs below it."""
+        """Make it one line of a derivation; what it was made of hangs below it."""
         parts = (self,) if self.name else self.parts
         return Figure(
             self.value, self.low, self.high, self.kinds, name=name, unit=unit or self.unit, note=note, parts=parts
         )
 
     def made_of(self, *others: Figure) -> Figure:
-        """The same figure, with those of the others that have a name as further lines of its derivation."""
+        """Add those of the others that have a name as further lines of its derivation."""
         parts = (*self.parts, *(other for other in others if other.name))
         return Figure(self.value, self.low, self.high, self.kinds, parts=parts)
 
@@ -171,11 +171,11 @@ class Middle(Figure):
         self.value = value
 
     def named(self, name: str, unit: str = "", note: str = "") -> Figure:
-        """The same: there is no derivation."""
+        """Return itself: there is no derivation."""
         return self
 
     def made_of(self, *others: Figure) -> Figure:
-        """The same: there is no derivation."""
+        """Return itself: there is no derivation."""
         return self
 
     def _with(self, other: Figure | float, value: float, low: float, high: float) -> Figure:
@@ -226,7 +226,7 @@ def is_settled(name: str) -> bool:
 
 
 def unless_settled(found: Figure) -> Figure:
-    """The same, or its middle value alone where it is an assumption that is taken to be known (`settled`)."""
+    """Return a figure, or its middle value alone where it is an assumption that is taken to be known (`settled`)."""
     if not is_settled(found.name) or not found.kinds & Kind.ASSUMPTION:
         return found
     value, about = found.value, {"note": found.note, "source": found.source, "parts": found.parts}

@@ -70,7 +70,7 @@ def eager_layer() -> Figure:
 
 
 def compiled_layer() -> Figure:
-    """The same where one compiled program starts them: XLA's, whose thunks are native code."""
+    """Seconds of launching a layer whose operations one compiled program starts: XLA's, whose thunks are native code."""
     return assumed(150e-6, 90e-6, 250e-6, "launches of a layer", "about 30 at 5 µs, not captured", "s")
 
 

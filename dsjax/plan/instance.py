@@ -13,11 +13,11 @@ from dsjax.plan.curves import Curve
 from dsjax.plan.dry_runs import runs_of, wire_refusal
 from dsjax.plan.figure import Figure, unless_settled
 from dsjax.plan.host_time import HOST_TIMES
-from dsjax.plan.layout import Layout
+from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
 from dsjax.plan.step import StepModel
-from dsjax.plan.workload import Options, Workload
+from dsjax.plan.workload import PlanOptions, Workload
 
 _LADDER = sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(10))})
 """Batches of a DP rank that are tried."""
@@ -33,15 +33,15 @@ class Instance:
 
     config: ModelConfig
     cluster: Cluster
-    layout: Layout
-    options: Options
+    layout: InstanceLayout
+    options: PlanOptions
     workload: Workload
     steps: dict = field(default_factory=dict, compare=False, repr=False)
     only_middle: bool = False
 
     @cached_property
     def middle(self) -> Instance:
-        """The same, of which only the middle values of times are worked out."""
+        """An equal instance of which only the middle values of times are worked out."""
         if self.only_middle:
             return self
         steps = self.steps.setdefault("middle", {"shared": self.steps.setdefault("shared", {})})

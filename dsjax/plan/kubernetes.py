@@ -23,7 +23,7 @@ _SERVER = {"--host": "0.0.0.0", "--port": "8000", "--shutdown-timeout": "600"}
 _HOST_MEMORY = 16 << 30
 _DEVICE_MEMORY = 4 << 30
 ROOM = 1.25
-"""Of the volume: a model's files, and compiled programs beside them."""
+"""The volume's size ÷ that of a model's files: compiled programs lie beside them."""
 
 
 def overlay(model: str, question: Question, candidate: Candidate, base: str, command: str) -> str:
@@ -138,7 +138,7 @@ def _node_selector(cluster: Cluster, devices: int) -> dict[str, str]:
 
 
 def checkpoint_bytes(candidate: Candidate) -> float:
-    """Of the whole model as it is kept: one device of a mesh of one has all of it."""
+    """Bytes of the whole model as it is kept: one device of a mesh of one has all of it."""
     from dsjax.plan.layout import parse_layout
 
     instance = candidate.decode

@@ -17,7 +17,7 @@ from typing import Any
 
 from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
-from dsjax.plan.layout import Layout
+from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision
 
 LAUNCHED = ("vllm", "sglang", "tensorrt-llm")
@@ -34,7 +34,7 @@ def documented(engine: str) -> Mapping[str, Any]:
 
 
 @dataclass
-class Launch:
+class LaunchCommand:
     """One instance of a service in another engine's words.
 
     flags: flag → value, the same on all its hosts; a flag without a value is "". each_host: those that differ, one mapping a host.
@@ -102,7 +102,7 @@ class Launch:
         }
 
 
-def unfit(engine: str, layout: Layout, host: int, hardware: str, precision: Precision) -> str | None:
+def unfit(engine: str, layout: InstanceLayout, host: int, hardware: str, precision: Precision) -> str | None:
     """Why an engine cannot run a layout, as far as its documentation says; None where it can.
 
     host: devices of one. hardware: key of the device, on which TensorRT-LLM's expert kernels depend.
@@ -152,7 +152,7 @@ def _has(figure: Figure, start: str) -> bool:
     return figure.name.startswith(start) or any(_has(part, start) for part in figure.parts)
 
 
-def front(engine: str, launches: list[Launch]) -> str | None:
+def front(engine: str, launches: list[LaunchCommand]) -> str | None:
     """The command in front of prefill and decode instances; None where nothing is needed, or the engine has none to offer.
 
     Addresses are `$PREFILL_0`, `$DECODE_0` and so on, of each instance's first host.
@@ -179,7 +179,7 @@ def front(engine: str, launches: list[Launch]) -> str | None:
     return None
 
 
-def script(made: Mapping[str, Any], engine: str, launches: list[Launch], command: str) -> str:
+def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], command: str) -> str:
     """A recipe as one shell script: `sh FILE.sh ROLE [HOST]` starts one host of one instance, `sh FILE.sh front` what joins the sides.
 
     made: the recipe. command: what it was planned with.

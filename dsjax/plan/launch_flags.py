@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from dsjax.plan.instance import Instance
-from dsjax.plan.launch import HEAD, PORTS, Launch, Limits, unfit
+from dsjax.plan.launch import HEAD, PORTS, LaunchCommand, Limits, unfit
 from dsjax.plan.precision import BF16
 
 _BLACKWELL = ("b200", "gb200", "gb300")
@@ -15,7 +15,7 @@ _BLACKWELL = ("b200", "gb200", "gb300")
 
 def launch(
     engine: str, model: str, instance: Instance, batch: float, tokens: float, role: str, instances: int
-) -> Launch:
+) -> LaunchCommand:
     """One service of a plan as an engine starts it.
 
     batch: running requests of a DP rank. tokens: prompt tokens of a DP rank in a step. role: `prefill and decode`, `prefill` or
@@ -23,7 +23,7 @@ def launch(
     """
     layout, cluster = instance.layout.unit, instance.cluster
     hosts = math.ceil(layout.devices / cluster.devices_per_host)
-    made = Launch(engine, model, role, instances * instance.layout.mesh.expert_copies, hosts, layout.devices)
+    made = LaunchCommand(engine, model, role, instances * instance.layout.mesh.expert_copies, hosts, layout.devices)
     limits = Limits(instance, batch, tokens, role)
     reason = unfit(engine, instance.layout, cluster.devices_per_host, cluster.hardware.key, instance.options.precision)
     if reason:
@@ -33,7 +33,7 @@ def launch(
     return made
 
 
-def _common(made: Launch, instance: Instance) -> Iterator[str]:
+def _common(made: LaunchCommand, instance: Instance) -> Iterator[str]:
     """What none of them can say, or takes from the checkpoint."""
     precision, cluster = instance.options.precision, instance.cluster
     if precision.expert >= BF16:
@@ -51,7 +51,7 @@ def _common(made: Launch, instance: Instance) -> Iterator[str]:
         yield "The prefix hits of the workload come from the requests, not from the command; prefix caching is on by default."
 
 
-def _vllm(made: Launch, instance: Instance, limits: Limits) -> None:
+def _vllm(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
     mesh, options = instance.layout.unit.mesh, instance.options
     dp, tp, host = mesh.dp_size, mesh.tp_size, instance.cluster.devices_per_host
     made.put("--host", "0.0.0.0")
@@ -114,7 +114,7 @@ def _vllm(made: Launch, instance: Instance, limits: Limits) -> None:
         )
 
 
-def _sglang(made: Launch, instance: Instance, limits: Limits) -> None:
+def _sglang(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
     mesh, options = instance.layout.unit.mesh, instance.options
     dp = mesh.dp_size
     made.put("--model-path", made.model)
@@ -180,7 +180,7 @@ def _sglang(made: Launch, instance: Instance, limits: Limits) -> None:
         made.put("--disaggregation-mode", made.role)
 
 
-def _tensorrt(made: Launch, instance: Instance, limits: Limits) -> None:
+def _tensorrt(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
     mesh, options, hardware = instance.layout.unit.mesh, instance.options, instance.cluster.hardware.key
     made.put("--host", "0.0.0.0")
     made.put("--port", PORTS[made.role])

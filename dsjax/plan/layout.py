@@ -12,7 +12,7 @@ from sharding.mesh import MeshSpec
 
 
 @dataclass(frozen=True)
-class Layout:
+class InstanceLayout:
     """One instance of the engine: a mesh and its redundant experts; fused: the shared expert is a routed one with a copy on each device."""
 
     mesh: MeshSpec
@@ -38,12 +38,12 @@ class Layout:
         return name if mesh.ep_size == mesh.num_devices or mesh.dp_size == 1 else f"{name}, EP{mesh.ep_size}"
 
     @cached_property
-    def unit(self) -> Layout:
+    def unit(self) -> InstanceLayout:
         """The instance that one copy of the experts makes: what `expert_copies` of are side by side, without communicating."""
         mesh = self.mesh
         if mesh.expert_copies == 1:
             return self
-        return Layout(
+        return InstanceLayout(
             MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size), self.redundant, self.fused
         )
 
@@ -51,7 +51,7 @@ class Layout:
         return f"{self.mesh}" + (f" +{self.redundant}" if self.redundant else "")
 
 
-def fits(config: ModelConfig, layout: Layout, block: int | None) -> MeshError | None:
+def fits(config: ModelConfig, layout: InstanceLayout, block: int | None) -> MeshError | None:
     """`MeshSpec.check_fits` on the model's numbers; None, or the error. block: of FP8 weights (128) or None."""
     try:
         layout.mesh.check_fits(
@@ -76,7 +76,7 @@ def instance_sizes(devices: int, per_host: int) -> list[int]:
 
 def layouts(
     config: ModelConfig, devices: int, per_host: int, *, redundant: int | None, block: int | None, copies: bool
-) -> Iterator[Layout]:
+) -> Iterator[InstanceLayout]:
     """Every layout of an instance of at most `devices` devices that fits the model.
 
     redundant: physical minus logical experts; None tries the fewest that divide over the EP group and the fewest from 32 on.
@@ -96,7 +96,7 @@ def layouts(
                 if (mesh.expert_copies > 1 and not copies) or ep > 2 * max(logical, 1):
                     continue
                 for extra in _redundancies(logical, ep, redundant):
-                    layout = Layout(mesh, extra)
+                    layout = InstanceLayout(mesh, extra)
                     if fits(config, layout, block) is None:
                         yield layout
 
@@ -112,14 +112,14 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def parse_layout(mesh: str, redundant: int | None, config: ModelConfig) -> Layout:
+def parse_layout(mesh: str, redundant: int | None, config: ModelConfig) -> InstanceLayout:
     """A mesh as the user writes it, with the fewest redundant experts that fit unless given.
 
     Raises:
         MeshError: it does not parse, or does not fit the model.
     """
     spec = MeshSpec.parse(mesh)
-    layout = Layout(spec, -config.n_routed_experts % spec.ep_size if redundant is None else redundant)
+    layout = InstanceLayout(spec, -config.n_routed_experts % spec.ep_size if redundant is None else redundant)
     problem = fits(config, layout, None)
     if problem:
         raise problem

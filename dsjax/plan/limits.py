@@ -11,6 +11,7 @@ from dsjax.plan.cluster import RESOURCES, Cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.question import Question
 from dsjax.plan.search import Plan, of_prefill, search
+from dsjax.plan.separated import most_decode_instances
 from dsjax.plan.step import tables_of
 from dsjax.plan.workload import Objective
 
@@ -22,7 +23,7 @@ _NEAREST = 12
 def on(
     candidate: Candidate, cluster: Cluster, batch: float | None = None, concurrency: float | None = None
 ) -> Candidate:
-    """The same deployment on another cluster; optionally with another batch, or with so many requests in flight."""
+    """Move a deployment to another cluster; optionally with another batch, or with so many requests in flight."""
     decode, prefill = _both(candidate, cluster, {}, concurrency)
     return in_full(_with(candidate, decode, prefill, batch))
 
@@ -193,14 +194,18 @@ def _no_room_for_all(plan: Plan) -> Forbidden:
     wanted, apart = question.workload.concurrency, "aggregated" not in question.options.possible_modes
     if apart and (found := _too_few_devices(question, plan.fitting)):
         return found
-    first = _least_prefill(question, plan.fitting)[1] if apart and question.cluster.prefill is None else 0
+    prefilling = _prefilling(question, plan.fitting) if apart else []
 
     def held(instance: Instance) -> int:
-        count = (question.devices - first) // instance.layout.devices
-        return instance.max_batch * instance.replicas * ((apart and question.options.pins.decode_count) or count)
+        count = question.devices // instance.layout.devices
+        if apart:
+            count = most_decode_instances(question, prefilling, instance)
+        return instance.max_batch * instance.replicas * count
 
-    most = max(_decoding(question, plan.fitting) if apart else plan.fitting, key=held)
-    return Forbidden("concurrency", wanted, held(most), str(most.layout), [Remedy("cache", wanted / held(most))])
+    largest = max(_decoding(question, plan.fitting) if apart else plan.fitting, key=held)
+    most = held(largest)
+    remedies = [Remedy("cache", wanted / most)] if most else []
+    return Forbidden("concurrency", wanted, most, str(largest.layout), remedies)
 
 
 def _decoding(question: Question, fitting: list[Instance]) -> list[Instance]:
@@ -208,16 +213,21 @@ def _decoding(question: Question, fitting: list[Instance]) -> list[Instance]:
     return [instance for instance in fitting if wanted in (None, instance.layout.mesh)]
 
 
+def _prefilling(question: Question, fitting: list[Instance]) -> list[Instance]:
+    """The instances that may compute prompts."""
+    wanted = question.options.pins.prefill_mesh
+    return [instance for instance in of_prefill(question, fitting) if wanted in (None, instance.layout.mesh)]
+
+
 def _least_prefill(question: Question, fitting: list[Instance]) -> tuple[Instance | None, int]:
     """(the smallest instance that may compute prompts, devices of so many as there must be)."""
     pins = question.options.pins
-    first = [i for i in of_prefill(question, fitting) if pins.prefill_mesh in (None, i.layout.mesh)]
-    least = min(first, key=lambda i: i.layout.devices, default=None)
+    least = min(_prefilling(question, fitting), key=lambda i: i.layout.devices, default=None)
     return least, (pins.prefill_count or 1) * least.layout.devices if least else 0
 
 
 def _too_few_devices(question: Question, fitting: list[Instance]) -> Forbidden | None:
-    """Of separated services, whether the smallest instances for which there is memory do not fit beside each other."""
+    """Say where the smallest instances of a separated service do not fit beside each other."""
     pins, cluster = question.options.pins, question.cluster
     first, needed = _least_prefill(question, fitting)
     if first is None:

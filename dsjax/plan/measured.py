@@ -41,7 +41,7 @@ def widths(config: ModelConfig) -> dict[str, int | None]:
 
 
 @dataclass(frozen=True)
-class Point:
+class TimedSize:
     """One timed size: seconds of one application (middle, low, high) and what a call costs once."""
 
     at: float
@@ -124,7 +124,7 @@ class Measured:
         return self._figure("attention", [point for point, _ in points], at, times, places, any(f for _, f in points))
 
     def _figure(
-        self, module: str, points: Sequence[Point], tokens: float, times: int, places: int, outside: bool = False
+        self, module: str, points: Sequence[TimedSize], tokens: float, times: int, places: int, outside: bool = False
     ) -> Figure | None:
         if not points:
             return None
@@ -144,17 +144,17 @@ def _reach(positions: float, block: int) -> float:
     return math.ceil(positions / block) * block
 
 
-def _points(rows: Sequence[Mapping[str, Any]], size: Any) -> list[Point]:
+def _points(rows: Sequence[Mapping[str, Any]], size: Any) -> list[TimedSize]:
     """Ascending; one for each size."""
     read = size if callable(size) else (lambda sizes: sizes[size])
     found = {
-        read(row["sizes"]): Point(read(row["sizes"]), row["median_s"], row["low_s"], row["high_s"], row["once_s"])
+        read(row["sizes"]): TimedSize(read(row["sizes"]), row["median_s"], row["low_s"], row["high_s"], row["once_s"])
         for row in rows
     }
     return [found[at] for at in sorted(found)]
 
 
-def _at(points: Sequence[Point], x: float, name: float) -> tuple[Point, bool]:
+def _at(points: Sequence[TimedSize], x: float, name: float) -> tuple[TimedSize, bool]:
     """(the point at `x`, called `name`; whether it lies beyond the points).
 
     Between two points: halfway between the straight line, which is right where a constant and a part for each token add up, and
@@ -166,25 +166,25 @@ def _at(points: Sequence[Point], x: float, name: float) -> tuple[Point, bool]:
     once = first.once
     if x < first.at:
         share = x / first.at if first.at else 1.0
-        return Point(name, first.value * (1 + share) / 2, first.low * share, first.high, once), True
+        return TimedSize(name, first.value * (1 + share) / 2, first.low * share, first.high, once), True
     if x > last.at:
         ratio = x / last.at if last.at else 1.0
-        before = points[-2] if len(points) > 1 else Point(0.0, 0.0, 0.0, 0.0, 0.0)
+        before = points[-2] if len(points) > 1 else TimedSize(0.0, 0.0, 0.0, 0.0, 0.0)
         slope = max(last.value / last.at / 2, (last.value - before.value) / (last.at - before.at)) if last.at else 0.0
         value = last.value + slope * (x - last.at)
         low = min(last.low + slope * (x - last.at) / 2, value)
-        return Point(name, value, low, max(1.25 * last.high * ratio, value), once), True
+        return TimedSize(name, value, low, max(1.25 * last.high * ratio, value), once), True
     for a, b in itertools.pairwise(points):
         if a.at < x < b.at:
             straight = _mix(a, b, (x - a.at) / (b.at - a.at))
             powers = _mix(a, b, math.log(x / a.at) / math.log(b.at / a.at), logarithms=True) if a.at > 0 else straight
             ends = [*straight, *powers]
-            return Point(name, (straight[0] + powers[0]) / 2, min(ends), max(ends), once), False
+            return TimedSize(name, (straight[0] + powers[0]) / 2, min(ends), max(ends), once), False
     exact = next(point for point in points if point.at == x)
-    return Point(name, exact.value, exact.low, exact.high, once), False
+    return TimedSize(name, exact.value, exact.low, exact.high, once), False
 
 
-def _mix(a: Point, b: Point, share: float, logarithms: bool = False) -> tuple[float, float, float]:
+def _mix(a: TimedSize, b: TimedSize, share: float, logarithms: bool = False) -> tuple[float, float, float]:
     """(value, low, high) at a share of the way."""
     pairs = ((a.value, b.value), (a.low, b.low), (a.high, b.high))
     if logarithms:

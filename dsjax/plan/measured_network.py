@@ -21,7 +21,7 @@ _FIELDS = {"collective", "between_hosts", "ranks", "sent_bytes", "median_s", "lo
 
 
 @dataclass(frozen=True)
-class Curve:
+class CollectiveCurve:
     """One collective over groups of `ranks` devices: (bytes that leave a device, (middle, low, high) seconds), ascending."""
 
     ranks: int
@@ -62,7 +62,7 @@ class MeasuredNetwork:
 
     path: str
     body: Mapping[str, Any]
-    curves: Mapping[tuple[str, bool], Sequence[Curve]]
+    curves: Mapping[tuple[str, bool], Sequence[CollectiveCurve]]
     inside_host: float = 1.0
     between_hosts: float = 1.0
     latency: float = 1.0
@@ -149,7 +149,7 @@ def read_network(path: str | Path) -> MeasuredNetwork:
         # Two groups of as many ranks (every device of a host; one of each host in turn): the slower one is what a plan must bear.
         sizes[row["sent_bytes"]] = max(times, sizes.get(row["sent_bytes"], times))
     made = {
-        key: [Curve(ranks, sorted(points.items())) for ranks, points in sorted(by_ranks.items())]
+        key: [CollectiveCurve(ranks, sorted(points.items())) for ranks, points in sorted(by_ranks.items())]
         for key, by_ranks in curves.items()
     }
     return MeasuredNetwork(str(path), body, made)

@@ -14,7 +14,7 @@ DECODE_FORM, PREFILL_FORM = "A_CC_ME", "CC"
 """`dsjax serve`'s own."""
 _TILE = 16
 _TIMED_SKEW = 0.3
-"""Of the rows `skewed`: popularity ∝ rank^-0.3."""
+"""How the rows `skewed` were drawn: popularity ∝ rank^-0.3."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ from dsjax.config import ModelConfig
 from dsjax.model.parameter_counts import parameter_counts, router_bias_parameters
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, assumed, exact, largest
-from dsjax.plan.layout import Layout
+from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import FP8_BLOCK, Precision
 
 
-def weight_bytes(config: ModelConfig, layout: Layout, precision: Precision, mtp: bool = False) -> dict[str, int]:
+def weight_bytes(
+    config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool = False
+) -> dict[str, int]:
     """Bytes of weights on one device by component. Exact: FP8 scales are counted block by block (ragged ends included).
 
     What `tp` divides: heads' matrices, MLP and shared-expert widths, the vocabulary; the latents' projections, router and
@@ -100,7 +102,7 @@ class Memory:
 
 def memory(
     config: ModelConfig,
-    layout: Layout,
+    layout: InstanceLayout,
     precision: Precision,
     device_bytes: int,
     mtp: bool = False,

@@ -21,7 +21,7 @@ from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables, 
 from sharding.dispatch import choose_method, default_capacity
 
 _REFERENCE_LATENCY = 2e-6
-"""Of the network on which the fixed part was measured: InfiniBand, one way."""
+"""Latency of the network on which the fixed part was measured: InfiniBand, one way."""
 NCCL_TESTS = (
     "all_reduce_perf of nccl-tests, up to 16 KB between two hosts of one device each: 31 µs over ConnectX-7 "
     "(NVIDIA/dgx-spark-playbooks pull request 103), 19 µs of one A100 a host over HDR (NVIDIA/nccl-tests issue 150)"

@@ -66,7 +66,7 @@ class OperatorTables:
     _found: dict = field(default_factory=dict, repr=False)
 
     def without(self, *names: str) -> OperatorTables:
-        """The same with some tables left out: what the planner would say without them."""
+        """Leave some tables out: what the planner would say without them."""
         return OperatorTables(self.folder, self.left_out | set(names), self.own)
 
     def of_version(self, name: str) -> OperatorTables:

@@ -13,8 +13,8 @@ from rich.text import Text
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.search import Plan
-from dsjax.plan.simulation.load import Load
-from dsjax.plan.simulation.outcome import Outcome
+from dsjax.plan.simulation.load import OfferedLoad
+from dsjax.plan.simulation.outcome import SimulationOutcome
 from dsjax.plan.simulation.run import loads, simulate
 from dsjax.plan.workload import Objective, Workload
 
@@ -62,7 +62,7 @@ class Slo:
         named = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}[self.metric]
         return f"{self.percentile.upper()} of {named}{f' of {self.of}' if self.of else ''} within {self.seconds * 1e3:,.10g} ms"
 
-    def found(self, outcome: Outcome) -> float:
+    def found(self, outcome: SimulationOutcome) -> float:
         """Seconds that were played; 0 where outputs have one token and no time between tokens."""
         spread = getattr(outcome.classes[self.of] if self.of else outcome, self.metric)
         return getattr(spread, self.percentile) if spread else 0.0
@@ -73,7 +73,7 @@ class Kept:
     """A deployment at the largest load that was found to keep every bound; broken: those that no load kept, at the smallest one."""
 
     candidate: Candidate
-    outcome: Outcome
+    outcome: SimulationOutcome
     broken: tuple[Slo, ...]
 
     def to_json(self, slos: list[Slo]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def within(
 
 
 def _kept(candidate: Candidate, slos: list[Slo], num_requests: int, seed: int, burstiness: float) -> Kept:
-    def play(load: Load) -> tuple[Outcome, tuple[Slo, ...]]:
+    def play(load: OfferedLoad) -> tuple[SimulationOutcome, tuple[Slo, ...]]:
         found = simulate(candidate, load, Objective(), num_requests=num_requests, seed=seed)
         return found, tuple(slo for slo in slos if slo.found(found) > slo.seconds)
 
@@ -142,7 +142,7 @@ def _kept(candidate: Candidate, slos: list[Slo], num_requests: int, seed: int, b
     low, high, best = 0.0, 1.0, None
     for _ in range(_HALVINGS):
         share = (low + high) / 2
-        found, broken = play(Load(share * most, None, burstiness))
+        found, broken = play(OfferedLoad(share * most, None, burstiness))
         low, high = (low, share) if broken else (share, high)
         best = Kept(candidate, found, broken) if not broken or best is None or best.broken else best
     return best

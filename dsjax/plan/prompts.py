@@ -25,7 +25,7 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     holds prompts back until every replica has a whole step of them.
 
     tokens: most prompt tokens of a replica in a step; longer prompts come as chunks. The second figure is what they add to a step of
-    decodes.
+    decodes. Of `instance.middle` both are middle values alone, which the search asks for very many times.
     """
     work, made = instance.workload, instance.options.tokens_a_step.value
     ranks = instance.layout.unit.mesh.dp_size
@@ -41,6 +41,8 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     added = _between_whole(depth, lambda count: _added(instance, batch, count * size, busy))
     steps = share * deepest / depth
     each = (added * min(steps, 1.0) + step * max(0.0, steps - 1)) / made
+    if instance.only_middle:
+        return each, added
     together = instance.prompt_seconds(tokens) * (batch / work.output.mean)
     low = each.low if is_settled(MEAN_OF_STEPS) else min(each.low, together.low)
     source = f"replicas wait for the one with most prompts ({ADP_BALANCE}); low end: prompts of all replicas at once"
@@ -49,30 +51,8 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     return found.named("prompts of other requests, for each token", "s"), added
 
 
-def quick_prompts(instance: Instance, batch: float, tokens: float) -> tuple[float, float]:
-    """The middle values of `prompts_beside_decodes`, without intervals and derivations: the search asks for very many."""
-    work, made, instance = instance.workload, instance.options.tokens_a_step.value, instance.middle
-    ranks = instance.layout.unit.mesh.dp_size
-    chunks = math.ceil(work.computed / tokens)
-    size = work.computed / chunks
-    arriving = batch * ranks * made / work.output.mean * chunks
-    share, deepest = _steps_with_prompts(arriving, ranks)
-    depth = max(1.0, min(deepest, max(1, int(tokens / size + 1e-9))))
-    filled = arriving / share / (ranks * deepest)
-    busy = _between_shares(filled)
-    whole = int(depth)
-    step = _quick_prefill(instance, whole * size, busy)
-    added = _quick_added(instance, batch, whole * size, busy)
-    if depth > whole:
-        more = depth - whole
-        step = step * (1 - more) + _quick_prefill(instance, (whole + 1) * size, busy) * more
-        added = added * (1 - more) + _quick_added(instance, batch, (whole + 1) * size, busy) * more
-    steps = share * deepest / depth
-    return (added * min(steps, 1.0) + step * max(0.0, steps - 1)) / made, added
-
-
 def own_load(instance: Instance, batch: float, tokens: float) -> float:
-    """Of the prompt tokens that a replica may take in a step, the share that comes to it in one: what its prompts queue behind."""
+    """Prefill utilisation of a replica: its prompt tokens in a step ÷ the most that a step may take."""
     work, made = instance.workload, instance.options.tokens_a_step.value
     chunks = math.ceil(work.computed / tokens)
     most = max(1, int(tokens / (work.computed / chunks) + 1e-9))
@@ -88,11 +68,6 @@ def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> F
     alone = _prefill(instance, tokens, busy)
     saved = min(_saved(instance, batch, tokens, busy), alone.value)
     return alone * ((alone.value - saved) / alone.value) if saved > 0 else alone
-
-
-def _quick_added(instance: Instance, batch: float, tokens: float, busy: _Between) -> float:
-    """The middle value of `_added`."""
-    return max(0.0, _quick_prefill(instance, tokens, busy) - max(0.0, _saved(instance, batch, tokens, busy)))
 
 
 def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> float:
@@ -150,12 +125,6 @@ def _prefill(instance: Instance, tokens: float, busy: _Between) -> Figure:
     return found if low == high else instance.prefill_step(tokens, low) * (1 - way) + found * way
 
 
-def _quick_prefill(instance: Instance, tokens: float, busy: _Between) -> float:
-    low, high, way = busy
-    found = instance.prefill_step(tokens, high).value
-    return found if low == high else instance.prefill_step(tokens, low).value * (1 - way) + found * way
-
-
 def _between_whole(depth: float, seconds: Callable[[int], Figure]) -> Figure:
     """Seconds at a number of prompts that is a mean of whole ones."""
     whole = int(depth)
@@ -185,7 +154,7 @@ def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float
 
     Small steps let more replicas have a chunk at the same time, large ones compute a token for less.
     """
-    return min(sizes, key=lambda size: quick_prompts(instance, batch, size)[0])
+    return min(sizes, key=lambda size: prompts_beside_decodes(instance.middle, batch, size)[0].value)
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.instance import Instance
-from dsjax.plan.layout import Layout
-from dsjax.plan.workload import Objective, Options, Workload
+from dsjax.plan.layout import InstanceLayout
+from dsjax.plan.workload import Objective, PlanOptions, Workload
 
 if TYPE_CHECKING:
     from dsjax.plan.candidate import Candidate
@@ -30,7 +30,7 @@ class Question:
     cluster: Cluster
     workload: Workload
     objective: Objective
-    options: Options
+    options: PlanOptions
 
     @property
     def devices(self) -> int:
@@ -53,7 +53,7 @@ class Question:
             return lambda c: (c.devices, c.tpot.value, c.ttft.value)
         return lambda c: (-c.throughput.value, c.devices, c.tpot.value)
 
-    def instance(self, layout: Layout, steps: dict) -> Instance:
+    def instance(self, layout: InstanceLayout, steps: dict) -> Instance:
         """A layout, asked about this workload; steps: shared by all layouts of the same unit."""
         return Instance(self.config, self.cluster, layout, self.options, self.workload, steps)
 

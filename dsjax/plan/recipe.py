@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.side_options import PREFILLS_OWN
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.side_options import PREFILLS_OWN
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, host_bytes
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.instance import Instance
-from dsjax.plan.launch import LAUNCHED, Launch, script
+from dsjax.plan.launch import LAUNCHED, LaunchCommand, script
 from dsjax.plan.launch_flags import launch
 from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
@@ -34,7 +34,7 @@ REPOSITORIES = {
 
 
 _MOST = 0.98
-"""Of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
+"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
 _BESIDE_DECODES = EngineArgs.prefill_chunk
 """Prompt tokens that a step of a decode worker has room for: the end of a prompt, at most a page, or a chunk where prefill is lost. What a
 larger one needs while it runs would be missing from the cache, and was not priced."""
@@ -90,8 +90,9 @@ def serve_options(
 
 
 def memory_share(instance: Instance, tokens: float) -> float:
-    """Of a device's memory, what weights, the cache of so many tokens and a step's temporaries take, rounded up; at most 0.98: the rest
-    of what is set aside is the runtime's."""
+    """Share of a device's memory that weights, the cache of so many tokens and a step's temporaries take, rounded up.
+
+    It is at most 0.98: the rest of what is set aside is the runtime's."""
     memory = instance.memory
     temporaries = max(0.0, memory.reserve.value - (1 - _MOST) * memory.device)
     needed = memory.weights_total + tokens * memory.cache_per_token + temporaries
@@ -167,7 +168,7 @@ def _contradicted(candidate: Candidate) -> list[str]:
     return found
 
 
-def launches(engine: str, model: str, candidate: Candidate) -> list[Launch]:
+def launches(engine: str, model: str, candidate: Candidate) -> list[LaunchCommand]:
     """The services of a plan as another engine starts them, prefill first."""
     return [launch(engine, REPOSITORIES.get(model, model), *service) for service in _roles(candidate)]
 
@@ -256,22 +257,19 @@ def _exchange_alike(services: list[dict[str, Any]]) -> None:
 
 
 def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> dict[str, Any] | None:
-    """Both sides of a separated plan as one service, one process of `dsjax serve` on a host. None where the plan is aggregated or wants
-    more devices than a host has, or the sides differ in what such a process has one value of.
+    """Both sides of a separated plan as one service, one process of `dsjax serve` on a host. None where the plan is aggregated, has more
+    than one engine of a kind or wants more devices than a host has, or the sides differ in what such a process has one value of.
     """
     cluster = candidate.decode.cluster
     if candidate.mode != "separated" or cluster.prefill is not None or candidate.devices > cluster.devices_per_host:
         return None
+    if candidate.prefill_count != 1 or candidate.count != 1:  # each engine is then a process, behind Dynamo's frontend
+        return None
     prefill, decode = (dict(service["options"]) for service in services)
     found = {"--model": decode["--model"]}
-    for side, options, count in (
-        ("prefill", prefill, candidate.prefill_count),
-        ("decode", decode, candidate.count),
-    ):
+    for side, options in (("prefill", prefill), ("decode", decode)):
         del options["--disaggregation-mode"]
         found[f"--{side}-mesh"] = options.pop("--mesh")
-        if count > 1:
-            found[f"--{side}-instances"] = str(count)
     balanced = [side.pop("--enable-eplb", None) is not None for side in (prefill, decode)]
     copies = [side.layout.redundant for side in (candidate.prefill, candidate.decode)]
     for side in (prefill, decode):
@@ -300,7 +298,7 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
         "devices_each": candidate.devices,
         "command": command(options),
         "options": options,
-        "weight_bytes_per_host": sum(map(host_bytes, sides)),  # one engine of each side reads them, the others copy
+        "weight_bytes_per_host": sum(map(host_bytes, sides)),
         "cold_start_s": (cold_start(sides[0]) + cold_start(sides[1])).to_json(),
     }
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.dry_runs import Usage
+from dsjax.plan.dry_runs import DryRunUsage
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
 from dsjax.plan.recipe import recipe
@@ -20,10 +20,12 @@ from dsjax.plan.search import Plan
 from dsjax.plan.sweep import Sweep
 
 if TYPE_CHECKING:  # brings the engine's scheduler in, which a plan that plays nothing does without
-    from dsjax.plan.simulation.outcome import Outcome
+    from dsjax.plan.simulation.outcome import SimulationOutcome
 
 
-def to_json(plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
+def to_json(
+    plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Sequence[SimulationOutcome] = ()
+) -> dict[str, Any]:
     """`{"cluster", "devices", "layouts_considered", "layouts_too_large", "ranked", "missed", "frontier", "frontier_late",
     "forbidden", "winner", "sweeps", "simulation", "compiled"}`."""
     question, shared = plan.question, {}
@@ -102,7 +104,7 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
         _table(console, "none meets the objectives; nearest first", plan, plan.missed[:rows])
 
 
-def show_usages(console: Console, usages: Sequence[Usage]) -> None:
+def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
     """What was taken of each dry run, or why nothing was."""
     for found in usages:
         what = f"{found.run.file} ({found.run.mesh}, {found.run.shape}, {found.run.target}): "

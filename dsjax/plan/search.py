@@ -12,10 +12,10 @@ from functools import partial
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate, frontier, in_full, quick_aggregated
-from dsjax.plan.dry_runs import Usage, usage
+from dsjax.plan.dry_runs import DryRunUsage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
-from dsjax.plan.layout import Layout, layouts
+from dsjax.plan.layout import InstanceLayout, layouts
 from dsjax.plan.precision import FP8_BLOCK
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import FEW_DEVICES, SHOWN, Question, users_told_apart
@@ -40,14 +40,14 @@ class Plan:
     missed: Sequence[Candidate]
     frontier: list[Candidate]
     late: list[Candidate]
-    considered: list[Layout]
+    considered: list[InstanceLayout]
     fitting: list[Instance]
     too_large: list[Instance]
     every: list[Candidate]
     unkept: bool = False
 
     @property
-    def usages(self) -> list[Usage]:
+    def usages(self) -> list[DryRunUsage]:
         """What was taken of each dry run that was given."""
         return usages(self.question, self.fitting + self.too_large)
 
@@ -57,7 +57,7 @@ class Plan:
         return self.ranked[0] if self.ranked else None
 
 
-def instances(question: Question) -> tuple[list[Layout], list[Instance], list[Instance]]:
+def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance], list[Instance]]:
     """(all layouts, instances with room for at least one request, instances without)."""
     question.options.check(question.config, question.workload)
     block = 128 if question.options.precision.linear == FP8_BLOCK else None
@@ -94,13 +94,13 @@ def instances(question: Question) -> tuple[list[Layout], list[Instance], list[In
                 f"hosts of {cluster.devices_per_host}; instances of {', '.join(map(str, sizes))} devices with tp up to {most} are "
                 f"looked at, with {redundant} redundant experts"
             )
-    steps: dict[Layout, dict] = {}
+    steps: dict[InstanceLayout, dict] = {}
     shared: dict = {}
     made = [question.instance(layout, steps.setdefault(layout.unit, {"shared": shared})) for layout in found]
     return found, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
 
 
-def _runnable(question: Question, found: list[Layout]) -> list[Layout]:
+def _runnable(question: Question, found: list[InstanceLayout]) -> list[InstanceLayout]:
     """Without those that the engine cannot be asked for.
 
     Raises:
@@ -124,7 +124,7 @@ def _runnable(question: Question, found: list[Layout]) -> list[Layout]:
     return kept
 
 
-def usages(question: Question, among: Sequence[Instance]) -> list[Usage]:
+def usages(question: Question, among: Sequence[Instance]) -> list[DryRunUsage]:
     """What a plan over these instances takes of each dry run that was given."""
     options = question.options
     weights = {i.layout.unit: i.memory.weights_total for i in among}

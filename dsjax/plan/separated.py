@@ -35,7 +35,7 @@ def separated_candidates(
     if question.devices < 2 and question.cluster.prefill is None:
         return []
     chosen = _pools(question, prefilling)
-    points = [(i, b) for i in decoding for b in _decode_batches(question, i)]
+    points = [(i, b) for i in decoding for b in _decode_batches(question, prefilling, i)]
     rate = {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in points}
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
     if question.devices > FEW_DEVICES and question.objective.tpot is not None:
@@ -117,16 +117,17 @@ def _rung(batch: float) -> int:
     return round(2 * math.log2(batch))
 
 
-def _decode_batches(question: Question, instance: Instance) -> list[float]:
+def _decode_batches(question: Question, prefilling: list[Instance], instance: Instance) -> list[float]:
     """Batches that keep the objective, the largest of all among them, found by bisection between two that were tried."""
     bound = question.objective.tpot
     wanted = question.workload.concurrency
     if wanted is not None:
-        # Three quarters of the devices decode, or as many as ever do (`_splits`).
-        parts = ((3, 4), (1, 1) if question.cluster.prefill is not None else (7, 8))
-        counts = (max(1, part * question.devices // (whole * instance.layout.devices)) for part, whole in parts)
-        batch, least = (wanted / (instance.replicas * count) for count in counts)
-        return [min(batch, float(instance.max_batch))] if least <= instance.max_batch else []
+        # Three quarters of the devices decode, or as many instances as ever do.
+        most = most_decode_instances(question, prefilling, instance)
+        if not most or wanted > instance.max_batch * instance.replicas * most:
+            return []
+        usual = max(1, 3 * question.devices // (4 * instance.layout.devices))
+        return [min(wanted / (instance.replicas * usual), float(instance.max_batch))]
     if bound is None:
         return [float(b) for b in question.rungs(instance)]
     held = [float(b) for b in question.rungs(instance) if instance.middle.tpot(float(b)).value <= bound]
@@ -162,36 +163,68 @@ def _best(items: list, rate, group, most: int) -> list:
 def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: float) -> list[tuple[int, int]]:
     """(prefill instances, decode instances) that balance both sides, rounded both ways, on the devices at hand."""
     own, other = pool.instance.layout.devices, instance.layout.devices
-    devices = question.devices
-    work, pins = question.workload, question.options.pins
+    devices, work = question.devices, question.workload
     if question.cluster.prefill is not None:
         return _both_kinds(question, pool, instance, batch)
     if own + other > devices:
         return []
     if work.concurrency is not None:
-        lefts = {max(1, devices * share // (own * 8)) for share in (1, 2, 4, 6)}
-    else:
-        served = batch * instance.replicas / (instance.middle.tpot(batch).value * max(work.output.mean - 1, 1.0))
-        needed = served / (0.85 * pool.rate.value)  # prefill instances for each decode instance
-        rights = devices / (other + needed * own)
-        lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
+        return _beside_each_other(question, own, other, _shares(devices, own))
+    served = batch * instance.replicas / (instance.middle.tpot(batch).value * max(work.output.mean - 1, 1.0))
+    needed = served / (0.85 * pool.rate.value)  # prefill instances for each decode instance
+    rights = devices / (other + needed * own)
+    lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
+    return _beside_each_other(question, own, other, lefts)
+
+
+def _shares(devices: int, own: int) -> set[int]:
+    """Numbers of prefill instances that are tried for a number of requests in flight: an eighth of the devices to three quarters."""
+    return {max(1, devices * share // (own * 8)) for share in (1, 2, 4, 6)}
+
+
+def _beside_each_other(question: Question, own: int, other: int, lefts: set[int]) -> list[tuple[int, int]]:
+    """(prefill instances, decode instances) for these numbers of prefill instances and a few more, as far as they fit and are not pinned.
+
+    own, other: devices of a prefill instance, and of a decode instance.
+    """
+    devices, pins = question.devices, question.options.pins
     # Where the TTFT forbids prefill to be as busy, one or two more instances of it relieve the rest.
-    lefts |= {left + more for left in tuple(lefts) for more in (1, 2)}
+    lefts = lefts | {left + more for left in lefts for more in (1, 2)}
     if pins.prefill_count is not None:
         lefts = {pins.prefill_count}
     elif pins.decode_count is not None:
         lefts |= {max(1, (devices - pins.decode_count * other) // own)}
-    found = []
+    pairs = []
     for left in sorted(lefts):
         room = (devices - left * own) // other
         right = room if pins.decode_count is None else min(pins.decode_count, room + 1)
         if 1 <= right <= room and right == (pins.decode_count or right):
-            found.append((left, right))
-    return found
+            pairs.append((left, right))
+    return pairs
+
+
+def most_decode_instances(question: Question, prefilling: Sequence[Instance], instance: Instance) -> int:
+    """The most instances of a layout that ever decode for a number of requests in flight, beside some of these that compute prompts.
+
+    0 where none may: they do not fit, or not in the numbers that are pinned.
+    """
+    other, pins, first = instance.layout.devices, question.options.pins, question.cluster.prefill
+    if first is not None:
+        room = max((first.num_devices // i.layout.devices for i in prefilling), default=0)
+        most = question.devices // other if room >= (pins.prefill_count or 1) else 0
+        return most if pins.decode_count is None else pins.decode_count * (pins.decode_count <= most)
+    return max(
+        (
+            right
+            for own in {i.layout.devices for i in prefilling}
+            for _, right in _beside_each_other(question, own, other, _shares(question.devices, own))
+        ),
+        default=0,
+    )
 
 
 def _both_kinds(question: Question, pool: PrefillPool, instance: Instance, batch: float) -> list[tuple[int, int]]:
-    """The same where each side has hosts of its own: all decode instances that fit, or fewer where a load is given, and of prefill
+    """Splits where each side has hosts of its own: all decode instances that fit, or fewer where a load is given, and of prefill
     instances those that keep up with them, one more, and all."""
     own, other, pins = pool.instance.layout.devices, instance.layout.devices, question.options.pins
     first = question.cluster.prefill

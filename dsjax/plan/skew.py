@@ -17,7 +17,7 @@ from dsjax.plan.balancing import Loads, Placed, Slots, beforehand, busiest, draw
 from dsjax.plan.figure import Figure, Kind, Middle, is_settled
 
 DRIFT = (0.25, 0.12, 0.5)
-"""Of the spread of the experts' loads, the share that a balancer has not seen when it places them: value, low, high.
+"""Share of the spread of the experts' loads that a balancer has not seen when it places them: value, low, high.
 
 Each is the share with which the policy itself, run on `DEFAULT_SKEW`'s 1.28 with 288 slots on 32 ranks, gives what is published of
 systems that balance. Low: the same page as `DEFAULT_SKEW`'s, where the balancer had seen the very load that it served (the fullest of 32
@@ -68,7 +68,7 @@ class Skew:
         return Figure(value, min(value, low), max(value, high), kind, name=BUSIEST, source=self.source)
 
     def moved(self, slots: Slots, experts: int) -> float:
-        """Of all slots, the share that gets another expert from one window to the next; 0 where experts are used evenly."""
+        """Share of all slots that gets another expert from one window to the next; 0 where experts are used evenly."""
         if slots.ranks == 1 or self.high == 0:
             return 0.0
         known = self._beforehand(slots.told_apart, experts, True)
@@ -118,7 +118,7 @@ def _touched(variation: float, tokens: float, top_k: int, experts: int) -> float
 
 @functools.cache
 def _unpicked(variation: float, top_k: int, experts: int) -> np.ndarray:
-    """Of each expert the logarithm of the chance that a token does not go to it."""
+    """Logarithm of the chance, for each expert, that a token does not go to it."""
     shares = _popularity(variation, experts) * top_k
     # No expert can have more than every token.
     return np.log1p(-np.minimum(shares, 1 - 1e-9))

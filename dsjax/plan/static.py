@@ -13,8 +13,6 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.question import Question
 from dsjax.plan.search import instances
 
-STATIC_MODES = ("static", "static_ctx", "static_gen")
-
 
 @dataclass(frozen=True)
 class StaticResult:
@@ -51,7 +49,7 @@ def static(question: Question, mode: str, batch: int | None) -> list[StaticResul
 
 
 def static_of(fitting: list[Instance], mode: str, batch: int | None) -> list[StaticResult]:
-    """The same of instances that are known to fit."""
+    """Compute the results of instances that are known to fit."""
     found = [_result(i, mode, batch or i.max_batch) for i in fitting if (batch or 1) <= i.max_batch]
     return sorted(found, key=lambda r: -r.rate.value)
 

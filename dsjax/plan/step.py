@@ -14,7 +14,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, Kind, Middle, assumed, exact, largest, total
 from dsjax.plan.host_time import OVERLAPPED, HostTime, compiled_layer, eager_layer
-from dsjax.plan.layout import Layout
+from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_bytes
 from dsjax.plan.network import all_reduce, moved_bytes
 from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
@@ -43,7 +43,7 @@ class StepModel:
 
     config: ModelConfig
     cluster: Cluster
-    layout: Layout
+    layout: InstanceLayout
     precision: Precision
     skew: Skew = DEFAULT_SKEW
     overlap: bool = False
@@ -85,7 +85,7 @@ class StepModel:
         return self._whole(parts | self.drafting(batch, context, drafts=drafts, uneven=uneven))
 
     def drafting(self, batch: float, context: float, *, drafts: int, uneven: float = 0.0) -> dict[str, Figure]:
-        """Of such a step, what making the drafts takes; prompts beside them do not shorten it."""
+        """Seconds of such a step in which the drafts are made; prompts beside them do not shorten it."""
         if not drafts:
             return {}
         wait = _longest(self.layout.mesh.dp_size, batch, uneven)

@@ -169,7 +169,7 @@ def _in_flight(winner: Candidate) -> float:
 
 
 def _with_users(question: Question, users: float) -> Question:
-    """The same with so many requests in flight."""
+    """Ask the question with so many requests in flight."""
     return dataclasses.replace(question, workload=dataclasses.replace(question.workload, concurrency=users, rate=None))
 
 

@@ -196,7 +196,7 @@ class Pins:
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """Choices: precision; MTP drafts and the chance that each is accepted; redundant experts (None: tried); skew.
 
     overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:
@@ -263,7 +263,7 @@ class Options:
 
     @property
     def possible_modes(self) -> tuple[str, ...]:
-        """Of `modes`, those that the engine has."""
+        """Those of `modes` that the engine has."""
         modes = ("separated",) if self.pins else self.modes
         return tuple(mode for mode in modes if mode != "separated" or self.engine.transfers)
 

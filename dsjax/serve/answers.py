@@ -5,10 +5,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from dsjax.engine.request import ErrorKind, FinishReason
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.contract.executor import ErrorKind
+from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.bodies import to_json
 from dsjax.serve.errors import ApiError
 from dsjax.serve.schemas import CompletionLogprobs, Usage

@@ -14,12 +14,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.logs import CONNECTION_SEND
 
 Answer = TypeVar("Answer")
+
+CONNECTION_SEND = "connection_send"
+"""Key in a scope's state of the connection's own `send`, which no middleware sees."""
 
 
 class StrictModel(BaseModel):
@@ -137,7 +139,7 @@ class BodyWriter:
 
     @classmethod
     def behind(cls, send: Send) -> "BodyWriter | None":
-        """Of a connection's own `send`; None for another one, or one of a uvicorn that keeps its state otherwise."""
+        """Make a writer of a connection's own `send`; None for another one, or if this version of uvicorn keeps its state elsewhere."""
         cycle = getattr(send, "__self__", None)
         known = isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in cls._STATE)
         return cls(cycle) if known else None

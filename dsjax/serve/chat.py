@@ -4,10 +4,10 @@ import asyncio
 import time
 from typing import Any
 
-from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from dsjax.engine.request import FinishReason
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.schedule.request import FinishReason, RequestOptions
+from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
 from dsjax.serve.answers import UsageCounter, finite, gather, prompt_logprobs_body, refuse_failed
 from dsjax.serve.chat_fields import ChatRequest
@@ -15,7 +15,7 @@ from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse, Usage
-from dsjax.serve.serving import Place, Serving
+from dsjax.serve.serving import Serving
 from dsjax.serve.tool_calls import MARKERS, ToolCallParser, tool_grammar
 
 
@@ -49,7 +49,7 @@ class ChatAnswer:
         template = self._tokenizer.chat_template if self._tokenizer else None
         return self._body.fields_without_effect(template.source if template else "")
 
-    async def start(self, place: Place) -> OutputStream:
+    async def start(self, place: RequestOptions) -> OutputStream:
         """Check everything, render the template and queue the prompt.
 
         Raises:

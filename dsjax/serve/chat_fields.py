@@ -10,8 +10,7 @@ from pydantic_core import PydanticCustomError
 from dsjax.serve import bounds
 from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError
-from dsjax.serve.openai_fields import Effort
-from dsjax.serve.sampling_fields import Count, Name, SamplingFields
+from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 

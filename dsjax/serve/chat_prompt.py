@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.chat_fields import ChatMessage, PromptFields, names
 from dsjax.serve.errors import ApiError
 from dsjax.serve.tool_calls import ToolFormat, tool_outputs

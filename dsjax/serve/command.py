@@ -10,14 +10,14 @@ import typer
 from rich.console import Console
 
 from dsjax.cli.options import engine_options
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.elastic.joining import host_options
 from dsjax.engine.engine import LLMEngine
-from dsjax.engine.joining import host_options
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
 
 if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
-    from dsjax.engine.loading import EngineFacts
+    from dsjax.engine.setup.loading import EngineFacts
     from dsjax.serve.metrics import Metrics
 
 
@@ -183,12 +183,12 @@ def serve_model(
                 check_going_on()
                 progress(done, total, label)
 
-            model.engine.warm_up(between_shapes)
+            model.parts.warm_up(between_shapes)
 
     facts = model.facts
     show_facts(console, facts)
     metrics = metrics_of(model, names[0])
-    engine = SharedEngine(model.engine) if front_end_listeners else AsyncEngine(model.engine)
+    engine = SharedEngine(model.parts) if front_end_listeners else AsyncEngine(model.parts)
     group = getattr(model, "group", None)
     serving = Serving(
         engine,
@@ -210,7 +210,7 @@ def serve_model(
         "before_exit": lambda code: group and group.leave("its engine has failed" if code else None),
     }
     if front_end_listeners:
-        shared = EngineServer.over(serving, model.engine, front_end_listeners, log_json, **how)
+        shared = EngineServer.over(serving, model.parts, front_end_listeners, log_json, **how)
         return shared.serve_behind()
     return Server(serving, **how).serve_on(listener)
 
@@ -229,6 +229,6 @@ def metrics_of(model: LoadedModel, name: str) -> "Metrics":
         most_drafts=facts.speculation["num_speculative_tokens"] if facts.speculation else 0,
         page_bytes=facts.page_bytes,
         device_memory=device_memory,
-        generations=model.engine.core.generations,
-        prefills=model.engine.prefill_engines,
+        generations=model.parts.core.generations,
+        prefills=model.parts.prefill_engines,
     )

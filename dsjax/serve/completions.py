@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from dsjax.engine.request import FinishReason
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.schedule.request import FinishReason, RequestOptions
+from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
 from dsjax.serve.answers import (
     CompletionLogprobLists,
@@ -23,7 +23,7 @@ from dsjax.serve.answers import (
 from dsjax.serve.errors import ApiError
 from dsjax.serve.sampling_fields import Count, SamplingFields
 from dsjax.serve.schemas import CompletionChoice, CompletionLogprobs, CompletionResponse
-from dsjax.serve.serving import Place, Serving
+from dsjax.serve.serving import Serving
 
 
 class CompletionRequest(SamplingFields):
@@ -118,7 +118,7 @@ class CompletionAnswer:
         """Fields of the request that change nothing here."""
         return self._body.without_effect()
 
-    async def start(self, place: Place) -> OutputStream:
+    async def start(self, place: RequestOptions) -> OutputStream:
         """Check everything and queue the prompts.
 
         Raises:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsjax.engine.process import available_bytes
+from dsjax.engine.device.process import available_bytes
 
 
 def device_memory() -> Iterator[tuple[str, int, int]]:

@@ -7,9 +7,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from dsjax.engine.async_engine import EngineClosingError, EngineDeadError
-from dsjax.engine.input_processor import PromptError
-from dsjax.engine.sampling_params import SamplingError
-from dsjax.engine.tokenizer import ChatTemplateError
+from dsjax.engine.contract.sampling_params import SamplingError
+from dsjax.engine.text.input_processor import PromptError
+from dsjax.engine.text.tokenizer import ChatTemplateError
 from dsjax.errors import UserError
 
 _MOST_PROBLEMS = 3

@@ -15,8 +15,8 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import choose_encoder
 from rich.console import Console
 
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.joining import join_group
+from dsjax.engine.elastic.joining import join_group
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
 from dsjax.serve.bodies import JsonResponse
 from dsjax.serve.device_memory import device_memory
@@ -78,7 +78,7 @@ class Headless:
             highlight=False,
         )
         group = join_group(args, self.options)
-        from dsjax.engine.follower import Follower
+        from dsjax.engine.elastic.follower import Follower
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dsjax.engine.rank import RankLoad
+from dsjax.engine.schedule.rank import RankLoad
 from dsjax.serve.metrics_families import Family
 from dsjax.serve.schemas import HistoryBody
 

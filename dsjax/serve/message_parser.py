@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dsjax.engine.text import num_undecided
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.output_processor import num_undecided
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.tool_calls import ToolCallParser
 
 OPEN, CLOSE = "<think>", "</think>"

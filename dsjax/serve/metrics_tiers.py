@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.incoming import TransferCounts
-from dsjax.engine.rank import RankLoad
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.transfer.remote_prefill import TransferCounts
 from dsjax.serve.metrics_families import Gauge, Histogram, Labels, Registry, Total
 
 FETCH_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -53,14 +53,14 @@ class TierMetrics:
     def _add_hits(self) -> None:
         def by_tier() -> Iterable[tuple[Labels, float]]:
             for load in self._loads():
-                for tier, tokens in load.hits._asdict().items():
-                    yield (*self._ranks[load.rank], tier), tokens
+                for tier in ("device", "host", "disk"):
+                    yield (*self._ranks[load.rank], tier), load.hits.get(tier, 0)
 
         def below(value: Callable[[RankLoad], int]) -> Callable[[], Iterable[tuple[Labels, float]]]:
             return lambda: [
                 (self._ranks[load.rank], value(load))
                 for load in self._loads()
-                if load.host is not None or self._disk is not None
+                if "host" in load.tiers or self._disk is not None
             ]
 
         labels, name = ("model_name", "engine"), "vllm:external_prefix_cache"
@@ -76,14 +76,14 @@ class TierMetrics:
             f"{name}_queries",
             "Tokens of prompts that the devices' cache did not have, so that the tiers below were asked.",
             labels,
-            below(lambda load: load.queried - load.hits.device),
+            below(lambda load: load.queried - load.hits["device"]),
         )
         Total(
             self._registry,
             f"{name}_hits",
             "Those that a tier below had.",
             labels,
-            below(lambda load: load.hits.host + load.hits.disk),
+            below(lambda load: sum(load.hits.values()) - load.hits["device"]),
         )
 
     def _add_bytes(self) -> None:
@@ -92,7 +92,7 @@ class TierMetrics:
                 loads = self._loads()
                 pages = [of(load) for load in loads]
                 yield (self._model, "device"), self._page_bytes * sum(own for own, _ in pages)
-                if any(load.host is not None for load in loads):
+                if any("host" in load.tiers for load in loads):
                     yield (self._model, "host"), self._page_bytes * sum(host for _, host in pages)
                 if self._disk is not None:
                     yield (self._model, "disk"), self._disk.page_bytes * getattr(self._disk, disk)
@@ -106,7 +106,10 @@ class TierMetrics:
             "Bytes of pages that hold tokens, of all ranks.",
             labels,
             read(
-                lambda load: (load.used_pages + load.cached_pages, load.host.used_pages if load.host else 0),
+                lambda load: (
+                    load.used_pages + load.cached_pages,
+                    load.tiers["host"].used_pages if "host" in load.tiers else 0,
+                ),
                 "used_pages",
             ),
         )
@@ -115,13 +118,18 @@ class TierMetrics:
             f"{name}_limit_bytes",
             "Bytes of pages that there is room for.",
             labels,
-            read(lambda load: (load.usable_pages, load.host.usable_pages if load.host else 0), "usable_pages"),
+            read(
+                lambda load: (load.usable_pages, load.tiers["host"].usable_pages if "host" in load.tiers else 0),
+                "usable_pages",
+            ),
         )
 
     def _add_host(self) -> None:
         def read(field: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
             return lambda: [
-                (self._ranks[load.rank], getattr(load.host, field)) for load in self._loads() if load.host is not None
+                (self._ranks[load.rank], getattr(load.tiers["host"], field))
+                for load in self._loads()
+                if "host" in load.tiers
             ]
 
         name, labels = "dsjax_rank_host_pages", ("model_name", "engine")
@@ -196,3 +204,28 @@ class TierMetrics:
             ("model_name", "operation"),
             failures,
         )
+
+
+def add_load_metrics(registry: Registry, ranks: Sequence[Labels], loads: Callable[[], Sequence[RankLoad]]) -> None:
+    """Add gauges of what each DP rank has to do, and of the pages of its cache; read at the scrape."""
+
+    def gauge(name: str, documentation: str, value: Callable[[RankLoad], float]) -> None:
+        def read() -> Iterable[tuple[Labels, float]]:
+            found = {load.rank: load for load in loads()}
+            for rank, labels in enumerate(ranks):
+                yield labels, value(found[rank]) if rank in found else 0.0
+
+        Gauge(registry, name, documentation, ("model_name", "engine"), read)
+
+    gauge("vllm:num_requests_running", "Requests that hold a slot and pages.", lambda load: load.running)
+    gauge("vllm:num_requests_waiting", "Requests in the queue of a rank.", lambda load: load.waiting)
+    gauge(
+        "vllm:kv_cache_usage_perc",
+        "Share of the latent cache's pages that requests hold; 1 is all.",
+        lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0,
+    )
+    gauge("dsjax_rank_waiting_tokens", "Tokens of the requests in the queue.", lambda load: load.waiting_tokens)
+    gauge("dsjax_rank_cost", "What the next request would find: routing takes the lowest.", lambda load: load.cost)
+    gauge("dsjax_rank_pages", "Pages of the latent cache.", lambda load: load.usable_pages)
+    gauge("dsjax_rank_pages_used", "Pages that requests hold.", lambda load: load.used_pages)
+    gauge("dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages)

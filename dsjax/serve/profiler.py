@@ -29,7 +29,7 @@ class DeviceTime(NamedTuple):
 
 
 def device_time(folder: Path) -> DeviceTime:
-    """Of the newest trace under a folder: how long devices ran operations, and how long of it collectives.
+    """Read from the newest trace under a folder how long devices ran operations, and how long of it collectives.
 
     A collective's time is from its begin to its end on a device, and so has the waiting for the last device to come; of an
     asynchronous one it is that of its start and of its done, which is where a device waits, and not what passes behind other work.

@@ -4,14 +4,15 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dsjax.engine.async_engine import OutputStream
-from dsjax.engine.outputs import RequestOutput
+from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.schedule.request import RequestOptions
+from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.bodies import EventStream, to_json
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
 from dsjax.serve.responses_request import ChosenFunction, ResponsesRequest
-from dsjax.serve.serving import Place, Serving
+from dsjax.serve.serving import Serving
 
 Event = dict[str, Any]
 
@@ -133,7 +134,7 @@ class ResponsesAnswer:
             *(n for n in self._chat.without_effect() if n not in (*ours, *self._body.without_effect())),
         ]
 
-    async def start(self, place: Place) -> OutputStream:
+    async def start(self, place: RequestOptions) -> OutputStream:
         """As the chat answer's.
 
         Raises:

@@ -9,8 +9,7 @@ from dsjax.serve import bounds
 from dsjax.serve.bodies import StrictModel
 from dsjax.serve.chat_fields import ChatRequest, FunctionName
 from dsjax.serve.errors import ApiError
-from dsjax.serve.openai_fields import Effort, OpenAIFields
-from dsjax.serve.sampling_fields import Count, Name
+from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields
 
 _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 

@@ -208,7 +208,7 @@ class Version(TypedDict):
 
 
 class HostPages(TypedDict):
-    """What host memory has of a rank's pages: `TierCounts` of `dsjax/engine/page_tiers.py`."""
+    """What host memory has of a rank's pages: `TierCounts` of `dsjax/engine/tiers/page_tiers.py`."""
 
     used_pages: int
     usable_pages: int
@@ -218,7 +218,7 @@ class HostPages(TypedDict):
 
 
 class DiskBody(HostPages):
-    """What the disk has of all ranks' pages: `DiskCounts` of `dsjax/engine/disk_tier.py`."""
+    """What the disk has of all ranks' pages: `DiskCounts` of `dsjax/engine/tiers/disk_tier.py`."""
 
     writing: int
     not_written: int
@@ -237,7 +237,7 @@ class TierHits(TypedDict):
 
 
 class RankLoadBody(TypedDict):
-    """What a DP rank has to do: `RankLoad` of `dsjax/engine/rank.py`."""
+    """What a DP rank has to do: `RankLoad` of `dsjax/engine/schedule/rank.py`."""
 
     rank: int
     running: int
@@ -291,7 +291,7 @@ class Scaled(TypedDict):
 
 
 class ExpertLoad(TypedDict):
-    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/executor.py`.
+    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/contract/executor.py`.
 
     With `version` and `model` it is a file for `--init-expert-location`, and for the planner's `--expert-skew`.
     """

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from dsjax.errors import UserError
 from dsjax.serve.app import create_app
 from dsjax.serve.connections import bounded_connections
-from dsjax.serve.logs import RequestLog
+from dsjax.serve.guards import RequestLog
 from dsjax.serve.serving import Phase, Serving
 from dsjax.serve.watchdog import Watchdog
 

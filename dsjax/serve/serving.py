@@ -6,14 +6,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dsjax.engine.async_engine import AsyncEngine, OutputStream
+from dsjax.engine.async_engine import EngineClient
+from dsjax.engine.contract.executor import ExpertCounts
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.executor import ExpertCounts
-from dsjax.engine.input_processor import Prompt
-from dsjax.engine.instances import EngineState
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.schedule.request import RequestOptions
+from dsjax.engine.text.input_processor import Prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
 from dsjax.serve.message_parser import ReasoningParser
@@ -23,22 +24,15 @@ from dsjax.serve.sampling_fields import SamplingFields
 from dsjax.serve.tool_calls import ToolFormat
 
 if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
-    from dsjax.engine.generations import Generations
-    from dsjax.engine.loading import EngineFacts
+    from dsjax.engine.elastic.generations import Generations
+    from dsjax.engine.setup.loading import EngineFacts
     from dsjax.serve.front_ends.processes import FrontEnds
 
 Answer = TypeVar("Answer")
 
 
-class Place(NamedTuple):
-    """Where a client wants its request to run: beside others of its session, or on the DP rank of a number, which wins."""
-
-    session: str | None = None
-    dp_rank: int | None = None
-
-
-Submit = Callable[[str, Sequence[Prompt], SamplingParams, Place], Awaitable[OutputStream]]
-"""Called with the answer's id, prompts, parameters and place."""
+Submit = Callable[[str, Sequence[Prompt], SamplingParams, RequestOptions], Awaitable[OutputStream]]
+"""Called with the answer's id, prompts, parameters, and what the headers say of where it is to run."""
 
 _CHARACTERS_PER_TOKEN = 4
 _RETRY_SECONDS = 2
@@ -58,7 +52,7 @@ class QueueGate:
     What waits is counted in the engine, and on the way from this gate to the engine. `reject` is told of each refusal.
     """
 
-    def __init__(self, engine: AsyncEngine, options: ServeOptions, reject: Callable[[str, ApiError], ApiError]):
+    def __init__(self, engine: EngineClient, options: ServeOptions, reject: Callable[[str, ApiError], ApiError]):
         self._engine = engine
         self._reject = reject
         self._most_requests = options.max_queued_requests
@@ -119,7 +113,7 @@ class Serving:
         on_phase: told of each phase that the server enters.
     """
 
-    engine: AsyncEngine
+    engine: EngineClient
     model_names: Sequence[str]
     model_root: str
     max_model_len: int
@@ -202,49 +196,32 @@ class Serving:
             raise ApiError(400, reason, param="priority")
 
         async def submit(
-            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, place: Place
+            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, place: RequestOptions
         ) -> OutputStream:
             if place.dp_rank is not None and place.dp_rank >= self.engine.num_ranks:
                 most = self.engine.num_ranks - 1
                 reason = f"found DP rank {place.dp_rank}, and this server has 0 to {most}"
                 raise ApiError(400, reason, param="X-Data-Parallel-Rank")
-            return await self.engine.submit(
-                f"{answer_id}~{new_id()[:8]}",  # clients may give an id twice
-                prompts,
-                params,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
-                session=place.session,
-                dp_rank=place.dp_rank,
-            )
+            options = RequestOptions(body.priority or 0, body.cache_salt, place.session, place.dp_rank)
+            # Clients may give an id twice.
+            return await self.engine.submit(f"{answer_id}~{new_id()[:8]}", prompts, params, options)
 
         with self.gate.through(texts, body.n):
             yield submit
 
     async def ask(self, function: Callable[[EngineCore], Answer]) -> Answer:
-        """Call `function` in the engine's thread, of several the first one's, between two steps, and give its result.
+        """Call `function` in the engine's thread, between two steps, and give its result.
 
         Raises:
             ApiError: 503, there is no engine to ask, or a step takes too long.
         """
-        return await self._answer(lambda: self.engine.call(function))
-
-    async def ask_each(self, function: Callable[[EngineCore], Answer]) -> list[Answer]:
-        """`ask` each engine of this process."""
-        return await self._answer(lambda: self.engine.call_each(function))
-
-    async def ask_state(self) -> EngineState:
-        """What all engines together have to do, and have counted; raises as `ask`."""
-        return await self._answer(self.engine.state)
-
-    async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         if self.engine.error is not None or not self.engine.running:
             raise ApiError(503, "the engine is not running", type="server_error", code="not_ready")
         if self.engine.change_under_way is not None:
             reason = f"the server's mesh is being changed: {self.engine.change_under_way}"
             raise ApiError(503, reason, type="server_error", code="changing_mesh", retry_after=_RETRY_SECONDS)
         try:
-            return await asyncio.wait_for(call(), self.options.request_timeout)
+            return await asyncio.wait_for(self.engine.call(function), self.options.request_timeout)
         except TimeoutError as error:
             raise ApiError(503, "the engine is busy with one step", type="server_error", code="busy") from error
 

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dsjax.engine import executor
+from dsjax.engine.contract import executor
 from dsjax.engine.engine import ENGINE_END
-from dsjax.engine.loading import EngineFacts
+from dsjax.engine.setup.loading import EngineFacts
 from dsjax.progress import Tenths
 
 _MOST_ROWS = 4
@@ -100,7 +100,6 @@ def _layout_line(facts: EngineFacts) -> Text:
     copies, _, tp = facts.mesh_shape.values()
     parts = [f"{facts.dp_ranks} DP ranks of {tp}", f"{facts.physical_experts_per_device} experts a device"]
     parts += [f"{copies} copies of the experts"] if copies > 1 else []
-    parts += [f"in {facts.decode_instances} engines of this shape"] if facts.decode_instances > 1 else []
     parts += [f"{facts.num_processes} processes"] if facts.num_processes > 1 else []
     return Text(", ".join(parts), style="dim")
 
@@ -144,7 +143,7 @@ class _Lines:
         self._engine: str | None = None
 
     def tell(self, done: int, total: int, label: str) -> None:
-        """As of `executor.Progress`."""
+        """Take the progress of an engine, as `executor.Progress` has it."""
         engine = label.rpartition(ENGINE_END)[0]
         if engine != self._engine:
             self._engine = engine

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsjax.engine.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
-from dsjax.engine.text import find_first, num_undecided
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.output_processor import find_first, num_undecided
+from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
+from dsjax.engine.text.tokenizer import Tokenizer
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from dsjax.engine.engine_thread import Stepper
-from dsjax.engine.request import Request, Status
+from dsjax.engine.schedule.request import Request, Status
 
 HANG_EXIT_CODE = 70
 """What the process ends with; sysexits' EX_SOFTWARE. A failed engine gives 1, a user's mistake 2."""

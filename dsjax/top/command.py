@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from dsjax.cli.output import writing
-from dsjax.top.reading import Client, NoAnswerError, Reading
+from dsjax.top.reading import NoAnswerError, StatusClient, StatusReading
 from dsjax.top.screen import Screen
 from dsjax.top.view import view
 
@@ -31,7 +31,7 @@ def top(
     ] = None,
 ) -> None:
     """Watch a running server: ranks, pages, tokens a second, latencies, hottest experts. Ctrl-C ends."""
-    client = Client(url, api_key)
+    client = StatusClient(url, api_key)
     try:
         before = client.read()  # a server that is not there is an error; one that goes away later is waited for
         if json_file is not None:
@@ -47,7 +47,7 @@ def top(
         client.close()
 
 
-def _watch(client: Client, before: Reading, interval: float) -> None:
+def _watch(client: StatusClient, before: StatusReading, interval: float) -> None:
     console = Console()
     shown: dict[str, Any] | None = None
     # Where nobody can redraw, as in a file, each screen follows the last.
@@ -64,7 +64,7 @@ def _watch(client: Client, before: Reading, interval: float) -> None:
             show(Screen(client.url, shown))
 
 
-def _write(client: Client, before: Reading, interval: float, once: bool, json_file: str) -> None:
+def _write(client: StatusClient, before: StatusReading, interval: float, once: bool, json_file: str) -> None:
     standard = contextlib.nullcontext(sys.stdout)
     with writing(json_file), standard if json_file == "-" else Path(json_file).open("w", encoding="utf-8") as file:
         while True:

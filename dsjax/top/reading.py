@@ -1,4 +1,4 @@
-"""`Reading`: what a server said at one moment, from `/metrics`, `/server_info` and `/get_load`."""
+"""`StatusReading`: what a server said at one moment, from `/metrics`, `/server_info` and `/get_load`."""
 
 import time
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ class Exposition:
 
 
 @dataclass(frozen=True)
-class Reading:
+class StatusReading:
     """One moment. `time` is the client's monotonic clock; `info` and `loads` are JSON as the server gave it."""
 
     time: float
@@ -110,7 +110,7 @@ class Reading:
     loads: list[dict[str, Any]]
 
 
-class Client:
+class StatusClient:
     """Asks one server, on one connection."""
 
     def __init__(self, url: str, api_key: str | None = None):
@@ -125,7 +125,7 @@ class Client:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=10.0)
 
-    def read(self) -> Reading:
+    def read(self) -> StatusReading:
         """Ask all three.
 
         Raises:
@@ -134,7 +134,7 @@ class Client:
         try:
             metrics = Exposition(self._get("/metrics", params={"name[]": list(_NAMES)}).text)
             info, load = self._get("/server_info").json(), self._get("/get_load").json()
-            return Reading(time.monotonic(), metrics, dict(info), list(load["ranks"]))
+            return StatusReading(time.monotonic(), metrics, dict(info), list(load["ranks"]))
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, UserError):
                 raise

@@ -3,13 +3,13 @@
 import math
 from typing import Any
 
-from dsjax.top.reading import HISTOGRAMS, Exposition, Reading
+from dsjax.top.reading import HISTOGRAMS, Exposition, StatusReading
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _MOST_EXPERTS = 8
 
 
-def view(before: Reading, after: Reading) -> dict[str, Any]:
+def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
     """What happened between two readings of one server.
 
     Times are seconds, shares are 0 to 1, and what cannot be known (a mean of nothing) is None. Fields:

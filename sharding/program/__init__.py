@@ -2,7 +2,7 @@
 
 from sharding.program.collectives import ProgramCollective, program_collectives, true_dtypes
 from sharding.program.costs import ProgramCosts, program_costs
-from sharding.program.schedule import COMPUTE, Prices, Schedule, Span, Turn, Work, play
+from sharding.program.schedule import COMPUTE, OperationCost, Prices, Schedule, Span, Turn, play
 from sharding.program.text import Operation, Program, ProgramTextError, Shape
 from sharding.program.walk import Executed, executed
 
@@ -10,6 +10,7 @@ __all__ = [
     "COMPUTE",
     "Executed",
     "Operation",
+    "OperationCost",
     "Prices",
     "Program",
     "ProgramCollective",
@@ -19,7 +20,6 @@ __all__ = [
     "Shape",
     "Span",
     "Turn",
-    "Work",
     "executed",
     "play",
     "program_collectives",

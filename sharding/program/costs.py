@@ -38,7 +38,7 @@ _UPDATES = ("dynamic-update-slice", "scatter")
 
 @dataclass(frozen=True)
 class ProgramCosts:
-    """Of one device, in one run of the program.
+    """Costs of one device in one run of the program.
 
     flops: of matrix products, a multiply-add counting two; flops_by_dtype: the same by the dtype of the operands. bytes: read and
     written by scheduled operations. flops_assumed, bytes_assumed: of these, what lies in loops whose trip count was

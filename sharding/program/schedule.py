@@ -22,7 +22,7 @@ COMPUTE = "compute"
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationCost:
     """What one run of an operation costs: seconds, and what they are made of. bound: which of its costs is the largest."""
 
     seconds: float
@@ -34,16 +34,16 @@ class Work:
 class Prices(Protocol):
     """Seconds of everything that a schedule is made of."""
 
-    def operation(self, program: Program, computation: Computation, operation: Operation) -> Work:
+    def operation(self, program: Program, computation: Computation, operation: Operation) -> OperationCost:
         """An operation of the compute thread."""
 
-    def transfer(self, collective: ProgramCollective) -> Mapping[str, Work]:
+    def transfer(self, collective: ProgramCollective) -> Mapping[str, OperationCost]:
         """A collective: link → work; it ends when the last of its links does."""
 
-    def copy(self, computation: Computation, operation: Operation) -> Mapping[str, Work]:
+    def copy(self, computation: Computation, operation: Operation) -> Mapping[str, OperationCost]:
         """The start of anything else that is asynchronous."""
 
-    def turn(self, loop: Operation, known: bool) -> Work:
+    def turn(self, loop: Operation, known: bool) -> OperationCost:
         """What one turn of a loop costs beside the operations in it. known: whether the number of turns is known before it runs."""
 
 
@@ -60,7 +60,7 @@ class Span:
     thread: str
     begin: float
     end: float
-    work: Work
+    work: OperationCost
     cause: int | None = None
     body: tuple[Span, ...] = ()
     times: float = 1.0
@@ -136,13 +136,13 @@ def play(
 @dataclass(frozen=True, eq=False)
 class _Compute:
     operation: Operation
-    work: Work
+    work: OperationCost
 
 
 @dataclass(frozen=True, eq=False)
 class _Transfer:
     operation: Operation
-    works: Mapping[str, Work]
+    works: Mapping[str, OperationCost]
     asynchronous: bool
 
 
@@ -251,7 +251,7 @@ class _Run:
             elif item.alone:
                 body, seconds = _one_turn(item)
                 if seconds:
-                    work = Work(item.times * seconds, bound="loop")
+                    work = OperationCost(item.times * seconds, bound="loop")
                     self._compute(item.operation, work, body, item.times)
             else:
                 self._turns(item, depth)
@@ -264,7 +264,9 @@ class _Run:
             self.play(loop.items, {}, depth + 1)
             self.turns.append(Turn(loop.operation, index, times, depth, begin, self.now))
 
-    def _compute(self, operation: Operation, work: Work, body: tuple[Span, ...] = (), times: float = 1.0) -> None:
+    def _compute(
+        self, operation: Operation, work: OperationCost, body: tuple[Span, ...] = (), times: float = 1.0
+    ) -> None:
         end = self.now + work.seconds
         self.spans.append(Span(operation, COMPUTE, self.now, end, work, self.last, body, times))
         self.now, self.last = end, len(self.spans) - 1

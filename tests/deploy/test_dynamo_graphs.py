@@ -95,7 +95,7 @@ def test_a_wrong_file_is_found():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
     from dsjax.dynamo.command import CLEANUP_SECONDS
-    from dsjax.engine.args import EngineArgs
+    from dsjax.engine.setup.args import EngineArgs
 
     found = documents(path)
     assert [worker["type"] for worker, _ in workers_of(found)] in (["worker"], ["prefill", "decode"])

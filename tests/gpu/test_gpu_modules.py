@@ -4,7 +4,7 @@ import pytest
 
 from dsjax.bench.modules.ceilings import Device, find_ceilings
 from dsjax.bench.modules.grid import cases
-from dsjax.bench.modules.options import MODULES, GridOptions, ModelOptions
+from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
 from dsjax.bench.modules.prepare import make_setting
 from dsjax.bench.modules.run import run_cases
 from dsjax.bench.modules.timing import Budget
@@ -17,7 +17,7 @@ def test_v3_s_modules_run_at_true_widths_within_the_device_s_ceilings(gpu):
     setting = make_setting(ModelOptions(weights="bf16", max_model_len=2048))
     device, budget = Device.of(gpu), Budget(0.2, 5)
     ceilings = find_ceilings(setting, device, None, budget)
-    grid = GridOptions(tokens="8,64", contexts="1024", forms="CC,A_CC_ME", experts=8)
+    grid = ModuleGrid(tokens="8,64", contexts="1024", forms="CC,A_CC_ME", experts=8)
     found = run_cases(setting, cases(setting, grid), ceilings, budget, 60.0)
     assert {row.case.module for row in found.rows} == set(MODULES) - {"dispatch"}
     for row in found.rows:
@@ -37,7 +37,7 @@ def test_the_planner_takes_the_file_for_a_cluster_of_this_gpu(gpu, tmp_path):
     setting = make_setting(ModelOptions(model="demo", max_model_len=256))
     device, budget = Device.of(gpu), Budget(0.0, 1)
     ceilings = find_ceilings(setting, device, None, budget)
-    found = run_cases(setting, cases(setting, GridOptions(only="norms,head", tokens="8")), ceilings, budget, 60.0)
+    found = run_cases(setting, cases(setting, ModuleGrid(only="norms,head", tokens="8")), ceilings, budget, 60.0)
     path = tmp_path / "m.json"
     path.write_text(json.dumps(to_json(found, setting, "demo", ceilings, device, "a test")))
     cluster = find_cluster(None, read_measured(path, setting.config))

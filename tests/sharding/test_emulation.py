@@ -48,7 +48,8 @@ def test_asked_after_the_backend_has_started_the_mesh_says_what_to_do():
     code = """
 import jax
 jax.devices()
-from sharding.emulation import backend_is_running, emulate_devices
+from sharding.emulation import emulate_devices
+from sharding.jax_internals import backend_is_running
 assert backend_is_running()
 emulate_devices(6)
 from sharding import MeshError, MeshSpec

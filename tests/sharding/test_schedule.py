@@ -6,7 +6,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.program import COMPUTE, Program, Work, play, program_collectives
+from sharding.program import COMPUTE, OperationCost, Program, play, program_collectives
 
 MESH = {"dp": 2, "ep": 1, "tp": 4}
 ALONG = {"tp": "[2,4]<=[8]", "dp": "[4,2]<=[2,4]T(1,0)"}
@@ -19,16 +19,16 @@ class Named:
         self.seconds, self.each = seconds, turn
 
     def operation(self, program, computation, operation):
-        return Work(self.seconds.get(operation.name, 0))
+        return OperationCost(self.seconds.get(operation.name, 0))
 
     def transfer(self, collective):
-        return {{("tp",): "X", ("dp",): "Y"}[collective.axes]: Work(self.seconds[collective.name])}
+        return {{("tp",): "X", ("dp",): "Y"}[collective.axes]: OperationCost(self.seconds[collective.name])}
 
     def copy(self, computation, operation):
-        return {"copies": Work(self.seconds[operation.name])}
+        return {"copies": OperationCost(self.seconds[operation.name])}
 
     def turn(self, loop, known):
-        return Work(0 if known else self.each)
+        return OperationCost(0 if known else self.each)
 
 
 def program(*lines, others=""):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.program import Program, Shape, Work, play, program_collectives, program_costs
+from sharding.program import OperationCost, Program, Shape, play, program_collectives, program_costs
 from sharding.program.convolutions import _positions
 from sharding.program.costs import bytes_moved
 
@@ -96,13 +96,13 @@ class Seconds:
     """A second a byte of negations; all else is free."""
 
     def operation(self, program, computation, operation):
-        return Work(bytes_moved(program, computation, operation) if operation.opcode == "negate" else 0)
+        return OperationCost(bytes_moved(program, computation, operation) if operation.opcode == "negate" else 0)
 
     def transfer(self, collective):
-        return {"link": Work(100)}
+        return {"link": OperationCost(100)}
 
     def turn(self, loop, known):
-        return Work(0)
+        return OperationCost(0)
 
 
 def test_a_counter_that_goes_up_to_a_constant_tells_the_turns():

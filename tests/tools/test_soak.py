@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjax.engine.buckets import Buckets
-from dsjax.engine.commands import TOKEN_MADE, PrefillRow, RankStep, Step, int32s
+from dsjax.engine.contract.commands import TOKEN_MADE, PrefillRow, RankStep, Step, int32s
+from dsjax.engine.device.buckets import Buckets
 from dsjax.top.reading import Exposition
 from tools.soak import judge
-from tools.soak_bound import ChunkBudget
-from tools.soak_sessions import Mix, Outcome
+from tools.soaks.bound import ChunkBudget
+from tools.soaks.sessions import Mix, Outcome
 
 
 @st.composite

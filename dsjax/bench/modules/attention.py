@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dsjax.bench.modules.case import Case, Work
-from dsjax.bench.modules.setting import Setting, Stack
-from dsjax.bench.modules.timing import Prepared, device_loop
+from dsjax.bench.modules.case import ModuleCase, ModuleWork
+from dsjax.bench.modules.setting import LayerStack, Setting
+from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.attention import Cache, PagedAttention, Rows
 from dsjax.model.forms import Form, common_layout
 from dsjax.model.mla import MLA
@@ -24,7 +24,9 @@ MOST_CACHE = 1 << 30
 """Bytes of cache at most; with less than the model's layers, layers take turns at those there are."""
 
 
-def attention_cases(setting: Setting, form: Form, phase: str, shapes: list[tuple[int, int, int]]) -> Iterator[Case]:
+def attention_cases(
+    setting: Setting, form: Form, phase: str, shapes: list[tuple[int, int, int]]
+) -> Iterator[ModuleCase]:
     """Shapes are (rows, tokens of each, positions already cached). phase: decode; verify: decode rows with drafts; or prefill."""
     itemsize = jnp.dtype(setting.step.cache_dtype).itemsize
     for rows, chunk, cached in shapes:
@@ -48,11 +50,11 @@ def attention_cases(setting: Setting, form: Form, phase: str, shapes: list[tuple
         layers = cache_layers(setting, form, rows, context)
         pages = rows * -(-context // setting.step.page_size) + 1
         cache = layers * pages * setting.step.page_size * cache_bytes(setting.config, form, itemsize)
-        yield Case(
+        yield ModuleCase(
             "attention",
             f"{form} {phase}",
             {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk, "block": block},
-            Work(cost.flops, stack.layer_bytes, other),
+            ModuleWork(cost.flops, stack.layer_bytes, other),
             stack.nbytes + 2 * cache,
             lambda rows=rows, chunk=chunk, cached=cached: attention_loop(setting, form, rows, chunk, cached),
         )
@@ -127,7 +129,7 @@ def attend_layer(at: AttentionInputs, mla: MLA, x: jax.Array, arrays: Mapping[st
     return out.reshape(x.shape), cache
 
 
-def attention_loop(setting: Setting, form: Form, rows: int, chunk: int, cached: int) -> Prepared:
+def attention_loop(setting: Setting, form: Form, rows: int, chunk: int, cached: int) -> PreparedCase:
     """Attention over layers, for rows that attend to all of `cached`."""
     stack = _stack(setting, form)
     layers = cache_layers(setting, form, rows, cached + chunk)
@@ -145,6 +147,6 @@ def attention_loop(setting: Setting, form: Form, rows: int, chunk: int, cached: 
     return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=setting.config.num_hidden_layers)
 
 
-def _stack(setting: Setting, form: Form) -> Stack:
+def _stack(setting: Setting, form: Form) -> LayerStack:
     make = lambda declare: MLA(declare, setting.config, materialise=form == "AM_CC_ME")  # noqa: E731
-    return Stack.of(setting, make, setting.config.num_hidden_layers)
+    return LayerStack.of(setting, make, setting.config.num_hidden_layers)

@@ -1,4 +1,4 @@
-"""`Case`: one row of the tables: a module at one size, the work that it is, and how to make it ready for timing."""
+"""`ModuleCase`: one row of the tables: a module at one size, the work that it is, and how to make it ready for timing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.bench.modules.timing import Prepared, Times
+from dsjax.bench.modules.timing import PreparedCase, Times
 
 Sizes = Mapping[str, int | float | str]
 
 
 @dataclass(frozen=True)
-class Work:
+class ModuleWork:
     """Operations (a multiply-add is two) and bytes to and from memory of one application, each weight and value once."""
 
     flops: float
@@ -26,7 +26,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Case:
+class ModuleCase:
     """A module at one size.
 
     module: its name in the tables and in `--only`; variant: which of its ways. sizes: what the row is looked up by (tokens,
@@ -37,9 +37,9 @@ class Case:
     module: str
     variant: str
     sizes: Sizes
-    work: Work
+    work: ModuleWork
     memory: int
-    build: Callable[[], Prepared]
+    build: Callable[[], PreparedCase]
     shared: bool = False
 
     @property
@@ -50,10 +50,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """A case that was timed."""
 
-    case: Case
+    case: ModuleCase
     times: Times
     in_device_loop: bool
 

@@ -68,7 +68,7 @@ def hardware_of(name: str) -> str | None:
 
 
 def find_ceilings(setting: Setting, device: Device, hardware: str | None, budget: Budget) -> Ceilings:
-    """Of a file of `configs/hardware`, given or recognised by name; else measured."""
+    """Read the ceilings from a file of `configs/hardware`, given or recognised by name; else measure them."""
     key = hardware or device.hardware
     if key is not None:
         chip = load_hardware(key)

@@ -9,17 +9,17 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from dsjax.bench.modules.options import GridOptions, ModelOptions, RunOptions
+from dsjax.bench.modules.options import ModelOptions, ModuleGrid, RunOptions
 from dsjax.bench.processes import GroupOptions, Processes, measuring_together
-from dsjax.bench.serve.flags import options_of
+from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json
 from dsjax.errors import UserError
 
 _INTERRUPTED = 130
 
 
-@options_of(model=ModelOptions, grid=GridOptions, run=RunOptions, group=GroupOptions)
-def modules(model: ModelOptions, grid: GridOptions, run: RunOptions, group: GroupOptions) -> None:
+@options_of(model=ModelOptions, grid=ModuleGrid, run=RunOptions, group=GroupOptions)
+def modules(model: ModelOptions, grid: ModuleGrid, run: RunOptions, group: GroupOptions) -> None:
     """Time the model's parts, one by one, at its true widths; `dsjax plan --measured` takes the JSON.
 
     Only one module's weights are in memory at a time. Ctrl-C prints and writes what is done so far. On many hosts, start the same command
@@ -35,11 +35,11 @@ def modules(model: ModelOptions, grid: GridOptions, run: RunOptions, group: Grou
         raise typer.Exit(_INTERRUPTED)
 
 
-def _measure(model: ModelOptions, grid: GridOptions, run: RunOptions, spec: Any, processes: Processes) -> bool:
+def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, processes: Processes) -> bool:
     """Time, print and write. Whether Ctrl-C has ended it."""
     from dsjax.bench.modules.ceilings import Ceilings, Device, find_ceilings
     from dsjax.bench.modules.grid import cases
-    from dsjax.bench.modules.one_rank import RankPlan, extrapolate, one_rank_cases
+    from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, one_rank_cases
     from dsjax.bench.modules.prepare import make_setting
     from dsjax.bench.modules.report import case_progress, show, show_extrapolation, to_json
     from dsjax.bench.modules.run import run_cases
@@ -52,7 +52,7 @@ def _measure(model: ModelOptions, grid: GridOptions, run: RunOptions, spec: Any,
     budget = Budget(run.seconds or (0.2 if grid.quick else 1.0))
     own = dataclasses.astuple(find_ceilings(setting, device, run.hardware, budget)) if processes.leads else None
     ceilings = Ceilings(*processes.agree("ceilings", own)[0])
-    plan = RankPlan.of(setting, grid.one_rank_of, grid.batch, grid.layers) if grid.one_rank_of else None
+    plan = OneRankPlan.of(setting, grid.one_rank_of, grid.batch, grid.layers) if grid.one_rank_of else None
     todo = list(one_rank_cases(setting, plan, grid.context_lengths) if plan else cases(setting, grid))
     if not todo:
         raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
@@ -82,7 +82,7 @@ def _measure(model: ModelOptions, grid: GridOptions, run: RunOptions, spec: Any,
     return found.interrupted
 
 
-def _alike(model: ModelOptions, grid: GridOptions, run: RunOptions) -> dict[str, Any]:
+def _alike(model: ModelOptions, grid: ModuleGrid, run: RunOptions) -> dict[str, Any]:
     """What must be the same in all processes beside versions, by name as messages have it. A folder may have another name on each host."""
     from dsjax.config import load_config
 

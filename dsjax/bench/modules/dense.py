@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 import jax.numpy as jnp
 from flax import nnx
 
-from dsjax.bench.modules.case import Case, Work
-from dsjax.bench.modules.setting import Setting, Stack
-from dsjax.bench.modules.timing import Prepared, call_in_turn, device_loop
-from dsjax.engine.sampler import greedy
+from dsjax.bench.modules.case import ModuleCase, ModuleWork
+from dsjax.bench.modules.setting import LayerStack, Setting
+from dsjax.bench.modules.timing import PreparedCase, call_in_turn, device_loop
+from dsjax.engine.device.sampler import greedy
 from dsjax.model.mlp import MLP
 from dsjax.model.norm import RMSNorm
 from dsjax.model.parameters import Declaration, Matrix
-from dsjax.model.router import Router
+from dsjax.model.router import ExpertRouter
 
 
-def mlp_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[Case]:
+def mlp_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """`dense MLP` or `shared expert`, with the residual's sum."""
     config = setting.config
     dense = module == "dense MLP"
@@ -30,17 +30,17 @@ def mlp_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[
     yield from _layer_cases(setting, module, make, apply, in_model, tokens, flops, moved)
 
 
-def router_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
+def router_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Scores, groups and the choice of experts."""
     config = setting.config
 
-    def apply(router: Router, x, total):
+    def apply(router: ExpertRouter, x, total):
         routing = router(x)
         return total.at[..., : routing.ids.shape[-1]].add((routing.weights + routing.ids).astype(total.dtype))
 
     flops = 2 * config.hidden_size * config.n_routed_experts
     moved = config.hidden_size * setting.dtype.itemsize + config.n_routed_experts * 4 * 4
-    make = lambda declare: Router(declare, config)  # noqa: E731
+    make = lambda declare: ExpertRouter(declare, config)  # noqa: E731
     yield from _layer_cases(setting, "router", make, apply, config.num_moe_layers, tokens, flops, moved)
 
 
@@ -51,7 +51,7 @@ class LayerNorms(nnx.Module):
         self.attn_norm, self.mlp_norm = RMSNorm(declare, width, eps), RMSNorm(declare, width, eps)
 
 
-def norm_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
+def norm_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Both norms of a layer; the residuals' sums are in the other modules."""
     config = setting.config
     make = lambda declare: LayerNorms(declare, config.hidden_size, config.rms_norm_eps)  # noqa: E731
@@ -71,25 +71,25 @@ def _layer_cases(
     tokens: Iterable[int],
     flops: float,
     moved: float,
-) -> Iterator[Case]:
+) -> Iterator[ModuleCase]:
     """A module of `in_model` layers; flops and bytes moved are of one token."""
     if not in_model:
         return
-    stack = Stack.of(setting, make, in_model)
+    stack = LayerStack.of(setting, make, in_model)
     for count in tokens:
-        yield Case(
+        yield ModuleCase(
             module,
             "",
             {"tokens": count},
-            Work(count * flops, stack.layer_bytes, count * moved),
+            ModuleWork(count * flops, stack.layer_bytes, count * moved),
             stack.nbytes + 4 * int(count * (moved + setting.config.hidden_size * setting.dtype.itemsize)),
             lambda count=count: layer_loop(setting, make, apply, in_model, count),
         )
 
 
-def layer_loop(setting: Setting, make, apply, in_model: int, tokens: int) -> Prepared:
+def layer_loop(setting: Setting, make, apply, in_model: int, tokens: int) -> PreparedCase:
     """A module over layers as the step runs it: sliced out of a stack where the model has several, else as arrays of their own."""
-    stack = Stack.of(setting, make, in_model)
+    stack = LayerStack.of(setting, make, in_model)
     x = setting.random((1, tokens, setting.config.hidden_size))
     if in_model == 1:
         return one_in_a_step(setting, stack, apply, x)
@@ -102,7 +102,7 @@ def layer_loop(setting: Setting, make, apply, in_model: int, tokens: int) -> Pre
     return device_loop(one_layer, inputs, jnp.zeros_like(x), depth=stack.depth, in_call=in_model)
 
 
-def one_in_a_step(setting: Setting, stack: Stack, apply, x) -> Prepared:
+def one_in_a_step(setting: Setting, stack: LayerStack, apply, x) -> PreparedCase:
     """What the model has one of, as a step runs it: once a call, with arrays of its own, copies of it in turn."""
     every = stack.values(setting.seed)
     copies = [{path: array[i] for path, array in every.items()} | {"x": x} for i in range(stack.depth)]
@@ -122,12 +122,12 @@ class Head(nnx.Module):
         self.head = Matrix(declare, (width, vocab), ("embed", "vocab"), quantise=False)
 
 
-def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
+def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Final norm, output projection and the choice of the most probable token; tokens are rows that are sampled."""
     config = setting.config
     D, V = config.hidden_size, config.vocab_size
     make = lambda declare: Head(declare, D, V, config.rms_norm_eps)  # noqa: E731
-    stack = Stack.of(setting, make, 1)
+    stack = LayerStack.of(setting, make, 1)
 
     def apply(head: Head, x, total):
         logits = jnp.einsum(
@@ -137,11 +137,11 @@ def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
 
     for count in tokens:
         x_bytes = count * D * setting.dtype.itemsize
-        yield Case(
+        yield ModuleCase(
             "head",
             "",
             {"tokens": count},
-            Work(2 * count * D * V, stack.layer_bytes, x_bytes + 3 * 4 * count * V),
+            ModuleWork(2 * count * D * V, stack.layer_bytes, x_bytes + 3 * 4 * count * V),
             stack.nbytes + 2 * (x_bytes + 4 * count * V),
             lambda count=count: one_in_a_step(setting, stack, apply, setting.random((1, count, D))),
         )

@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.bench.modules.case import Case, Work
+from dsjax.bench.modules.case import ModuleCase, ModuleWork
 from dsjax.bench.modules.routed import SKEWS, route_randomly
 from dsjax.bench.modules.setting import Setting, with_mesh
-from dsjax.bench.modules.timing import Prepared, device_loop
+from dsjax.bench.modules.timing import PreparedCase, device_loop
 from sharding import MeshSpec
 from sharding.arrays import put
 from sharding.dispatch import DispatchConfig, dispatch, dispatch_collectives
@@ -21,7 +21,7 @@ from sharding.dispatch import DispatchConfig, dispatch, dispatch_collectives
 METHODS = ("gather", "padded", "ragged")
 
 
-def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> Iterator[Case]:
+def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Tokens are one DP rank's; bytes are those that leave one device. In a group all processes must make and time the same cases."""
     config = setting.config
     if not config.is_moe or spec.ep_size == 1:
@@ -43,18 +43,18 @@ def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> I
             sent = sum(one.bytes_sent * one.times for one in collectives)
             rows = count * spec.dp_size * setting.dtype.itemsize * config.hidden_size
             for variant, skew in SKEWS.items():
-                yield Case(
+                yield ModuleCase(
                     "dispatch",
                     f"{method} {variant}",
                     {"tokens": count, "mesh": str(spec), "method": method},
-                    Work(0, 0, sent),
+                    ModuleWork(0, 0, sent),
                     6 * rows * spec.num_devices if platform == "cpu" else 6 * rows,
                     lambda m=method, n=count, s=skew: _exchange(setting, spec, m, n, experts, s),
                     shared=True,
                 )
 
 
-def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, experts: int, skew: float) -> Prepared:
+def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, experts: int, skew: float) -> PreparedCase:
     own = with_mesh(setting, spec)
     mesh, config = own.step.mesh, setting.config
     place = NamedSharding(mesh, P(spec.batch_axes))

@@ -10,31 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dsjax.bench.modules.case import Case, Work
+from dsjax.bench.modules.case import ModuleCase, ModuleWork
 from dsjax.bench.modules.dense import layer_loop
-from dsjax.bench.modules.setting import Setting, Stack
-from dsjax.bench.modules.timing import Prepared, device_loop
+from dsjax.bench.modules.setting import LayerStack, Setting
+from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.parameters import Declaration, Matrix
 from sharding.dispatch.wire import WireFormat
 
 
-def quantisation_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
+def quantisation_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """`quantise`: rows packed for the wire in e4m3, a scale for each 1 × 128 block; `dequantise`: read back out of packed rows."""
     D, size = setting.config.hidden_size, setting.dtype.itemsize
     wire = _wire(setting)
     for count in tokens:
         for variant in ("quantise", "dequantise"):
-            work = Work(3 * count * D, 0, count * (D * size + wire.row_bytes))
+            work = ModuleWork(3 * count * D, 0, count * (D * size + wire.row_bytes))
             memory = 4 * count * (D * size + wire.row_bytes)
             build = lambda n=count, v=variant: _quantisation(setting, n, v)  # noqa: E731
-            yield Case("fp8", variant, {"tokens": count}, work, memory, build)
+            yield ModuleCase("fp8", variant, {"tokens": count}, work, memory, build)
 
 
 def _wire(setting: Setting) -> WireFormat:
     return WireFormat(setting.config.hidden_size, max(1, setting.config.num_experts_per_tok), setting.dtype, fp8=True)
 
 
-def _quantisation(setting: Setting, count: int, variant: str) -> Prepared:
+def _quantisation(setting: Setting, count: int, variant: str) -> PreparedCase:
     wire, K = _wire(setting), max(1, setting.config.num_experts_per_tok)
     x = setting.random((count, setting.config.hidden_size))
     ids, weights = jnp.zeros((count, K), jnp.int32), jnp.zeros((count, K), jnp.float32)
@@ -57,14 +57,14 @@ def _quantisation(setting: Setting, count: int, variant: str) -> Prepared:
     return device_loop(one_round, words, jnp.zeros_like(x))
 
 
-class Product(nnx.Module):
+class OutputProjection(nnx.Module):
     """The attention's output projection, `[heads × value width, hidden]`: the largest product that is in every layer."""
 
     def __init__(self, declare: Declaration, rows: int, columns: int):
         self.matrix = Matrix(declare, (rows, columns), ("heads", "embed"))
 
 
-def product_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
+def product_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """One product by weights kept as bf16, float32 and FP8 with block scales; of the last as ``--activation-scheme`` says."""
     config = setting.config
     rows, columns = config.num_attention_heads * config.v_head_dim, config.hidden_size
@@ -72,20 +72,20 @@ def product_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
         if weights == "f32" and setting.dtype != np.float32:
             continue
         own = dataclasses.replace(setting, weights=weights)
-        make = lambda declare: Product(declare, rows, columns)  # noqa: E731
-        stack = Stack.of(own, make, config.num_hidden_layers)
+        make = lambda declare: OutputProjection(declare, rows, columns)  # noqa: E731
+        stack = LayerStack.of(own, make, config.num_hidden_layers)
 
-        def apply(product: Product, x, total, own=own):
+        def apply(product: OutputProjection, x, total, own=own):
             wide = jnp.broadcast_to(x[..., :1], (*x.shape[:-1], rows))
             return total + own.multiply(product.matrix, wide)
 
         for count in tokens:
             size = setting.dtype.itemsize
-            yield Case(
+            yield ModuleCase(
                 "product",
                 weights,
                 {"tokens": count, "n": columns, "k": rows},
-                Work(2 * count * rows * columns, stack.layer_bytes, count * size * (rows + columns)),
+                ModuleWork(2 * count * rows * columns, stack.layer_bytes, count * size * (rows + columns)),
                 stack.nbytes + 4 * count * size * (rows + columns),
                 lambda own=own, count=count, make=make, apply=apply: layer_loop(
                     own, make, apply, config.num_hidden_layers, count

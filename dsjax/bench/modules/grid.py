@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsjax.bench.modules.attention import attention_cases
-from dsjax.bench.modules.case import Case
+from dsjax.bench.modules.case import ModuleCase
 from dsjax.bench.modules.dense import head_cases, mlp_cases, norm_cases, router_cases
 from dsjax.bench.modules.embedding import embedding_cases
 from dsjax.bench.modules.exchange import exchange_cases
 from dsjax.bench.modules.fp8 import product_cases, quantisation_cases
 from dsjax.bench.modules.inputs import input_cases
 from dsjax.bench.modules.launch import launch_cases
-from dsjax.bench.modules.options import GridOptions
+from dsjax.bench.modules.options import ModuleGrid
 from dsjax.bench.modules.routed import default_experts, expert_cases
 from dsjax.bench.modules.setting import Setting, free_memory
 from dsjax.model.forms import reads
@@ -24,7 +24,7 @@ MOST_ROWS = 512
 LEAST_CHUNK = 16
 
 
-def cases(setting: Setting, grid: GridOptions) -> Iterator[Case]:
+def cases(setting: Setting, grid: ModuleGrid) -> Iterator[ModuleCase]:
     """In the order of the tables."""
     tokens, config = grid.token_counts, setting.config
     rows = [count for count in tokens if count <= MOST_ROWS] or tokens[:1]
@@ -58,7 +58,7 @@ def rank_experts(setting: Setting, asked: int | None) -> int:
     return min(config.n_routed_experts, asked or default_experts(config, memory, size))
 
 
-def _attention(setting: Setting, grid: GridOptions, rows: list[int], tokens: list[int]) -> Iterator[Case]:
+def _attention(setting: Setting, grid: ModuleGrid, rows: list[int], tokens: list[int]) -> Iterator[ModuleCase]:
     """Decode: rows × contexts, and once more with the drafts that they verify. Prefill: one prompt's chunk of so many tokens, at
     its beginning and after cached positions.
     """

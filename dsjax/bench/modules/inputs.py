@@ -9,30 +9,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsjax.bench.modules.case import Case, Work
+from dsjax.bench.modules.case import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import Setting
-from dsjax.bench.modules.timing import Prepared, device_loop
-from dsjax.engine import device_state, slots
-from dsjax.engine.device_state import DeviceState
-from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.slots import LaunchShape
+from dsjax.bench.modules.timing import PreparedCase, device_loop
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device import device_state, slots
+from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.slots import LaunchShape
 from dsjax.model.rope import Rotation
 from dsjax.model.rows import GroupShape, flatten
 
 
-def input_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
+def input_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Rows of one token each."""
     pages = -(-setting.max_model_len // setting.step.page_size)
     for count in tokens:
         # Slot, limit and most drafts; a page that is gained; the row's page table, read; rotation, read and written.
         moved = 4 * count * (3 + 3 + pages + 2 * setting.config.qk_rope_head_dim)
         moved += 2 * count * setting.config.hidden_size * setting.dtype.itemsize
-        yield Case(
-            "inputs", "", {"tokens": count}, Work(0, 0, moved), 4 * moved, lambda n=count: _inputs(setting, n, pages)
+        yield ModuleCase(
+            "inputs",
+            "",
+            {"tokens": count},
+            ModuleWork(0, 0, moved),
+            4 * moved,
+            lambda n=count: _inputs(setting, n, pages),
         )
 
 
-def _inputs(setting: Setting, rows: int, pages: int) -> Prepared:
+def _inputs(setting: Setting, rows: int, pages: int) -> PreparedCase:
     config, step = setting.config, setting.step
     shape = LaunchShape(GroupShape(rows, 1, pages, step.decode_form), None, step.page_size)
     own = np.concatenate([np.arange(rows), np.full(rows, setting.max_model_len), np.zeros(rows)])

@@ -9,25 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsjax.bench.modules.case import Case, Work
+from dsjax.bench.modules.case import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import Setting
-from dsjax.bench.modules.timing import Prepared, host_loop
-from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.commands import PageChange, RankStep, Step, int32s
-from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.mesh_executor import MeshExecutor
-from dsjax.engine.programs import Programs
-from dsjax.engine.slots import StepRows
+from dsjax.bench.modules.timing import PreparedCase, host_loop
+from dsjax.engine.contract.commands import PageChange, RankStep, Step, int32s
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.device.mesh_executor import MeshExecutor
+from dsjax.engine.device.programs import Programs
+from dsjax.engine.device.slots import StepRows
 
 
-def launch_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Case]:
+def launch_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Rows of one token each, as a step's command names them: slot and limit, and a page for each that it gains."""
     for count in tokens:
         size = 4 * count * (3 + 3)
-        yield Case("launch", "", {"tokens": count}, Work(0, 0, size), 4 * size, lambda n=count: _launch(setting, n))
+        yield ModuleCase(
+            "launch", "", {"tokens": count}, ModuleWork(0, 0, size), 4 * size, lambda n=count: _launch(setting, n)
+        )
 
 
-def _launch(setting: Setting, rows: int) -> Prepared:
+def _launch(setting: Setting, rows: int) -> PreparedCase:
     """`MeshExecutor.launch` and `collect` of greedy rows: they are laid out, sent, the program called, the tokens read and sorted out.
 
     In place of the step stands a program that takes as many arrays, small ones, and gives back tokens. Of the rows one in

@@ -10,23 +10,23 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from dsjax.bench.modules.attention import AttentionInputs, attend_layer, cache_for, cache_layers
-from dsjax.bench.modules.case import Case, Row, Work
+from dsjax.bench.modules.case import ModuleCase, ModuleRow, ModuleWork
 from dsjax.bench.modules.dense import head_cases
 from dsjax.bench.modules.launch import launch_cases
-from dsjax.bench.modules.routed import SKEWS, Arrivals, arrivals, layer_ids, product_of
-from dsjax.bench.modules.setting import Setting, Stack, free_memory
-from dsjax.bench.modules.timing import Prepared, device_loop
+from dsjax.bench.modules.routed import SKEWS, DispatchedTokens, arrivals, layer_ids, product_of
+from dsjax.bench.modules.setting import LayerStack, Setting, free_memory
+from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.errors import UserError
 from dsjax.model.mla_costs import mla_cost
 from dsjax.model.transformer import DecoderLayer
 from sharding.dispatch import DispatchConfig, dispatch
 
 MEMORY_SHARE = 0.4
-"""Of the free memory, what `--layers auto` fills; a case may take a little more (`run.MEMORY_SHARE`)."""
+"""Share of the free memory that `--layers auto` fills; a case may take a little more (`run.MEMORY_SHARE`)."""
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class OneRankPlan:
     """What is timed: a decode step of `batch` requests of one of `ranks` ranks, with `experts` a layer and `layers` MoE layers."""
 
     ranks: int
@@ -35,7 +35,7 @@ class RankPlan:
     layers: int
 
     @classmethod
-    def of(cls, setting: Setting, ranks: int, batch: int, layers: str) -> RankPlan:
+    def of(cls, setting: Setting, ranks: int, batch: int, layers: str) -> OneRankPlan:
         """Experts divided over the ranks; as many layers as memory holds, or as were asked for.
 
         Raises:
@@ -55,13 +55,13 @@ class RankPlan:
         return cls(ranks, experts, batch, wanted)
 
 
-def layer_stack(setting: Setting, experts: int, depth: int) -> Stack:
+def layer_stack(setting: Setting, experts: int, depth: int) -> LayerStack:
     """`depth` layers of the model as one rank holds them: with so many physical experts, or, with 0, dense."""
     make = lambda declare: DecoderLayer(declare, setting.config, num_physical=experts)  # noqa: E731
-    return Stack.of(setting, make, depth, depth=depth)
+    return LayerStack.of(setting, make, depth, depth=depth)
 
 
-def one_rank_cases(setting: Setting, plan: RankPlan, contexts: list[int]) -> Iterator[Case]:
+def one_rank_cases(setting: Setting, plan: OneRankPlan, contexts: list[int]) -> Iterator[ModuleCase]:
     """A dense layer and the MoE layers, for each context; the head and the launch."""
     config = setting.config
     yield from launch_cases(setting, [plan.batch])
@@ -79,8 +79,14 @@ def one_rank_cases(setting: Setting, plan: RankPlan, contexts: list[int]) -> Ite
 
 
 def _case(
-    setting: Setting, plan: RankPlan, module: str, variant: str, context: int, stack: Stack, found: Arrivals | None
-) -> Case:
+    setting: Setting,
+    plan: OneRankPlan,
+    module: str,
+    variant: str,
+    context: int,
+    stack: LayerStack,
+    found: DispatchedTokens | None,
+) -> ModuleCase:
     config, size = setting.config, setting.dtype.itemsize
     attention = mla_cost(
         config,
@@ -102,10 +108,12 @@ def _case(
         sizes |= {"experts": plan.experts, "rows": found.rows, "pairs": found.pairs}
         other += 2 * found.rows * config.hidden_size * size
     build = lambda: _loop(setting, plan, stack, found, context)  # noqa: E731
-    return Case(module, variant, sizes, Work(flops, weights, other), stack.nbytes, build)
+    return ModuleCase(module, variant, sizes, ModuleWork(flops, weights, other), stack.nbytes, build)
 
 
-def _loop(setting: Setting, plan: RankPlan, stack: Stack, found: Arrivals | None, context: int) -> Prepared:
+def _loop(
+    setting: Setting, plan: OneRankPlan, stack: LayerStack, found: DispatchedTokens | None, context: int
+) -> PreparedCase:
     """Whole layers: attention and MLP or experts, each behind a norm and beside a residual, as the step has them."""
     step, config = setting.step, setting.config
     tokens, layers = plan.batch, cache_layers(setting, step.decode_form, plan.batch, context + 1)
@@ -170,7 +178,7 @@ class Extrapolation:
         return {"variant": self.variant, "context": self.context, "parts": parts, "step_s": self.seconds}
 
 
-def extrapolate(setting: Setting, rows: list[Row]) -> list[Extrapolation]:
+def extrapolate(setting: Setting, rows: list[ModuleRow]) -> list[Extrapolation]:
     """For each MoE layer that was timed: the model's dense layers, its MoE layers, head and launch."""
     config, found = setting.config, []
     alone = {row.case.module: row.times.median for row in rows if row.case.module in ("head", "launch")}

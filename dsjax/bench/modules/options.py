@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dsjax.bench.serve.options import Checked, OptionError, option
+from dsjax.options import Checked, OptionError, option
 
 MODULES = (
     "launch",
@@ -43,7 +43,7 @@ class ModelOptions(Checked):
 
 
 @dataclass(frozen=True)
-class GridOptions(Checked):
+class ModuleGrid(Checked):
     """What is timed, at which sizes."""
 
     only: str | None = option(None, f"modules, separated by commas: {', '.join(MODULES)}")

@@ -12,9 +12,9 @@ from dsjax.bench.modules.setting import Setting
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig, load_config
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import make_step, weights_format
-from dsjax.engine.process import enable_compile_cache, keep_freed_memory
+from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step, weights_format
 from dsjax.errors import UserError
 from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec

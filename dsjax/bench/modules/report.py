@@ -14,17 +14,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dsjax.bench.modules.case import Case, Row
+from dsjax.bench.modules.case import ModuleCase, ModuleRow
 from dsjax.bench.modules.ceilings import Ceilings, Device
-from dsjax.bench.modules.one_rank import Extrapolation, RankPlan
-from dsjax.bench.modules.run import Found
+from dsjax.bench.modules.one_rank import Extrapolation, OneRankPlan
+from dsjax.bench.modules.run import ModuleResults
 from dsjax.bench.modules.setting import Setting
 from dsjax.config import ModelConfig
 from dsjax.plan.measured import FORMAT, widths
 from dsjax.progress import Tenths
 
 
-def show(console: Console, found: Found, ceilings: Ceilings, device: Device) -> None:
+def show(console: Console, found: ModuleResults, ceilings: Ceilings, device: Device) -> None:
     """A table for each module, and what was left out."""
     console.print(
         f"[bold]{device.name}[/bold]: {ceilings.bandwidth / 1e9:,.1f} GB/s, {ceilings.flops / 1e9:,.0f} GFLOP/s "
@@ -42,7 +42,7 @@ def show(console: Console, found: Found, ceilings: Ceilings, device: Device) -> 
     )
 
 
-def _table(module: str, rows: list[Row], ceilings: Ceilings) -> Table:
+def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
     table = Table(title=module, title_justify="left")
     names = [name for name in dict.fromkeys(n for row in rows for n in row.case.sizes) if name != "mesh"]
     if any(row.case.variant for row in rows):
@@ -69,7 +69,7 @@ def _table(module: str, rows: list[Row], ceilings: Ceilings) -> Table:
     return table
 
 
-def show_extrapolation(console: Console, steps: list[Extrapolation], plan: RankPlan, config: ModelConfig) -> None:
+def show_extrapolation(console: Console, steps: list[Extrapolation], plan: OneRankPlan, config: ModelConfig) -> None:
     """A step of the whole model, layer by layer."""
     table = Table(
         title=f"a decode step of one rank of {plan.ranks}: {plan.batch} requests, {plan.experts} of "
@@ -89,7 +89,7 @@ def show_extrapolation(console: Console, steps: list[Extrapolation], plan: RankP
 
 
 def to_json(
-    found: Found,
+    found: ModuleResults,
     setting: Setting,
     model: str,
     ceilings: Ceilings,
@@ -144,7 +144,7 @@ def origin(form: str, command: str, device: Device) -> dict[str, Any]:
 
 
 def versions() -> Mapping[str, str]:
-    """Of what the figures hang on beside the device."""
+    """Versions of what the figures hang on beside the device."""
     import importlib.metadata
 
     try:
@@ -161,7 +161,7 @@ def versions() -> Mapping[str, str]:
 
 
 @contextlib.contextmanager
-def case_progress(console: Console, shown: bool, total: int) -> Iterator[Callable[[Case], None]]:
+def case_progress(console: Console, shown: bool, total: int) -> Iterator[Callable[[ModuleCase], None]]:
     """A progress bar over cases, with the name of the one that is being timed; gives a function to call when one begins.
 
     The bar goes away at the end. Where the console is no terminal, a line is written at each tenth instead.
@@ -174,7 +174,7 @@ def case_progress(console: Console, shown: bool, total: int) -> Iterator[Callabl
         task = bar.add_task("", total=total)
         begun = [0]
 
-        def on_start(case: Case) -> None:
+        def on_start(case: ModuleCase) -> None:
             if tenths is not None:
                 tenths.reach(begun[0])
             bar.update(task, completed=begun[0], description=case.title)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from dsjax.bench.modules.case import Case, Work
-from dsjax.bench.modules.setting import Setting, Stack
-from dsjax.bench.modules.timing import Prepared, device_loop
+from dsjax.bench.modules.case import ModuleCase, ModuleWork
+from dsjax.bench.modules.setting import LayerStack, Setting
+from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.moe import RoutedExperts
 from sharding.dispatch import DispatchConfig, dispatch
@@ -23,7 +23,7 @@ SKEWS = {"even": 0.0, "skewed": 0.3}
 
 
 @dataclass(frozen=True)
-class Arrivals:
+class DispatchedTokens:
     """What a rank's experts get: local ids `[N, K]` with −1 for none, and weights `[N, K]`.
 
     mean_load: pairs of one expert under even routing, by which the step chooses the product's tiles.
@@ -56,7 +56,7 @@ def route_randomly(rng: np.random.Generator, tokens: int, experts: int, top_k: i
     return np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
 
-def arrivals(setting: Setting, tokens: int, experts: int, skew: float) -> Arrivals:
+def arrivals(setting: Setting, tokens: int, experts: int, skew: float) -> DispatchedTokens:
     """What arrives at a rank with `experts` of the model's, when it and its like have `tokens` each.
 
     All ranks' tokens are drawn together; of a skewed draw the busiest rank is taken, whom the others wait for.
@@ -73,10 +73,10 @@ def arrivals(setting: Setting, tokens: int, experts: int, skew: float) -> Arriva
         local = np.full((1, ids.shape[1]), -1, np.int32)
         local[0, 0] = 0
     mean_load = tokens * config.num_experts_per_tok * ranks / config.n_routed_experts
-    return Arrivals(local.astype(np.int32), rng.random(local.shape, np.float32), mean_load)
+    return DispatchedTokens(local.astype(np.int32), rng.random(local.shape, np.float32), mean_load)
 
 
-def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Iterator[Case]:
+def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """The grouped product of a rank's experts, with sorting, gathering and the weighted sums."""
     config = setting.config
     if not config.is_moe:
@@ -86,13 +86,13 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
     for count in tokens:
         for variant, skew in SKEWS.items():
             found = arrivals(setting, count, experts, skew)
-            work = Work(
+            work = ModuleWork(
                 6 * found.pairs * D * F,
                 stack.layer_bytes * found.used / experts,
                 itemsize * (2 * found.rows * D + found.pairs * (2 * D + 5 * F)),
             )
             sizes = {"tokens": count, "experts": experts, "rows": found.rows, "pairs": found.pairs, "used": found.used}
-            yield Case(
+            yield ModuleCase(
                 "experts",
                 variant,
                 sizes,
@@ -102,7 +102,7 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
             )
 
 
-def expert_loop(setting: Setting, experts: int, found: Arrivals) -> Prepared:
+def expert_loop(setting: Setting, experts: int, found: DispatchedTokens) -> PreparedCase:
     """The step's own call, `dispatch` over an EP group of one rank, whose experts are read out of the whole stack of layers."""
     stack = _stack(setting, experts)
     inputs = {
@@ -129,14 +129,14 @@ def expert_loop(setting: Setting, experts: int, found: Arrivals) -> Prepared:
     return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=config.num_moe_layers)
 
 
-def layer_ids(setting: Setting, experts: int, found: Arrivals, layers: int) -> jax.Array:
+def layer_ids(setting: Setting, experts: int, found: DispatchedTokens, layers: int) -> jax.Array:
     """Ids `[layers, N, K]`: each layer routes differently. Ids that never change would be sorted once, before the loop."""
     rng = np.random.default_rng(setting.seed)
     every = [np.append(rng.permutation(experts), -1)[found.ids] for _ in range(layers)]
     return jnp.asarray(np.stack(every), jnp.int32)
 
 
-def product_of(setting: Setting, weight_dtype: np.dtype, found: Arrivals) -> ExpertProduct:
+def product_of(setting: Setting, weight_dtype: np.dtype, found: DispatchedTokens) -> ExpertProduct:
     """The product that the step would choose."""
     return ExpertProduct(
         weight_dtype=weight_dtype,
@@ -154,6 +154,6 @@ def default_experts(config, memory: int, expert_bytes: int) -> int:
     return max(1, math.ceil(config.n_routed_experts / 32))
 
 
-def _stack(setting: Setting, experts: int) -> Stack:
+def _stack(setting: Setting, experts: int) -> LayerStack:
     make = lambda declare: RoutedExperts(declare, setting.config, experts)  # noqa: E731
-    return Stack.of(setting, make, setting.config.num_moe_layers)
+    return LayerStack.of(setting, make, setting.config.num_moe_layers)

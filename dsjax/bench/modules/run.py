@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import jax
 
-from dsjax.bench.modules.case import Case, Row
+from dsjax.bench.modules.case import ModuleCase, ModuleRow
 from dsjax.bench.modules.ceilings import Ceilings
 from dsjax.bench.modules.setting import Setting, free_memory
 from dsjax.bench.modules.timing import Budget
 from dsjax.bench.processes import Agree, alone
-from dsjax.hosts.meeting import GroupError
+from dsjax.hosts.rendezvous import GroupError
 
 MEMORY_SHARE = 0.5
-"""Of the free memory, what a case may take: while weights are made they exist twice."""
+"""Share of the free memory that a case may take: while weights are made they exist twice."""
 _TOO_LARGE = "the device's memory does not hold it"
 
 
@@ -23,15 +23,15 @@ _TOO_LARGE = "the device's memory does not hold it"
 class Skipped:
     """A case that was not timed, and why."""
 
-    case: Case
+    case: ModuleCase
     reason: str
 
 
 @dataclass
-class Found:
+class ModuleResults:
     """What a run found. failure: what went wrong in another process, or on the way to it, and ended the run."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ModuleRow] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     interrupted: bool = False
     failure: Exception | None = None
@@ -44,19 +44,19 @@ class Found:
 
 def run_cases(
     setting: Setting,
-    cases: Iterable[Case],
+    cases: Iterable[ModuleCase],
     ceilings: Ceilings,
     budget: Budget,
     row_limit: float,
-    on_start: Callable[[Case], None] = lambda case: None,
+    on_start: Callable[[ModuleCase], None] = lambda case: None,
     agree: Agree = alone,
-) -> Found:
+) -> ModuleResults:
     """Time each case in turn. Ctrl-C ends the run; what was done is returned.
 
     row_limit: seconds that one application may take at the device's ceilings. agree: of the processes that have the same shared cases;
     the others of a case are this process's own.
     """
-    found = Found()
+    found = ModuleResults()
     try:
         for case in cases:
             on_start(case)
@@ -67,7 +67,7 @@ def run_cases(
                 if ask is not alone or not _is_of_memory(error):
                     raise
                 outcome = _TOO_LARGE
-            if isinstance(outcome, Row):
+            if isinstance(outcome, ModuleRow):
                 found.rows.append(outcome)
             else:
                 found.skipped.append(Skipped(case, outcome))
@@ -81,8 +81,8 @@ def run_cases(
 
 
 def _outcome(
-    setting: Setting, case: Case, ceilings: Ceilings, budget: Budget, row_limit: float, agree: Agree
-) -> Row | str:
+    setting: Setting, case: ModuleCase, ceilings: Ceilings, budget: Budget, row_limit: float, agree: Agree
+) -> ModuleRow | str:
     """What was measured; or why it cannot be, the same in all processes that agree."""
     reason = _first(agree("possible", why_not(setting, case, ceilings, row_limit)))
     if reason:
@@ -98,7 +98,7 @@ def _outcome(
         return reason
     prepared.agree = agree
     prepared.warm_up(budget)
-    return Row(case, prepared.take(budget), prepared.in_device_loop)
+    return ModuleRow(case, prepared.take(budget), prepared.in_device_loop)
 
 
 def _first(reasons: Iterable[str | None]) -> str | None:
@@ -109,7 +109,7 @@ def _is_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
-def why_not(setting: Setting, case: Case, ceilings: Ceilings, row_limit: float) -> str | None:
+def why_not(setting: Setting, case: ModuleCase, ceilings: Ceilings, row_limit: float) -> str | None:
     """A line that says why a case cannot be timed here; None if it can."""
     free = free_memory(setting.step.mesh.devices.flat[0])
     if case.memory > MEMORY_SHARE * free:

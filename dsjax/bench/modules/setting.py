@@ -16,7 +16,7 @@ from flax import nnx
 
 from dsjax.config import ModelConfig
 from dsjax.model.parameters import Declaration, Multiply, ParameterInfo, ParameterTable, Weights
-from dsjax.model.step import Step
+from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 
 WORKING_SET = 512 << 20
@@ -32,7 +32,7 @@ class Setting:
     weights: how matrices are kept. seed: of weights, tokens and routing. max_model_len: positions that page tables cover.
     """
 
-    step: Step
+    step: ModelStep
     weights: Weights
     seed: int = 0
     max_model_len: int = 4096
@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of computation."""
+        """The type in which is computed."""
         return jnp.dtype(self.step.dtype)
 
     @property
@@ -86,7 +86,7 @@ class Setting:
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
+class LayerStack:
     """A module's weights, `depth` layers of them: described, or `made` with random values."""
 
     table: ParameterTable
@@ -95,7 +95,7 @@ class Stack:
     @classmethod
     def of(
         cls, setting: Setting, make: Callable[[Declaration], nnx.Module], in_model: int, depth: int | None = None
-    ) -> Stack:
+    ) -> LayerStack:
         """`make(declare)` with as many layers as the setting's working set wants, or `depth` of them."""
         if depth is None:
             one = ParameterTable.of(make(setting.declare(1)))
@@ -104,12 +104,12 @@ class Stack:
 
     @property
     def nbytes(self) -> int:
-        """Of all layers."""
+        """Bytes of all layers."""
         return _nbytes(self.table.infos)
 
     @property
     def layer_bytes(self) -> int:
-        """Of one layer."""
+        """Bytes of one layer."""
         return self.nbytes // self.depth
 
     def values(self, seed: int) -> dict[str, jax.Array]:
@@ -166,7 +166,7 @@ def free_memory(device: jax.Device) -> int:
 
 
 def with_mesh(setting: Setting, spec: MeshSpec) -> Setting:
-    """The same model on another mesh."""
+    """Put the model on another mesh."""
     return dataclasses.replace(setting, step=dataclasses.replace(setting.step, spec=spec, mesh=spec.build()))
 
 

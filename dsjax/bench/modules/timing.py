@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 
 
 @dataclass
-class Prepared:
+class PreparedCase:
     """Something compiled, with its inputs on the device, that can be timed again and again.
 
     run: applies the module so many times, and waits. unit: applications come in multiples of it. in_call: applications in one
@@ -61,7 +61,7 @@ class Prepared:
     state: Callable[[], Any] = lambda: None
     """What the loop carries, after the last call."""
     agree: Agree = alone
-    """Of the processes that apply it together: they must do so as often, and a sample is the slowest one's."""
+    """The agreement of the processes that apply it together: they must do so as often, and a sample is the slowest one's."""
 
     def warm_up(self, budget: Budget | None = None) -> None:
         """Run, and choose how many applications the two calls of a sample have.
@@ -104,7 +104,7 @@ class Prepared:
         return self.times()
 
     def times(self) -> Times:
-        """Of the samples so far."""
+        """Times of the samples so far."""
         return Times(tuple(self.samples), self.few if self.in_device_loop else 0, self.many, self.unit)
 
     def _slowest(self, seconds: float) -> float:
@@ -135,7 +135,7 @@ def device_loop(
     depth: int = 1,
     in_call: int = 1,
     unit: int = 1,
-) -> Prepared:
+) -> PreparedCase:
     """`carry = apply(inputs, layer, carry)` in a loop of the compiled program, over layers 0 to `depth` − 1 and round again.
 
     Inputs are arguments, so that nothing is folded into the program; the carry is donated and kept from call to call, so that
@@ -160,20 +160,20 @@ def device_loop(
         first[0] += rounds
         held[0] = jax.block_until_ready(compiled(*start, inputs, held[0]))
 
-    return Prepared(run, unit, in_call, state=lambda: held[0])
+    return PreparedCase(run, unit, in_call, state=lambda: held[0])
 
 
-def host_loop(call: Callable[[], Any]) -> Prepared:
+def host_loop(call: Callable[[], Any]) -> PreparedCase:
     """`call` from the host, each waited for."""
 
     def run(applications: int) -> None:
         for _ in range(applications):
             jax.block_until_ready(call())
 
-    return Prepared(run, in_device_loop=False)
+    return PreparedCase(run, in_device_loop=False)
 
 
-def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry: Any) -> Prepared:
+def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry: Any) -> PreparedCase:
     """`carry = apply(inputs, carry)` as one call from the host each time, inputs in turn; the cost of an empty call is taken off.
 
     For what a step has once: in a loop of nothing else it would find the threads of its products awake.
@@ -194,7 +194,7 @@ def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry:
             turn[0] += 1
             held[0] = jax.block_until_ready(program(inputs[turn[0] % len(inputs)], held[0]))
 
-    return Prepared(run, in_device_loop=False, empty=lambda calls: run(calls, nothing), state=lambda: held[0])
+    return PreparedCase(run, in_device_loop=False, empty=lambda calls: run(calls, nothing), state=lambda: held[0])
 
 
 @dataclass(frozen=True)

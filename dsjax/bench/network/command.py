@@ -8,9 +8,9 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from dsjax.bench.network.options import GridOptions, VerdictOptions
+from dsjax.bench.network.options import CollectiveGrid, VerdictOptions
 from dsjax.bench.processes import GroupOptions, Processes, measuring_together
-from dsjax.bench.serve.flags import options_of
+from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json
 from dsjax.errors import UserError
 
@@ -18,8 +18,8 @@ _EXIT_CODES = {None: 0, "as expected": 0, "warning": 3, "failing": 4}
 _INTERRUPTED = 130
 
 
-@options_of(grid=GridOptions, verdict=VerdictOptions, group=GroupOptions)
-def network(grid: GridOptions, verdict: VerdictOptions, group: GroupOptions) -> None:
+@options_of(grid=CollectiveGrid, verdict=VerdictOptions, group=GroupOptions)
+def network(grid: CollectiveGrid, verdict: VerdictOptions, group: GroupOptions) -> None:
     """Time the collectives that a step sends, on the links of a mesh, inside a host and between hosts, and judge them.
 
     Ends with 0 where all is as expected, 3 where a row is slower than the cluster's warning, 4 where one fails or data arrive wrong.
@@ -40,7 +40,7 @@ def network(grid: GridOptions, verdict: VerdictOptions, group: GroupOptions) -> 
         raise typer.Exit(code)
 
 
-def _measure(grid: GridOptions, verdict: VerdictOptions, spec: Any, cluster: Any, processes: Processes) -> int:
+def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: Any, processes: Processes) -> int:
     """The exit code, the same in all processes; process 0 prints and writes."""
     import jax.numpy as jnp
 
@@ -79,7 +79,7 @@ def _measure(grid: GridOptions, verdict: VerdictOptions, spec: Any, cluster: Any
     return _EXIT_CODES[found.verdict]
 
 
-def _alike(grid: GridOptions, verdict: VerdictOptions) -> dict[str, Any]:
+def _alike(grid: CollectiveGrid, verdict: VerdictOptions) -> dict[str, Any]:
     """What must be the same in all processes beside versions, by name as messages have it."""
     return {f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(grid).items()} | {
         "--cluster": verdict.cluster

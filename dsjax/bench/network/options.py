@@ -3,14 +3,14 @@
 import re
 from dataclasses import dataclass
 
-from dsjax.bench.serve.options import Checked, OptionError, option
+from dsjax.options import Checked, OptionError, option
 from dsjax.plan.measured_network import COLLECTIVES
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
-class GridOptions(Checked):
+class CollectiveGrid(Checked):
     """What is timed, at which sizes."""
 
     mesh: str = option("dp=1", "devices, and the groups that serving would form of them; emulated on a CPU")

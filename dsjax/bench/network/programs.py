@@ -17,7 +17,7 @@ from dsjax.bench.network.groups import DeviceGroup
 _RANK = "rank"
 _ALL = P(("group", _RANK))
 _PERIOD = 3
-"""Of the values that are checked: sums of them over 100 ranks are exact in bfloat16 too."""
+"""Values that are checked repeat after so many: sums of them over 100 ranks are exact in bfloat16 too."""
 
 
 def all_gather(x, ranks: int):

@@ -10,15 +10,15 @@ from rich.table import Table
 
 from dsjax.bench.modules.ceilings import Device
 from dsjax.bench.modules.report import origin
-from dsjax.bench.network.options import GridOptions
-from dsjax.bench.network.run import VERDICTS, Found, Row
+from dsjax.bench.network.options import CollectiveGrid
+from dsjax.bench.network.run import VERDICTS, CollectiveRow, NetworkResults
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.measured_network import FORMAT
 
 _STYLES = dict(zip(VERDICTS, ("green", "yellow", "bold red"), strict=True))
 
 
-def show(console: Console, found: Found, cluster: Cluster | None) -> None:
+def show(console: Console, found: NetworkResults, cluster: Cluster | None) -> None:
     """A table for each group of devices, what was left out, and the verdict."""
     for group in dict.fromkeys(row.case.group for row in found.rows):
         console.print(_table([row for row in found.rows if row.case.group is group]))
@@ -41,7 +41,7 @@ def show(console: Console, found: Found, cluster: Cluster | None) -> None:
         console.print(f"{found.verdict}: {text}", style=_STYLES[found.verdict], highlight=False)
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[CollectiveRow]) -> Table:
     group = rows[0].case.group
     where = f"between {group.hosts} hosts" if group.between_hosts else "inside a host"
     title = f"{group.name}: {len(group.devices)} × {group.ranks} ranks, {where}"
@@ -66,8 +66,8 @@ def _table(rows: list[Row]) -> Table:
 
 
 def to_json(
-    found: Found,
-    options: GridOptions,
+    found: NetworkResults,
+    options: CollectiveGrid,
     dtype: np.dtype,
     cluster: Cluster | None,
     device: Device,

@@ -15,7 +15,7 @@ import numpy as np
 from dsjax.bench.modules.setting import free_memory
 from dsjax.bench.modules.timing import LEAST_SAMPLE
 from dsjax.bench.network.groups import DeviceGroup
-from dsjax.bench.network.options import GridOptions
+from dsjax.bench.network.options import CollectiveGrid
 from dsjax.bench.network.programs import CollectiveProgram
 from dsjax.bench.processes import Agree
 from dsjax.errors import UserError
@@ -39,7 +39,7 @@ class Expectation:
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class CollectiveCase:
     """One row to be."""
 
     group: DeviceGroup
@@ -53,10 +53,10 @@ class Case:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class CollectiveRow:
     """What was found of a case. samples: seconds of one application, of the slowest process each time."""
 
-    case: Case
+    case: CollectiveCase
     operand_bytes: int
     sent_bytes: int
     correct: bool
@@ -111,11 +111,11 @@ class Row:
 
 
 @dataclass
-class Found:
+class NetworkResults:
     """What a run found."""
 
-    rows: list[Row] = field(default_factory=list)
-    skipped: list[tuple[Case, str]] = field(default_factory=list)
+    rows: list[CollectiveRow] = field(default_factory=list)
+    skipped: list[tuple[CollectiveCase, str]] = field(default_factory=list)
     interrupted: bool = False
 
     @property
@@ -125,25 +125,25 @@ class Found:
         return VERDICTS[max(found)] if found else None
 
 
-def cases(groups: Iterable[DeviceGroup], options: GridOptions) -> Iterator[Case]:
-    """Of each group each collective, small messages first."""
+def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[CollectiveCase]:
+    """Each collective of each group, small messages first."""
     for group in groups:
         for collective in options.collectives:
             for size in options.byte_counts:
-                yield Case(group, collective, size)
+                yield CollectiveCase(group, collective, size)
 
 
 def run_cases(
-    todo: Iterable[Case],
-    options: GridOptions,
+    todo: Iterable[CollectiveCase],
+    options: CollectiveGrid,
     dtype: np.dtype,
     cluster: Cluster | None,
     agree: Agree,
-    on_start: Callable[[Case], None] = lambda case: None,
-) -> Found:
+    on_start: Callable[[CollectiveCase], None] = lambda case: None,
+) -> NetworkResults:
     """Time each case in turn. Ctrl-C in a process that is alone ends the run; what was done is returned."""
-    found = Found()
-    last: dict[tuple, Row] = {}
+    found = NetworkResults()
+    last: dict[tuple, CollectiveRow] = {}
     try:
         for case in todo:
             on_start(case)
@@ -156,7 +156,7 @@ def run_cases(
             correct = all(agree("correct", program.arrives_right()))
             samples = sample(program.loop(), options.repeats, agree)
             expectation = expect(cluster, case, program.sent_bytes) if cluster else None
-            row = Row(case, program.operand_bytes, program.sent_bytes, correct, samples, expectation)
+            row = CollectiveRow(case, program.operand_bytes, program.sent_bytes, correct, samples, expectation)
             found.rows.append(row)
             last[key] = row
     except KeyboardInterrupt:
@@ -182,7 +182,9 @@ def sample(run: Callable[[int], None], repeats: int, agree: Agree) -> tuple[floa
     return tuple(max(times) for times in zip(*agree("samples", own), strict=True))
 
 
-def why_not(case: Case, program: CollectiveProgram, before: Row | None, limit: float, agree: Agree) -> str | None:
+def why_not(
+    case: CollectiveCase, program: CollectiveProgram, before: CollectiveRow | None, limit: float, agree: Agree
+) -> str | None:
     """A line that says why a case cannot be timed here, the same in all processes; None if it can."""
     device = jax.local_devices()[0]
     if case.collective == "ragged_all_to_all" and device.platform not in NATIVE_PLATFORMS:
@@ -196,7 +198,7 @@ def why_not(case: Case, program: CollectiveProgram, before: Row | None, limit: f
     return None
 
 
-def expect(cluster: Cluster, case: Case, sent: int) -> Expectation:
+def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
     """What a cluster file says of a case: its own `[acceptance]` table for this collective, or the planner's figure for its links."""
     group, limits = case.group, cluster.acceptance
     place = "between_hosts" if group.between_hosts else "inside_host"

@@ -12,17 +12,18 @@ from dsjax.bench.serve.datasets import Dataset
 from dsjax.bench.serve.datasets.prefix_repetition import PrefixRepetition
 from dsjax.bench.serve.drafts import Counters, DraftFigures, read_counters
 from dsjax.bench.serve.load import run_load
-from dsjax.bench.serve.options import LoadOptions, OptionError, ReportOptions, ServerOptions, WorkloadOptions
+from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
 from dsjax.bench.serve.progress import PointProgress
 from dsjax.bench.serve.prompt_form import PromptSource
 from dsjax.bench.serve.prompts import count_tokens
 from dsjax.bench.serve.records import BenchRequest
-from dsjax.bench.serve.report import Point
+from dsjax.bench.serve.report import LoadPoint
 from dsjax.bench.serve.result_files import PointResult
 from dsjax.bench.serve.search import Search
 from dsjax.bench.serve.server_facts import ServerError, ServerFacts, ask_server, server_url
 from dsjax.bench.serve.statistics import summarise
 from dsjax.bench.serve.workload import draw_requests, make_dataset
+from dsjax.options import OptionError
 
 _WARM_UP_DRAW = 0
 
@@ -174,7 +175,7 @@ class Benchmark:
             )
         statistics = summarise(result, self.report.percentiles, self.report.objectives)
         bound = dataset.cached_share_bound(len(requests)) if isinstance(dataset, PrefixRepetition) else None
-        point = Point(
+        point = LoadPoint(
             len(result.records) if duration is not None else len(requests),
             rate,
             self.load.burstiness,

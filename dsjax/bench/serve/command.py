@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dsjax.bench.serve.flags import options_of
-from dsjax.bench.serve.options import LoadOptions, OptionError, ReportOptions, ServerOptions, WorkloadOptions
+from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
+from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json
+from dsjax.options import OptionError
 
 if TYPE_CHECKING:
     from dsjax.bench.serve.result_files import PointResult

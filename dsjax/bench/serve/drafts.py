@@ -57,7 +57,7 @@ class DraftFigures:
 
     @property
     def per_position(self) -> list[float]:
-        """Of rows with drafts, the share whose draft at each position was accepted; 0 to 1."""
+        """Share of the rows with drafts whose draft at each position was accepted; 0 to 1."""
         return [accepted / self.num_drafts for accepted in self.accepted_per_position]
 
 

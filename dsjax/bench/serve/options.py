@@ -1,6 +1,5 @@
 """The options of `dsjax bench serve`, by what they are about. Named as `vllm bench serve` names them where it has them."""
 
-import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -9,43 +8,7 @@ from typing import Any
 
 from dsjax.bench.serve.goodput import parse_goodput
 from dsjax.bench.serve.report import LATENCIES
-from dsjax.errors import UserError
-
-
-class OptionError(UserError):
-    """An option that cannot be, or not beside another."""
-
-
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A field that is a command-line option.
-
-    Args:
-        default: its value when it is not given.
-        help: a line for `--help`.
-        metadata: `choices`; `flag`, where it is not the field's name; `envvar`; `least`, `above`: bounds of numbers.
-    """
-    return dataclasses.field(default=default, metadata={"help": help, **metadata})
-
-
-class Checked:
-    """Checks a dataclass's fields against the choices and bounds that they declare."""
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, facts = getattr(self, field.name), field.metadata
-            if value is None:
-                continue
-            if "choices" in facts and value not in facts["choices"]:
-                raise OptionError(f"{flag_of(field)} is {value!r}, expected one of {', '.join(facts['choices'])}")
-            if "least" in facts and not value >= facts["least"]:
-                raise OptionError(f"{flag_of(field)} is {value}, expected at least {facts['least']}")
-            if "above" in facts and not value > facts["above"]:
-                raise OptionError(f"{flag_of(field)} is {value}, expected more than {facts['above']}")
-
-
-def flag_of(field: dataclasses.Field) -> str:
-    """`--name-of-the-field`."""
-    return field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"
+from dsjax.options import Checked, OptionError, option
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import tokenizers
 
 from dsjax.bench.serve.client import Endpoint
 from dsjax.bench.serve.prompts import (
-    PromptError,
     PromptMaker,
     TextPrompts,
     TokenPrompts,
+    UnmakablePromptError,
     read_tokenizer,
     special_ids,
     vocab_size,
@@ -45,7 +45,7 @@ class PromptSource:
         for where in filter(None, (facts.root, facts.model)):
             try:
                 found = read_tokenizer(where)
-            except PromptError:
+            except UnmakablePromptError:
                 continue
             return cls(found, size or vocab_size(found))
         return cls(None, size)
@@ -57,7 +57,7 @@ class PromptSource:
             PromptError: nothing can be tried.
         """
         if wanted == "tokens" and endpoint == "chat":
-            raise PromptError("--prompt-form is tokens, but chat takes text only; use --endpoint completions")
+            raise UnmakablePromptError("--prompt-form is tokens, but chat takes text only; use --endpoint completions")
         makers: list[PromptMaker] = []
         if wanted != "text" and endpoint == "completions" and self.vocab_size is not None:
             special = special_ids(self.tokenizer) if self.tokenizer else frozenset()
@@ -66,7 +66,7 @@ class PromptSource:
             makers.append(TextPrompts(self.tokenizer))
         if not makers:
             also = ", or --vocab-size to send token ids" if endpoint == "completions" else ""
-            raise PromptError(
+            raise UnmakablePromptError(
                 "found no tokenizer for the server's model; name one with --tokenizer (a directory, a tokenizer.json or a "
                 f"Hugging Face repository){also}"
             )
@@ -79,5 +79,7 @@ class PromptSource:
             PromptError: there is none.
         """
         if self.tokenizer is None:
-            raise PromptError(f"--dataset-name {dataset} counts tokens with a tokenizer; name one with --tokenizer")
+            raise UnmakablePromptError(
+                f"--dataset-name {dataset} counts tokens with a tokenizer; name one with --tokenizer"
+            )
         return self.tokenizer

@@ -15,7 +15,7 @@ from dsjax.errors import UserError
 _FEWEST_WORDS = 16
 
 
-class PromptError(UserError):
+class UnmakablePromptError(UserError):
     """Prompts that cannot be made from what is known of the server."""
 
 
@@ -59,7 +59,9 @@ class TextPrompts:
         words = _words(tokenizer)
         self._texts = words if len(words) >= _FEWEST_WORDS else _lone_tokens(tokenizer)
         if not self._texts:
-            raise PromptError("the tokenizer has no token that could stand in a prompt; give another --tokenizer")
+            raise UnmakablePromptError(
+                "the tokenizer has no token that could stand in a prompt; give another --tokenizer"
+            )
         self._ids = np.array(sorted(self._texts))
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
@@ -108,7 +110,7 @@ def read_tokenizer(where: str) -> tokenizers.Tokenizer:
         reason = "no such file, directory or repository"
     except Exception as error:  # the library raises bare Exception
         reason = " ".join(str(error).split())[:200]
-    raise PromptError(f"found no tokenizer {where!r} ({reason})")
+    raise UnmakablePromptError(f"found no tokenizer {where!r} ({reason})")
 
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -19,7 +19,7 @@ LATENCIES = tuple(_TITLES)
 
 
 @dataclass(frozen=True)
-class Point:
+class LoadPoint:
     """What load made a point: requests, and the bound or rate that was asked for.
 
     `cached_share_bound` is the most of the input tokens that a prefix cache can have; None where the workload has no bound.
@@ -33,7 +33,7 @@ class Point:
 
 
 def report(
-    point: Point,
+    point: LoadPoint,
     statistics: Statistics,
     latencies: Sequence[str],
     devices: int | None,

@@ -10,7 +10,7 @@ from typing import Any
 from dsjax.bench.serve.drafts import DraftFigures
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
-from dsjax.bench.serve.report import LATENCIES, Point
+from dsjax.bench.serve.report import LATENCIES, LoadPoint
 from dsjax.bench.serve.statistics import Statistics
 from dsjax.errors import UserError
 
@@ -19,7 +19,7 @@ from dsjax.errors import UserError
 class PointResult:
     """A point: what was asked for, what came back, and its figures."""
 
-    point: Point
+    point: LoadPoint
     result: LoadResult
     statistics: Statistics
     drafts: DraftFigures | None = None

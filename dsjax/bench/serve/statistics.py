@@ -26,7 +26,7 @@ class Distribution:
 
     @classmethod
     def of(cls, seconds: Sequence[float], percentiles: Sequence[float]) -> "Distribution":
-        """Of times in seconds; percentiles interpolate linearly, as NumPy's and vLLM's."""
+        """Summarise times in seconds; percentiles interpolate linearly, as NumPy's and vLLM's."""
         if not seconds:
             return cls(0, None, None, None, dict.fromkeys(percentiles))
         values = np.asarray(seconds) * 1e3
@@ -74,7 +74,7 @@ class Statistics:
 
     @property
     def cached_share(self) -> float | None:
-        """Of the input tokens, those out of the prefix cache."""
+        """Share of the input tokens that came out of the prefix cache."""
         if self.total_cached_tokens is None or not self.total_input_tokens:
             return None
         return self.total_cached_tokens / self.total_input_tokens

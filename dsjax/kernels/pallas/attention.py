@@ -233,7 +233,7 @@ def split_context(programs: int, blocks: int) -> int:
 def attention_cost(
     R: int, C: int, H: int, M: int, O: int, context: int, dtype, stored_bytes: int, tiles: AttentionTiles, splits: int
 ) -> KernelCost:
-    """Of rows whose last token is the last of ``context`` positions: each tile goes over the blocks up to its own last token."""
+    """Cost of rows whose last token is the last of ``context`` positions: each tile goes over the blocks up to its own last token."""
     programs = -(-C * H // tiles.rows)
     last = np.minimum((np.arange(1, programs + 1) * tiles.rows - 1) // H, C - 1)
     seen = -(-(context - C + last + 1) // tiles.positions) * tiles.positions

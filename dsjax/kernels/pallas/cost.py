@@ -10,7 +10,7 @@ from dsjax.kernels.pallas import pl
 
 @dataclass(frozen=True)
 class KernelCost:
-    """Of one call on one device.
+    """Operations and bytes of one call on one device.
 
     flops: of matrix products, a multiply-add counting two, of all tiles that are computed. dtype: of the products' operands, by
     HLO's name. bytes: of main memory read and written; what tiles side by side read again from the device's cache counts once.
@@ -34,7 +34,7 @@ class KernelCost:
 
     @property
     def estimate(self) -> pl.CostEstimate:
-        """The same for JAX and for schedulers that read it."""
+        """Give it to JAX, and to schedulers that read it there."""
         return pl.CostEstimate(flops=int(self.flops), bytes_accessed=int(self.bytes), transcendentals=0)
 
 

@@ -259,7 +259,7 @@ def _widened(found: Array, stored: np.dtype, dtype) -> Array:
 def attention_cost(
     R: int, C: int, H: int, widths: list[int], context: int, dtype, stored_bytes: int, tiles: TpuAttentionTiles
 ) -> KernelCost:
-    """Of rows whose last token is the last of ``context`` positions: each tile goes over the blocks up to its own last token, of which
+    """Cost of rows whose last token is the last of ``context`` positions: each tile goes over the blocks up to its own last token, of which
     it copies the pages from main memory, for itself alone."""
     programs = -(-C * H // tiles.rows)
     last = np.minimum((np.arange(1, programs + 1) * tiles.rows - 1) // H, C - 1)

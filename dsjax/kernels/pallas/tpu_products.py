@@ -305,7 +305,7 @@ def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, acr
 
 
 def _dense_cost(x: Array, weight: Array, across: int) -> KernelCost:
-    """Of one FP8 matrix ``[depth, columns]`` of the stack: its weights and scales once, the rows once for each block of columns."""
+    """Cost of one FP8 matrix ``[depth, columns]`` of the stack: its weights and scales once, the rows once for each block of columns."""
     size, itemsize = math.prod(weight.shape[2:]), x.dtype.itemsize
     moved = size * (1 + 4 / BLOCK) + x.size * itemsize * across + x.shape[0] * weight.shape[-1] * itemsize
     return KernelCost(2.0 * x.shape[0] * size, moved, hlo_dtype(x.dtype))

@@ -9,7 +9,7 @@ from typing import Protocol
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.instance import Instance
 from dsjax.plan.simulation.prices import Fastest
-from dsjax.plan.simulation.service import Decoder, Engine, Served
+from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
 
 
 class Deployment(Protocol):
@@ -35,7 +35,7 @@ class _Clocked:
     there is none.
     """
 
-    def __init__(self, instance: Engine | Decoder, ahead: bool = False):
+    def __init__(self, instance: SimulatedEngine | Decoder, ahead: bool = False):
         self.instance, self.until, self._ahead = instance, math.inf, ahead
         self._arrived: list[tuple[Served, float]] = []
         self._planned: list[tuple[Served, float]] = []
@@ -69,13 +69,15 @@ class _Clocked:
         self.until = math.inf if self.instance.idle else now + self.instance.begin(now)
 
 
-def _engine(instance: Instance, batch: float, tokens: float, longest: int, *, one_token: bool = False) -> Engine:
+def _engine(
+    instance: Instance, batch: float, tokens: float, longest: int, *, one_token: bool = False
+) -> SimulatedEngine:
     work = instance.workload
     seqs = max(1, math.ceil(batch))
     step_tokens = max(seqs, math.ceil(tokens))
     prices = _prices(instance, step_tokens, 0 if one_token else instance.options.drafts)
     cache = int(instance.memory.cache_tokens.value)
-    return Engine(
+    return SimulatedEngine(
         prices,
         instance.replicas,
         seqs=seqs,
@@ -118,11 +120,11 @@ class Aggregated:
         return self._clocked.advance()
 
     def gaps(self) -> list[tuple[float, float, int]]:
-        """Of the instance."""
+        """Gaps between tokens of the instance."""
         return self._clocked.instance.gaps
 
 
-class Separated:
+class SeparatedService:
     """All instances of a separated service. A prompt goes to the prefill instance with the fewest tokens waiting, its cache then
     to the decode instance with the fewest requests; the transfer takes what the mean-value answer has for it."""
 
@@ -171,10 +173,10 @@ class Separated:
         return []
 
     def gaps(self) -> list[tuple[float, float, int]]:
-        """Of the decode side."""
+        """Gaps between tokens of the decode side."""
         return [gap for one in self._decode for gap in one.instance.gaps]
 
 
 def deployment(candidate: Candidate, longest: int) -> Deployment:
     """What plays a candidate. longest: most tokens of a request."""
-    return Aggregated(candidate, longest) if candidate.mode == "aggregated" else Separated(candidate, longest)
+    return Aggregated(candidate, longest) if candidate.mode == "aggregated" else SeparatedService(candidate, longest)

@@ -1,4 +1,4 @@
-"""`Load`: who asks when, for how long: arrivals at a rate, or a fixed number of requests in flight; lengths drawn."""
+"""`OfferedLoad`: who asks when, for how long: arrivals at a rate, or a fixed number of requests in flight; lengths drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsjax.plan.workload import Lengths, Workload
 
 
 @dataclass(frozen=True)
-class Load:
+class OfferedLoad:
     """rate: requests a second, arriving on their own; or concurrency: requests in flight, each finished one replaced at once.
 
     burstiness: shape of the gamma distribution of the times between arrivals, as `vllm bench serve` has it: 1 is Poisson, less is
@@ -41,7 +41,7 @@ class Asked:
     kind: str = ""
 
 
-def requests(load: Load, work: Workload, longest: int, seed: int) -> Iterator[Asked]:
+def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iterator[Asked]:
     """Endless; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
     times, prompts, outputs, kinds = (np.random.default_rng((seed, stream)) for stream in range(4))
     now, shares = 0.0, [one.share for one in work.kinds]
@@ -54,7 +54,7 @@ def requests(load: Load, work: Workload, longest: int, seed: int) -> Iterator[As
         yield Asked(now, prompt, math.floor(prompt * work.prefix_hit), output, kind.name)
 
 
-def _gap(load: Load, times: np.random.Generator) -> float:
+def _gap(load: OfferedLoad, times: np.random.Generator) -> float:
     if math.isinf(load.burstiness):
         return 1 / load.rate
     return float(times.gamma(load.burstiness, 1 / (load.rate * load.burstiness)))

@@ -1,4 +1,4 @@
-"""`Outcome`: percentiles and goodput of a simulation beside the mean-value answer at the same load, and where they disagree."""
+"""`SimulationOutcome`: percentiles and goodput of a simulation beside the mean-value answer at the same load, and where they disagree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsjax.plan.candidate import Candidate
 from dsjax.plan.figure import Figure
 from dsjax.plan.host_time import front_door
 from dsjax.plan.limits import on
-from dsjax.plan.simulation.load import Load
+from dsjax.plan.simulation.load import OfferedLoad
 from dsjax.plan.simulation.service import Served
 from dsjax.plan.workload import Objective
 
@@ -34,7 +34,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Spread | None:
-        """Of a sample, each value as often as its weight says; None of an empty one."""
+        """Summarise a sample, each value as often as its weight says; None for an empty one."""
         if not len(values):
             return None
         each = np.asarray(values, float)
@@ -71,7 +71,7 @@ class Waits:
 
     @classmethod
     def of(cls, served: Sequence[Served]) -> Waits:
-        """Of at least one request."""
+        """Summarise at least one request."""
         return cls(
             len(served),
             Spread.of([one.ttft + _FRONT for one in served]),
@@ -86,7 +86,7 @@ class Waits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """One load on one candidate, the whole deployment.
 
     ttft, tpot: over requests; itl: over tokens, the time of the step that made each; None where outputs have one token.
@@ -95,7 +95,7 @@ class Outcome:
     e2e: from asking to the last token. classes: of each class of the workload that was asked for, by name.
     """
 
-    load: Load
+    load: OfferedLoad
     requests: int
     ttft: Spread
     tpot: Spread | None
@@ -146,7 +146,9 @@ class Outcome:
         }
 
 
-def outcome(load: Load, instances: int, played: Played, objective: Objective, candidate: Candidate) -> Outcome:
+def outcome(
+    load: OfferedLoad, instances: int, played: Played, objective: Objective, candidate: Candidate
+) -> SimulationOutcome:
     """Sum up. instances: how many do the same as the one that was played."""
     measured, gaps = played.measured, played.gaps
     began, ended = measured[0].arrival, max(served.finished for served in measured)
@@ -156,7 +158,7 @@ def outcome(load: Load, instances: int, played: Played, objective: Objective, ca
     answer = mean_value(candidate, load)
     every = Waits.of(measured)
     kinds = {one.name: [s for s in measured if s.asked.kind == one.name] for one in candidate.decode.workload.classes}
-    return Outcome(
+    return SimulationOutcome(
         load,
         every.requests,
         every.ttft,
@@ -178,7 +180,7 @@ def _keeps(served: Served, objective: Objective) -> bool:
     return not late and not slow
 
 
-def mean_value(candidate: Candidate, load: Load) -> Candidate:
+def mean_value(candidate: Candidate, load: OfferedLoad) -> Candidate:
     """The mean-value answer for a load: the batch at which the candidate's throughput is what is offered, by bisection."""
     cluster, output = candidate.decode.cluster, candidate.decode.workload.output.mean
     if load.rate is None:

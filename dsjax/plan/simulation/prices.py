@@ -48,7 +48,7 @@ class _Table:
 
 
 class Fastest:
-    """Of a step, the price by whichever model makes it shortest: an engine overlaps two half batches where that pays.
+    """Prices a step by whichever model makes it shortest: an engine overlaps two half batches where that pays.
 
     paces: how much longer programs take than their operations, with prompts and of decodes alone (`Instance.pace`).
     """
@@ -149,7 +149,7 @@ class StepPrices:
         return work.decodes * self._verified + work.prompts
 
     def _attention(self, work: RankWork) -> float:
-        """Of one rank: its decodes at their mean context, its prompts' tokens at what they attend to on average."""
+        """Seconds of one rank's attention: its decodes at their mean context, its prompts' tokens at what they attend to on average."""
         found = work.cached * self._expansion
         if work.decodes:
             found += self._decode_attention(work.decodes, work.context / work.decodes)
@@ -167,7 +167,7 @@ def _surface(firsts: Sequence[float], seconds: Sequence[float], price: Callable[
 
 
 def _projections(parts: dict[str, Figure]) -> float:
-    """Of expanding cached positions; in a measured attention's own time."""
+    """Seconds of expanding cached positions; included in a measured attention's own time."""
     return parts["projections"].value if "projections" in parts else 0.0
 
 

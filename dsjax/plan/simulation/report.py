@@ -10,7 +10,7 @@ from rich.table import Table
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.simulation.outcome import Outcome, Spread
+from dsjax.plan.simulation.outcome import SimulationOutcome, Spread
 from dsjax.plan.simulation.run import loads, simulate
 from dsjax.plan.workload import Objective
 
@@ -26,7 +26,7 @@ def simulations(
     seed: int,
     warmup: int | None = None,
     at_once: bool = False,
-) -> list[Outcome]:
+) -> list[SimulationOutcome]:
     """The candidate under each of its `loads`, with a progress bar on standard error.
 
     Raises:
@@ -51,7 +51,7 @@ def simulations(
     return found
 
 
-def show_simulation(console: Console, candidate: Candidate, found: list[Outcome]) -> None:
+def show_simulation(console: Console, candidate: Candidate, found: list[SimulationOutcome]) -> None:
     """P50, P90 and P99 beside the mean-value answer of the same load."""
     load = found[0].load
     arrivals = "Poisson arrivals" if load.burstiness == 1 else f"burstiness {load.burstiness:g}"
@@ -92,7 +92,7 @@ def show_simulation(console: Console, candidate: Candidate, found: list[Outcome]
             console.print(f"{one.load}: {text}", style="yellow", highlight=False)
 
 
-def _show_classes(console: Console, found: list[Outcome]) -> None:
+def _show_classes(console: Console, found: list[SimulationOutcome]) -> None:
     table = Table(title="by class of request; milliseconds: P50/P95/P99", title_justify="left")
     table.add_column("class")
     for name in ("load", "requests", "TTFT", "TPOT", "end to end"):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.simulation.deployment import deployment
-from dsjax.plan.simulation.load import Load, requests
-from dsjax.plan.simulation.outcome import Outcome, Played, outcome
+from dsjax.plan.simulation.load import OfferedLoad, requests
+from dsjax.plan.simulation.outcome import Played, SimulationOutcome, outcome
 from dsjax.plan.simulation.service import Served
 from dsjax.plan.workload import Objective
 
@@ -20,22 +20,22 @@ _WARM = 1.25
 """Mean stays of a request before the first that is measured arrives."""
 
 
-def loads(candidate: Candidate, burstiness: float = 1.0, at_once: bool = False) -> list[Load]:
+def loads(candidate: Candidate, burstiness: float = 1.0, at_once: bool = False) -> list[OfferedLoad]:
     """The question's own load, or shares of the rate that the mean-value answer promises; at_once: as many users as the plan has."""
     work = candidate.decode.workload
     if at_once and work.concurrency is None:
-        return [Load(None, max(1, round(candidate.concurrency)))]
+        return [OfferedLoad(None, max(1, round(candidate.concurrency)))]
     if work.concurrency is not None:
-        return [Load(None, max(1, round(work.concurrency)))]
+        return [OfferedLoad(None, max(1, round(work.concurrency)))]
     if work.rate is not None:
-        return [Load(work.rate, None, burstiness)]
+        return [OfferedLoad(work.rate, None, burstiness)]
     rate = candidate.throughput.value / work.output.mean
-    return [Load(share * rate, None, burstiness) for share in _LOADS]
+    return [OfferedLoad(share * rate, None, burstiness) for share in _LOADS]
 
 
 def simulate(
     candidate: Candidate,
-    load: Load,
+    load: OfferedLoad,
     objective: Objective,
     *,
     num_requests: int = 1000,
@@ -43,7 +43,7 @@ def simulate(
     warmup: int | None = None,
     at_once: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     """Play requests until `num_requests` after the first `warmup` have finished.
 
     An aggregated service is one instance under its share of the load; a separated one is played whole.
@@ -56,7 +56,7 @@ def simulate(
     """
     instances = candidate.count if candidate.mode == "aggregated" else 1
     users = load.concurrency and max(1, round(load.concurrency / instances))
-    share = Load(load.rate and load.rate / instances, users, load.burstiness)
+    share = OfferedLoad(load.rate and load.rate / instances, users, load.burstiness)
     work = candidate.decode.workload
     stay = candidate.ttft.value + candidate.tpot.value * work.output.mean
     warm = math.ceil(_WARM * (users or stay * share.rate)) if warmup is None else round(warmup / instances)
@@ -67,7 +67,7 @@ def simulate(
 
 def _play(
     candidate: Candidate,
-    load: Load,
+    load: OfferedLoad,
     longest: int,
     stay: float,
     warm: int,

@@ -6,12 +6,12 @@ import heapq
 import math
 from collections import deque
 
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.plan import RankPlan
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.plan import RankPlan
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.simulation.load import Asked
 from dsjax.plan.simulation.prices import Fastest, RankWork
 
@@ -48,7 +48,7 @@ def _results(rank: RankPlan) -> RankResults:
     return RankResults([_SOME] * len(rank.decodes), [_SOME if row.sampled else _NONE for row in rank.prefills])
 
 
-class Engine:
+class SimulatedEngine:
     """One instance under the engine's scheduler: aggregated serving, or the prefill side (outputs of one token).
 
     gaps: (begin, seconds, decodes) of each step with decodes: a running request waits so long for its next token. made: tokens that a

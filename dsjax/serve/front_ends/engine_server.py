@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.engine import EngineParts
 from dsjax.errors import UserError
 from dsjax.serve.front_ends.messages import Resized, Welcome
 from dsjax.serve.front_ends.processes import FrontEnds
@@ -21,7 +21,7 @@ from dsjax.serve.server import Server
 from dsjax.serve.serving import Serving
 
 if TYPE_CHECKING:
-    from dsjax.engine.generations import Generations
+    from dsjax.engine.elastic.generations import Generations
 
 
 class EngineServer(Server):
@@ -41,19 +41,19 @@ class EngineServer(Server):
     def over(
         cls,
         serving: Serving,
-        engine: LLMEngine,
+        parts: EngineParts,
         listeners: Sequence[socket.socket],
         log_json: bool = False,
         **how: Any,
     ) -> EngineServer:
         """A server of a `SharedEngine`, with a front end on each of `listeners`. how: as `Server` takes it."""
-        make = _welcome(serving, engine, how.get("log_level", "info"), log_json)
+        make = _welcome(serving, parts, how.get("log_level", "info"), log_json)
         front_ends = FrontEnds(serving.engine, listeners, make)
         if serving.metrics is not None:
             serving.metrics.elsewhere = front_ends.families
 
         def resize(generations: Generations) -> None:
-            limits = dataclasses.asdict(engine.inputs.config)
+            limits = dataclasses.asdict(parts.inputs.config)
             front_ends.tell(Resized(limits, serving.max_model_len, generations.facts.dp_ranks))
 
         serving.engine.on_change.append(resize)
@@ -88,9 +88,9 @@ class EngineServer(Server):
         super()._exit()
 
 
-def _welcome(serving: Serving, engine: LLMEngine, log_level: str, log_json: bool) -> Callable[[int, str], Welcome]:
+def _welcome(serving: Serving, parts: EngineParts, log_level: str, log_json: bool) -> Callable[[int, str], Welcome]:
     """A function that makes what a front end has to know, for each anew."""
-    inputs, tokenizer = engine.inputs, engine.tokenizer
+    inputs, tokenizer = parts.inputs, parts.tokenizer
     options = serving.options
     limited = options.max_queued_requests is not None or options.max_queued_tokens is not None
     # Limits are the engine's to check, for all front ends together; it alone steps, and profiles.
@@ -107,11 +107,11 @@ def _welcome(serving: Serving, engine: LLMEngine, log_level: str, log_json: bool
             vocab_size=inputs.vocab_size,
             eos_token_ids=list(inputs.eos_token_ids),
             seed=inputs.draw_seed() + next(starts),
-            stream_interval=engine.outputs.stream_interval,
+            stream_interval=parts.outputs.stream_interval,
             model_names=list(serving.model_names),
             model_root=serving.model_root,
             max_model_len=serving.max_model_len,
-            num_ranks=engine.num_ranks,
+            num_ranks=parts.num_ranks,
             orders_by_priority=serving.orders_by_priority,
             created=serving.created,
             limited=limited,

@@ -15,16 +15,18 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.executor import RowResult
-from dsjax.engine.input_processor import InputProcessor, PreparedRequest
-from dsjax.engine.output_processor import OutputProcessor
-from dsjax.engine.outputs import EngineDeadError
-from dsjax.engine.request import ErrorKind, Request
-from dsjax.engine.scheduler import Update
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.speculative import SpeculativeConfig
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.contract.executor import ErrorKind, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.engine.request_streams import OutputStream, RequestStreams
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.stats import EngineObserver
+from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest, Prompt
+from dsjax.engine.text.output_processor import OutputProcessor
+from dsjax.engine.text.outputs import EngineDeadError
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.bodies import error_response
 from dsjax.serve.errors import ApiError
 from dsjax.serve.front_ends.messages import (
@@ -66,19 +68,31 @@ _RETRY_SECONDS = 2
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te"})
 
 
-class RemoteEngine(AsyncEngine):
-    """`AsyncEngine` for a front end: the same streams, texts and observers, over a channel in place of a thread."""
+class RemoteEngine:
+    """The engine of another process, as an `EngineClient`: requests and tokens go over a channel, streams and text are this process's.
+
+    Attributes:
+        channel: set before clients come.
+        on_refused: called with the reason for which the engine's process has refused a request.
+        num_ranks: as the engine's process has told.
+    """
 
     channel: Channel
-    """Set before clients come."""
-    on_refused: Callable[[str], None] = staticmethod(lambda code: None)
+    num_waiting = waiting_tokens = 0
+    """What waits is the engine's to know, which admits for all front ends together."""
+    change_under_way = None
+    """So is a change of the mesh: requests that come meanwhile wait there."""
+    running = False
+    """No thread of this process is in a step."""
 
     def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
-        super().__init__(None)
         self.tokenizer = tokenizer
+        self.on_death: Callable[[], None] | None = None
+        self.on_refused: Callable[[str], None] = lambda code: None
         config = _scheduler_config(welcome.scheduler)
         self._inputs = InputProcessor(tokenizer, config, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
-        self._outputs = OutputProcessor(tokenizer, welcome.stream_interval)
+        outputs = OutputProcessor(tokenizer, welcome.stream_interval)
+        self._streams = RequestStreams(self._inputs, outputs, self._admit, self._end)
         self.num_ranks = welcome.num_ranks
         self._limited = welcome.limited
         self._handles = itertools.count(1)
@@ -88,29 +102,45 @@ class RemoteEngine(AsyncEngine):
         self._verdicts: dict[int, asyncio.Future] = {}
         self._gone = False
 
-    num_waiting = waiting_tokens = 0
-    """What waits is the engine's to know, which admits for all front ends together."""
-    num_ranks = 0
-    """As the engine's process has told."""
-    change_under_way = None
-    """So is a change of the mesh: requests that come meanwhile wait there."""
+    @property
+    def error(self) -> BaseException | None:
+        """Why the engine has failed; None while it has not."""
+        return self._streams.error
 
     @property
-    def running(self) -> bool:
-        """No thread of this process is in a step."""
-        return False
+    def observers(self) -> list[EngineObserver]:
+        """Who is told of every step and output."""
+        return self._streams.observers
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of this front end's requests that have not ended."""
+        return self._streams.num_unfinished
 
     def start(self) -> None:
-        """Nothing to start but what `submit` needs."""
-        self._loop = asyncio.get_running_loop()
+        """Do nothing: the engine's process has its own life."""
+
+    async def submit(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> OutputStream:
+        """Check all prompts, then send them all; raises as `RequestStreams.submit`."""
+        return await self._streams.submit(request_id, prompts, params, options)
 
     async def call(self, function: Any) -> Any:
         """Refuse: the core is in another process, whose server answers what needs it."""
         raise EngineDeadError("the engine is in another process")
 
+    def abort_all(self) -> None:
+        """End every request; each stream gets an `EngineClosingError`."""
+        self._streams.abort_all()
+
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End what is left."""
-        self._closing = self._gone = True
+        self._streams.closing = self._gone = True
         self.abort_all()
         self.channel.close()
 
@@ -163,7 +193,7 @@ class RemoteEngine(AsyncEngine):
                 request.finish_reason = reason
                 self._forget_handles([request.request_id])
             updates.append(Update(request, result, reason))
-        self._deliver(updates, None)
+        self._streams.deliver(updates, None)
 
     def lose(self) -> None:
         """The engine has failed, or its process is gone."""
@@ -172,9 +202,11 @@ class RemoteEngine(AsyncEngine):
             for future in self._verdicts.values():
                 if not future.done():
                     future.set_exception(EngineDeadError("the engine has failed"))
-            self._die(EngineDeadError("the engine has failed"))
+            self._streams.fail(EngineDeadError("the engine has failed"))
+            if self.on_death is not None:
+                self.on_death()
 
-    def _abort_completions(self, completion_ids: Sequence[str]) -> None:
+    def _end(self, completion_ids: Sequence[str]) -> None:
         handles = [self._handle_of[i] for i in completion_ids if i in self._handle_of]
         if handles:
             self.channel.send(Abort(handles))

@@ -10,18 +10,18 @@ from typing import Any
 
 import msgspec
 
-from dsjax.engine.input_processor import PreparedRequest
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
+from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.errors import UserError
 from dsjax.hosts.wire import receive_frame
 
 _LENGTH = 4
 MOST_UNSENT_BYTES = 64 << 20
-"""Of messages that a front end does not read. One that is so far behind hangs, and is ended."""
+"""Most bytes of messages that a front end has not read. One that is so far behind hangs, and is ended."""
 _MOST_FIRST_BYTES = 1 << 30
-"""Of the first message, which has the tokenizer's file."""
+"""Most bytes of the first message, which has the tokenizer's file."""
 _TEXT_ALONE = (
     "n",
     "seed",
@@ -59,7 +59,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, prepared: PreparedRequest, first_handle: int) -> NewRequest:
-        """Of a request that a front end has checked; its completions get consecutive handles."""
+        """Make the message of a request that a front end has checked; its completions get consecutive handles."""
         first = prepared.completions[0]
         return cls(
             [(first_handle + k, r.request_id, r.seed) for k, r in enumerate(prepared.completions)],
@@ -68,21 +68,21 @@ class NewRequest(msgspec.Struct, array_like=True):
             _params_to_wire(prepared.params),
             sorted(first.stop_ids),
             first.arrival_time,
-            first.priority,
-            _to_bytes(first.cache_salt),
-            _to_bytes(first.session),
-            first.dp_rank,
+            first.options.priority,
+            _to_bytes(first.options.cache_salt),
+            _to_bytes(first.options.session),
+            first.options.dp_rank,
             first.page_hashes,
         )
 
     def sampling_params(self) -> SamplingParams:
-        """Of all its completions together."""
+        """Read the parameters of all its completions together."""
         return _params_from_wire(self.params, len(self.completions))
 
     def requests(self, params: SamplingParams, rules: list) -> list[Request]:
         """What the core is given; rules: one of each completion."""
         stop_ids = frozenset(self.stop_ids)
-        salt, session = _to_text(self.cache_salt), _to_text(self.session)
+        options = RequestOptions(self.priority, _to_text(self.cache_salt), _to_text(self.session), self.dp_rank)
         return [
             Request(
                 request_id,
@@ -93,10 +93,7 @@ class NewRequest(msgspec.Struct, array_like=True):
                 seed,
                 stop_ids,
                 self.arrival_time,
-                priority=self.priority,
-                cache_salt=salt,
-                session=session,
-                dp_rank=self.dp_rank,
+                options=options,
                 rules=rules[k],
                 page_hashes=list(self.page_hashes),
             )
@@ -290,7 +287,7 @@ def read_first(end: socket.socket) -> Any:
 
 
 def finish_reason(text: str | None) -> FinishReason | None:
-    """Of an `UpdateEntry`."""
+    """Read the reason in an `UpdateEntry`; None where the completion goes on."""
     return None if text is None else FinishReason(text)
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dsjax.engine.request import FinishReason, Request
+from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.errors import UserError
 from dsjax.serve.errors import ApiError
 from dsjax.serve.front_ends.messages import (

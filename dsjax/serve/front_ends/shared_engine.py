@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.request import Request
-from dsjax.engine.scheduler import Update
-from dsjax.engine.stats import StepStats
+from dsjax.engine.async_engine import ThreadedEngine
+from dsjax.engine.engine import EngineParts
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, Tokens, UpdateEntry
 
 if TYPE_CHECKING:
     from dsjax.serve.front_ends.processes import FrontEnd, FrontEnds
 
 
-class SharedEngine(AsyncEngine):
-    """The engine for requests that other processes have checked: it follows no text, and passes tokens on."""
+class SharedEngine(ThreadedEngine):
+    """The engine for requests that other processes have checked: it follows no text, and passes tokens on.
 
-    def __init__(self, engine: LLMEngine):
-        super().__init__(engine)
-        self.rules = engine.inputs.rules
+    Attributes:
+        rules: makes what changes a request's logits.
+    """
+
+    def __init__(self, parts: EngineParts):
+        super().__init__(parts)
+        self.error: BaseException | None = None
+        self.observers: list[EngineObserver] = []
+        self.rules = parts.inputs.rules
         self.front_ends: FrontEnds | None = None
         # By the core's id: where a completion came from, its handle there, and whether its first token was told of.
         self._owners: dict[str, _Owner] = {}
@@ -36,14 +42,14 @@ class SharedEngine(AsyncEngine):
         for (handle, request_id, _), one in zip(request.completions, requests, strict=True):
             link.requests[handle] = one
             self._owners[request_id] = _Owner(link, handle)
-        self._enqueue(requests)
+        self._thread.add(requests)
 
     def drop(self, link: FrontEnd, handles: Iterable[int]) -> list[Request]:
         """End completions that nobody waits for; give those that had not ended."""
         ended = [one for handle in handles if (one := link.requests.pop(handle, None)) is not None]
         for one in ended:
             self._owners.pop(one.request_id, None)
-        self._abort_completions([one.request_id for one in ended])
+        self._thread.abort([one.request_id for one in ended])
         return ended
 
     def abort_all(self) -> None:
@@ -54,7 +60,7 @@ class SharedEngine(AsyncEngine):
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End the front ends, then the engine's thread."""
-        self._closing = True
+        self._closing = True  # before the thread ends: front ends take a while
         await self.front_ends.end()
         await super().shutdown(timeout)
 
@@ -74,10 +80,10 @@ class SharedEngine(AsyncEngine):
             for observer in self.observers:
                 observer.on_step(stats)
 
-    def _die(self, error: BaseException) -> None:
+    def _fail_requests(self, error: BaseException) -> None:
+        self.error = error
         self._owners.clear()
         self.front_ends.fail()
-        super()._die(error)
 
 
 class _Owner:

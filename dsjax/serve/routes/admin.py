@@ -1,15 +1,15 @@
 """What only an administrator may do. `Keys` has checked the key before a request comes here."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
 
-from dsjax.engine.core import ChangeUnderWayError
-from dsjax.engine.eplb import RebalanceUnderWayError
-from dsjax.engine.instances import all_experts, all_rebalances, rebalance
-from dsjax.engine.outputs import EngineDeadError
+from dsjax.engine.core import EngineCore
+from dsjax.engine.experts.eplb import RebalanceUnderWayError
+from dsjax.engine.text.outputs import EngineDeadError
+from dsjax.errors import ChangeUnderWayError
 from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError
@@ -41,13 +41,13 @@ def admin_routes(serving: Serving) -> APIRouter:
     documented = errors(403, 503)
 
     async def read_record() -> None:
-        found = await serving.ask_each(lambda core: core.executor.expert_counts())
-        serving.expert_counts = all_experts(found) or serving.expert_counts
+        found = await serving.ask(lambda core: core.executor.expert_counts())
+        serving.expert_counts = found or serving.expert_counts
 
     @router.post("/flush_cache", responses=documented)
     async def flush_cache() -> State:
         """Forget all cached prefixes. Running requests keep the pages that they read."""
-        await serving.ask_each(lambda core: core.flush_prefix_cache())
+        await serving.ask(lambda core: core.flush_prefix_cache())
         return {"status": "flushed"}
 
     @router.post("/abort_request", responses=errors(403, 422))
@@ -60,7 +60,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/start_profile", responses=documented)
     async def start_profile() -> State:
-        """Begin a trace, between two steps. It has all devices of the process, whichever engine's they are."""
+        """Begin a trace of all the process's devices, between two steps."""
         return {"status": await serving.ask(lambda core: profiler.start())}
 
     @router.post("/stop_profile", responses=documented)
@@ -75,14 +75,14 @@ def admin_routes(serving: Serving) -> APIRouter:
     @router.post("/start_expert_distribution_record", responses=documented)
     async def start_record() -> State:
         """Count from zero how tokens reach their experts."""
-        await serving.ask_each(lambda core: core.executor.set_recording(True))
+        await serving.ask(lambda core: core.executor.set_recording(True))
         return {"status": "recording"}
 
     @router.post("/stop_expert_distribution_record", responses=documented)
     async def stop_record() -> State:
         """Count no more; what was counted can still be dumped."""
         await read_record()
-        await serving.ask_each(lambda core: core.executor.set_recording(False))
+        await serving.ask(lambda core: core.executor.set_recording(False))
         return {"status": "stopped"}
 
     @router.post("/dump_expert_distribution_record", responses=documented)
@@ -99,7 +99,7 @@ def admin_routes(serving: Serving) -> APIRouter:
     async def rebalance_experts() -> Rebalance:
         """Place experts after the load since the last window began, between the next steps, whether or not that pays."""
         try:
-            found = all_rebalances(await serving.ask_each(rebalance))
+            found = await serving.ask(_rebalance)
         except RebalanceUnderWayError as error:
             raise ApiError(409, str(error), code="rebalance_under_way") from error
         if found is None:
@@ -134,3 +134,11 @@ def admin_routes(serving: Serving) -> APIRouter:
         }
 
     return router
+
+
+def _rebalance(core: EngineCore) -> dict[str, Any] | None:
+    """What a core's balancer begins to move now; None where experts stay where they are."""
+    from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy
+
+    balancer = core.part(ExpertBalancer)
+    return None if balancer is None else balancer.rebalance_now()

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dsjax.engine.schedule.request import RequestOptions
 from dsjax.errors import UserError
 from dsjax.serve.bodies import (
     ClientGoneError,
@@ -25,11 +26,11 @@ from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.completions import CompletionAnswer, CompletionRequest
 from dsjax.serve.guards import beginning_with, request_id_of
-from dsjax.serve.openai_fields import warning_headers
 from dsjax.serve.responses_answer import ResponsesAnswer, ResponsesEvents
 from dsjax.serve.responses_request import ResponsesRequest
+from dsjax.serve.sampling_fields import warning_headers
 from dsjax.serve.schemas import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
-from dsjax.serve.serving import Place, Serving, followed
+from dsjax.serve.serving import Serving, followed
 
 Session = Annotated[
     str | None,
@@ -50,12 +51,12 @@ Rank = Annotated[
 ]
 
 
-async def place_of(session: Session = None, dp_rank: Rank = None) -> Place:
-    """What the headers say of where the request is to run. Not a plain function: FastAPI calls those in another thread."""
-    return Place(session, dp_rank)
+async def place_of(session: Session = None, dp_rank: Rank = None) -> RequestOptions:
+    """Read from the headers where the request is to run. Not a plain function: FastAPI calls those in another thread."""
+    return RequestOptions(session=session, dp_rank=dp_rank)
 
 
-Wanted = Annotated[Place, Depends(place_of)]
+Wanted = Annotated[RequestOptions, Depends(place_of)]
 
 
 def openai_routes(serving: Serving) -> APIRouter:
@@ -100,10 +101,12 @@ async def _answer(
     answer: CompletionAnswer | ChatAnswer | ResponsesAnswer,
     stream: bool | None,
     request: Request,
-    place: Place,
+    place: RequestOptions,
     events: type[EventStream] = EventStream,
 ) -> Response:
-    outputs = await answer.start(place._replace(session=place.session or answer.session))
+    if place.session is None and answer.session is not None:
+        place = RequestOptions(session=answer.session, dp_rank=place.dp_rank)
+    outputs = await answer.start(place)
     warnings = warning_headers(answer.without_effect())
     request.scope["state"]["completions"] = outputs.completions
     resources = followed(serving, answer.id, outputs)
@@ -173,7 +176,7 @@ class UsualRequests:
             response = await self._answer_error(request, error)
         await response(scope, receive, send)
 
-    def _read(self, scope: Scope, message: Message, schema: type[BaseModel]) -> tuple[BaseModel, Place] | None:
+    def _read(self, scope: Scope, message: Message, schema: type[BaseModel]) -> tuple[BaseModel, RequestOptions] | None:
         """A request's body and place; None unless it is usual and without a mistake. `BodyLimits` has made one message of its body."""
         given = [(name, value) for name, value in scope["headers"] if name in self._READ]
         headers = dict(given)
@@ -189,4 +192,7 @@ class UsualRequests:
             body = schema.model_validate(strict_json(message.get("body", b"")))
         except ValueError:  # not JSON, or not the schema's
             return None
-        return body, Place(session and session.decode("latin-1"), None if rank is None else int(rank))
+        place = RequestOptions(
+            session=session and session.decode("latin-1"), dp_rank=None if rank is None else int(rank)
+        )
+        return body, place

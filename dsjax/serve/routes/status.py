@@ -9,10 +9,10 @@ from fastapi import APIRouter, FastAPI, Request
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import Response
 
-from dsjax.engine.executor import ExpertCounts
-from dsjax.engine.expert_location import ExpertLocation
-from dsjax.engine.outputs import EngineDeadError
-from dsjax.engine.rank import RankLoad
+from dsjax.engine.contract.executor import ExpertCounts
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.setup.expert_location import ExpertLocation
+from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.serve.bodies import JsonResponse
 from dsjax.serve.errors import ApiError
 from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, ServerInfo, State, Version, errors
@@ -48,8 +48,9 @@ def status_routes(serving: Serving) -> APIRouter:
     @router.get("/get_load", responses=errors(503))
     async def get_load() -> Load:
         """What each DP rank has to do."""
-        state = await serving.ask_state()
-        return {"ranks": load_bodies(state.loads), "disk": None if state.disk is None else state.disk._asdict()}
+        loads, parts = await serving.ask(lambda core: (core.loads(), core.statistics()))
+        disk = parts.get("disk")
+        return {"ranks": load_bodies(loads), "disk": None if disk is None else disk._asdict()}
 
     @router.get("/server_info", response_model=ServerInfo, responses=errors(503))
     async def server_info(request: Request) -> Response:
@@ -60,7 +61,7 @@ def status_routes(serving: Serving) -> APIRouter:
             "models": list(serving.model_names),
             "phase": serving.state,
             "options": serving.options.to_json(),
-            "ranks": load_bodies((await serving.ask_state()).loads)
+            "ranks": load_bodies(await serving.ask(lambda core: core.loads()))
             if serving.state in (Phase.READY.value, Phase.CLOSING.value)
             else [],
             "admin": request.scope["state"].get("admin", False),
@@ -104,18 +105,23 @@ async def _refresh_loads(serving: Any) -> None:
     if getattr(serving, "front_ends", None) is not None:
         await serving.front_ends.gather()
     with contextlib.suppress(EngineDeadError, TimeoutError):
-        state = await asyncio.wait_for(serving.engine.state(), _LOADS_SECONDS)
-        serving.metrics.show_loads(state.loads)
-        serving.metrics.show_disk(state.disk)
-        serving.metrics.show_balance(state.balance)  # experts may have moved since, without a step
+        call = serving.engine.call(lambda core: (core.loads(), core.statistics()))
+        loads, parts = await asyncio.wait_for(call, _LOADS_SECONDS)
+        serving.metrics.show_loads(loads)
+        serving.metrics.show_disk(parts.get("disk"))
+        serving.metrics.show_balance(parts.get("balance"))  # experts may have moved since, without a step
 
 
 def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
     """What each DP rank has to do, as it is between two steps of the engine."""
-    return [
-        {**load._asdict(), "host": None if load.host is None else load.host._asdict(), "hits": load.hits._asdict()}
-        for load in loads
-    ]
+    bodies = []
+    for load in loads:
+        body, host = load._asdict(), load.tiers.get("host")
+        del body["tiers"]
+        body["host"] = None if host is None else host._asdict()
+        body["hits"] = {tier: load.hits.get(tier, 0) for tier in ("device", "host", "disk")}
+        bodies.append(body)
+    return bodies
 
 
 def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
 
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.answers import token_name
 from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.chat_fields import PromptFields

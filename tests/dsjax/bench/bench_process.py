@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from dsjax.bench.modules import command as modules_command
-from dsjax.bench.modules.options import GridOptions, ModelOptions, RunOptions
+from dsjax.bench.modules.options import ModelOptions, ModuleGrid, RunOptions
 from dsjax.bench.network import command as network_command
 from dsjax.bench.network import options as network_options
 from dsjax.bench.processes import GroupOptions, measuring_together
@@ -23,7 +23,7 @@ def main() -> int:
 
     spec = MeshSpec.parse("dp=4")
     with measuring_together(GroupOptions(**given), spec.num_devices, dict) as processes:
-        grid = network_options.GridOptions(mesh="dp=4", sizes="64", repeats=2, only="all_gather,all_to_all")
+        grid = network_options.CollectiveGrid(mesh="dp=4", sizes="64", repeats=2, only="all_gather,all_to_all")
         verdict = network_options.VerdictOptions(cluster=cluster, json_file=network_json, progress=False)
         code = network_command._measure(grid, verdict, spec, load_cluster(cluster), processes)
         from dsjax.bench.modules import exchange
@@ -32,7 +32,7 @@ def main() -> int:
         # Nothing is built, and no ceiling is measured: this test times nothing that anybody reads.
         model = ModelOptions(model="demo", kernels="plain")
         run = RunOptions(seconds=0.001, hardware="h200", json_file=modules_json, progress=False)
-        one_device = GridOptions(only="norms,dispatch", tokens="2", mesh="dp=4")
+        one_device = ModuleGrid(only="norms,dispatch", tokens="2", mesh="dp=4")
         modules_command._measure(model, one_device, run, spec, processes)
     return code
 

@@ -13,11 +13,12 @@ from dsjax.bench.serve.datasets.prefix_repetition import PrefixRepetition
 from dsjax.bench.serve.datasets.random_lengths import RandomLengths
 from dsjax.bench.serve.datasets.sharegpt import ShareGpt
 from dsjax.bench.serve.datasets.trace import Trace
-from dsjax.bench.serve.options import OptionError, WorkloadOptions
+from dsjax.bench.serve.options import WorkloadOptions
 from dsjax.bench.serve.prompt_form import PromptSource
-from dsjax.bench.serve.prompts import PromptError, TextPrompts, TokenPrompts, count_tokens, read_tokenizer
+from dsjax.bench.serve.prompts import TextPrompts, TokenPrompts, UnmakablePromptError, count_tokens, read_tokenizer
 from dsjax.bench.serve.server_facts import ServerFacts
 from dsjax.bench.serve.workload import draw_requests, make_dataset
+from dsjax.options import OptionError
 
 TOKENS = TokenPrompts(1000, special_ids=frozenset(range(10)))
 
@@ -172,12 +173,12 @@ def test_the_form_of_prompts(demo_tokenizer):
     assert [type(p) for p in source.forms("auto", "chat")] == [TextPrompts]
     assert [type(p) for p in source.forms("text", "completions")] == [TextPrompts]
     unknown = PromptSource.find(None, None, ServerFacts("nameless"))
-    with pytest.raises(PromptError, match=r"--tokenizer .* or --vocab-size"):
+    with pytest.raises(UnmakablePromptError, match=r"--tokenizer .* or --vocab-size"):
         unknown.forms("auto", "completions")
-    with pytest.raises(PromptError, match="chat takes text only"):
+    with pytest.raises(UnmakablePromptError, match="chat takes text only"):
         source.forms("tokens", "chat")
     assert [type(p) for p in PromptSource.find(None, 50, ServerFacts("x")).forms("auto", "completions")] == [
         TokenPrompts
     ]
-    with pytest.raises(PromptError, match="found no tokenizer 'nowhere'"):
+    with pytest.raises(UnmakablePromptError, match="found no tokenizer 'nowhere'"):
         PromptSource.find("nowhere", None, facts)

@@ -14,18 +14,19 @@ from dsjax.bench.modules.attention import attention_cases
 from dsjax.bench.modules.ceilings import Ceilings, hardware_of
 from dsjax.bench.modules.dense import mlp_cases
 from dsjax.bench.modules.grid import cases
-from dsjax.bench.modules.one_rank import RankPlan, extrapolate, layer_stack, one_rank_cases
-from dsjax.bench.modules.options import MODULES, GridOptions, ModelOptions, OptionError
+from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, layer_stack, one_rank_cases
+from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
 from dsjax.bench.modules.prepare import make_setting
 from dsjax.bench.modules.routed import arrivals, route_randomly
 from dsjax.bench.modules.run import run_cases
-from dsjax.bench.modules.setting import Stack
+from dsjax.bench.modules.setting import LayerStack
 from dsjax.bench.modules.timing import Budget
 from dsjax.cli import app
 from dsjax.config import load_config
 from dsjax.errors import UserError
-from dsjax.hosts.meeting import GroupError
+from dsjax.hosts.rendezvous import GroupError
 from dsjax.model.mlp import MLP
+from dsjax.options import OptionError
 
 FAST = Ceilings(1e12, 1e15, "test")
 NO_TIME = Budget(0.0, 1)
@@ -43,7 +44,7 @@ def v3():
 
 @pytest.mark.slow
 def test_every_module_can_be_timed(setting):
-    grid = GridOptions(tokens="16", contexts="16", mesh="dp=2", forms="CC")
+    grid = ModuleGrid(tokens="16", contexts="16", mesh="dp=2", forms="CC")
     found = run_cases(setting, cases(setting, grid), FAST, NO_TIME, 60.0)
     assert {row.case.module for row in found.rows} == set(MODULES)
     assert not found.skipped
@@ -52,7 +53,7 @@ def test_every_module_can_be_timed(setting):
 
 def test_the_grid_has_every_form_and_method():
     made = make_setting(ModelOptions(model="demo"))
-    found = list(cases(made, GridOptions(mesh="dp=8")))
+    found = list(cases(made, ModuleGrid(mesh="dp=8")))
     forms = {case.variant for case in found if case.module == "attention"}
     assert forms == {
         f"{form} {phase}" for form in ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME") for phase in ("decode", "prefill")
@@ -67,7 +68,7 @@ def test_v3_s_work_is_its_own(v3):
     before = sum(array.nbytes for array in jax.live_arrays())
     found = {
         (c.module, c.variant, c.sizes["tokens"]): c
-        for c in cases(v3, GridOptions(tokens="1,512", forms="A_CC_ME", experts=8))
+        for c in cases(v3, ModuleGrid(tokens="1,512", forms="A_CC_ME", experts=8))
     }
     assert found["experts", "even", 512].work.weight_bytes == 8 * 44_040_192 * 2
     assert found["attention", "A_CC_ME decode", 1].work.weight_bytes == 187_107_328 * 2
@@ -88,11 +89,11 @@ def test_what_does_not_fit_is_left_out_with_a_line(v3):
 
 def test_as_many_bytes_go_by_between_two_uses_as_in_a_step(setting, v3):
     make = lambda declare: MLP(declare, 256, 32, "shared_width")  # noqa: E731
-    small = Stack.of(setting, make, 4)
+    small = LayerStack.of(setting, make, 4)
     assert small.depth == 64, "at most so many layers"
-    experts = next(case for case in cases(setting, GridOptions(only="experts", tokens="1")))
+    experts = next(case for case in cases(setting, ModuleGrid(only="experts", tokens="1")))
     assert experts.memory >= setting.working_set()
-    whole = Stack.of(v3, lambda declare: MLP(declare, 7168, 18432, "mlp_width"), 3)
+    whole = LayerStack.of(v3, lambda declare: MLP(declare, 7168, 18432, "mlp_width"), 3)
     assert whole.depth == 2, "one layer exceeds every cache, and one layer's scan would be compiled away"
 
 
@@ -154,7 +155,7 @@ def test_ceilings_are_found_by_the_device_s_name(name, key):
 )
 def test_a_mistake_is_named_with_what_would_do(options, message):
     with pytest.raises(OptionError, match=message):
-        GridOptions(**options)
+        ModuleGrid(**options)
 
 
 def test_an_interrupt_keeps_what_was_done(setting):
@@ -225,7 +226,7 @@ def test_the_command_prints_tables_and_writes_json(tmp_path):
 
 
 def test_one_rank_of_many_is_reckoned_up_layer_by_layer(setting):
-    plan = RankPlan.of(setting, 32, 4, "2")
+    plan = OneRankPlan.of(setting, 32, 4, "2")
     assert (plan.experts, plan.layers) == (2, 2)
     found = run_cases(setting, one_rank_cases(setting, plan, [16]), FAST, NO_TIME, 60.0)
     assert not found.skipped
@@ -249,4 +250,4 @@ def test_a_rank_s_layer_has_its_experts_and_nothing_of_the_others(v3):
 )
 def test_a_rank_that_cannot_be_is_refused(setting, ranks, layers, message):
     with pytest.raises(UserError, match=message):
-        RankPlan.of(setting, ranks, 4, layers)
+        OneRankPlan.of(setting, ranks, 4, layers)

@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from dsjax.bench.network import programs
 from dsjax.bench.network.groups import device_groups
-from dsjax.bench.network.options import GridOptions, OptionError
+from dsjax.bench.network.options import CollectiveGrid
 from dsjax.bench.network.programs import CollectiveProgram
-from dsjax.bench.network.run import Case, check_cluster, expect, run_cases, sample
+from dsjax.bench.network.run import CollectiveCase, check_cluster, expect, run_cases, sample
 from dsjax.cli import app
 from dsjax.errors import UserError
+from dsjax.options import OptionError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.measured_network import read_network
 from sharding import MeshSpec
@@ -128,10 +129,10 @@ def test_the_slowest_process_is_what_counts():
 def test_expectations_are_the_planner_s_or_the_file_s_own(cluster_file):
     groups = {group.uses[0]: group for group in device_groups(*pretended("dp=4", 2))}
     plain = load_cluster(cluster_file())
-    away = expect(plain, Case(groups["hosts"], "all_to_all", 0), 1 << 30)
+    away = expect(plain, CollectiveCase(groups["hosts"], "all_to_all", 0), 1 << 30)
     # All goes over the device's half of a card of 100 Gb/s, at the planner's 60 %.
     assert away.expected == pytest.approx((1 << 30) / (0.6 * 6.25e9), rel=1e-3)
-    inside = expect(plain, Case(groups["host"], "all_to_all", 0), 1 << 30)
+    inside = expect(plain, CollectiveCase(groups["host"], "all_to_all", 0), 1 << 30)
     assert inside.expected == pytest.approx((1 << 30) / (0.6 * 450e9), rel=0.02)
     assert (inside.warning, inside.failing) == (inside.expected * 1.5, inside.expected * 3)
     own = load_cluster(
@@ -139,7 +140,7 @@ def test_expectations_are_the_planner_s_or_the_file_s_own(cluster_file):
             "[acceptance]\nwarning = 2\nfailing = 5\n[acceptance.between_hosts.all_gather]\nlatency_us = 10\ngb_per_s = 1\n"
         )
     )
-    found = expect(own, Case(groups["experts"], "all_gather", 0), 1_000_000)
+    found = expect(own, CollectiveCase(groups["experts"], "all_gather", 0), 1_000_000)
     assert (found.expected, found.warning, found.failing) == pytest.approx((1.01e-3, 2.02e-3, 5.05e-3))
     assert found.source == "two: acceptance.between_hosts.all_gather"
 
@@ -170,10 +171,10 @@ def test_a_cluster_of_smaller_hosts_is_refused(cluster_file):
 
 
 def test_what_is_too_large_or_too_slow_is_left_out_with_a_line(host):
-    options = GridOptions(
+    options = CollectiveGrid(
         mesh="dp=4,ep=2", sizes="1K,1M", only="all_gather,ragged_all_to_all", repeats=1, row_limit=1e-9
     )
-    todo = [Case(host, name, size) for name in options.collectives for size in (1024, 1 << 20, 1 << 50)]
+    todo = [CollectiveCase(host, name, size) for name in options.collectives for size in (1024, 1 << 20, 1 << 50)]
     found = run_cases(todo, options, jnp.dtype("float32"), None, lambda stage, value: [value])
     assert [(row.case.collective, row.case.size, row.verdict) for row in found.rows] == [("all_gather", 1024, None)]
     reasons = [reason for _, reason in found.skipped]
@@ -214,7 +215,7 @@ def test_the_exit_code_is_the_verdict(cluster_file, tmp_path, us, code, verdict)
 )
 def test_wrong_options_say_so(options, message):
     with pytest.raises(OptionError, match=message):
-        GridOptions(**options)
+        CollectiveGrid(**options)
 
 
 def test_one_device_sends_nothing():

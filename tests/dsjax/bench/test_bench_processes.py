@@ -14,7 +14,7 @@ from processes import Group
 from dsjax.bench.processes import _explained
 from dsjax.config import load_config
 from dsjax.hosts.announcement import Announcement
-from dsjax.hosts.meeting import GroupError
+from dsjax.hosts.rendezvous import GroupError
 from dsjax.plan.measured import read_measured
 
 CLUSTER = """

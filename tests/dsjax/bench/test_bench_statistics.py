@@ -8,7 +8,7 @@ from dsjax.bench.serve.answer import AnswerError, AnswerReader
 from dsjax.bench.serve.goodput import GoodputError, is_good, parse_goodput
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
-from dsjax.bench.serve.report import Point, report
+from dsjax.bench.serve.report import LoadPoint, report
 from dsjax.bench.serve.statistics import summarise
 
 
@@ -87,7 +87,7 @@ def test_without_usage_the_tokenizer_counts_and_without_that_chunks_do():
     assert read(0.0, *pieces, count_tokens=lambda s: len(s.split())).output_tokens == 3
     record = read(0.0, *pieces)
     assert (record.output_tokens, record.token_source) == (2, "chunks")
-    shown = report(Point(1, 1.0, 1.0, None), summarise(LoadResult([record], 2.0, False), [99], {}), ["ttft"], None)
+    shown = report(LoadPoint(1, 1.0, 1.0, None), summarise(LoadResult([record], 2.0, False), [99], {}), ["ttft"], None)
     assert "1 requests were counted as chunks" in shown
 
 
@@ -162,4 +162,4 @@ def test_goodput_counts_requests_that_meet_every_objective():
 def test_no_success_is_no_crash():
     found = summarise(LoadResult([RequestRecord(0, 0, 1, error="no")] * 3, 0.0, True), [99], {"ttft": 1.0})
     assert (found.completed, found.failed, found.request_goodput) == (0, 3, 0.0)
-    assert "3 × no" in report(Point(3, 1.0, 1.0, 2), found, ["ttft", "itl"], 4)
+    assert "3 × no" in report(LoadPoint(3, 1.0, 1.0, 2), found, ["ttft", "itl"], 4)

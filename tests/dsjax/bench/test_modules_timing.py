@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from dsjax.bench.modules.timing import Budget, Prepared, Sample, Times, device_loop
+from dsjax.bench.modules.timing import Budget, PreparedCase, Sample, Times, device_loop
 
 
 def test_the_call_and_what_it_costs_once_are_taken_off():
@@ -45,7 +45,7 @@ def test_every_application_is_done_with_its_own_layer():
 
 def test_slow_work_is_one_sample_a_call():
     calls = []
-    prepared = Prepared(calls.append, unit=2, in_call=6)
+    prepared = PreparedCase(calls.append, unit=2, in_call=6)
     prepared.warm_up(Budget(seconds=0.0))
     prepared.take(Budget(seconds=0.0, samples=5))
     assert (prepared.few, prepared.many) == (0, 2)
@@ -53,7 +53,7 @@ def test_slow_work_is_one_sample_a_call():
 
 
 def test_the_short_call_has_what_a_step_has():
-    prepared = Prepared(lambda n: None, unit=1, in_call=61)
+    prepared = PreparedCase(lambda n: None, unit=1, in_call=61)
     prepared.warm_up()
     assert prepared.few == 61
     assert prepared.many > 10 * prepared.few
@@ -63,7 +63,7 @@ def test_of_processes_that_apply_it_together_the_slowest_decides():
     """All apply it as often as the slowest says, or they would wait for each other for ever; its samples are everybody's."""
     calls = []
     told = {"seconds": lambda own: [own, 0.005], "sample": lambda own: [own, [0.0, 0.0, 9.0]]}
-    prepared = Prepared(calls.append, in_call=2, agree=lambda what, own: told[what](own))
+    prepared = PreparedCase(calls.append, in_call=2, agree=lambda what, own: told[what](own))
     prepared.warm_up()
     assert (prepared.few, prepared.many) == (2, 2 + 16), (
         "0.02 s are four calls of 5 ms, which are four applications each"

@@ -13,10 +13,19 @@ import pytest
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.run import dry_run
 from dsjax.dryrun.scopes import model_part
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.commands import TOKEN_MADE, Admission, PageChange, PrefillRow, RankStep, Sampling, Step, int32s
-from dsjax.engine.loading import load_model
+from dsjax.engine.contract.commands import (
+    TOKEN_MADE,
+    Admission,
+    PageChange,
+    PrefillRow,
+    RankStep,
+    Sampling,
+    Step,
+    int32s,
+)
+from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import load_model
 from sharding.program import Program, program_collectives
 
 # float32 by name: the engine's own choice on a CPU, where a dry run would stand in for an accelerator.

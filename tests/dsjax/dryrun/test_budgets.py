@@ -20,7 +20,7 @@ def budget(layout: str, step: str, directory: Path) -> dict[str, list[float]]:
 
     from dsjax.dryrun.arguments import DryRunArgs
     from dsjax.dryrun.run import dry_run
-    from dsjax.engine.args import EngineArgs
+    from dsjax.engine.setup.args import EngineArgs
 
     (directory / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
     engine = EngineArgs(model=str(directory), mesh=layout, dispatch="padded", prefill_chunk=16, page_size=4)

@@ -16,7 +16,7 @@ from dsjax.config import load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import expected_tiles
 from dsjax.dryrun.run import dry_run
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.kernels.table import OPERATIONS
 from dsjax.model.experts import default_tile

@@ -12,7 +12,7 @@ from dsjax.dryrun.compilation import compile_step
 from dsjax.dryrun.fit import fit, largest
 from dsjax.dryrun.memory import DeviceMemory
 from dsjax.dryrun.run import dry_run
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from sharding import MeshSpec
 

@@ -9,9 +9,9 @@ from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.prices import Assumed, default_cluster
 from dsjax.dryrun.rebalance import _moves
 from dsjax.dryrun.run import dry_run
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.executor import ExpertSlots
-from dsjax.engine.expert_balancer import decide
+from dsjax.engine.experts.eplb import ExpertSlots
+from dsjax.engine.experts.expert_balancer import decide
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.balancing import Slots, drawn

@@ -21,7 +21,7 @@ from dsjax.dryrun.scopes import model_part, parts_of
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.timeline_picture import draw
 from dsjax.dryrun.timeline_trace import trace, write_trace
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.cluster import load_cluster

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dsjax.dynamo.command import DEADLINE, DRAIN, allow_shutdown, choose_parsers, runtime_config
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 
 DEMO = Path(__file__).parents[3] / "configs" / "models" / "demo"

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from dsjax.dynamo.kv_events import KvEvents, signed
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.page_events import AllBlocksCleared, BlockRemoved, BlockStored, EventSinks
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.engine import attachments_of
+from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored, EventSinks
+from dsjax.engine.schedule.request import Request, RequestOptions
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
@@ -51,7 +52,11 @@ def engine_of(ranks: int, **sizes):
     events, told, routers = KvEvents(), Subscriber(ranks, 4), [Router() for _ in range(ranks)]
     for rank, router in enumerate(routers):
         events.connect(rank, router)
-    return EngineCore(executor, config, publisher=EventSinks((told, events))), routers, told
+    return (
+        EngineCore(executor, config, attachments=attachments_of(config, sink=EventSinks((told, events)))),
+        routers,
+        told,
+    )
 
 
 def parents_held(block: int, held: set[int], told: Subscriber) -> bool:
@@ -65,8 +70,8 @@ def parents_held(block: int, held: set[int], told: Subscriber) -> bool:
 
 
 def run(engine, tokens, **options) -> None:
-    request = Request(str(next(NAMES)), list(tokens), len(tokens), SamplingParams(temperature=0), 2, 0, **options)
-    engine.add(request)
+    params = SamplingParams(temperature=0)
+    engine.add(Request(str(next(NAMES)), list(tokens), len(tokens), params, 2, 0, options=RequestOptions(**options)))
     while engine.has_unfinished:
         engine.step()
 

@@ -5,9 +5,10 @@ import struct
 import pytest
 
 from dsjax.dynamo.translation import Chunks, CompletionError, ThinkingTokens, translate
-from dsjax.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from dsjax.engine.request import ErrorKind, FinishReason
-from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.engine.contract.executor import ErrorKind
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput
 
 NULLS = {
     "stop_conditions": dict.fromkeys(
@@ -74,8 +75,8 @@ def test_every_option_reaches_the_engine():
             routing={"dp_rank": 3, "priority": 2, "cache_salt": "salt"},
         )
     )
-    assert (read.token_ids, read.dp_rank, read.cache_salt) == ([5, 6, 7], 3, "salt")
-    assert read.priority == -2, "Dynamo runs the highest first, dsjax the lowest"
+    assert (read.token_ids, read.options.dp_rank, read.options.cache_salt) == ([5, 6, 7], 3, "salt")
+    assert read.options.priority == -2, "Dynamo runs the highest first, dsjax the lowest"
     assert read.params == SamplingParams(
         temperature=0.5,
         top_p=0.9,
@@ -190,12 +191,14 @@ def test_a_cancelled_answer_ends_with_a_chunk_that_says_so():
 
 def test_a_prompt_that_is_computed_elsewhere_is_named_as_its_prefill_worker_or_the_frontend_has_said():
     told = {"address": "10.0.0.7:9000", "transfer": "abc", "worker_id": None}
-    assert translate(request(prefill_result={"disaggregated_params": told})).prefill == {
+    assert translate(request(prefill_result={"disaggregated_params": told})).options.prefill == {
         "address": "10.0.0.7:9000",
         "transfer": "abc",
     }
     both = {"bootstrap_host": "fd00::7", "bootstrap_port": 9000, "bootstrap_room": 77}
     read = translate(request(bootstrap_info=both))
     assert read.room == 77
-    assert read.prefill == {"address": "[fd00::7]:9000", "transfer": "room-77"}, "as `PrefillServer.prefill` names it"
-    assert translate(request(prefill_result={"disaggregated_params": {}})).prefill is None
+    assert read.options.prefill == {"address": "[fd00::7]:9000", "transfer": "room-77"}, (
+        "as `PrefillServer.prefill` names it"
+    )
+    assert translate(request(prefill_result={"disaggregated_params": {}})).options.prefill is None

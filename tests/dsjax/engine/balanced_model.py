@@ -5,7 +5,8 @@ from pathlib import Path
 from layouts import InlinePool, prompts
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.experts.expert_balancer import ExpertBalancer
 
 
 def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "float32", **options) -> LLM:
@@ -23,7 +24,7 @@ def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "
         eplb_config=config,
         **options,
     )
-    llm.engine.core._balancer._pool = InlinePool()
+    llm.engine.core.part(ExpertBalancer)._pool = InlinePool()
     executor = getattr(llm.executor, "inner", llm.executor)
     speculation = executor.buckets.speculation
     executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)

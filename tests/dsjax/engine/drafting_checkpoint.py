@@ -12,7 +12,7 @@ from worded_checkpoint import VOCABULARY
 
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import ModelConfig
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.tokenizer import Tokenizer
 
 CONTEXT = 0.15
 """By how much what the layers add is scaled down: the next token then depends mostly on the one before, which the module knows too."""

@@ -2,8 +2,8 @@
 
 from hashlib import sha256
 
-from dsjax.engine.commands import int32s
-from dsjax.engine.page_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, block_hash
+from dsjax.engine.contract.commands import int32s
+from dsjax.engine.schedule.page_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, block_hash
 
 
 class Subscriber:
@@ -44,13 +44,13 @@ class Subscriber:
 
     def check(self, scheduler) -> None:
         """It knows what each rank's tiers hold, and no more."""
-        for rank, blocks in zip(scheduler.ranks, self.blocks, strict=True):
-            below = rank.pool.below
+        for index, (rank, blocks) in enumerate(zip(scheduler.ranks, self.blocks, strict=True)):
             found = {"device": set(rank.pool._page_of), "host": set(), "disk": set()}
-            if below is not None and below.host is not None:
-                found["host"] = set(below.host._names)
-            if below is not None and below.disk is not None:
-                found["disk"] = set(below.disk._names)
+            for source in () if scheduler.source is None else scheduler.source.sources:
+                if getattr(source, "host", None):
+                    found["host"] = set(source.host[index]._names)
+                if getattr(source, "disk", None) is not None:
+                    found["disk"] = set(source.disk._names)
             for tier, names in found.items():
                 untold = {block_hash(name) for name in names} - blocks[MEDIA[tier]]
                 assert untold <= (self.left_over if tier == "disk" else set()), tier

@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from dsjax.engine.commands import (
+from dsjax.engine.contract.commands import (
     TOKEN_MADE,
     Clear,
     Command,
@@ -24,10 +24,11 @@ from dsjax.engine.commands import (
     from_int32s,
     names_of,
 )
-from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, PageReports, RankResults, RowResult
-from dsjax.engine.page_transfer import ParcelGoneError, PulledParcel, Source
-from dsjax.engine.plan import StepPlan
-from dsjax.engine.step_writer import StepWriter, clear_command
+from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
+from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.step_writer import StepWriter, clear_command
+from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
+from dsjax.engine.transfer.page_transfer import ParcelGoneError, ParcelPort, PulledParcel, Source
 
 NAN = "not finite"
 """What a poisoned request writes. Whoever then has it in a page, read or not, fails too: 0 × NaN is NaN."""
@@ -140,7 +141,7 @@ class FakeExecutor:
         """A whole step of a scheduler that has no core around it."""
         if scheduler is not None and (dirty := scheduler.take_dirty()):
             self.launch(clear_command(dirty))
-        for moves in self._writer.moves(plan):
+        for moves in plan.page_commands:
             self.launch(moves)
         copies = self._writer.copies(plan)
         if copies is not None:
@@ -197,6 +198,11 @@ class FakeExecutor:
         while self._queue and isinstance(self._queue[0].command, moving):
             self._run(self._queue.popleft().command)
 
+    def extension(self, kind):
+        if kind is PageReporter:
+            return self if self.limits.host_pages_per_rank or self.limits.disk_pages else None
+        return self if kind is ParcelPort and self.limits.transfers else None
+
     @property
     def processes_of_ranks(self):
         return [[0]] * self.limits.num_ranks
@@ -207,11 +213,11 @@ class FakeExecutor:
     def pull_parcels(self, pull, report) -> None:
         self._pull_by, self._report = pull, report
 
-    def move_parcels(self, reports: PageReports | None = None) -> None:
-        """Offer what is ready, and pull what was asked for."""
+    def move_parcels(self, *, pulls: bool = False) -> None:
+        """Offer what is ready; `pulls`: and pull what was asked for."""
         work, self._parcel_work = self._parcel_work, deque()
         for polls, kind, what in work:
-            if self.parcels_take is None or polls < self.parcels_take or (kind == "pull" and reports is None):
+            if self.parcels_take is None or polls < self.parcels_take or (kind == "pull" and not pulls):
                 self._parcel_work.append([polls + 1, kind, what])
             elif kind == "offer":
                 self._offer(*what)
@@ -231,7 +237,6 @@ class FakeExecutor:
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         found, self._found = self._found, None
         reports = PageReports([], [], found)
-        self.move_parcels(reports)
         if self.disk_takes is None:
             return reports
         later = deque()

@@ -9,8 +9,10 @@ import json
 import sys
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.joining import host_options, join_group
+from dsjax.engine.elastic.joining import host_options, join_group
+from dsjax.engine.schedule.request import RequestOptions
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -26,7 +28,7 @@ def main() -> None:
 def prefill(args: EngineArgs) -> None:
     group = join_group(args, host_options(args))
     from dsjax.engine.disaggregated import load_prefill
-    from dsjax.engine.follower import Follower
+    from dsjax.engine.elastic.follower import Follower
 
     if group is not None and not group.is_leader:
         Follower(group).run_with(args)
@@ -39,7 +41,7 @@ def prefill(args: EngineArgs) -> None:
             tell(**server.prefill(request["tokens"], room=request.get("room")))
             continue
         pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
-        tell(jobs=engine.num_jobs, parcels=engine.leases.num_kept, pages=pages, sent=engine.leases.pages_sent)
+        tell(jobs=engine.num_jobs, parcels=engine.buffers.num_kept, pages=pages, sent=engine.buffers.pages_sent)
     server.shutdown()
 
 
@@ -49,7 +51,7 @@ def decode(llm: LLM) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "requests" not in request:
-            counts = core.scheduler.incoming.counts._asdict()
+            counts = core.part(PrefillLinks).source.transfer_counts._asdict()
             tell(used=sum(rank.pool.num_used for rank in core.scheduler.ranks), mesh=llm.facts.mesh, **counts)
             continue
         llm.engine.flush_prefix_cache()
@@ -60,7 +62,7 @@ def decode(llm: LLM) -> None:
 def run(llm: LLM, requests: list) -> dict[str, list[int]]:
     """Tokens of (name, prompt, what prefill said)."""
     for name, tokens, said in requests:
-        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, prefill=said)
+        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, RequestOptions(prefill=said))
     found = {}
     while llm.engine.has_unfinished():
         for output in llm.engine.step():

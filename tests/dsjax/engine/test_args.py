@@ -5,7 +5,7 @@ from fake_executor import FakeExecutor
 from typer.testing import CliRunner
 
 from dsjax.cli.main import app
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from sharding.errors import MeshError
 

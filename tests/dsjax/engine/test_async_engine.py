@@ -9,12 +9,13 @@ from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError, EngineDeadError
-from dsjax.engine.commands import Step
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.input_processor import PromptError
-from dsjax.engine.outputs import CompletionOutput, OutputStream, RequestOutput
-from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.contract.commands import Step
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.engine import EngineParts
+from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.text.input_processor import PromptError
+from dsjax.engine.text.outputs import CompletionOutput, RequestOutput
 from dsjax.errors import UserError
 
 FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)
@@ -23,7 +24,7 @@ FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINA
 def make(**options) -> tuple[AsyncEngine, FakeExecutor]:
     executor = FakeExecutor(**options)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    return AsyncEngine(LLMEngine(executor, tiny_tokenizer(), config)), executor
+    return AsyncEngine(EngineParts(executor, tiny_tokenizer(), config)), executor
 
 
 async def collect(engine: AsyncEngine, request_id: str, prompts, params=FINAL) -> dict[int, list[int]]:
@@ -39,7 +40,7 @@ async def until(condition, seconds: float = 5.0) -> None:
 
 
 def pages_in_use(engine: AsyncEngine) -> int:
-    return sum(rank.pool.num_used for rank in engine.cores[0].scheduler.ranks)
+    return sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
 
 
 def run(coroutine):
@@ -245,7 +246,7 @@ def test_requests_that_come_during_the_first_step_after_a_rest_are_in_the_second
                 await anext(stream)
             planned = [command for command in executor.commands if isinstance(command, Step)]
             assert [len(step.ranks[0].prefills) for step in planned[:3]] == [1, 1, 0]
-            await until(lambda: not engine.cores[0].has_unfinished)
+            await until(lambda: not engine.core.has_unfinished)
         await engine.shutdown()
 
     run(main())

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjax.engine.buckets import (
+from dsjax.engine.contract.commands import TOKEN_MADE, PrefillRow, RankStep, Step, int32s
+from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.engine.device.buckets import (
     ACCELERATOR_LAUNCH_TOKENS,
     CPU_LAUNCH_TOKENS,
     SCORED_CHUNK,
@@ -15,9 +17,7 @@ from dsjax.engine.buckets import (
     Rectangle,
     num_decodes,
 )
-from dsjax.engine.commands import TOKEN_MADE, PrefillRow, RankStep, Step, int32s
-from dsjax.engine.launch_inputs import makes_token
-from dsjax.engine.speculative import SpeculativeConfig
+from dsjax.engine.device.launch_inputs import makes_token
 
 
 def row(length: int, **more) -> PrefillRow:

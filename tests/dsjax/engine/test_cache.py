@@ -11,16 +11,21 @@ from layouts import TINY, write_checkpoint
 
 from dsjax import LLM
 from dsjax.config import ModelConfig, load_config
-from dsjax.engine import cache as device_cache
-from dsjax.engine import device_state
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import make_step
-from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.cache import Pool
-from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.memory import beside_the_cache, check_device_memory
-from dsjax.engine.process import OutOfDeviceMemoryError, available_bytes, explained_out_of_memory, size_memory_pool
-from dsjax.engine.programs import Programs
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device import cache as device_cache
+from dsjax.engine.device import device_state
+from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.device.cache import Pool
+from dsjax.engine.device.process import (
+    OutOfDeviceMemoryError,
+    available_bytes,
+    explained_out_of_memory,
+    size_memory_pool,
+)
+from dsjax.engine.device.programs import Programs
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step
+from dsjax.engine.setup.memory import beside_the_cache, check_device_memory
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -213,7 +218,7 @@ def test_the_pool_is_sized_before_jax_starts_and_not_after(monkeypatch):
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     size_memory_pool(0.8)  # the backend of the tests runs
     assert os.environ.get("XLA_CLIENT_MEM_FRACTION") is None
-    monkeypatch.setattr("dsjax.engine.process.backend_is_running", lambda: False)
+    monkeypatch.setattr("dsjax.engine.device.process.backend_is_running", lambda: False)
     size_memory_pool(0.8)
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.8"
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ  # JAX refuses both

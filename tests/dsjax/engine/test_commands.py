@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsjax.engine import commands
-from dsjax.engine.commands import (
+from dsjax.engine.contract import commands
+from dsjax.engine.contract.commands import (
     Admission,
     Clear,
     Copy,

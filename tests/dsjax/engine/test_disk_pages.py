@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsjax.engine import disk_pages, page_files
-from dsjax.engine.disk_pages import DiskPages
-from dsjax.engine.page_files import PageFileError, PageFiles, lock_folder
+from dsjax.engine.tiers import disk_pages, page_files
+from dsjax.engine.tiers.disk_pages import DiskPages
+from dsjax.engine.tiers.page_files import PageFileError, PageFiles, lock_folder
 from dsjax.errors import UserError
 
 SHAPES = {"latent": ((2, 4, 6), np.dtype(np.uint16)), "filled": ((4,), np.dtype(bool))}
@@ -124,7 +124,9 @@ def test_the_list_is_by_last_use_and_what_was_not_finished_goes(tmp_path):
 
 
 def test_a_second_engine_is_refused_while_the_first_has_the_folder(tmp_path):
-    program = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\nfrom dsjax.engine.page_files import lock_folder\n"
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\nfrom dsjax.engine.tiers.page_files import lock_folder\n"
+    )
     program += f"held = lock_folder({str(tmp_path)!r}); print('held', flush=True); sys.stdin.read()"
     holder = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:

@@ -7,10 +7,11 @@ import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import BOS, EOS, tiny_tokenizer
 
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.input_processor import PromptError
-from dsjax.engine.sampling_params import OutputKind, SamplingError, SamplingParams
-from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams
+from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.schedule.request import RequestOptions
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.text.input_processor import PromptError
 from dsjax.errors import UserError
 
 
@@ -18,7 +19,7 @@ def make_engine(tokenizer=None, eos=(), stream_interval=1, **executor_options) -
     executor = FakeExecutor(**executor_options)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     tokenizer = tokenizer or tiny_tokenizer()
-    return LLMEngine(executor, tokenizer, config, eos_token_ids=eos, stream_interval=stream_interval)
+    return LLMEngine(EngineParts(executor, tokenizer, config, eos_token_ids=eos, stream_interval=stream_interval))
 
 
 def finish(engine: LLMEngine) -> dict:
@@ -48,7 +49,10 @@ def generate(engine: LLMEngine, prompt="", **params):
 
 
 def test_the_engine_imports_no_jax():
-    modules = "engine,input_processor,output_processor,scheduler,plan,tokenizer,text,args,async_engine,engine_thread,instances,routing"
+    modules = (
+        "engine,text.input_processor,text.output_processor,schedule.scheduler,schedule.plan,text.tokenizer,setup.args,"
+        "async_engine,engine_thread,schedule.routing"
+    )
     imports = ";".join(f"import dsjax.engine.{name}" for name in modules.split(","))
     code = f"import sys;{imports};sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -248,8 +252,9 @@ def test_wrong_requests_are_refused_and_leave_nothing_behind(prompt, params, err
 def test_a_prefill_engine_that_cannot_be_is_refused_before_the_engine_connects_to_it(prefill, message):
     engine = make_engine()
     with pytest.raises(UserError, match=message):
-        engine.add_request("r", [1], SamplingParams(), prefill=prefill)
-    engine.add_request("r", [1], SamplingParams(n=2), prefill={"address": "[::1]:90", "transfer": "a"})
+        engine.add_request("r", [1], SamplingParams(), RequestOptions(prefill=prefill))
+    options = RequestOptions(prefill={"address": "[::1]:90", "transfer": "a"})
+    engine.add_request("r", [1], SamplingParams(n=2), options)
 
 
 def test_a_request_id_in_use_is_refused():

@@ -10,14 +10,14 @@ import pytest
 from event_subscriber import Subscriber, hashes_of
 from fake_executor import FakeExecutor
 
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.event_publisher import EventPublisher, KvEventsConfig, endpoint_of
-from dsjax.engine.page_events import BlockRemoved
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.engine import EngineParts, LLMEngine, attachments_of
+from dsjax.engine.schedule.page_events import BlockRemoved
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, endpoint_of
 from dsjax.errors import UserError
 
 
@@ -57,7 +57,7 @@ DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 def core(publisher, **sizes):
     executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, **sizes)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    return EngineCore(executor, config, publisher=publisher)
+    return EngineCore(executor, config, attachments=attachments_of(config, sink=publisher))
 
 
 def run(engine, *prompts, together=False):
@@ -197,7 +197,7 @@ def test_an_engine_publishes_what_its_options_say_and_gives_the_endpoint_back(tm
         for turn in range(2):
             executor = FakeExecutor()
             config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-            engine = LLMEngine(executor, None, config, kv_events=args.kv_events)
+            engine = LLMEngine(EngineParts(executor, None, config, kv_events=args.kv_events))
             number = 0
             while not subscriber.poll(20):
                 number += 1

@@ -12,15 +12,14 @@ from balanced_model import generate, load
 from layouts import TINY, prompts, write_checkpoint
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import make_step
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError
-from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts, Step
-from dsjax.engine.eplb import EplbConfig, RebalanceUnderWayError
-from dsjax.engine.executor import ExpertSlots
-from dsjax.engine.expert_balancer import LayerChange, decide
-from dsjax.engine.expert_location import ExpertLocation
-from dsjax.engine.step_record import Collected, Launched, StepRecord, collected
+from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, Step
+from dsjax.engine.experts.eplb import EplbConfig, ExpertMover, ExpertSlots, RebalanceUnderWayError
+from dsjax.engine.experts.expert_balancer import ExpertBalancer, LayerChange, decide
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step
+from dsjax.engine.setup.expert_location import ExpertLocation
+from dsjax.engine.stream.step_record import Collected, Launched, StepRecord, collected
 from dsjax.errors import UserError
 from sharding import MeshSpec
 from sharding.balancing import rank_loads, rebalance
@@ -51,7 +50,7 @@ def expected(checkpoint):
 
 
 def stats(llm):
-    return llm.engine.core._balancer.stats
+    return llm.engine.core.part(ExpertBalancer).stats
 
 
 def test_tokens_are_the_same_while_experts_move_beneath_them(llm, expected):
@@ -73,7 +72,7 @@ def test_so_they_are_on_other_meshes(checkpoint, expected, mesh, dispatch, fused
     try:
         assert any(".shared." in path for path in other.executor.params) != fused
         slots = other.executor.params["moe_layers.moe.experts.down.weight"].shape[1]
-        assert slots == (other.executor.expert_slots.physical_to_logical.shape[1]) + fused * 4
+        assert slots == (other.executor.extension(ExpertMover).slots.physical_to_logical.shape[1]) + fused * 4
         assert generate(other, TOKENS) == expected
         assert stats(other).rebalances >= 3
     finally:
@@ -118,7 +117,7 @@ def test_in_bf16_each_token_is_the_one_that_a_device_whose_experts_stay_finds_be
 def test_nothing_is_compiled_and_memory_returns(llm):
     llm.engine.flush_prefix_cache()
     generate(llm, TOKENS)
-    llm.engine.core.rebalance_experts()
+    llm.engine.core.part(ExpertBalancer).rebalance_now()
     while llm.engine.has_unfinished():
         llm.engine.step()
     compiled, rebalances = llm.executor.programs.compiled, stats(llm).rebalances
@@ -126,7 +125,7 @@ def test_nothing_is_compiled_and_memory_returns(llm):
     llm.engine.flush_prefix_cache()
     generate(llm, TOKENS)
     assert stats(llm).rebalances > rebalances
-    llm.engine.core.rebalance_experts()
+    llm.engine.core.part(ExpertBalancer).rebalance_now()
     while llm.engine.has_unfinished():
         llm.engine.step()
     assert llm.executor.programs.compiled == compiled
@@ -138,9 +137,9 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, ex
 
     Each exchange is enqueued behind a step that is not done, and a step behind it, without waiting for either.
     """
-    monkeypatch.setattr("dsjax.engine.layout.experts_per_exchange", lambda args, step: 2)
+    monkeypatch.setattr("dsjax.engine.setup.layout.experts_per_exchange", lambda args, step: 2)
     one = load(checkpoint, "dp=1")
-    executor, balancer, rng = one.executor, one.engine.core._balancer, np.random.default_rng(2)
+    executor, balancer, rng = one.executor, one.engine.core.part(ExpertBalancer), np.random.default_rng(2)
     launch, behind = executor.launch, []
 
     def launched(command):
@@ -157,7 +156,7 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, ex
         while one.engine.has_unfinished():
             if not balancer.busy and one.engine.core.scheduler.num_unfinished:
                 layer = int(rng.integers(2))
-                old = executor.expert_slots.physical_to_logical[layer]
+                old = executor.extension(ExpertMover).slots.physical_to_logical[layer]
                 row = old.copy()
                 swapped = rng.permutation(len(old))[:4]
                 row[swapped] = np.roll(row[swapped], 1)
@@ -182,7 +181,7 @@ def start(llm, tokens: int = TOKENS, **params) -> None:
 def until_it_moves(llm) -> dict:
     """Outputs that came until a rebalance was in its middle."""
     found = {}
-    while not llm.engine.core._balancer.busy:
+    while not llm.engine.core.part(ExpertBalancer).busy:
         found |= {output.request_id: output for output in llm.engine.step()}
         assert llm.engine.has_unfinished()
     return found
@@ -223,17 +222,17 @@ def test_a_server_drains_and_ends_in_the_middle(checkpoint, expected):
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
     async def serve():
-        engine = AsyncEngine(draining.engine)
+        engine = AsyncEngine(draining.parts)
         engine.start()
         stream = await engine.submit("all", prompts(), params)
-        while not await engine.call(lambda core: core._balancer.busy):
+        while not await engine.call(lambda core: core.part(ExpertBalancer).busy):
             assert engine.num_unfinished
         found = {}
         async for index, output in stream:
             found[index] = list(output.outputs[0].token_ids)
         assert not engine.num_unfinished
         await engine.submit("cut", prompts(), params)
-        while not await engine.call(lambda core: core._balancer.busy):
+        while not await engine.call(lambda core: core.part(ExpertBalancer).busy):
             assert engine.num_unfinished
         await engine.shutdown()
         assert not engine.running
@@ -267,10 +266,10 @@ def test_a_second_rebalance_is_refused_in_the_middle_of_one(llm, expected):
     start(llm)
     until_it_moves(llm)
     with pytest.raises(RebalanceUnderWayError, match=r"under way, with [12] layers left|ask again"):
-        llm.engine.core.rebalance_experts()
+        llm.engine.core.part(ExpertBalancer).rebalance_now()
     found = finish(llm)
     assert [list(found[number].token_ids) for number in range(8)] == [list(tokens) for tokens in expected]
-    asked = llm.engine.core.rebalance_experts()
+    asked = llm.engine.core.part(ExpertBalancer).rebalance_now()
     assert asked["balancedness"]["after"] >= asked["balancedness"]["before"]
     finish(llm)
     assert not stats(llm).layers_left
@@ -278,13 +277,13 @@ def test_a_second_rebalance_is_refused_in_the_middle_of_one(llm, expected):
 
 def test_an_idle_engine_carries_a_rebalance_to_its_end(llm):
     generate(llm, 6)
-    asked = llm.engine.core.rebalance_experts()
+    asked = llm.engine.core.part(ExpertBalancer).rebalance_now()
     assert asked["layers"]
     assert llm.engine.has_unfinished()
     finish(llm)
-    balancer = llm.engine.core._balancer
+    balancer = llm.engine.core.part(ExpertBalancer)
     assert not balancer.busy
-    slots = llm.executor.expert_slots
+    slots = llm.executor.extension(ExpertMover).slots
     after = rank_loads(balancer.load(), slots.physical_to_logical, slots.ranks)
     assert after.mean(axis=1).sum() / after.max(axis=1).sum() == pytest.approx(asked["balancedness"]["after"])
 
@@ -315,12 +314,12 @@ def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, llm,
     recorded = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="gather", record_steps=str(path))
     try:
         assert generate(recorded, TOKENS) == expected
-        final = recorded.executor.expert_slots.physical_to_logical
+        final = recorded.executor.extension(ExpertMover).slots.physical_to_logical
     finally:
         recorded.shutdown()
     again = load(checkpoint, "dp=8", dispatch="gather")
     try:
-        assert (again.executor.expert_slots.physical_to_logical != final).any()
+        assert (again.executor.extension(ExpertMover).slots.physical_to_logical != final).any()
         kinds, results = set(), {}
         for frame in StepRecord(path):
             if isinstance(frame, Launched):
@@ -329,7 +328,7 @@ def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, llm,
                 results[frame.number] = collected(frame.number, 0.0, frame.command, found)
             elif isinstance(frame, Collected):
                 assert frame.ranks == results[frame.number].ranks
-        np.testing.assert_array_equal(again.executor.expert_slots.physical_to_logical, final)
+        np.testing.assert_array_equal(again.executor.extension(ExpertMover).slots.physical_to_logical, final)
         assert kinds >= {Step, ReadLoads, StageExperts, PlaceExperts}
     finally:
         again.shutdown()
@@ -426,7 +425,9 @@ def test_a_server_begins_as_a_file_of_places_or_of_loads_says(llm, checkpoint, t
     path.write_text(json.dumps(location.to_json()))
     begun = load(checkpoint, "dp=8", dispatch="gather", init_expert_location=str(path))
     try:
-        np.testing.assert_array_equal(begun.executor.expert_slots.physical_to_logical, location.physical_to_logical)
+        np.testing.assert_array_equal(
+            begun.executor.extension(ExpertMover).slots.physical_to_logical, location.physical_to_logical
+        )
         assert generate(begun, TOKENS) == expected
     finally:
         begun.shutdown()
@@ -465,4 +466,4 @@ def test_a_file_that_cannot_be_is_refused_with_what_would_fit(checkpoint, tmp_pa
 
 def test_the_tiny_model_has_two_layers_with_experts(llm):
     # What other claims here rest on.
-    assert llm.executor.expert_slots.physical_to_logical.shape == (2, TINY["n_routed_experts"] + 8)
+    assert llm.executor.extension(ExpertMover).slots.physical_to_logical.shape == (2, TINY["n_routed_experts"] + 8)

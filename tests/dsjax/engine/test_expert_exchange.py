@@ -11,8 +11,9 @@ from goldens.our_model import bound
 from layouts import TINY, prompts, write_checkpoint
 
 from dsjax import LLM
-from dsjax.engine.commands import PlaceExperts, ReadLoads, StageExperts, int32s
-from dsjax.engine.expert_programs import pack_moves
+from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, int32s
+from dsjax.engine.device.expert_programs import pack_moves
+from dsjax.engine.experts.eplb import ExpertMover
 from sharding.layer_placement import exchange_rounds
 
 EXPERTS = TINY["n_routed_experts"]
@@ -36,7 +37,7 @@ def random_row(rng, slots: int) -> np.ndarray:
 
 def move(llm: LLM, layer: int, row: np.ndarray) -> list[str | None]:
     """Place one layer anew; what went wrong with each command."""
-    executor, slots = llm.executor, llm.executor.expert_slots
+    executor, slots = llm.executor, llm.executor.extension(ExpertMover).slots
     old, found = slots.physical_to_logical[layer], []
     for moves in exchange_rounds(old, row, ranks=slots.ranks, experts=slots.per_exchange):
         pairs = int32s(int(slot) for pair in moves for slot in pair)
@@ -48,14 +49,14 @@ def move(llm: LLM, layer: int, row: np.ndarray) -> list[str | None]:
 
 def move_all(llm: LLM, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    for layer, old in enumerate(llm.executor.expert_slots.physical_to_logical):
+    for layer, old in enumerate(llm.executor.extension(ExpertMover).slots.physical_to_logical):
         assert not any(move(llm, layer, random_row(rng, len(old))))
 
 
 def experts(llm: LLM, path: str) -> np.ndarray:
     """A parameter's values by logical expert, from whichever slots have it; every copy must be the same."""
     array = np.asarray(llm.executor.params[path])
-    rows = llm.executor.expert_slots.physical_to_logical
+    rows = llm.executor.extension(ExpertMover).slots.physical_to_logical
     rows = rows[-1:] if path.startswith("mtp.") else rows[: len(array)]
     found = np.zeros((len(array), EXPERTS, *array.shape[2:]), array.dtype)
     for layer, row in enumerate(rows):
@@ -93,7 +94,7 @@ def test_every_slot_holds_the_expert_that_its_table_names(llm):
         for path, values in before.items():
             np.testing.assert_array_equal(experts(llm, path), values)
         tables = llm.executor.state.copies
-        for layer, row in enumerate(llm.executor.expert_slots.physical_to_logical):
+        for layer, row in enumerate(llm.executor.extension(ExpertMover).slots.physical_to_logical):
             for expert in range(EXPERTS):
                 copies = int(tables.copies_E[layer, expert])
                 held = np.flatnonzero(row == expert)
@@ -175,14 +176,14 @@ def failing(llm: LLM, program: str, monkeypatch, lost: int) -> None:
 @pytest.mark.parametrize(("program", "lost"), [("stage_experts", 0), ("place_experts", 0), ("place_experts", 1)])
 def test_a_layer_that_cannot_be_moved_is_as_it_was(llm, monkeypatch, caplog, program, lost):
     before = {path: experts(llm, path) for path in expert_paths(llm)}
-    expected, slots = generate(llm), llm.executor.expert_slots.physical_to_logical
+    expected, slots = generate(llm), llm.executor.extension(ExpertMover).slots.physical_to_logical
     row = random_row(np.random.default_rng(40), slots.shape[1])
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         failing(llm, program, patch, lost)
         errors = move(llm, 1, row) if program == "place_experts" else [stage_one(llm, row)]
     assert errors[-1] == "RuntimeError: the device said no"
     assert ("read again from the checkpoint" in caplog.text) == bool(lost)
-    np.testing.assert_array_equal(llm.executor.expert_slots.physical_to_logical, slots)
+    np.testing.assert_array_equal(llm.executor.extension(ExpertMover).slots.physical_to_logical, slots)
     for path, values in before.items():
         np.testing.assert_array_equal(experts(llm, path), values)
     assert generate(llm) == expected
@@ -191,7 +192,7 @@ def test_a_layer_that_cannot_be_moved_is_as_it_was(llm, monkeypatch, caplog, pro
 
 
 def stage_one(llm: LLM, row: np.ndarray) -> str | None:
-    slots = llm.executor.expert_slots
+    slots = llm.executor.extension(ExpertMover).slots
     moves = next(exchange_rounds(slots.physical_to_logical[1], row, ranks=slots.ranks, experts=slots.per_exchange))
     command = StageExperts(1, int32s(int(slot) for pair in moves for slot in pair))
     return llm.executor.collect(llm.executor.launch(command)).error

@@ -14,12 +14,12 @@ from layouts import write_checkpoint
 from quick_compilation import FEW_SHAPES
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.core import ChangeUnderWayError
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.mesh_change import NoMeshError, changed_options, largest_mesh
-from dsjax.engine.sampling_params import OutputKind
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.errors import UserError
+from dsjax.engine.contract.sampling_params import OutputKind
+from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.experts.eplb import ExpertMover
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, largest_mesh
+from dsjax.errors import ChangeUnderWayError, UserError
 from sharding import MeshError, MeshSpec
 
 
@@ -49,7 +49,7 @@ def config_of(executor: FakeExecutor) -> SchedulerConfig:
 
 def engine_over(executors: list[FakeExecutor]) -> tuple[LLMEngine, FakeGenerations]:
     first, *others = executors
-    engine = LLMEngine(first, tiny_tokenizer(), config_of(first))
+    engine = LLMEngine(EngineParts(first, tiny_tokenizer(), config_of(first)))
     engine.core.generations = generations = FakeGenerations(others)
     return engine, generations
 
@@ -121,7 +121,7 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
 def test_an_error_that_nothing_survives_is_raised_as_it_was():
     executor = FakeExecutor()
     executor.fail_at_step = 1
-    engine = LLMEngine(executor, tiny_tokenizer(), config_of(executor))
+    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), config_of(executor)))
     add_all(engine)
     with pytest.raises(RuntimeError, match="the fake device is lost"):
         take(engine, {})
@@ -238,7 +238,7 @@ def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_t
             llm.engine.step()
         llm.scale(mesh)
         assert llm.facts.mesh == mesh
-        assert (llm.executor.expert_slots is None) == (mesh == "dp=1")
+        assert (llm.executor.extension(ExpertMover) is None) == (mesh == "dp=1")
     assert llm._generations.number == 2
     while llm.engine.has_unfinished():
         found |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step() if output.finished}

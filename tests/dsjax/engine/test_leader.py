@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsjax.engine.commands import Clear, Copy, Flush, RankStep, Step
-from dsjax.engine.follower import Follower
-from dsjax.engine.leader import LeaderExecutor
+from dsjax.engine.contract.commands import Clear, Copy, Flush, RankStep, Step
+from dsjax.engine.elastic.follower import Follower
+from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.hosts import HostOptions
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.meeting import Arrival
+from dsjax.hosts.rendezvous import JoinRequest
 
 
 class MemoryStore:
@@ -92,7 +92,7 @@ class Pair:
 
     def __init__(self, **options):
         self.store = MemoryStore()
-        members = [Arrival(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
+        members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
         self.groups = [
             HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
             for index in (0, 1)
@@ -230,18 +230,18 @@ def test_questions_are_answered_by_all_in_the_order_of_their_ids():
 
 
 def test_a_process_that_comes_back_keeps_its_way_in_until_it_has_joined():
-    members = [Arrival(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
+    members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
     dropped, told = [], []
-    meeting = SimpleNamespace(door=SimpleNamespace(drop=dropped.append))
+    rendezvous = SimpleNamespace(listener=SimpleNamespace(drop=dropped.append))
     options = HostOptions(("127.0.0.1", 1), 2, 0, "127.0.0.1", 1, 1)
-    group = HostGroup(options, members, MemoryStore(), meeting=meeting)
+    group = HostGroup(options, members, MemoryStore(), rendezvous=rendezvous)
     group.on_change = told.append
     group._unseen = {1}
     group._look({0})
     assert dropped == [1]
     assert "process 1" in str(told[0])
     group._welcome = lambda arrival: None
-    assert group._may_come(Arrival(1, 2, "host", 99, "127.0.0.1", "m")) == group.generation + 1
+    assert group._may_come(JoinRequest(1, 2, "host", 99, "127.0.0.1", "m")) == group.generation + 1
     group._look({0})  # it is let in, and has not joined JAX's service yet
     assert dropped == [1]
     assert len(told) == 1
@@ -252,7 +252,7 @@ class Group:
 
     def __init__(self):
         self.store = MemoryStore()
-        members = [Arrival(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
+        members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
         self.leader, self.own = (
             HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
             for index in (0, 1)

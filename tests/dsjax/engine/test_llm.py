@@ -11,9 +11,9 @@ from layouts import TINY, write_checkpoint
 
 from dsjax import LLM, SamplingParams
 from dsjax.config import ModelConfig
-from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.commands import Step
-from dsjax.engine.slots import ADMISSIONS
+from dsjax.engine.contract.commands import Step
+from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.device.slots import ADMISSIONS
 from dsjax.errors import UserError
 from sharding import MeshError, MeshSpec
 
@@ -138,7 +138,7 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused_before_any_device_is_made
 
 
 def test_weights_that_the_host_cannot_hold_are_refused_before_they_are_read(checkpoint, monkeypatch):
-    from dsjax.engine import loading, memory
+    from dsjax.engine.setup import loading, memory
 
     monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
@@ -174,7 +174,7 @@ def test_64_bit_jax_is_refused(checkpoint, monkeypatch):
     ],
 )
 def test_what_cannot_be_is_told_before_weights_are_read(checkpoint, options, error, parts, monkeypatch):
-    from dsjax.engine import loading
+    from dsjax.engine.setup import loading
 
     jax.devices()  # the session's 32; before JAX has started, 64 could still be emulated
     if "cache_tokens" not in options:  # the cache is what is left beside the weights

@@ -6,9 +6,9 @@ import pytest
 from layouts import write_checkpoint
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.loading import load_model, read_eos_token_ids
-from dsjax.engine.tokenizer import TokenizerError
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import load_model, read_eos_token_ids
+from dsjax.engine.text.tokenizer import TokenizerError
 
 
 def test_generation_config_adds_to_the_tokenizer_and_comes_before_config(tmp_path):

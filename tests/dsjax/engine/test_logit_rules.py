@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.commands import ALWAYS, Admission, RankStep, Sampling, Step, int32s
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.input_processor import RuleMaker, bad_word_runs
-from dsjax.engine.logit_edits import (
+from dsjax.engine.contract.commands import ALWAYS, Admission, RankStep, Sampling, Step, int32s
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.device.logit_edits import (
     BIASES_PER_ROW,
     add_biases,
     allowed,
@@ -19,11 +20,10 @@ from dsjax.engine.logit_edits import (
     penalise,
     pieces,
 )
-from dsjax.engine.logit_rules import LogitRules, completing
-from dsjax.engine.sampling_params import SamplingError, SamplingParams
-from dsjax.engine.slot_rules import SlotRules, SlotTable
-from dsjax.engine.structured import GrammarCompiler
-from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.engine.device.slot_rules import SlotRules, SlotTable
+from dsjax.engine.text.input_processor import RuleMaker, bad_word_runs
+from dsjax.engine.text.logit_rules import LogitRules, completing
+from dsjax.engine.text.structured import GrammarCompiler
 
 V = 70  # no multiple of 32
 add, penalised = jax.jit(add_biases), jax.jit(penalise)

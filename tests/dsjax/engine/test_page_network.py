@@ -16,18 +16,21 @@ import pytest
 from drafting_checkpoint import write_drafting_checkpoint
 from fake_executor import FakeExecutor
 from quick_compilation import QUICK_COMPILATION
+from transports import EACH_BACKEND
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.commands import int32s
-from dsjax.engine.leader import Landings
-from dsjax.engine.leases import Keeper
-from dsjax.engine.page_channel import split_address
-from dsjax.engine.page_network import PrefillServer, RemoteLink, handoff
-from dsjax.engine.page_transfer import Ask, Failed, Offer, ParcelGoneError, PulledParcel, Release, UnderWay
-from dsjax.engine.parcel_network import KeptParcels, ParcelServer, RemoteParcels
+from dsjax.engine.contract.commands import int32s
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.request import RequestOptions
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.stream.leader import Landings
+from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
+from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handoff
+from dsjax.engine.transfer.page_transfer import Ask, Failed, Offer, ParcelGoneError, PulledParcel, Release, UnderWay
+from dsjax.engine.transfer.prefill_links import PrefillLinks
+from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
+from dsjax.hosts.wire import split_address
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
 OPTIONS = {
@@ -93,14 +96,20 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module", params=EACH_BACKEND)
+def backend(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def decode(checkpoint):
+def decode(checkpoint, backend):
     llm = LLM(
         str(checkpoint),
         mesh="dp=2",
         disaggregation_mode="decode",
         local_prefill_tokens=1,
         transfer_timeout=60,
+        disaggregation_transfer_backend=backend,
         **SIZES,
         **OPTIONS,
     )
@@ -117,7 +126,7 @@ def prompts(count, seed=0):
 def run(llm, requests, between=lambda step: None):
     """Tokens of (name, prompt, what prefill said)."""
     for name, tokens, prefill in requests:
-        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, prefill=prefill)
+        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, RequestOptions(prefill=prefill))
     found, steps = {}, 0
     while llm.engine.has_unfinished():
         between(steps)
@@ -136,17 +145,19 @@ def alone(llm, given):
     return found
 
 
-def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(checkpoint, decode):
+def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(
+    checkpoint, decode, backend
+):
     given = prompts(8)
     expected = alone(decode, given)
-    incoming = decode.engine.core.scheduler.incoming
-    process = PrefillProcess(checkpoint, transfer_timeout=60)
+    incoming = decode.engine.core.part(PrefillLinks).source
+    process = PrefillProcess(checkpoint, transfer_timeout=60, disaggregation_transfer_backend=backend)
     try:
         # Prefill first: what it answers goes with the request.
         requests = [(f"{i}", tokens, process.ask(tokens=tokens)) for i, tokens in enumerate(given)]
         assert run(decode, requests) == expected
-        assert incoming.counts.completed == len(given)
-        assert incoming.counts.given_up == 0
+        assert incoming.transfer_counts.completed == len(given)
+        assert incoming.transfer_counts.given_up == 0
         assert process.is_empty() is True
 
         # Both at once, each side told of the same room: decode asks first, then prefill does.
@@ -158,14 +169,14 @@ def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_
                 assert process.ask(tokens=given[step - 2], room=98 + step) == rooms[step - 2][2]
 
         assert run(decode, rooms, tell) == expected
-        assert incoming.counts.completed == 2 * len(given)
+        assert incoming.transfer_counts.completed == 2 * len(given)
         assert process.is_empty() is True
 
         # Aborted at some moments; nothing of it stays.
         decode.engine.flush_prefix_cache()
         for turns in range(0, 9, 2):
             decode.engine.add_request(
-                "gone", {"prompt_token_ids": given[0]}, GREEDY, prefill=process.ask(tokens=given[0])
+                "gone", {"prompt_token_ids": given[0]}, GREEDY, RequestOptions(prefill=process.ask(tokens=given[0]))
             )
             for _ in range(turns):
                 decode.engine.step()
@@ -186,43 +197,46 @@ def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_
         process.kill()
 
 
-class FakeCarrier:
+class FakeTransport:
     address = "here"
 
     def __init__(self):
-        self.granted, self.revoked, self.forgotten, self.pulls = {}, [], [], True
+        self.published, self.pulled, self.withdrawn, self.disconnected, self.pulls = {}, [], [], [], True
 
-    def grant(self, number, parcel):
-        self.granted[number] = parcel
+    def publish(self, number, chunk):
+        self.published[number] = chunk
+        return b"ticket %d" % number
 
-    def revoke(self, number, parcel):
-        self.revoked.append(number)
+    def withdraw(self, number, chunk, *, pulled):
+        assert self.published.pop(number) is chunk
+        (self.pulled if pulled else self.withdrawn).append(number)
 
-    def pull(self, address, number, shapes, device):
+    def pull(self, address, number, ticket, shapes, device):
+        assert ticket == b"ticket %d" % number
         if not self.pulls:
             raise OSError("the link is down")
-        return self.granted.pop(number)
+        return self.published[number]
 
-    def forget(self, address):
-        self.forgotten.append(address)
+    def disconnect(self, address):
+        self.disconnected.append(address)
 
 
 def served(**fields):
-    """A server in front of an engine without JAX, and what its carrier holds."""
+    """A server in front of an engine without JAX, and what its transport holds."""
     executor = FakeExecutor(transfers=True)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     engine = PrefillEngine(executor, config, timeout=0.5)
-    carrier, space = FakeCarrier(), {"page_size": 4, **fields}
-    parcels = ParcelServer(engine.leases.take, carrier, space, "127.0.0.1", 0.5)
+    transport, space = FakeTransport(), {"page_size": 4, **fields}
+    parcels = ChunkServer(engine.buffers.take, transport, space, "127.0.0.1", 0.5)
     server = PrefillServer(engine, parcels, space, "127.0.0.1")
-    engine.leases.begin_anew([Keeper(parcels.address)])
+    engine.buffers.reset([Keeper(parcels.address)])
     engine.start()
-    return server, carrier
+    return server, transport
 
 
-def linked(server, carrier, **space):
+def linked(server, transport, **space):
     """The way to a server, and what comes from it but for what is under way, which may be said any number of times."""
-    link = RemoteLink(server.address, RemoteParcels(carrier, space, {}, 5), space)
+    link = RemoteLink(server.address, RemoteChunks(transport, space, {}, 5), space)
     found = []
     link.connect(lambda message: None if isinstance(message, UnderWay) else found.append(message))
     return link, found
@@ -235,9 +249,18 @@ def until(true, seconds=60):
     assert true()
 
 
+def test_sides_that_move_pages_by_different_transports_are_told_so(decode, backend, caplog):
+    server, _ = served(disaggregation_transfer_backend="mooncake")
+    [tokens] = prompts(1)
+    expected = alone(decode, [tokens])
+    assert run(decode, [("0", tokens, handoff(server.address))]) == expected
+    assert f"disaggregation_transfer_backend ('mooncake' here, '{backend}' there)" in caplog.text
+    server.shutdown()
+
+
 def test_sides_whose_pages_differ_are_told_in_what():
-    server, carrier = served(dtype="bfloat16")
-    link, found = linked(server, carrier, page_size=4, dtype="float32")
+    server, transport = served(dtype="bfloat16")
+    link, found = linked(server, transport, page_size=4, dtype="float32")
     link.send(Ask("a", int32s(range(9)), 0, 2))
     until(lambda: found)
     assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in found[0].reason
@@ -247,8 +270,8 @@ def test_sides_whose_pages_differ_are_told_in_what():
 
 
 def test_a_parcel_that_was_granted_and_not_taken_is_taken_back_when_decode_goes():
-    server, carrier = served()
-    link, found = linked(server, carrier, page_size=4)
+    server, transport = served()
+    link, found = linked(server, transport, page_size=4)
     link.send(Ask("a", int32s(range(33)), 0, 8))
     until(lambda: sum(message.count for message in found) == 8)
     first, *others = found
@@ -256,24 +279,24 @@ def test_a_parcel_that_was_granted_and_not_taken_is_taken_back_when_decode_goes(
     link.send(Release(first.number))
     with pytest.raises(ParcelGoneError, match="is not kept any more"):
         link.pull(12345, None, first.address)
-    carrier.pulls = False
+    transport.pulls = False
     with pytest.raises(ParcelGoneError, match="the link is down"):
         link.pull(others[0].number, None, others[0].address)
     link.close()
-    until(lambda: carrier.revoked and carrier.revoked == list(carrier.granted))
-    until(lambda: server.engine.num_jobs == server.engine.leases.num_kept == 0)
+    until(lambda: (transport.pulled, transport.withdrawn, transport.published) == ([1], [2], {}))
+    until(lambda: server.engine.num_jobs == server.engine.buffers.num_kept == 0)
     server.shutdown()
 
 
 def test_what_finds_no_room_in_parcels_is_said_to_be_under_way_again_and_again():
-    server, carrier = served()
-    leases, told = server.engine.leases, []
-    leases.room = lambda rank: 0
-    link, _ = linked(server, carrier, page_size=4)
+    server, transport = served()
+    buffers, told = server.engine.buffers, []
+    buffers.room = lambda rank: 0
+    link, _ = linked(server, transport, page_size=4)
     link.connect(told.append)
     link.send(Ask("a", int32s(range(33)), 0, 8))
     until(lambda: told.count(UnderWay(["a"])) > 4)  # half a second, which is all that leases have
-    del leases.room
+    del buffers.room
     until(lambda: sum(message.count for message in told if isinstance(message, Offer)) == 8)
     assert not any(isinstance(message, Failed) for message in told)
     link.close()
@@ -283,9 +306,9 @@ def test_what_finds_no_room_in_parcels_is_said_to_be_under_way_again_and_again()
 def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():
     server, _ = served()
     server.prefill(list(range(33)))
-    until(lambda: server.engine.leases.pages_sent == 8)
-    until(lambda: server.engine.num_jobs == server.engine.leases.num_kept == 0)
-    assert server.engine.leases.expired
+    until(lambda: server.engine.buffers.pages_sent == 8)
+    until(lambda: server.engine.num_jobs == server.engine.buffers.num_kept == 0)
+    assert server.engine.buffers.expired
     server.shutdown()
 
 
@@ -296,7 +319,7 @@ def transfer_threads():
 def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_keeps_no_thread(caplog):
     before = transfer_threads()  # some of another test's may still be ending
     nobody = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers until it is closed
-    link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteParcels(FakeCarrier(), {}, {}, 5), {})
+    link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteChunks(FakeTransport(), {}, {}, 5), {})
     found = []
     link.connect(found.append)
     for name in "abc":
@@ -313,14 +336,14 @@ def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_ke
 
 def test_nothing_is_kept_of_a_side_that_has_gone():
     before = transfer_threads()  # some of another test's may still be ending
-    server, carrier = served()
-    link, found = linked(server, carrier, page_size=4)
+    server, transport = served()
+    link, found = linked(server, transport, page_size=4)
     link.send(Ask("a", int32s(range(33)), 0, 8))
     until(lambda: sum(message.count for message in found) == 8)
     link.pull(found[0].number, None, found[0].address)
-    assert carrier.forgotten == []
+    assert transport.disconnected == []
     server.shutdown()
-    until(lambda: carrier.forgotten == ["here"])
+    until(lambda: transport.disconnected == ["here"])
     until(lambda: transfer_threads() <= before)
     assert isinstance(found[-1], Failed)
     with pytest.raises(ParcelGoneError, match="cannot be reached"):
@@ -329,13 +352,13 @@ def test_nothing_is_kept_of_a_side_that_has_gone():
 
 
 def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
-    server, carrier = served()
-    link, found = linked(server, carrier, page_size=4)
+    server, transport = served()
+    link, found = linked(server, transport, page_size=4)
     link.send(Ask("a", int32s(range(33)), 0, 8))
     until(lambda: sum(message.count for message in found) == 8)
     link.pull(found[0].number, None, found[0].address)
     [client], [puller] = server.listener._clients, server._parcels.listener._clients
-    for channel in (client.channel, puller.channel, link._channel, link._parcels._keeper(found[0].address).channel):
+    for channel in (client.channel, puller.channel, link._channel, link._parcels._connection(found[0].address).channel):
         assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     link.close()
     server.shutdown()
@@ -344,14 +367,14 @@ def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
 def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another(monkeypatch):
     tried, limit = [], threading.Event()
 
-    def connected(address, space):
+    def connect_to(address, space):
         tried.append(address)
         if address == "gone:1":
             limit.wait(5)
         raise OSError("no route")
 
-    monkeypatch.setattr("dsjax.engine.parcel_network.connected", connected)
-    parcels = RemoteParcels(FakeCarrier(), {}, {}, 5)
+    monkeypatch.setattr("dsjax.engine.transfer.chunk_network.connect_to", connect_to)
+    parcels = RemoteChunks(FakeTransport(), {}, {}, 5)
     with ThreadPoolExecutor(2) as threads:
         pulls = [threads.submit(parcels.pull, "gone:1", number, None) for number in (1, 2)]
         until(lambda: tried)
@@ -366,7 +389,7 @@ def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_ano
 
 
 def test_a_parcel_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
-    kept = KeptParcels(timeout=5)
+    kept = FollowerSendBuffers(timeout=5)
     timer = threading.Timer(0.05, kept.ready, (3, {"tokens": []}))
     timer.start()
     assert kept.take(3) == {"tokens": []}
@@ -393,7 +416,7 @@ def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_wh
     engine.turn(wait=False)
     engine.turn(wait=False)
     assert executor.dropped_parcels == [offer.number for offer in offers]
-    assert engine.leases.num_kept == engine.num_jobs == 0
+    assert engine.buffers.num_kept == engine.num_jobs == 0
 
 
 def test_a_parcel_has_come_when_it_has_come_in_every_process_of_its_rank():

@@ -12,16 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine import arrivals, page_files, tier_sizes, tiers_below
-from dsjax.engine import core as engine_core
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
+from dsjax.engine.contract.backoff import FIRST_SECONDS
+from dsjax.engine.contract.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
 from dsjax.engine.core import EngineCore
-from dsjax.engine.disk_tier import FIRST_PAUSE, MOST_WRITING, DiskTier
-from dsjax.engine.page_tiers import HostTier
-from dsjax.engine.pages import extend_hashes
-from dsjax.engine.request import Request
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.engine import attachments_of
+from dsjax.engine.schedule import landing_area
+from dsjax.engine.schedule.pages import extend_hashes
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup import tier_sizes
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.tiers import offload_tiers, page_files
+from dsjax.engine.tiers.disk_tier import MOST_WRITING, DiskTier
+from dsjax.engine.tiers.offload_tiers import OffloadAttachment
+from dsjax.engine.tiers.page_tiers import HostTier
 from dsjax.errors import UserError
 
 
@@ -128,24 +132,29 @@ def test_a_disk_that_cannot_be_written_is_left_alone_for_longer_and_longer():
     tier = DiskTier(1000)
     tier.found([b"old"])
     written(tier, b"a", b"b", ok=False, now=10.0)
-    tier.begin_step(10.0 + FIRST_PAUSE / 2)
+    tier.begin_step(10.0 + FIRST_SECONDS / 2)
     assert tier.write(b"c") == -1
     assert b"old" in tier, "it can still be read"
-    tier.begin_step(10.0 + FIRST_PAUSE)
+    tier.begin_step(10.0 + FIRST_SECONDS)
     written(tier, b"c", ok=False, now=20.0)
-    tier.begin_step(20.0 + 1.5 * FIRST_PAUSE)
+    tier.begin_step(20.0 + 1.5 * FIRST_SECONDS)
     assert tier.write(b"d") == -1
-    tier.begin_step(20.0 + 2 * FIRST_PAUSE)
+    tier.begin_step(20.0 + 2 * FIRST_SECONDS)
     written(tier, b"d", now=30.0)
     written(tier, b"e", ok=False, now=40.0)
-    tier.begin_step(40.0 + FIRST_PAUSE)
+    tier.begin_step(40.0 + FIRST_SECONDS)
     assert all(tier.write(f"page {n}".encode()) >= 0 for n in range(MOST_WRITING))
     assert tier.write(b"one too many") == -1
 
 
 def core(**sizes):
     executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, **sizes)
-    return EngineCore(executor, SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16))
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    return EngineCore(executor, config, attachments=attachments_of(config))
+
+
+def tiers(engine):
+    return engine.part(OffloadAttachment).source
 
 
 def run(engine, prompts, *, abort=()):
@@ -185,7 +194,7 @@ def test_tokens_are_those_without_a_tier_and_pages_come_back(in_flight, ranks):
             if f"{name}" not in gone:
                 assert found[f"{name}"] == expected_tokens(tokens, 6)
         assert all(rank.pool.num_used == 0 for rank in engine.scheduler.ranks)
-    counts = [rank.pool.below.host.counts() for rank in engine.scheduler.ranks]
+    counts = [host.counts() for host in tiers(engine).host]
     assert all(one.stored > 20 and one.fetched > 20 for one in counts), counts
 
 
@@ -196,7 +205,7 @@ def test_requests_whose_pages_are_kept_give_way_to_one_that_needs_room():
     for turn in range(4):
         found = run(engine, [(turn * 10 + i, tokens) for i, tokens in enumerate(prompts)])
         assert list(found.values()) == [expected_tokens(tokens, 6) for tokens in prompts]
-    assert engine.scheduler.ranks[0].pool.below.host.counts().fetched > 20
+    assert tiers(engine).host[0].counts().fetched > 20
 
 
 def test_flushing_forgets_what_is_below_and_what_is_on_its_way():
@@ -204,10 +213,10 @@ def test_flushing_forgets_what_is_below_and_what_is_on_its_way():
     prompts = [(i, [i] * 4 + list(range(40))) for i in range(4)]
     run(engine, prompts)
     engine.flush_prefix_cache()
-    assert engine.scheduler.ranks[0].pool.below.host.counts().used_pages == 0
-    before = engine.scheduler.ranks[0].pool.below.host.counts().fetched
+    assert tiers(engine).host[0].counts().used_pages == 0
+    before = tiers(engine).host[0].counts().fetched
     run(engine, [(10 + i, tokens) for i, tokens in prompts])
-    assert engine.scheduler.ranks[0].pool.below.host.counts().fetched == before
+    assert tiers(engine).host[0].counts().fetched == before
 
 
 def test_pages_that_come_after_a_flush_do_not_keep_their_request_waiting():
@@ -219,7 +228,7 @@ def test_pages_that_come_after_a_flush_do_not_keep_their_request_waiting():
     request = Request("2", [*tokens, 7], 57, SamplingParams(temperature=0), 6, 0)
     engine.add(request)
     engine.step()
-    assert request.is_arriving
+    assert request.is_loading
     engine.scheduler.flush_prefix_cache()
     for _ in range(50):
         engine.step()
@@ -256,13 +265,13 @@ def test_tokens_are_those_without_a_disk_however_long_it_takes(ranks, below, tak
             if f"{name}" not in gone:
                 assert found[f"{name}"] == expected_tokens(tokens, 6)
         assert all(rank.pool.num_used == 0 for rank in engine.scheduler.ranks)
-    counts = engine.scheduler.disk_counts()
+    counts = tiers(engine).disk.counts()
     assert counts.stored > 10
     if below.get("host_pages_per_rank", 0) < 60:
         assert counts.fetched > 20, counts
-        assert sum(rank.hits.disk for rank in engine.scheduler.ranks) > 40
+        assert sum(rank.hits["disk"] for rank in engine.scheduler.ranks) > 40
     for rank in engine.scheduler.ranks:
-        assert sum(rank.hits) == rank.prefix_hits
+        assert sum(rank.hits.values()) == rank.prefix_hits
 
 
 def test_others_go_on_while_a_request_waits_for_the_disk():
@@ -273,8 +282,8 @@ def test_others_go_on_while_a_request_waits_for_the_disk():
     waiting = Request("3", list(range(40)), 40, SamplingParams(temperature=0), 6, 0)
     engine.add(waiting)
     engine.step()
-    assert waiting.is_arriving
-    assert engine.scheduler.waits_for_disk
+    assert waiting.is_loading
+    assert tiers(engine).is_reading
     other = Request("4", [5, 6, 7], 3, SamplingParams(temperature=0), 6, 0)
     engine.add(other)
     for _ in range(20):
@@ -285,25 +294,24 @@ def test_others_go_on_while_a_request_waits_for_the_disk():
     while engine.has_unfinished:
         engine.step()
     assert waiting.output_token_ids == expected_tokens(list(range(40)), 6)
-    assert waiting.num_disk_pages > 5
+    assert engine.scheduler.ranks[0].hits["disk"] > 5 * 4
 
 
 def test_a_request_goes_on_without_a_disk_that_hangs(monkeypatch):
-    monkeypatch.setattr(arrivals, "PATIENCE", 0.01)
+    monkeypatch.setattr(offload_tiers, "PATIENCE", 0.01)
     engine = core(disk_pages=200)
     run(engine, [(0, list(range(40)))])
     run(engine, [(1, list(range(100, 156))), (2, list(range(200, 256)))])
     engine.executor.disk_takes = None
     assert run(engine, [(3, list(range(40)))]) == {"3": expected_tokens(list(range(40)), 6)}
-    assert engine.scheduler.disk_counts().late == 1
+    assert tiers(engine).disk.counts().late == 1
     assert run(engine, [(4, list(range(100, 156)))]) == {"4": expected_tokens(list(range(100, 156)), 6)}
-    assert engine.scheduler.disk_counts().late == 1, "it is left alone for a while"
+    assert tiers(engine).disk.counts().late == 1, "it is left alone for a while"
 
 
 def test_reads_that_hang_after_their_request_has_gone_take_nobodys_room(monkeypatch):
-    for module in (arrivals, tiers_below):
-        monkeypatch.setattr(module, "PATIENCE", 0.01)
-    monkeypatch.setattr(tiers_below, "MOST_LANDED", 3)
+    monkeypatch.setattr(offload_tiers, "PATIENCE", 0.01)
+    monkeypatch.setattr(landing_area, "MOST_LANDED", 3)
     engine = core(disk_pages=200)
     engine.executor.disk_takes = 0
     for number in range(4):
@@ -311,7 +319,7 @@ def test_reads_that_hang_after_their_request_has_gone_take_nobodys_room(monkeypa
     engine.executor.disk_takes = None
     engine.add(Request("a", list(range(56)), 56, SamplingParams(temperature=0), 6, 0))
     engine.step()
-    assert engine.scheduler.waits_for_disk
+    assert tiers(engine).is_reading
     engine.abort("a")
     tokens = list(range(60, 116))
     assert run(engine, [(9, tokens)]) == {"9": expected_tokens(tokens, 6)}
@@ -323,7 +331,7 @@ def test_a_disk_that_fails_costs_the_hits_and_nothing_else():
         engine.executor.disk_fails = turn % 2 == 1
         prompts = begin_alike(turn)
         assert list(run(engine, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
-    counts = engine.scheduler.disk_counts()
+    counts = tiers(engine).disk.counts()
     assert counts.failed_reads
     assert counts.failed_writes
 
@@ -336,7 +344,7 @@ def test_the_next_engine_finds_what_the_last_one_left():
     second = core(disk_pages=200, disk=dict(first.executor.disk))
     prompts = begin_alike(9)
     assert list(run(second, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
-    assert second.scheduler.ranks[0].hits.disk > 40
+    assert second.scheduler.ranks[0].hits["disk"] > 40
 
 
 @pytest.mark.parametrize("kind", [PlacePages, FetchPages, ReadPages, DropPages, StorePages, Step])
@@ -388,11 +396,11 @@ def test_what_only_the_devices_have_goes_to_the_disk_at_the_end_the_newest_first
     assert next(iter(first.executor.disk)) in older, "the next one to go"
     second = core(disk_pages=8, disk=dict(first.executor.disk))
     run(second, [(3, list(range(100, 125)))])
-    assert second.scheduler.ranks[0].hits.disk == 24
+    assert second.scheduler.ranks[0].hits["disk"] == 24
 
 
 def test_an_end_does_not_wait_for_a_disk_that_hangs(monkeypatch):
-    monkeypatch.setattr(engine_core, "LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr(offload_tiers, "CLOSE_SECONDS", 0.05)
     first = core(disk_pages=1000)
     run(first, [(n, list(range(100 * n, 100 * n + 24))) for n in range(2)])
     first.executor.disk_takes = None
@@ -408,7 +416,7 @@ def test_flushing_empties_the_disk_and_wakes_who_waits_for_it():
     request = Request("3", list(range(40)), 40, SamplingParams(temperature=0), 6, 0)
     engine.add(request)
     engine.step()
-    assert request.is_arriving
+    assert request.is_loading
     engine.flush_prefix_cache()
     for _ in range(30):
         engine.step()
@@ -416,7 +424,7 @@ def test_flushing_empties_the_disk_and_wakes_who_waits_for_it():
     engine.executor.disk_takes = 0
     engine.executor.page_reports()
     assert not engine.executor.disk
-    assert engine.scheduler.disk_counts().used_pages == 0
+    assert tiers(engine).disk.counts().used_pages == 0
 
 
 @pytest.fixture(scope="module")
@@ -475,9 +483,9 @@ def test_a_models_tokens_are_the_same_and_its_pages_come_back_after_a_restart_to
     first = load(checkpoint, **on_disk, **{"host_cache_bytes": 1 << 20} | options)
     try:
         assert generated(first) == expected
-        below = [rank.pool.below for rank in first.engine.core.scheduler.ranks]
-        hosts = sum(one.host.counts().fetched for one in below if one.host is not None)
-        disk = first.engine.core.scheduler.disk_counts()
+        source = tiers(first.engine.core)
+        hosts = sum(host.counts().fetched for host in source.host)
+        disk = tiers(first.engine.core).disk.counts()
         assert (hosts or disk.fetched) > 20
         assert disk.stored > 20
         assert first.executor.limits.disk_page_bytes == page_files.bytes_on_disk(first.facts.page_bytes)
@@ -492,7 +500,7 @@ def test_a_models_tokens_are_the_same_and_its_pages_come_back_after_a_restart_to
     try:
         assert generated(second) == expected
         ranks = second.engine.core.scheduler.ranks
-        assert sum(rank.hits.disk for rank in ranks) > 300
+        assert sum(rank.hits["disk"] for rank in ranks) > 300
         for _ in range(2):  # several at a time, which have to give way to each other; one of them is given up
             second.engine.add_request("gone", prompts()[0], GREEDY)
             second.engine.step()
@@ -502,7 +510,7 @@ def test_a_models_tokens_are_the_same_and_its_pages_come_back_after_a_restart_to
         assert all(rank.pool.num_used == 0 for rank in ranks)
         assert len(ranks) > 1 or ranks[0].num_preemptions
         second.engine.flush_prefix_cache()
-        assert second.engine.core.scheduler.disk_counts().used_pages == 0
+        assert tiers(second.engine.core).disk.counts().used_pages == 0
     finally:
         second.shutdown()
     assert not list(Path(tmp_path).glob("*/*/*.page"))

@@ -5,31 +5,38 @@ from zlib import crc32
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
 
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.pages import PagePool, extend_hashes
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.engine import attachments_of
+from dsjax.engine.schedule.pages import PagePool, extend_hashes
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 PROMPT = list(range(100, 120))  # five pages of four tokens
 
 
 def make(*, prefix_caching: bool = True, policy: str = "fcfs", budget: int = 24, **sizes) -> EngineCore:
     executor = FakeExecutor(**{"page_size": 4, "pages_per_rank": 33, "max_chunk": 24, **sizes})
-    return EngineCore(
-        executor,
-        SchedulerConfig.from_limits(
-            executor.limits, max_num_batched_tokens=budget, prefix_caching=prefix_caching, policy=policy
-        ),
-        async_scheduling=False,  # so that a call of `step` is a step
+    config = SchedulerConfig.from_limits(
+        executor.limits, max_num_batched_tokens=budget, prefix_caching=prefix_caching, policy=policy
     )
+    # Without asynchronous scheduling a call of `step` is a step.
+    return EngineCore(executor, config, async_scheduling=False, attachments=attachments_of(config))
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 1, *, salt: str | None = None, **params) -> Request:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
-    return Request(name, list(prompt), len(prompt), params, max_tokens, crc32(name.encode()), cache_salt=salt)
+    return Request(
+        name,
+        list(prompt),
+        len(prompt),
+        params,
+        max_tokens,
+        crc32(name.encode()),
+        options=RequestOptions(cache_salt=salt),
+    )
 
 
 def run(core: EngineCore, *requests: Request) -> None:

@@ -17,11 +17,11 @@ from layouts import TINY, write_checkpoint
 from quick_compilation import FEW_SHAPES
 
 from dsjax.config import ModelConfig
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.compile_ahead import CompileAhead, candidates
-from dsjax.engine.executor import ExecutorLimits
-from dsjax.engine.loading import load_model
-from dsjax.engine.program_library import ProgramLibrary, Shelf
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device.program_library import ProgramLibrary, Shelf
+from dsjax.engine.elastic.compile_ahead import CompileAhead, candidates
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import load_model
 from sharding import MeshSpec
 
 
@@ -91,7 +91,7 @@ def test_so_does_one_that_came_out_of_the_cache_of_jax_itself(jax_cache):
 
 
 def test_where_a_program_cannot_be_kept_that_is_said_once_and_it_is_compiled_all_the_same(caplog, monkeypatch):
-    monkeypatch.setattr("dsjax.engine.program_library._keep", lambda *_: 1 / 0)
+    monkeypatch.setattr("dsjax.engine.device.program_library._keep", lambda *_: 1 / 0)
     library, mesh = ProgramLibrary(), mesh_of([0, 1, 2, 3])
     for key in "ab":
         assert run_on(library.shelf("about", mesh).compile(key, lowered(mesh)), mesh)

@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 import pytest
 
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.request import Request
-from dsjax.engine.routing import InstanceRouter
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.request import Request, RequestOptions
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 
 def config(**changes) -> SchedulerConfig:
@@ -26,9 +25,9 @@ def config(**changes) -> SchedulerConfig:
     return SchedulerConfig(**{**sizes, **changes})
 
 
-def request(name: str, prompt: list[int], max_tokens: int = 4, **changes) -> Request:
+def request(name: str, prompt: list[int], max_tokens: int = 4, **options) -> Request:
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    return Request(name, list(prompt), len(prompt), params, max_tokens, 0, **changes)
+    return Request(name, list(prompt), len(prompt), params, max_tokens, 0, options=RequestOptions(**options))
 
 
 def step(scheduler: Scheduler) -> list[int]:
@@ -108,7 +107,7 @@ def test_a_session_stays_on_its_rank_until_that_is_hopeless():
 
 
 def test_the_sessions_remembered_are_bounded(monkeypatch):
-    monkeypatch.setattr("dsjax.engine.routing.MOST_SESSIONS", 3)
+    monkeypatch.setattr("dsjax.engine.schedule.routing.MOST_SESSIONS", 3)
     scheduler = Scheduler(config(), 2)
     for index in range(10):
         scheduler.add(request(str(index), [index] * 8, session=str(index)))
@@ -180,56 +179,3 @@ def test_a_router_outside_chooses_as_long_as_the_mesh_has_the_rank():
     smaller, refused = scheduler.successor(config(), 1)
     assert refused == []
     assert len(smaller.ranks[0].waiting) == 4
-
-
-class Instances:
-    """Two schedulers of two ranks behind one router, which take what was sent to them when they are told to."""
-
-    def __init__(self):
-        self.schedulers = [Scheduler(config(), 2, first_rank=first) for first in (0, 2)]
-        self.router = InstanceRouter([scheduler.ranks for scheduler in self.schedulers])
-        self.sent = []
-
-    def place(self, name: str, prompt: list[int], **changes) -> int:
-        one = request(name, prompt, **changes)
-        engine = self.router.place(one)
-        self.sent.append((engine, one))
-        assert one.dp_rank // 2 == engine
-        return one.dp_rank
-
-    def take(self) -> list[int]:
-        """Have all that was sent taken; the ranks that it came to."""
-        taken, self.sent = self.sent, []
-        for engine, one in taken:
-            self.schedulers[engine].add(one)
-            assert one.rank == one.dp_rank
-        return [one.rank for _, one in taken]
-
-
-def test_engines_get_what_comes_during_a_step_as_if_they_had_taken_it():
-    instances, alone = Instances(), Scheduler(config(), 4)
-    prompts = [[index % 3] * 64 + [index] for index in range(40)]
-    placed = [instances.place(str(index), prompt) for index, prompt in enumerate(prompts)]
-    for index, prompt in enumerate(prompts):
-        alone.add(one := request(str(index), prompt))
-        assert placed[index] == one.rank
-    assert instances.take() == placed
-    assert set(placed) == {0, 1, 2, 3}
-    instances.place("later", [9] * 16)
-    assert sum(coming.count for coming in instances.router._coming) == 1, "what is taken counts where it is"
-    assert sum(coming.names.total() for coming in instances.router._coming) == 0, "its page is not full"
-
-
-def test_a_prompt_goes_to_the_engine_that_has_its_beginning_and_a_session_to_the_one_that_had_it():
-    instances = Instances()
-    for index in range(4):
-        assert instances.place(str(index), [index] * 64) == index
-    instances.place("pinned", [7] * 8, session="mine")
-    home = instances.take()[-1]
-    for scheduler in instances.schedulers:
-        finish(scheduler)
-    assert [instances.place(f"again {index}", [index] * 70) for index in (3, 1, 2, 0)] == [3, 1, 2, 0]
-    assert [instances.place(f"of it {index}", [20 + index] * 200, session="mine") for index in range(3)] == [home] * 3
-    assert [instances.place(f"named {rank}", [30] * 50, dp_rank=rank) for rank in (2, 1, 9)][:2] == [2, 1]
-    instances.take()
-    assert [load.rank for scheduler in instances.schedulers for load in scheduler.loads()] == [0, 1, 2, 3]

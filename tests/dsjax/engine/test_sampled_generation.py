@@ -10,12 +10,12 @@ from test_logit_rules import published
 from worded_checkpoint import VOCABULARY, write_worded_checkpoint
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine import buckets
-from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.launch_results import NOTHING_ALLOWED
-from dsjax.engine.request import FinishReason
-from dsjax.engine.sampling_params import OutputKind, SamplingError
-from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingError
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.device import buckets
+from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.device.launch_results import NOTHING_ALLOWED
+from dsjax.engine.schedule.request import FinishReason
 
 MESH = "dp=2,tp=2"
 

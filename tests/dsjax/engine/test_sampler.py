@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from dsjax.engine.sampler import NONE_ALLOWED, SamplingRows, Wanted, _threshold, greedy, sample
-from dsjax.engine.sampling_params import MAX_LOGPROBS
+from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
+from dsjax.engine.device.sampler import NONE_ALLOWED, SamplingRows, Wanted, _threshold, greedy, sample
 
 V = 24
 DRAWS = 4096

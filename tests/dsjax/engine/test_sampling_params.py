@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsjax.engine.sampling_params import SamplingError, SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
 
 
 @pytest.mark.parametrize(

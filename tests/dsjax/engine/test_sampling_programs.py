@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dsjax.engine import sampling_programs
-from dsjax.engine.commands import ALWAYS
-from dsjax.engine.device_state import DeviceState, SlotSampling
-from dsjax.engine.sampler import Wanted
-from dsjax.engine.slots import StepRows
+from dsjax.engine.contract.commands import ALWAYS
+from dsjax.engine.device import sampling_programs
+from dsjax.engine.device.device_state import DeviceState, SlotSampling
+from dsjax.engine.device.sampler import Wanted
+from dsjax.engine.device.slots import StepRows
 from sharding import MeshSpec, Rules
 
 V, SLOTS, BATCHES, LENGTH, DRAFTS = 6, 256, 96, 3, 2

@@ -3,13 +3,13 @@
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
 
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.logit_rules import LogitRules
-from dsjax.engine.pages import PagePool
-from dsjax.engine.request import FinishReason, Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Scheduler
-from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.pages import PagePool
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.errors import UserError
 
 
@@ -125,8 +125,8 @@ def test_admissions_tell_a_slot_s_contents_apart_after_preemption():
 def test_priority_runs_lower_numbers_first_and_fcfs_ignores_them():
     for policy, expected in (("priority", ["low", "high"]), ("fcfs", ["high", "low"])):
         scheduler = Scheduler(make_config(max_num_seqs=1, policy=policy), num_ranks=1)
-        scheduler.add(make_request("high", 2, max_tokens=1, priority=5))
-        scheduler.add(make_request("low", 2, max_tokens=1, priority=-5))
+        scheduler.add(make_request("high", 2, max_tokens=1, options=RequestOptions(priority=5)))
+        scheduler.add(make_request("low", 2, max_tokens=1, options=RequestOptions(priority=-5)))
         order = []
         while scheduler.num_unfinished:
             plan = scheduler.schedule()

@@ -9,12 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.core import EngineCore
-from dsjax.engine.pages import extend_hashes
-from dsjax.engine.request import FinishReason, Request, Status
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import AdmissionError, SchedulerConfig
-from dsjax.engine.speculative import SpeculativeConfig
+from dsjax.engine.engine import attachments_of
+from dsjax.engine.schedule.page_loads import PageLoads
+from dsjax.engine.schedule.pages import extend_hashes
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.tiers.event_publisher import PageEventStream
 
 MAX_LEN = 40
 SHARED = [[7] * 24, list(range(100, 124)), [7] * 9 + [8] * 15]
@@ -107,7 +110,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             and SpeculativeConfig(method="mtp", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=drafts),
         )
         self.subscriber = Subscriber(num_ranks, page_size, self.executor.disk)
-        self.core = EngineCore(self.executor, self.config, async_scheduling=asynchronous, publisher=self.subscriber)
+        self.core = EngineCore(
+            self.executor,
+            self.config,
+            async_scheduling=asynchronous,
+            attachments=attachments_of(self.config, sink=self.subscriber),
+        )
         self.scheduler = self.core.scheduler
         self.alive: dict[str, Request] = {}
         self.gone: list[Request] = []
@@ -126,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt, max_tokens = options["prompt"], options["max_tokens"]
         params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=options["prompt_logprobs"])
         request = Request(str(self.count), list(prompt), len(prompt), params, max_tokens, self.count)
-        request.priority, request.cache_salt, request.session = options["priority"], options["salt"], options["session"]
+        request.options = RequestOptions(options["priority"], options["salt"], options["session"])
         total = len(prompt) + max_tokens
         fits = total <= MAX_LEN and total - 1 <= (self.config.pages_per_rank - 1) * self.config.page_size
         try:
@@ -169,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _checked(self, plan):
         under_way = any(request.num_rows_under_way for request in self._all())
-        arriving = any(request.is_arriving for request in self.alive.values())
+        arriving = any(request.is_loading for request in self.alive.values())
         assert not plan.is_empty or under_way or arriving or not self.alive, (
             "there is a step while there is something to do"
         )
@@ -233,7 +241,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             pool = rank.pool
             mine = [*self._of(index), *self._leaving(index)]
             held = Counter(page for request in mine for page in request.pages + request.held_pages)
-            held.update(page for arrival in rank.arrivals.under_way if arrival.request for page in arrival.pages)
+            under_way = rank.loads.under_way if isinstance(rank.loads, PageLoads) else []
+            held.update(page for load in under_way if load.request for page in load.pages)
             assert {page: count for page, count in enumerate(pool._holders) if count} == held
             everywhere = [*pool._free, *pool._idle, *held]
             assert sorted(everywhere) == list(range(1, pool.num_pages))
@@ -248,7 +257,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self.config.page_size
         for request in (*self.alive.values(), *self.gone):
             for place, name in enumerate(extend_hashes(request, size), start=1):
-                found = (request.cache_salt, request.token_ids[: place * size])
+                found = (request.options.cache_salt, request.token_ids[: place * size])
                 assert self.pages.setdefault(name, found) == found
         for index, (rank, cache) in enumerate(zip(self.scheduler.ranks, self.executor._cache, strict=True)):
             named = {page: name for page, name in enumerate(rank.pool._hash_of) if name is not None}
@@ -262,7 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def subscribers_know_where_every_page_is(self):
-        self.core._publish()
+        self.core.part(PageEventStream).planned()
         self.subscriber.check(self.scheduler)
 
     @invariant()

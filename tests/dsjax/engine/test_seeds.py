@@ -9,7 +9,7 @@ import random
 import pytest
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.buckets import Buckets, Rectangle
+from dsjax.engine.device.buckets import Buckets, Rectangle
 
 PROMPTS = (
     "def main(",

@@ -3,23 +3,20 @@
 import threading
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.load import load
-from dsjax.engine import loading
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.page_files import lock_folder
-from dsjax.engine.side_options import decode_args, prefill_args
-from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.experts.expert_balancer import ExpertBalancer
+from dsjax.engine.setup import loading
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.side_options import decode_args, prefill_args
+from dsjax.engine.tiers.page_files import lock_folder
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
-from sharding import MeshError, MeshSpec
+from sharding import MeshError
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 128}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -30,11 +27,9 @@ MESHES = {
         "enable_eplb": True,
         "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
     },
-    "two instances of both, drafts": {
+    "dp=1 for tp=2, drafts": {
         "prefill_mesh": "dp=1",
         "decode_mesh": "tp=2",
-        "prefill_instances": 2,
-        "decode_instances": 2,
         "prefill_max_num_seqs": 2,
         "prefill_max_num_batched_tokens": 32,
         "prefill_prefill_chunk": 24,
@@ -82,8 +77,7 @@ def generated(llm):
 def loaded(checkpoint, **options) -> LLM:
     """One program for decodes, however many there are, instead of two."""
     llm = LLM(str(checkpoint), dtype="float32", **SIZES, **options)
-    for core in llm.engine.cores:
-        core.executor.buckets = replace(core.executor.buckets, decode=(SIZES["max_num_seqs"],))
+    llm.executor.buckets = replace(llm.executor.buckets, decode=(SIZES["max_num_seqs"],))
     return llm
 
 
@@ -102,15 +96,13 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, mon
     monkeypatch.setattr(loading, "load", lambda *args, **rest: reads.append(args) or load(*args, **rest))
     apart = {"local_prefill_tokens": 1, "transfer_timeout": 600}  # programs compile at first use
     llm = loaded(checkpoint, **apart, **options)
-    cores = llm.engine.cores
-    assert len(reads) == 2, "one of each kind of engine reads the weights"
-    prefills = [link.engine for link in llm.engine.prefills]
-    sizes = llm.facts.prefill_sizes
-    for engine in prefills:
-        config = engine.core.scheduler.config
-        assert sizes.max_num_seqs == config.max_num_seqs == options.get("prefill_max_num_seqs", 4)
-        assert sizes.max_num_batched_tokens == config.max_num_batched_tokens
-        assert sizes.prefill_chunk == config.prefill_chunk == options.get("prefill_prefill_chunk", 16)
+    core = llm.engine.core
+    assert len(reads) == 2, "each engine reads the weights"
+    [engine] = llm.parts.prefill_engines
+    sizes, config = llm.facts.prefill_sizes, engine.core.scheduler.config
+    assert sizes.max_num_seqs == config.max_num_seqs == options.get("prefill_max_num_seqs", 4)
+    assert sizes.max_num_batched_tokens == config.max_num_batched_tokens
+    assert sizes.prefill_chunk == config.prefill_chunk == options.get("prefill_prefill_chunk", 16)
     assert (llm.facts.max_num_seqs, llm.facts.max_num_batched_tokens, llm.facts.prefill_chunk) == (4, 16, 16)
     try:
         first = generated(llm)
@@ -119,13 +111,11 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, mon
             assert found.keys() == wanted.keys()
             # Other meshes add in another order: float32 sums of a few dozen terms.
             assert all(abs(found[token].logprob - wanted[token].logprob) < 1e-4 for token in found)
-        found = [core.scheduler.incoming.counts for core in cores]
-        assert sum(counts.completed for counts in found) >= 3
-        assert sum(counts.given_up for counts in found) == 0
-        assert sum(counts.pages for counts in found) > 40
-        assert all(counts.pages for counts in found), "each engine had requests"
-        ranks = [load.rank for core in cores for load in core.loads()]
-        assert ranks == list(range(llm.facts.dp_ranks))
+        counts = core.part(PrefillLinks).source.transfer_counts
+        assert counts.completed >= 3
+        assert counts.given_up == 0
+        assert counts.pages > 40
+        assert [load.rank for load in core.loads()] == list(range(llm.facts.dp_ranks))
         assert made(generated(llm)) == made(expected)
         llm.engine.flush_prefix_cache()
         for turns in range(0, 12, 2):
@@ -138,36 +128,17 @@ def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, mon
             llm.scale("dp=2")
     finally:
         llm.shutdown()
-    for engine in prefills:
-        assert engine.error is None
-        assert engine.core.balance() is None or engine.core.balance().rebalances > 0
-        assert engine.num_jobs == engine.leases.num_kept == 0
-        assert all(rank.pool.num_used == 0 for rank in engine.core.scheduler.ranks)
-    assert all(rank.pool.num_used == 0 for core in cores for rank in core.scheduler.ranks)
+    assert engine.error is None
+    balancer = engine.core.part(ExpertBalancer)
+    assert balancer is None or balancer.stats.rebalances > 0
+    assert engine.num_jobs == engine.buffers.num_kept == 0
+    assert all(rank.pool.num_used == 0 for side in (core, engine.core) for rank in side.scheduler.ranks)
     assert not [thread for thread in threading.enumerate() if thread.name == "dsjax-prefill"]
 
 
-def test_weights_of_further_engines_are_copies_in_the_same_places():
-    first, second = (MeshSpec.parse("dp=2,tp=2").arrange(jax.devices()[at : at + 4]) for at in (0, 4))
-    values = np.arange(64.0).reshape(8, 8)
-    before = jax.device_put(values, NamedSharding(first, P("tp")))
-    after = loading.on_mesh(before, second)
-    assert after.sharding == NamedSharding(second, P("tp"))
-    jax.jit(jnp.zeros_like, donate_argnums=0)(after)
-    assert (np.asarray(before) == values).all(), "what is done to the copy does nothing to the first one's"
-
-
 def test_each_side_has_its_own_mesh_and_decode_alone_the_tiers():
-    args = EngineArgs(prefill_mesh="tp=2", decode_mesh="dp=4", prefill_instances=3, host_cache_bytes=1000)
-    assert args.num_devices == 10
-    tiers = {"host_cache_bytes": 1000, "disk_cache": "pages", "disk_cache_bytes": 900}
-    several = EngineArgs(prefill_mesh="tp=2", decode_mesh="dp=4", decode_instances=3, **tiers)
-    assert several.num_devices == 14
-    own = [decode_args(several, instance) for instance in range(3)]
-    assert [one.disk_cache for one in own] == ["pages/instance-0", "pages/instance-1", "pages/instance-2"]
-    assert {(one.host_cache_bytes, one.disk_cache_bytes, one.mesh, one.decode_instances) for one in own} == {
-        (333, 300, "dp=4", 1)
-    }
+    args = EngineArgs(prefill_mesh="tp=2", decode_mesh="dp=4", host_cache_bytes=1000)
+    assert args.num_devices == 6
     assert (decode_args(args).mesh, decode_args(args).host_cache_bytes) == ("dp=4", 1000)
     assert (prefill_args(args).mesh, prefill_args(args).host_cache_bytes) == ("tp=2", 0)
     assert not decode_args(args).separated
@@ -196,13 +167,6 @@ def test_prefill_engines_have_sizes_of_their_own():
     [
         ({"prefill_mesh": "dp=2"}, "--prefill-mesh is given without --decode-mesh"),
         ({"decode_mesh": "dp=2"}, "--decode-mesh is given without --prefill-mesh"),
-        ({"prefill_instances": 2}, "--prefill-instances is given without"),
-        ({"decode_instances": 2}, "--decode-instances is given without"),
-        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "decode_instances": 0}, "--decode-instances is 0, expected"),
-        (
-            {"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "prefill_instances": -1},
-            "--prefill-instances is -1, expected",
-        ),
         ({"prefill_mesh": "dp=2", "decode_mesh": "dp=x"}, "dp=x"),
         ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "mesh": "dp=4"}, "--mesh dp=4 is given with"),
         ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "mla_prefill": "CD", "mla_decode": "CD"}, "CD keeps none"),
@@ -227,12 +191,8 @@ def test_options_that_cannot_be_are_refused(options, says):
 
 
 def test_more_devices_than_there_are_is_refused_before_anything_is_loaded(checkpoint):
-    with pytest.raises(UserError, match="want 6000 devices"):
-        LLM(str(checkpoint), prefill_mesh="dp=3000", decode_mesh="dp=3000", **SIZES)
-    with pytest.raises(
-        UserError, match=r"2 × --decode-mesh dp=3000 and --prefill-mesh dp=1 want 6001 devices, found \d+"
-    ):
-        LLM(str(checkpoint), prefill_mesh="dp=1", decode_mesh="dp=3000", decode_instances=2, **SIZES)
+    with pytest.raises(UserError, match=r"^--decode-mesh dp=3000 and --prefill-mesh dp=1 want 3001 devices, found \d+"):
+        LLM(str(checkpoint), prefill_mesh="dp=1", decode_mesh="dp=3000", **SIZES)
 
 
 def test_what_the_prefill_side_cannot_be_is_told_of_that_side(checkpoint):
@@ -250,7 +210,7 @@ def test_a_prefill_mesh_that_does_not_fit_the_model_is_refused_before_any_weight
 
 
 def test_a_folder_for_pages_that_another_server_has_is_refused_before_anything_is_loaded(checkpoint, tmp_path):
-    options = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1", "decode_instances": 2, "disk_cache_bytes": 1 << 20}
+    options = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1", "disk_cache_bytes": 1 << 20}
     with lock_folder(tmp_path), pytest.raises(UserError, match="is in use by another engine"):
         LLM(str(checkpoint), **options, disk_cache=str(tmp_path), **SIZES)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]

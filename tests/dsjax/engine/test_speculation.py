@@ -13,11 +13,11 @@ import pytest
 from drafting_checkpoint import write_drafting_checkpoint
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.buckets import Buckets, Rectangle
-from dsjax.engine.sampling_params import OutputKind
-from dsjax.engine.speculative import SpeculativeConfig
+from dsjax.engine.contract.sampling_params import OutputKind
+from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.stats import DraftCounts
-from dsjax.engine.structured_params import StructuredOutputs
 from dsjax.serve.answers import UsageCounter
 
 TABLE = ((1, 1, 4), (2, 3, 0), (4, 8, 2))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsjax.engine.speculative import SpeculativeConfig
+from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.errors import UserError
 
 BY_LOAD = [[1, 8, 3], [9, 64, 1], [65, 4096, 0]]

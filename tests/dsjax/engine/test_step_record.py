@@ -13,10 +13,7 @@ from layouts import write_checkpoint
 
 from dsjax import LLM
 from dsjax.checkpoint import fingerprint as fingerprints
-from dsjax.engine import step_record
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.buckets import Buckets
-from dsjax.engine.commands import (
+from dsjax.engine.contract.commands import (
     TOKEN_MADE,
     Clear,
     Command,
@@ -28,12 +25,15 @@ from dsjax.engine.commands import (
     from_int32s,
     int32s,
 )
+from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.step_record import (
+from dsjax.engine.device.buckets import Buckets
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.stream import step_record
+from dsjax.engine.stream.step_record import (
     End,
     Launched,
     Outcome,
@@ -319,7 +319,7 @@ def test_a_replay_with_another_checkpoint_is_refused_before_it_is_loaded(tmp_pat
 
 
 def test_an_executor_of_other_sizes_is_refused(tmp_path, monkeypatch):
-    from dsjax.engine import loading
+    from dsjax.engine.setup import loading
 
     monkeypatch.setattr(fingerprints, "fingerprint", lambda directory: "f" * 64)
     other = SlotExecutor(replace(LIMITS, pages_per_rank=9))

@@ -4,15 +4,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjax.engine.buckets import Launch, Piece, Rectangle
-from dsjax.engine.commands import TOKEN_MADE, from_int32s
-from dsjax.engine.launch_inputs import pack_admissions, pack_launch, split_page_changes
-from dsjax.engine.logit_rules import LogitRules
-from dsjax.engine.plan import RankPlan, ScheduledRow, StepPlan
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
-from dsjax.engine.step_writer import StepWriter
+from dsjax.engine.contract.commands import TOKEN_MADE, from_int32s
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.device.buckets import Launch, Piece, Rectangle
+from dsjax.engine.device.launch_inputs import pack_admissions, pack_launch, split_page_changes
+from dsjax.engine.device.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
+from dsjax.engine.schedule.plan import RankPlan, ScheduledRow, StepPlan
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.step_writer import StepWriter
+from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.model.rows import GroupShape
 
 SLOTS, MOST, PAGE = 3, 9, 4
@@ -101,7 +101,7 @@ def test_ranks_and_slots_are_apart():
 def test_after_the_executor_has_forgotten_all_is_told_again():
     told, request = Told(), running(1, [1, 2])
     told.step([request])
-    told.writer.void()
+    told.writer.reset()
     told.tables[:] = 0
     (rank,) = told.step([request]).ranks
     assert len(rank.admissions) == 1

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.structured import GrammarCompiler
-from dsjax.engine.structured_params import MAX_GRAMMAR_CHARS, SamplingError, StructuredOutputs
+from dsjax.engine.contract.structured_params import MAX_GRAMMAR_CHARS, SamplingError, StructuredOutputs
+from dsjax.engine.text.structured import GrammarCompiler
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_id

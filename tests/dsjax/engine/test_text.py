@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tiny_tokenizer import BOS, EOS, tiny_backend, tiny_tokenizer, write_tokenizer
 from tokenizers import decoders, models
 
-from dsjax.engine.text import IncrementalDetokenizer, StopStrings
-from dsjax.engine.tokenizer import ChatTemplate, ChatTemplateError, Tokenizer, TokenizerError
+from dsjax.engine.text.output_processor import IncrementalDetokenizer, StopStrings
+from dsjax.engine.text.tokenizer import ChatTemplate, ChatTemplateError, Tokenizer, TokenizerError
 
 REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference"
 

@@ -11,16 +11,33 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dsjax.engine.commands import int32s
+from dsjax.engine.contract.commands import int32s
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine import attachments_of
 from dsjax.engine.engine_thread import EngineThread
-from dsjax.engine.page_transfer import Ask, Cancel, Failed, Release
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.prefill_links import LocalLink
-from dsjax.engine.request import Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.request import Request, RequestOptions
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Release
+from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
 from dsjax.serve.metrics import Metrics
+
+
+class PolledLinks(PrefillLinks):
+    """Links of an executor that pulls when it is looked at, since nothing runs beside it."""
+
+    def __init__(self, executor, links, **options):
+        super().__init__(links, **options)
+        self.executor = executor
+
+    def start(self, executor, config):
+        self.executor = executor
+        super().start(executor, config)
+
+    def begin_step(self, now):
+        self.executor.move_parcels(pulls=True)
+        super().begin_step(now)
 
 
 class Pair:
@@ -58,7 +75,8 @@ class Pair:
             num_ranks=ranks[1], pages_per_rank=pages[1], max_rows_decode=4, transfers=True, **(decode or {})
         )
         config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-        self.core = EngineCore(executor, config, prefills=links, local_tokens=local_tokens, transfer_timeout=timeout)
+        self.decode = PolledLinks(executor, links, local_tokens=local_tokens, timeout=timeout)
+        self.core = EngineCore(executor, config, attachments=[*attachments_of(config), self.decode])
         self.links = links
         self.prefill_runs = True
         self.steps = 0
@@ -77,12 +95,12 @@ class Pair:
     def expire(self):
         """Let all time pass that leases have."""
         for engine in self.engines:
-            for lease in engine.leases._leases.values():
+            for lease in engine.buffers._buffers.values():
                 lease.until = 0.0
 
     @property
     def incoming(self):
-        return self.core.scheduler.incoming
+        return self.decode.source
 
     def add(self, name, tokens, max_tokens=6, **fields):
         request = Request(name, list(tokens), len(tokens), SamplingParams(temperature=0), max_tokens, 0)
@@ -96,7 +114,7 @@ class Pair:
             for engine in self.engines:
                 engine.core.executor.move_parcels()
                 engine.turn(wait=False)
-        self.core._prefills.wake.set()  # nobody else runs: there is nothing to wait for
+        self.decode.wake.set()  # nobody else runs: there is nothing to wait for
         updates = self.core.step()
         self.steps += 1
         return updates
@@ -126,11 +144,11 @@ class Pair:
         assert not self.incoming._of
         for engine in self.engines:
             assert engine.num_jobs == 0
-            assert engine.leases.num_kept == 0
+            assert engine.buffers.num_kept == 0
             assert not engine.core.scheduler.num_unfinished
             for index, rank in enumerate(engine.core.scheduler.ranks):
                 assert rank.pool.num_used == 0
-                assert engine.leases.room(index) == 256
+                assert engine.buffers.room(index) == 256
 
 
 def prompts(count, seed=0, longest=80):
@@ -165,8 +183,8 @@ def test_tokens_are_those_of_one_engine_and_decode_computes_no_whole_page(ranks,
         for row in getattr(rank, "prefills", ())
     ]
     assert all(row.length <= pair.core.executor.limits.page_size for row in rows)
-    assert pair.incoming.counts.given_up == 0
-    assert pair.incoming.counts.completed > 8
+    assert pair.incoming.transfer_counts.given_up == 0
+    assert pair.incoming.transfer_counts.completed > 8
 
 
 def test_a_prompt_that_fits_a_page_or_is_nearly_cached_is_computed_by_decode():
@@ -208,7 +226,7 @@ def test_prefill_instances_share_the_prompts():
     requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
     pair.run()
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
-    assert all(engine.leases.pages_sent >= 7 for engine in pair.engines)
+    assert all(engine.buffers.pages_sent >= 7 for engine in pair.engines)
     pair.settle()
 
 
@@ -248,7 +266,6 @@ def test_decode_engines_share_the_prefill_engines_and_nothing_of_one_comes_to_an
     first = Pair(prefills=prefills, pages=(65, 33))
     pairs = [first, Pair(engines=first.engines, pages=(65, 33))]
     for pair in pairs:
-        pair.incoming.peers = [one.incoming for one in pairs]
         pair.core.executor.parcels_take = 2
     given = prompts(18, seed=5)
     requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given) for pair in pairs]
@@ -264,7 +281,7 @@ def test_decode_engines_share_the_prefill_engines_and_nothing_of_one_comes_to_an
             break
     for index, request in enumerate(requests):
         assert index == 6 or request.output_token_ids == expected_tokens(given[index // 2], 6)
-    assert all(pair.incoming.counts.completed > 3 for pair in pairs)
+    assert all(pair.incoming.transfer_counts.completed > 3 for pair in pairs)
     for pair in pairs:
         pair.settle()
         assert sum(pair.incoming.awaited) == 0
@@ -272,73 +289,44 @@ def test_decode_engines_share_the_prefill_engines_and_nothing_of_one_comes_to_an
     assert not names[0] & names[1]
 
 
-def test_a_prompt_goes_to_the_prefill_engine_of_which_all_decode_engines_await_least():
-    first = Pair(prefills=2)
-    second = Pair(engines=first.engines)
-    first.incoming.peers = second.incoming.peers = [first.incoming, second.incoming]
-    first.prefill_runs = second.prefill_runs = False
-    first.add("long", range(60))
-    first.turn()
-    second.add("long", range(100, 140))
-    second.turn()
-    assert [pair.incoming.awaited for pair in (first, second)] == [[14, 0], [0, 9]]
-    second.add("next", range(200, 230))
-    second.turn()
-    assert second.incoming.awaited == [0, 16]
-    for pair in (first, second):
-        pair.prefill_runs = True
-        pair.run()
-    first.settle()
-    second.settle()
+def test_a_prompt_goes_to_the_prefill_engine_of_which_fewest_pages_are_awaited():
+    pair = Pair(prefills=2, pages=(33, 65))
+    pair.prefill_runs = False
+    for first, tokens, awaited in ((0, 60, [14, 0]), (100, 40, [14, 9]), (200, 30, [14, 16])):
+        pair.add(f"{first}", range(first, first + tokens))
+        pair.turn()
+        assert pair.incoming.awaited == awaited
+    pair.prefill_runs = True
+    pair.run()
+    pair.settle()
 
 
-def test_prefill_engines_end_with_the_last_decode_engine():
-    first = Pair()
-    second = Pair(engines=first.engines)
-    first.engines[0].start()
-    first.core.shutdown()
-    assert first.engines[0]._thread.is_alive()
-    request = second.add("a", range(50))
-    second.prefill_runs = False
-    while second.core.has_unfinished:
-        second.engines[0].core.executor.move_parcels()
-        second.turn()
+def test_a_decode_engine_that_dies_ends_the_prefill_engine_of_its_process():
+    pair, deaths = Pair(decode={"max_rows_prefill": 1}), []
+    [engine] = pair.engines
+    pair.core.executor.parcels_take, pair.core.executor.fail_at_step = None, 2
+    listener = SimpleNamespace(
+        wants_stats=lambda: False,
+        on_done=lambda updates, stats: None,
+        on_change=lambda: None,
+        on_death=deaths.append,
+    )
+    thread = EngineThread(pair.core, listener)
+    pair.add("has its prompt computed", range(50))
+    thread.start()
+    while not pair.incoming.num_under_way:
         time.sleep(0.0005)
-    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
-    assert second.incoming.counts.completed == 1
-    second.core.shutdown()
-    assert not first.engines[0]._thread.is_alive()
-
-
-def test_a_decode_engine_that_dies_leaves_nothing_with_prefill_engines_and_the_last_one_ends_them():
-    first = Pair(decode={"max_rows_prefill": 1})
-    second = Pair(engines=first.engines)
-    [engine] = first.engines
-    deaths = []
-    for pair in (first, second):
-        pair.core.executor.parcels_take, pair.core.executor.fail_at_step = None, 2
-        listener = SimpleNamespace(
-            wants_stats=lambda: False, on_done=lambda updates, stats: None, on_death=deaths.append
-        )
-        thread = EngineThread(pair.core, listener)
-        pair.add("has its prompt computed", range(50))
-        thread.start()
-        while not pair.core.scheduler.incoming.num_under_way:
-            time.sleep(0.0005)
-        for _ in range(8):  # until parcels are kept
-            engine.core.executor.move_parcels()
-            engine.turn(wait=False)
-        assert engine.num_jobs
-        assert engine.leases.num_kept
-        if pair is second:
-            engine.start()
-        thread.add([Request("short", [1, 2], 2, SamplingParams(temperature=0), 6, 0)])
-        thread.join(60)
-        if pair is first:
-            engine.turn(wait=False)
-        assert engine.num_jobs == engine.leases.num_kept == 0
-    assert len(deaths) == 2
-    assert not engine._thread.is_alive()
+    for _ in range(8):  # until parcels are kept
+        engine.core.executor.move_parcels()
+        engine.turn(wait=False)
+    assert engine.num_jobs
+    assert engine.buffers.num_kept
+    engine.start()
+    thread.add([Request("short", [1, 2], 2, SamplingParams(temperature=0), 6, 0)])
+    thread.join(60)
+    assert engine.num_jobs == engine.buffers.num_kept == 0
+    assert len(deaths) == 1
+    assert not engine._thread.alive
     assert engine.error is None
 
 
@@ -364,7 +352,7 @@ def test_an_abort_at_each_moment_gives_everything_back(turns):
 @pytest.mark.parametrize("turns", range(1, 10))
 def test_a_prefill_side_that_stops_costs_time_and_no_request(turns):
     pair = Pair(timeout=0.05)
-    pair.engines[0].leases.timeout = 1000.0
+    pair.engines[0].buffers.timeout = 1000.0
     given = prompts(6, seed=turns)
     requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
     for _ in range(turns):
@@ -378,7 +366,7 @@ def test_a_prefill_side_that_stops_costs_time_and_no_request(turns):
     asked = len(pair.asked())
     pair.add("next", [7] * 30)
     pair.run()
-    if pair.incoming.counts.given_up:
+    if pair.incoming.transfer_counts.given_up:
         assert len(pair.asked()) == asked, "it is left alone for a while"
     pair.settle()
 
@@ -399,27 +387,29 @@ def test_lost_messages_cost_a_lease_and_no_page(lost):
         assert request.output_token_ids == expected_tokens(tokens, 6)
     time.sleep(0.04)
     pair.turn()
-    assert pair.engines[0].leases.num_kept == 0, "what nobody pulls or releases is dropped after its lease"
+    assert pair.engines[0].buffers.num_kept == 0, "what nobody pulls or releases is dropped after its lease"
     pair.settle()
 
 
 def test_two_requests_that_were_handed_the_same_transfer_both_get_their_own_pages():
     pair = Pair()
+    pair.incoming.connect = lambda address: 0
     given = [list(range(50)), list(range(100, 150))]
-    requests = [pair.add(f"{i}", tokens, prefill_link=0, prefill_transfer="room-7") for i, tokens in enumerate(given)]
+    options = RequestOptions(prefill={"address": "127.0.0.1:1", "transfer": "room-7"})
+    requests = [pair.add(f"{i}", tokens, options=options) for i, tokens in enumerate(given)]
     pair.run()
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
-    assert pair.incoming.counts.completed == 2
+    assert pair.incoming.transfer_counts.completed == 2
     pair.settle()
 
 
 def test_an_engine_that_reaches_its_own_prefill_engines_alone_ignores_which_one_a_request_names():
     pair = Pair()
     prefill = {"address": "127.0.0.1:1", "transfer": "room-7"}
-    request = pair.add("a", list(range(50)), prefill=prefill)
+    request = pair.add("a", list(range(50)), options=RequestOptions(prefill=prefill))
     pair.run()
     assert request.output_token_ids == expected_tokens(list(range(50)), 6)
-    assert pair.incoming.counts.completed == 1
+    assert pair.incoming.transfer_counts.completed == 1
     pair.settle()
 
 
@@ -431,7 +421,7 @@ def test_a_link_that_stalls_is_given_up():
         pair.turn()
         time.sleep(0.001)
     assert request.output_token_ids == expected_tokens(list(range(50)), 6)
-    assert pair.incoming.counts.given_up == 1
+    assert pair.incoming.transfer_counts.given_up == 1
     pair.settle()
 
 
@@ -448,7 +438,7 @@ def test_a_prompt_in_a_queue_longer_than_the_time_limit_is_waited_for():
                 waits[one.name] = time.monotonic() - one.began
     assert max(waits.values()) > 0.2, "the queue is not as long as the test wants it"
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
-    assert (pair.incoming.counts.completed, pair.incoming.counts.given_up) == (4, 0)
+    assert (pair.incoming.transfer_counts.completed, pair.incoming.transfer_counts.given_up) == (4, 0)
     pair.settle()
 
 
@@ -458,7 +448,7 @@ def test_a_link_is_left_alone_for_what_it_does_not_send_and_not_for_what_finds_n
     if has_room:
         pair.core.executor.parcels_take = None
     else:
-        pair.core.scheduler.ranks[0].pool.below.make_room = lambda *_: False
+        pair.core.scheduler.ranks[0].loads.landing.make_room = lambda *_: False
     request = pair.add("a", list(range(50)))
     pair.turn()
     [transfer] = pair.incoming._transfers.values()
@@ -468,8 +458,8 @@ def test_a_link_is_left_alone_for_what_it_does_not_send_and_not_for_what_finds_n
     pair.turn()  # takes what has been said already
     transfer.since -= 1000
     pair.turn()
-    assert pair.incoming.counts.given_up == 1
-    assert pair.incoming._pauses[0].holds(time.monotonic()) is has_room
+    assert pair.incoming.transfer_counts.given_up == 1
+    assert pair.incoming._backoffs[0].holds(time.monotonic()) is has_room
     pair.run()
     assert request.output_token_ids == expected_tokens(list(range(50)), 6)
     pair.settle()
@@ -484,12 +474,12 @@ def test_what_prefill_cannot_compute_decode_does(wrong):
     if wrong == "parcels lost":
         for _ in range(3):
             pair.turn()
-        assert pair.engines[0].leases.num_kept
-        for number in list(pair.engines[0].leases._leases):
-            pair.engines[0].leases.release(number)
+        assert pair.engines[0].buffers.num_kept
+        for number in list(pair.engines[0].buffers._buffers):
+            pair.engines[0].buffers.release(number)
     pair.run()
     assert request.output_token_ids == expected_tokens(list(range(50)), 6)
-    assert pair.incoming.counts.given_up == 1
+    assert pair.incoming.transfer_counts.given_up == 1
     pair.settle()
 
 
@@ -509,7 +499,7 @@ def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
     pair.add("later", [9] * 60)
     pair.run()
     assert len(pair.asked()) - asked in (0, 1)
-    assert engine.leases.num_kept == engine.num_jobs == 0
+    assert engine.buffers.num_kept == engine.num_jobs == 0
     assert all(rank.pool.num_used == 0 for rank in pair.core.scheduler.ranks)
 
 
@@ -533,7 +523,7 @@ def test_an_engine_that_ends_ends_its_prefill_threads():
     pair.add("a", [1] * 60)
     pair.turn()
     pair.core.shutdown()
-    assert not pair.engines[0]._thread.is_alive()
+    assert not pair.engines[0]._thread.alive
     assert pair.engines[0].core.executor.closed
     found = []
     pair.engines[0].post(Ask("late", b"", 0, 1), found.append)
@@ -542,30 +532,30 @@ def test_an_engine_that_ends_ends_its_prefill_threads():
 
 def test_when_decode_takes_nothing_prefill_keeps_so_much_and_no_more():
     pair = Pair(pages=(65, 129))
-    pair.engines[0].leases._room = [6]
+    pair.engines[0].buffers._room = [6]
     pair.core.executor.parcels_take = None
     requests = [pair.add(f"{i}", [i] * 50) for i in range(4)]
     for _ in range(60):
         pair.turn()
-    assert pair.engines[0].leases.room(0) == 0
-    assert sum(lease.offer.count for lease in pair.engines[0].leases._leases.values()) == 6
+    assert pair.engines[0].buffers.room(0) == 0
+    assert sum(lease.offer.count for lease in pair.engines[0].buffers._buffers.values()) == 6
     pair.core.executor.parcels_take = 0
     pair.run()
     assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 50, 6) for i in range(4)]
-    pair.engines[0].leases._room = [256]
+    pair.engines[0].buffers._room = [256]
     pair.settle()
 
 
 def test_a_prefill_engine_that_can_do_nothing_until_decode_takes_pages_waits_for_that():
     pair = Pair(pages=(17, 129))
     [engine] = pair.engines
-    engine.leases._room, pair.core.executor.parcels_take = [6], None
+    engine.buffers._room, pair.core.executor.parcels_take = [6], None
     requests = [pair.add(f"{i}", [i] * 50) for i in range(4)]
     for _ in range(60):
         pair.turn()
     assert engine.core.has_unfinished, "others wait for pages that are held for sending"
-    turns, take = [], engine._take
-    engine._take = lambda wait: turns.append(wait) or take(wait)
+    turns, turn = [], engine._thread.turn
+    engine._thread.turn = lambda: turns.append(1) or turn()
     engine.start()
     time.sleep(0.1)
     assert len(turns) < 10
@@ -576,7 +566,7 @@ def test_a_prefill_engine_that_can_do_nothing_until_decode_takes_pages_waits_for
         pair.turn()
         time.sleep(0.0005)
     assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 50, 6) for i in range(4)]
-    assert pair.incoming.counts.completed == 4, "it goes on when pages are taken"
+    assert pair.incoming.transfer_counts.completed == 4, "it goes on when pages are taken"
     pair.core.shutdown()
 
 
@@ -607,9 +597,10 @@ def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_w
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     changed = SimpleNamespace(due=True, regroup=lambda: SimpleNamespace(executor=executor, config=config))
     engine.core.generations = changed
+    engine._thread.look_at_processes()
     assert engine.turn(wait=False)
     changed.due = False
-    assert engine.num_jobs == engine.leases.num_kept == 0
+    assert engine.num_jobs == engine.buffers.num_kept == 0
     pair.core.executor.parcels_take = 0
     pair.run()
     assert [one.output_token_ids for one in requests] == [expected_tokens([i] * (20 + i), 6) for i in range(6)]
@@ -711,7 +702,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule()
     def prefill_is_trusted_again(self):
-        for pause in self.pair.incoming._pauses:
+        for pause in self.pair.incoming._backoffs:
             pause._until = 0.0
 
     @rule(poisoned=st.booleans())
@@ -725,14 +716,18 @@ class TransferMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_free_or_cached_or_held_and_the_holders_are_counted(self):
-        for core in (self.pair.core, *(engine.core for engine in self.pair.engines)):
-            for rank in core.scheduler.ranks:
+        for core, sends in (
+            (self.pair.core, None),
+            *((engine.core, engine.service.source) for engine in self.pair.engines),
+        ):
+            for index, rank in enumerate(core.scheduler.ranks):
                 pool = rank.pool
                 held = Counter(
                     page for request in [*rank.running, *rank.waiting] for page in request.pages + request.held_pages
                 )
-                held.update(page for arrival in rank.arrivals.under_way if arrival.request for page in arrival.pages)
-                held.update(page for _, _, pages in rank.departures.waiting for page in pages)
+                held.update(page for load in rank.loads.under_way if load.request for page in load.pages)
+                if sends is not None:
+                    held.update(page for _, _, pages in sends.waiting[index] for page in pages)
                 leaving = pool.num_used - len(held)  # of requests that ended while a step has a row of them
                 assert leaving == 0 or core._under_way
                 if not core._under_way:

@@ -7,7 +7,7 @@ import pytest
 from layouts import write_checkpoint
 
 from dsjax import LLM
-from dsjax.engine import assembly, loading
+from dsjax.engine.setup import assembly, loading
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "dtype": "float32"}
 TOKENS = list(range(2, 20))

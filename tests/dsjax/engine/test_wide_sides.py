@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
 from processes import free_port
 from quick_compilation import QUICK_COMPILATION
 from side_process import run
+from transports import EACH_BACKEND
 
 from dsjax import LLM
 
@@ -116,9 +117,10 @@ def sides(checkpoint):
     """Starts a prefill and a decode side; gives both, and what has all prompts computed by the one and decoded by the other."""
     found = []
 
-    def start(prefill, prefill_mesh, decode, decode_mesh):
-        found.append(Side(prefill, mesh=prefill_mesh, disaggregation_mode="prefill", model=checkpoint))
-        found.append(Side(decode, mesh=decode_mesh, disaggregation_mode="decode", model=checkpoint))
+    def start(prefill, prefill_mesh, decode, decode_mesh, backend="jax"):
+        own = {"model": checkpoint, "disaggregation_transfer_backend": backend}
+        found.append(Side(prefill, mesh=prefill_mesh, disaggregation_mode="prefill", **own))
+        found.append(Side(decode, mesh=decode_mesh, disaggregation_mode="decode", **own))
         for side in found:
             side.answer()
         return *found, generate
@@ -133,8 +135,11 @@ def sides(checkpoint):
         side.kill()
 
 
-def test_tokens_are_those_of_one_engine_and_a_lost_prefill_process_costs_no_request_and_no_page(expected, sides):
-    prefill, decode, generate = sides(2, "dp=2", 2, "tp=2")
+@pytest.mark.parametrize("backend", EACH_BACKEND)
+def test_tokens_are_those_of_one_engine_and_a_lost_prefill_process_costs_no_request_and_no_page(
+    expected, sides, backend
+):
+    prefill, decode, generate = sides(2, "dp=2", 2, "tp=2", backend)
     # Each prefill process keeps the parcels of its rank, and each decode process pulls its copy of them.
     assert generate() == expected
     counts = decode.ask()

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from quick_compilation import FEW_SHAPES
 
 from dsjax import SamplingParams
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.joining import host_options, join_group
+from dsjax.engine.elastic.joining import host_options, join_group
+from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.setup.args import EngineArgs
 
 PROMPTS = [[5, 6, 7], [11] * 9, [30, 2, 77, 12, 60], [3], [90, 80, 70, 60, 50, 40]]
 OTHERS = [[40 + i] * 20 for i in range(8)]
@@ -47,9 +47,9 @@ def main() -> None:
     model, layouts = given.pop("model"), given.pop("layouts")
     first = EngineArgs(model=model, mesh=layouts[0][0], **FEW_SHAPES, **layouts[0][3], **given)
     group = join_group(first, host_options(first))
-    from dsjax.engine.follower import Follower
-    from dsjax.engine.leader import End
-    from dsjax.engine.loading import load_model
+    from dsjax.engine.elastic.follower import Follower
+    from dsjax.engine.setup.loading import load_model
+    from dsjax.engine.stream.leader import End
 
     found = []
     for generation, (mesh, dispatch, sampled, options) in enumerate(layouts):
@@ -59,8 +59,9 @@ def main() -> None:
         if not group.is_leader:
             Follower(group).follow(loaded.executor)
             continue
-        engine = LLMEngine(loaded.executor, None, args.scheduler_config(loaded.executor.limits), eplb=args.eplb)
-        balance = engine.core.balance()
+        config = args.scheduler_config(loaded.executor.limits)
+        engine = LLMEngine(EngineParts(loaded.executor, None, config, eplb=args.eplb))
+        balance = engine.core.statistics().get("balance")
         found.append(
             {
                 "greedy": [
@@ -68,8 +69,10 @@ def main() -> None:
                     for each in ([PROMPTS, OTHERS, PROMPTS] if options else [PROMPTS])
                 ],
                 "sampled": continuations(engine, PROMPTS[:2], SAMPLED) if sampled else None,
-                "rebalances": balance and engine.core.balance().rebalances,
-                "fetched": [load.host and load.host.fetched for load in engine.core.loads()],
+                "rebalances": balance and balance.rebalances,
+                "fetched": [
+                    load.tiers["host"].fetched if "host" in load.tiers else None for load in engine.core.loads()
+                ],
             }
         )
         loaded.executor._put(End())

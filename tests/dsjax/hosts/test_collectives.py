@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from dsjax.hosts.collectives import Collectives
+from dsjax.hosts.gloo.collectives import Collectives
 
 
 class Peer:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from dsjax.errors import UserError
-from dsjax.hosts.device_orders import DeviceOrders
+from dsjax.hosts.gloo.device_orders import DeviceOrders
 
 
 def of(processes: int, devices: int) -> DeviceOrders:

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from layouts import write_checkpoint
 
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.joining import _alike, host_options
+from dsjax.engine.elastic.joining import _alike, host_options
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
 

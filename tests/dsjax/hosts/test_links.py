@@ -7,18 +7,18 @@ from itertools import combinations
 import pytest
 
 from dsjax.hosts.links import Answerer, left_out, unreached
-from dsjax.hosts.wire import Arrival
+from dsjax.hosts.wire import JoinRequest
 
 
-def arrival(process_id: int, port: int) -> Arrival:
-    return Arrival(process_id, 4, "host", 10, "127.0.0.1", "machine", port)
+def request(process_id: int, port: int) -> JoinRequest:
+    return JoinRequest(process_id, 4, "host", 10, "127.0.0.1", "machine", port)
 
 
 def test_who_answers_is_reached_and_neither_who_is_gone_nor_who_hangs():
     with contextlib.closing(Answerer("127.0.0.1")) as well, socket.create_server(("127.0.0.1", 0)) as hangs:
         gone = Answerer("127.0.0.1")
         gone.close()
-        members = [arrival(1, well.port), arrival(2, gone.port), arrival(3, hangs.getsockname()[1]), arrival(0, 0)]
+        members = [request(1, well.port), request(2, gone.port), request(3, hangs.getsockname()[1]), request(0, 0)]
         assert unreached(members, seconds=0.2) == [2, 3]  # and nobody looks at one that does not listen
         assert unreached(members[:1]) == []
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dsjax.engine.process import cache_folder
+from dsjax.engine.device.process import cache_folder
 from dsjax.kernels.table import choose_kernels
 
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsjax.cli.main import app
-from dsjax.engine.process import cache_folder
+from dsjax.engine.device.process import cache_folder
 from dsjax.errors import UserError
 from dsjax.kernels import build
 from dsjax.kernels.table import CHOICES, OPERATIONS, TABLE, Kernels, choose_kernels

@@ -18,8 +18,8 @@ from layouts import TINY, answer, difference, wide, write_checkpoint
 
 from dsjax.bench.modules.setting import random_parameter
 from dsjax.config import ModelConfig, QuantizationConfig
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import make_step
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step
 from dsjax.errors import UserError
 from dsjax.kernels.pallas import activations, attention, cost, experts, heads, products
 from dsjax.kernels.table import Kernels, choose_kernels

@@ -20,8 +20,8 @@ from layouts import TINY, wide
 
 from dsjax.bench.modules.setting import random_parameter
 from dsjax.config import ModelConfig, load_config
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import _refuses_experts, make_step
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import _refuses_experts, make_step
 from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_products
 from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
 from dsjax.model.attention import PagedAttention, Rows

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import AttentionCase, ExpertsCase
 
-from dsjax.engine.process import cache_folder
+from dsjax.engine.device.process import cache_folder
 from dsjax.kernels import build
 
 SANITIZERS = ("address,undefined", "thread")

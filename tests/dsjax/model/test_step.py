@@ -16,10 +16,10 @@ from layouts import TINY
 
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.config import ModelConfig
-from dsjax.engine import cache as device_cache
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.assembly import make_step
-from dsjax.engine.loading import materialise
+from dsjax.engine.device import cache as device_cache
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step
+from dsjax.engine.setup.loading import materialise
 from dsjax.model.forms import cache_arrays
 from dsjax.model.rows import GroupShape, RowGroup, unpack
 from sharding import MeshSpec, fp8

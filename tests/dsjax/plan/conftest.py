@@ -5,7 +5,7 @@ import pytest
 from dsjax.config import load_config
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.question import Question
-from dsjax.plan.workload import Lengths, Objective, Options, Workload
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def ask(v3):
             found.resized(hosts) if hosts else found,
             Workload(Lengths(prompt), Lengths(output), **load),
             objective or Objective(),
-            options or Options(),
+            options or PlanOptions(),
         )
 
     return make

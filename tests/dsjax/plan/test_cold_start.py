@@ -8,13 +8,13 @@ from dsjax.plan.cold_start import cold_start, host_bytes, storage_rate
 from dsjax.plan.figure import Kind
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.workload import Options
+from dsjax.plan.workload import PlanOptions
 
 
 def instance(ask, mesh, cluster="h200-32", **change):
     question = ask(cluster)
     found = dataclasses.replace(question.cluster, **change)
-    return Instance(question.config, found, parse_layout(mesh, 0, question.config), Options(), question.workload)
+    return Instance(question.config, found, parse_layout(mesh, 0, question.config), PlanOptions(), question.workload)
 
 
 def test_a_host_reads_the_experts_of_its_devices_and_the_rest_once(ask):

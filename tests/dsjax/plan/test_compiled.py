@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.run import dry_run
-from dsjax.engine.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.compiled import read_dry_run
@@ -24,7 +24,7 @@ from dsjax.plan.program import needed_flops
 from dsjax.plan.search import search
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.step import StepModel
-from dsjax.plan.workload import Options
+from dsjax.plan.workload import PlanOptions
 from sharding.mesh import MeshSpec
 
 FILES = Path(__file__).parent / "dry_runs"
@@ -39,7 +39,7 @@ def runs():
 @pytest.fixture
 def planned(ask, runs):
     def make(*names, mesh="dp=8", dispatch="auto", cluster="h200-16", **kwargs):
-        options = Options(
+        options = PlanOptions(
             compiled=tuple(runs[name] for name in names),
             mesh=MeshSpec.parse(mesh),
             redundant=0,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dsjax.plan.inferencex import beside_inferencex, inferencex_points, points_of_today, row_of_today
-from dsjax.plan.inferencex_apart import APART, COMMITTED, apart_points, beside_apart
-from dsjax.plan.validation_score import score
+from tools.plan_data.inferencex import beside_inferencex, inferencex_points, points_of_today, row_of_today
+from tools.plan_data.inferencex_apart import APART, COMMITTED, apart_points, beside_apart
+from tools.plan_data.validation_score import score
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan-validation.md"
 

@@ -19,7 +19,7 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
 from dsjax.plan.recipe import check_recipe, launches, recipe
 from dsjax.plan.search import instances
-from dsjax.plan.workload import Options
+from dsjax.plan.workload import PlanOptions
 from sharding.mesh import MeshSpec
 
 # Mesh, redundant experts, cluster, options: whole and cut experts, copies, several hosts, drafts, FP4 with an FP8 cache.
@@ -36,7 +36,7 @@ CASES = {
 
 def candidate(ask, mesh, engine="published", apart=False):
     redundant, cluster, others = CASES[mesh]
-    question = ask(cluster, options=Options(engine=find_engine(engine), **others))
+    question = ask(cluster, options=PlanOptions(engine=find_engine(engine), **others))
     instance = question.instance(parse_layout(mesh, redundant, question.config), {})
     if not apart:
         return question, aggregated(instance, 1, 32, 4096)
@@ -115,7 +115,7 @@ def test_what_an_engine_cannot_say_stands_in_the_recipe(ask):
 
 
 def test_sglang_is_not_told_what_the_checkpoint_says_nor_what_it_would_switch_off(ask):
-    options = Options(engine=find_engine("sglang"), precision=precision("int8"), drafts=1)
+    options = PlanOptions(engine=find_engine("sglang"), precision=precision("int8"), drafts=1)
     question = ask("h200-8", options=options)
     instance = question.instance(parse_layout("dp=8", 0, question.config), {})
     made = launch("sglang", "x", instance, 32, 4096, "prefill and decode", 1)
@@ -128,15 +128,15 @@ def test_sglang_is_not_told_what_the_checkpoint_says_nor_what_it_would_switch_of
 
 
 def test_a_plan_for_an_engine_has_only_layouts_that_it_can_run(ask):
-    question = ask("h200-16", options=Options(engine=find_engine("tensorrt-llm")))
+    question = ask("h200-16", options=PlanOptions(engine=find_engine("tensorrt-llm")))
     found, _, _ = instances(question)
     assert found
     assert all(min(one.unit.mesh.dp_size, one.unit.mesh.tp_size) == 1 and not one.redundant for one in found)
-    wrong = Options(engine=find_engine("tensorrt-llm"), mesh=MeshSpec.parse("dp=2,tp=8"))
+    wrong = PlanOptions(engine=find_engine("tensorrt-llm"), mesh=MeshSpec.parse("dp=2,tp=8"))
     with pytest.raises(UserError, match=r"cannot run dp=2,tp=8: attention is data parallel over all devices"):
         instances(ask("h200-16", options=wrong))
     with pytest.raises(UserError, match="tensorrt-llm does not overlap two half batches"):
-        Options(engine=find_engine("tensorrt-llm"), overlap="on").check(question.config, question.workload)
+        PlanOptions(engine=find_engine("tensorrt-llm"), overlap="on").check(question.config, question.workload)
 
 
 @pytest.mark.parametrize("engine", LAUNCHED)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dsjax.plan.layout import Layout, fits, instance_sizes, layouts, parse_layout
+from dsjax.plan.layout import InstanceLayout, fits, instance_sizes, layouts, parse_layout
 from dsjax.plan.recipe import memory_share, serve_options
 from dsjax.plan.search import search
-from dsjax.plan.workload import Objective, Options, Pins
+from dsjax.plan.workload import Objective, Pins, PlanOptions
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
 
@@ -44,8 +44,8 @@ def test_instances_are_parts_of_a_host_or_whole_hosts():
 
 def test_fp8_blocks_are_not_cut(v3):
     # An expert's width of 2048 over 16 is one block of 128; over 32 it is half of one.
-    assert fits(v3, Layout(MeshSpec(tp_size=16, ep_size=1)), 128) is None
-    assert "quantisation block" in str(fits(v3, Layout(MeshSpec(tp_size=32, ep_size=1)), 128))
+    assert fits(v3, InstanceLayout(MeshSpec(tp_size=16, ep_size=1)), 128) is None
+    assert "quantisation block" in str(fits(v3, InstanceLayout(MeshSpec(tp_size=32, ep_size=1)), 128))
 
 
 def test_a_mesh_that_does_not_fit_is_refused_with_the_redundancy_that_would(v3):
@@ -56,7 +56,7 @@ def test_a_mesh_that_does_not_fit_is_refused_with_the_redundancy_that_would(v3):
 
 def test_each_ratio_of_prefill_to_decode_instances_is_a_row(ask):
     pins = Pins(MeshSpec.parse("dp=16"), MeshSpec.parse("dp=16"))
-    options = Options(modes=("separated",), redundant=0, pins=pins)
+    options = PlanOptions(modes=("separated",), redundant=0, pins=pins)
     found = search(ask("h100-32", prompt=2000, hosts=8, objective=Objective(ttft=4, tpot=0.06), options=options)).ranked
     assert [(one.prefill_count, one.count) for one in found] == [(2, 2), (1, 3), (3, 1)]
 

@@ -13,7 +13,7 @@ from dsjax.hardware.this_machine import cpu_name
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Kind, settled
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.measured import Measured, Point, _at, read_measured, widths
+from dsjax.plan.measured import Measured, TimedSize, _at, read_measured, widths
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.own_cluster import choose_precision, find_cluster
 from dsjax.plan.simulation.prices import RankWork, StepPrices
@@ -155,7 +155,7 @@ def test_a_prompt_is_taken_in_the_longest_timed_chunks(demo, body):
 
 @pytest.mark.parametrize(("x", "low", "high"), [(4, 0.5, 1.0), (16, 1.0, 1.25 * 1.2 * 4 / 3)])
 def test_beyond_what_was_timed_the_interval_is_wide_and_says_so(x, low, high):
-    points = [Point(8, 1.0, 1.0, 1.0, 0.0), Point(12, 1.2, 1.2, 1.2, 0.0)]
+    points = [TimedSize(8, 1.0, 1.0, 1.0, 0.0), TimedSize(12, 1.2, 1.2, 1.2, 0.0)]
     found, beyond = _at(points, x, x)
     assert beyond
     assert low <= found.low < found.value <= found.high <= high * (1 + 1e-9) + 0.5

@@ -15,7 +15,7 @@ from dsjax.plan.precision import precision
 from dsjax.plan.question import Question
 from dsjax.plan.search import search
 from dsjax.plan.step import StepModel
-from dsjax.plan.workload import Lengths, Objective, Options, Workload
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 CONFIG = load_config("deepseek-v3")
 # Rounding of sums of some hundred floats: the only slack of this page.
@@ -71,7 +71,7 @@ def test_fewer_requests_and_shorter_contexts_make_no_step_slower(
 
 
 def asked(cluster="h200-8", prompt=2000, ttft=2.0, tpot=0.05, modes=("aggregated",)):
-    options = Options(modes=modes, redundant=0, overlap="off")
+    options = PlanOptions(modes=modes, redundant=0, overlap="off")
     return Question(CONFIG, cluster, Workload(Lengths(prompt), Lengths(500)), Objective(ttft, tpot), options)
 
 
@@ -115,7 +115,7 @@ def test_prompts_beside_decodes_do_not_wait_longer_behind_a_faster_network():
     config, cluster = load_config("deepseek-v3"), load_cluster("h800-32")
     work, layout = Workload(Lengths(2000), Lengths(500)), parse_layout("dp=32", 32, config)
     waits = [
-        quick_aggregated(Instance(config, found, layout, Options(), work), 1, 112.0, 1024.0).ttft.value
+        quick_aggregated(Instance(config, found, layout, PlanOptions(), work), 1, 112.0, 1024.0).ttft.value
         for found in (cluster, cluster.scaled("network", 1.5))
     ]
     assert waits[1] <= waits[0]

@@ -13,14 +13,14 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.percentiles import Slo, guide, within
 from dsjax.plan.question import Question
 from dsjax.plan.search import search
-from dsjax.plan.simulation.load import Load, requests
-from dsjax.plan.workload import Objective, Options, RequestClass, Workload
+from dsjax.plan.simulation.load import OfferedLoad, requests
+from dsjax.plan.workload import Objective, PlanOptions, RequestClass, Workload
 
 TWO = Workload.of_classes([RequestClass.parse("short=0.8,512:0.2,64"), RequestClass.parse("long=0.2,4096,128")])
 
 
 def test_a_mixture_has_the_moments_of_what_is_drawn_from_it():
-    source = requests(Load(10.0, None), TWO, 10**6, seed=0)
+    source = requests(OfferedLoad(10.0, None), TWO, 10**6, seed=0)
     drawn = [next(source) for _ in range(20_000)]
     prompts = np.array([one.prompt for one in drawn])
     # 20,000 draws: standard errors below 1 %.
@@ -56,7 +56,7 @@ def test_the_search_is_guided_by_bounds_on_means_and_never_by_a_median():
 
 @pytest.fixture(scope="module")
 def plan(v3):
-    options = Options(mesh=parse_layout("dp=8", 0, v3).mesh, redundant=0, modes=("aggregated",))
+    options = PlanOptions(mesh=parse_layout("dp=8", 0, v3).mesh, redundant=0, modes=("aggregated",))
     return search(Question(v3, load_cluster("h200-8"), TWO, Objective(tpot=0.06), options))
 
 

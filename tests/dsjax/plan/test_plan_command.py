@@ -11,15 +11,16 @@ from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.config import load_config
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.side_options import decode_args, prefill_args
-from dsjax.engine.speculative import MOST_DRAFTS
+from dsjax.engine.contract.speculative import MOST_DRAFTS
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.errors import UserError
+from dsjax.plan.dynamo_graph import planned_graph
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.kubernetes import overlay
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import search
-from dsjax.plan.workload import Objective, Options, Pins
+from dsjax.plan.workload import Objective, Pins, PlanOptions
 from sharding.mesh import MeshSpec
 
 # What the engines that publish their kernels can do, in front of what dsjax serve can.
@@ -152,7 +153,13 @@ def test_a_recipe_that_there_is_none_of_is_said_and_not_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options(modes=("separated",)), Options(redundant=32, fused=True), Options(dispatch="auto")]
+    "options",
+    [
+        PlanOptions(),
+        PlanOptions(modes=("separated",)),
+        PlanOptions(redundant=32, fused=True),
+        PlanOptions(dispatch="auto"),
+    ],
 )
 def test_every_recipe_is_made_of_options_that_serve_has(ask, options):
     question = ask("h200-16", objective=Objective(tpot=0.05), options=options)
@@ -194,7 +201,7 @@ def test_a_recipe_starts_an_engine_whose_limits_are_those_that_were_priced(ask, 
 
 
 def test_prefill_instances_run_as_many_prompts_as_their_step_was_priced_with(ask):
-    question = ask("h200-16", prompt=2000, options=Options(modes=("separated",)))
+    question = ask("h200-16", prompt=2000, options=PlanOptions(modes=("separated",)))
     winner = search(question).winner
     service, decode = recipe("deepseek-v3", question, winner)["services"]
     assert service["role"] == "prefill"
@@ -208,10 +215,10 @@ def test_prefill_instances_run_as_many_prompts_as_their_step_was_priced_with(ask
     assert int(decode["options"]["--prefill-chunk"]) == 256
 
 
-def separated(ask, config, prefill, decode, redundant=None, cluster="h200-8", **load):
-    """A question about prefill and decode on these meshes, and its winner."""
-    pins = Pins(MeshSpec.parse(prefill), MeshSpec.parse(decode))
-    options = Options(modes=("separated",), pins=pins, redundant=redundant)
+def separated(ask, config, prefill, decode, redundant=None, cluster="h200-8", counts=(1, 1), **load):
+    """A question about so many prefill and decode engines on these meshes, and its winner."""
+    pins = Pins(MeshSpec.parse(prefill), MeshSpec.parse(decode), *counts)
+    options = PlanOptions(modes=("separated",), pins=pins, redundant=redundant)
     question = dataclasses.replace(ask(cluster, options=options, **load), config=load_config(config))
     return question, search(question).winner
 
@@ -222,7 +229,7 @@ def test_a_separated_plan_that_a_host_has_room_for_is_one_process_with_the_sizes
     question, winner = separated(ask, "demo", "dp=1", "dp=2", prompt=300, output=40, concurrency=32.0)
     one = recipe("demo", question, winner)["one_process"]
     assert one["command"].startswith("dsjax serve ")
-    given = given_by(one["command"]) | {"prefill_instances": 1, "decode_instances": 1}
+    given = given_by(one["command"])
     for name in ("weights", "dispatch_wire"):  # the demo's are not quantised
         given.pop(name, None)
     llm = LLM(**given)
@@ -248,7 +255,6 @@ def test_one_process_gives_each_side_what_its_own_command_would(ask, prefill, de
     assert args.num_devices == winner.devices <= 8
     lines = overlay("deepseek-v2-lite", question, winner, "base", "dsjax plan").splitlines()
     assert f'          - "--prefill-mesh={prefill}"' in lines, "a manifest has the same"
-    assert [args.prefill_instances, args.decode_instances] == [service["instances"] for service in made["services"]]
     for service, side in zip(made["services"], (prefill_args(args), decode_args(args)), strict=True):
         own = EngineArgs(**given_by(service["command"]))
         share = max(args.gpu_memory_utilization, own.gpu_memory_utilization)
@@ -263,6 +269,23 @@ def test_what_a_host_has_no_room_for_is_no_process(ask):
     assert recipe("deepseek-v3", question, winner)["one_process"] is None
     with pytest.raises(UserError, match=r"prefill and decode apart, which one process on a host cannot have"):
         overlay("deepseek-v3", question, winner, "base", "dsjax plan")
+
+
+def test_several_engines_of_a_kind_are_processes_of_their_own_behind_dynamo(ask):
+    question, winner = separated(ask, "deepseek-v2-lite", "dp=1", "dp=2", 0, counts=(2, 3))
+    made = recipe("deepseek-v2-lite", question, winner)
+    assert made["one_process"] is None
+    for service, (role, count, mesh) in zip(
+        made["services"], (("prefill", 2, "dp=1"), ("decode", 3, "dp=2")), strict=True
+    ):
+        assert (service["role"], service["instances"]) == (role, count)
+        args = EngineArgs(**given_by(service["command"]))
+        assert service["command"].startswith("dsjax dynamo ")
+        assert (args.mesh, args.disaggregation_mode, args.separated) == (mesh, role, False)
+    graph = planned_graph("pd", "deepseek-v2-lite", question, winner, "dsjax plan")
+    assert [(side.kind, side.workers) for side in graph.sides] == [("prefill", 2), ("decode", 3)]
+    with pytest.raises(UserError, match=r"give FILE\.yaml for NVIDIA Dynamo"):
+        overlay("deepseek-v2-lite", question, winner, "base", "dsjax plan")
 
 
 def test_sides_of_a_recipe_take_one_another_s_pages(ask):
@@ -288,7 +311,7 @@ def test_what_dsjax_serve_cannot_do_is_refused_or_told_beside():
 
 def test_no_more_is_credited_than_the_engine_can(ask):
     able = dataclasses.replace(dsjax_engine(), balances=False, overlaps=False, transfers=False)
-    limited = search(ask("h200-16", options=Options(engine=able, dispatch="auto"))).winner
+    limited = search(ask("h200-16", options=PlanOptions(engine=able, dispatch="auto"))).winner
     assert limited.mode == "aggregated"
     assert not limited.decode.overlapped(limited.batch)
     uneven = limited.decode.step_models()[0]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dsjax.plan.unseen import FURTHER, beside_further, further
-from dsjax.plan.validation import points
-from dsjax.plan.validation_score import leave_one_out, rates, score, table
+from tools.plan_data.unseen import FURTHER, beside_further, further
+from tools.plan_data.validation import points
+from tools.plan_data.validation_score import leave_one_out, rates, score, table
 
 ROOT = Path(__file__).parents[3]
 

@@ -13,14 +13,14 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.prompts import _added, _depth_of_one, _steps_with_prompts, prompts_beside_decodes
 from dsjax.plan.simulation.prices import RankWork, StepPrices
-from dsjax.plan.workload import Lengths, Options, Workload
+from dsjax.plan.workload import Lengths, PlanOptions, Workload
 
 
 @pytest.fixture
 def instance(v3):
     def make(mesh, prompt=1024, output=2048, eager=True, drafts=0):
         layout, engine = parse_layout(mesh, 0, v3), dataclasses.replace(PUBLISHED, eager=eager)
-        options = Options(overlap="off", engine=engine, drafts=drafts)
+        options = PlanOptions(overlap="off", engine=engine, drafts=drafts)
         return Instance(v3, load_cluster("h200-8"), layout, options, Workload(Lengths(prompt), Lengths(output)))
 
     return make

@@ -17,11 +17,11 @@ from dsjax.plan.prompts import MEAN_OF_STEPS
 from dsjax.plan.report import sentence, to_json
 from dsjax.plan.search import search
 from dsjax.plan.sweep import sweep
-from dsjax.plan.workload import Lengths, Objective, Options, Pins, Workload
+from dsjax.plan.workload import Lengths, Objective, Pins, PlanOptions, Workload
 from sharding.mesh import MeshSpec
 
 # Fewer layouts, where a test is not about them.
-FEW = Options(modes=("aggregated",), redundant=0, overlap="off")
+FEW = PlanOptions(modes=("aggregated",), redundant=0, overlap="off")
 
 
 def test_ranked_candidates_meet_the_objectives_on_the_devices_at_hand_and_in_memory(ask):
@@ -61,7 +61,7 @@ def test_the_front_keeps_the_ttft_and_what_breaks_it_is_kept_apart(ask):
 
 
 def test_what_relief_leaves_out_would_not_have_been_shown(ask, monkeypatch):
-    options = Options(modes=("separated",), redundant=0, overlap="off", widest=16)
+    options = PlanOptions(modes=("separated",), redundant=0, overlap="off", widest=16)
     question = ask("h100-32", 2000, objective=Objective(ttft=1.0, tpot=0.05), options=options, hosts=6)
     worked_out = []
 
@@ -85,7 +85,7 @@ def test_what_relief_leaves_out_would_not_have_been_shown(ask, monkeypatch):
 
 
 def test_a_concurrency_is_served_and_obeys_littles_law(ask):
-    question = ask(concurrency=64.0, options=Options(modes=("aggregated",)))
+    question = ask(concurrency=64.0, options=PlanOptions(modes=("aggregated",)))
     for candidate in search(question).ranked[:5]:
         assert candidate.concurrency == pytest.approx(64)
         stay = candidate.ttft.value + candidate.tpot.value * 499
@@ -108,7 +108,7 @@ def test_a_rate_is_kept_up_with_by_as_few_devices_as_do(ask):
 
 
 def test_separated_rates_match_both_sides(ask):
-    question = ask("h200-16", objective=Objective(tpot=0.05), options=Options(modes=("separated",)))
+    question = ask("h200-16", objective=Objective(tpot=0.05), options=PlanOptions(modes=("separated",)))
     winner = search(question).winner
     assert winner.mode == "separated"
     prefill = winner.prefill_count * 0.85 / winner.prefill.prompt_seconds(winner.prefill_tokens).value
@@ -174,14 +174,14 @@ def test_more_requests_than_caches_hold_is_a_matter_of_memory(ask):
     ("load", "pins"), [({}, Pins()), ({"concurrency": 8.0}, Pins()), ({}, Pins(prefill_count=1, decode_count=1))]
 )
 def test_prefill_and_decode_that_do_not_fit_beside_each_other_are_a_matter_of_devices(ask, load, pins):
-    (reason,) = forbidden(search(ask(options=Options(modes=("separated",), redundant=0, pins=pins), **load)))
+    (reason,) = forbidden(search(ask(options=PlanOptions(modes=("separated",), redundant=0, pins=pins), **load)))
     assert (reason.bound, reason.wanted, reason.best) == ("devices", 16, 8)
     assert "1 × dp=8 | 1 × dp=8 takes 16 devices" in sentence(reason)
     assert "2 × devices" in sentence(reason)
 
 
 def test_separated_caches_that_are_too_small_are_a_matter_of_memory(ask):
-    found = search(ask("h200-16", concurrency=4000.0, options=Options(modes=("separated",), redundant=0)))
+    found = search(ask("h200-16", concurrency=4000.0, options=PlanOptions(modes=("separated",), redundant=0)))
     (reason,) = forbidden(found)
     assert reason.bound == "concurrency"
     assert reason.remedies[0].factor == 4000 / reason.best > 1
@@ -226,7 +226,7 @@ def test_more_prefix_hits_give_more(ask):
 
 
 def test_who_waits_for_whose_prompts_is_an_assumption_among_the_others(ask):
-    options = Options(modes=("aggregated",), redundant=0, mesh=MeshSpec.parse("dp=8"), drafts=1)
+    options = PlanOptions(modes=("aggregated",), redundant=0, mesh=MeshSpec.parse("dp=8"), drafts=1)
     winner = search(ask("h200-8", options=options, concurrency=64.0)).winner
     shares = dict(widening(winner, "tpot"))
     assert shares[MEAN_OF_STEPS] > 0.1
@@ -237,8 +237,8 @@ def test_who_waits_for_whose_prompts_is_an_assumption_among_the_others(ask):
 
 
 def test_an_accepted_draft_gives_more_at_small_batches(ask):
-    base = ask(concurrency=8.0, options=Options(modes=("aggregated",)))
-    drafting = dataclasses.replace(base, options=Options(modes=("aggregated",), drafts=1))
+    base = ask(concurrency=8.0, options=PlanOptions(modes=("aggregated",)))
+    drafting = dataclasses.replace(base, options=PlanOptions(modes=("aggregated",), drafts=1))
     assert search(drafting).winner.tpot.value < search(base).winner.tpot.value
 
 
@@ -252,7 +252,7 @@ def test_losing_hosts_never_gains(ask):
 
 def test_a_sweep_over_users_shows_the_winner_as_it_is_where_prefill_leaves_room_in_it(ask):
     wide = MeshSpec.parse("dp=8")
-    question = ask("h200-16", 4000, options=Options(redundant=0, overlap="off", pins=Pins(wide, wide, 1, 1)))
+    question = ask("h200-16", 4000, options=PlanOptions(redundant=0, overlap="off", pins=Pins(wide, wide, 1, 1)))
     winner = dataclasses.replace((found := search(question).winner), batch=float(found.decode.max_batch))
     winner = on(winner, question.cluster)
     swept = sweep(question, winner, "concurrency", ())
@@ -283,7 +283,7 @@ def test_a_plan_of_32_devices_takes_less_than_10_seconds_without_jax():
         "from dsjax.plan.search import search; from dsjax.plan.question import Question; from dsjax.plan.cluster import load_cluster;"
         "from dsjax.config import load_config; from dsjax.plan.workload import *;"
         "q = Question(load_config('deepseek-v3'), load_cluster('h100-32'), Workload(Lengths(2000), Lengths(500)),"
-        "Objective(), Options(dispatch='auto')); plan = search(q); import resource;"
+        "Objective(), PlanOptions(dispatch='auto')); plan = search(q); import resource;"
         "used = resource.getrusage(resource.RUSAGE_SELF); assert plan.winner and len(plan.considered) > 100;"
         "assert 'jax' not in sys.modules, 'jax was imported'; print(used.ru_utime)"
     )
@@ -311,9 +311,9 @@ def test_json_is_complete_and_has_intervals(ask):
         (lambda: Lengths.parse("many", "--input"), "--input is 'many'"),
         (lambda: Lengths.parse("0", "--input"), "at least 1 token"),
         (lambda: Objective(tpot=0.0), "--tpot-ms"),
-        (lambda: Options(overlap="yes"), "auto, on or off"),
-        (lambda: Options(dispatch="magic"), "--dispatch is 'magic'"),
-        (lambda: Options(acceptance=2.0), "--mtp-acceptance"),
+        (lambda: PlanOptions(overlap="yes"), "auto, on or off"),
+        (lambda: PlanOptions(dispatch="magic"), "--dispatch is 'magic'"),
+        (lambda: PlanOptions(acceptance=2.0), "--mtp-acceptance"),
     ],
 )
 def test_wrong_wishes_say_what_was_expected(make, message):
@@ -328,18 +328,40 @@ def test_a_request_longer_than_the_models_positions_is_refused(ask):
 
 def test_a_side_of_a_separated_service_of_dsjax_may_be_on_several_hosts(ask):
     pins = Pins(prefill_mesh=MeshSpec.parse("dp=8"), decode_mesh=MeshSpec.parse("dp=16"))
-    options = Options(modes=("separated",), engine=dsjax_engine(), dispatch="auto", pins=pins)
+    options = PlanOptions(modes=("separated",), engine=dsjax_engine(), dispatch="auto", pins=pins)
     winner = search(ask("h200-32", prompt=4000, options=options)).winner
     assert (winner.prefill.layout.devices, winner.decode.layout.devices) == (8, 16)
 
 
 def test_meshes_and_numbers_of_a_separated_service_can_be_given(ask):
     pins = Pins(MeshSpec.parse("tp=8,ep=1"), MeshSpec.parse("dp=8"), 1, 3)
-    plan = search(ask("h200-32", options=Options(pins=pins)))
+    plan = search(ask("h200-32", options=PlanOptions(pins=pins)))
     assert {c.name() for c in plan.ranked} <= {
         f"1 × tp=8,ep=1{e} | 3 × dp=8{d}" for e in ("", " +32") for d in ("", " +32")
     }
     assert plan.winner.mode == "separated"
     assert plan.winner.devices == 32
     with pytest.raises(UserError, match=r"--decode-mesh dp=5 is no layout that fits here; nearest are"):
-        search(ask("h200-16", options=Options(pins=Pins(decode_mesh=MeshSpec.parse("dp=5")))))
+        search(ask("h200-16", options=PlanOptions(pins=Pins(decode_mesh=MeshSpec.parse("dp=5")))))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "own", "other", "most"),
+    [
+        ("h200-16", Pins(), 8, 8, 1),
+        ("h200-32", Pins(), 8, 8, 3),
+        ("h200-32", Pins(prefill_count=1), 8, 8, 3),
+        ("h200-32", Pins(prefill_count=2), 8, 8, 2),
+        ("h200-32", Pins(decode_count=2), 8, 8, 2),
+        ("h200-32", Pins(decode_count=4), 8, 8, 0),
+        ("h200-32", Pins(), 8, 24, 1),
+    ],
+)
+def test_as_many_instances_decode_as_a_split_of_the_devices_has(ask, cluster, pins, own, other, most):
+    from dsjax.plan.search import instances
+    from dsjax.plan.separated import most_decode_instances
+
+    question = ask(cluster, concurrency=64.0, options=PlanOptions(modes=("separated",), redundant=0, pins=pins))
+    fitting = instances(question)[1]
+    of_size = {size: [i for i in fitting if i.layout.devices == size] for size in (own, other)}
+    assert most_decode_instances(question, of_size[own], of_size[other][0]) == most

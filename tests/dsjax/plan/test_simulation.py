@@ -14,12 +14,12 @@ from dsjax.plan.cluster import load_cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.simulation.load import Load, requests
+from dsjax.plan.simulation.load import OfferedLoad, requests
 from dsjax.plan.simulation.outcome import Spread
 from dsjax.plan.simulation.prices import Fastest, RankWork, StepPrices
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.step import StepModel
-from dsjax.plan.workload import Lengths, Objective, Options, Workload
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def step_model(v3):
 def candidate(v3):
     def make(mesh="tp=8,ep=1", batch=16, prompt=1000, output=100, variation=0.0, prefill=None, **kwargs):
         work = Workload(Lengths(prompt, variation), Lengths(output, variation), **kwargs)
-        options = Options(overlap="off", prefill_tokens=8192)
+        options = PlanOptions(overlap="off", prefill_tokens=8192)
 
         def instance(name):
             return Instance(v3, load_cluster("h200-16"), parse_layout(name, 0, v3), options, work)
@@ -74,7 +74,7 @@ def test_what_comes_during_a_step_waits_for_the_one_that_was_planned_without_it(
         found.decode, options=dataclasses.replace(found.decode.options, host="serial"), steps={}
     )
     times = [
-        simulate(aggregated(i, 1, 16, 8192), Load(None, 16), Objective(), num_requests=200)
+        simulate(aggregated(i, 1, 16, 8192), OfferedLoad(None, 16), Objective(), num_requests=200)
         for i in (found.decode, serial)
     ]
     step, host = found.decode.decode_step(16).value, 0.005
@@ -103,7 +103,7 @@ def test_all_ranks_wait_for_the_one_with_a_prompt(step_model):
 
 def test_lengths_and_gaps_have_the_moments_that_were_asked_for():
     work = Workload(Lengths(2000, 0.5), Lengths(300, 1.0))
-    source = requests(Load(10.0, None, 0.5), work, 10**6, seed=1)
+    source = requests(OfferedLoad(10.0, None, 0.5), work, 10**6, seed=1)
     drawn = [next(source) for _ in range(20_000)]
     prompts, outputs = np.array([r.prompt for r in drawn]), np.array([r.output for r in drawn])
     gaps = np.diff([r.arrival for r in drawn])
@@ -116,14 +116,14 @@ def test_lengths_and_gaps_have_the_moments_that_were_asked_for():
 
 
 def test_littles_law_holds_in_flight(candidate):
-    one = simulate(candidate(), Load(None, 16), Objective(), num_requests=300)
+    one = simulate(candidate(), OfferedLoad(None, 16), Objective(), num_requests=300)
     stay = one.ttft.mean + one.tpot.mean * 99
     assert one.requests_per_s * stay == pytest.approx(16, rel=0.03)
     assert one.tokens_per_s == pytest.approx(one.requests_per_s * 100, rel=0.03)
 
 
 def test_one_replica_agrees_with_the_mean_value_answer(candidate):
-    one = simulate(candidate(), Load(None, 16), Objective(), num_requests=300)
+    one = simulate(candidate(), OfferedLoad(None, 16), Objective(), num_requests=300)
     # Prompts and decodes of one step read the weights once, which the mean-value answer leaves out.
     assert 0.8 < one.tpot.mean / one.mean_tpot.value < 1.02
     assert one.ttft.mean == pytest.approx(one.mean_ttft.value, rel=0.3)
@@ -133,7 +133,7 @@ def test_one_replica_agrees_with_the_mean_value_answer(candidate):
 def test_prompts_that_fill_a_step_each_wait_as_the_queue_of_one_server_says(candidate, busy):
     found = candidate(batch=1, prompt=8192, output=1)
     service = StepPrices(found.decode.step_models()[0], 8192).seconds([RankWork(prompts=8192, pairs=8192 * 4096.5)])
-    one = simulate(found, Load(busy / service, None), Objective(), num_requests=8000)
+    one = simulate(found, OfferedLoad(busy / service, None), Objective(), num_requests=8000)
     # M/D/1. Waits of neighbours go together: at 0.8 the mean of 8,000 has a standard error of about 4 %.
     assert one.ttft.mean == pytest.approx(service * (1 + busy / (2 * (1 - busy))), rel=0.1)
 
@@ -151,7 +151,7 @@ CLOSED = {
 def test_a_closed_loop_agrees_with_its_mean_value_answer(candidate, name):
     users = CLOSED[name]["batch"] * (8 if "mesh" in CLOSED[name] else 1)
     found = candidate(**CLOSED[name], concurrency=float(users))
-    one = simulate(found, Load(None, users), Objective(), num_requests=300)
+    one = simulate(found, OfferedLoad(None, users), Objective(), num_requests=300)
     # Steps that are planned ahead let prompts of two steps come together, which the mean-value answer leaves out.
     assert one.tpot.mean == pytest.approx(found.tpot.value, rel=0.07)
     # A step of prompts is priced at its mean size, the simulation plays each.
@@ -174,7 +174,7 @@ def test_prefill_that_cannot_keep_up_lets_the_rest_of_a_closed_loop_wait(candida
 
 def test_a_lone_request_has_its_own_prompt_and_steps(candidate, step_model):
     found = candidate(batch=1, prefill="dp=8")
-    one = simulate(found, Load(0.01, None), Objective(), num_requests=5)
+    one = simulate(found, OfferedLoad(0.01, None), Objective(), num_requests=5)
     transfer = found.ttft.part("cache transfer").value
     alone = found.prefill.prefill_step(1000.0, 1 / 8).value
     front = found.ttft.part("front door").value
@@ -185,17 +185,17 @@ def test_a_lone_request_has_its_own_prompt_and_steps(candidate, step_model):
 
 def test_the_same_seed_gives_the_same_outcome_and_bursts_make_tails(candidate):
     found, rate = candidate(variation=0.5), 3.0
-    first, again = (simulate(found, Load(rate, None), Objective(), num_requests=200, seed=3) for _ in range(2))
+    first, again = (simulate(found, OfferedLoad(rate, None), Objective(), num_requests=200, seed=3) for _ in range(2))
     assert first.to_json() == again.to_json()
-    bursty = simulate(found, Load(rate, None, 0.1), Objective(), num_requests=200, seed=3)
+    bursty = simulate(found, OfferedLoad(rate, None, 0.1), Objective(), num_requests=200, seed=3)
     assert bursty.ttft.p99 > 1.5 * first.ttft.p99
 
 
 def test_overload_queues_and_goodput_counts_those_within_both_objectives(candidate):
     found = candidate()
     capacity = found.throughput.value / 100
-    calm = simulate(found, Load(0.5 * capacity, None), Objective(ttft=1.0, tpot=0.05), num_requests=300)
-    flooded = simulate(found, Load(3 * capacity, None), Objective(ttft=1.0, tpot=0.05), num_requests=300)
+    calm = simulate(found, OfferedLoad(0.5 * capacity, None), Objective(ttft=1.0, tpot=0.05), num_requests=300)
+    flooded = simulate(found, OfferedLoad(3 * capacity, None), Objective(ttft=1.0, tpot=0.05), num_requests=300)
     assert calm.kept > 0.95
     assert flooded.ttft.p50 > 5 * calm.ttft.p50
     assert flooded.kept < 0.5
@@ -205,13 +205,17 @@ def test_overload_queues_and_goodput_counts_those_within_both_objectives(candida
 
 def test_a_prefix_that_all_share_is_computed_once(candidate):
     found = candidate(prompt=4000, prefix_hit=0.75)
-    one, whole = (simulate(c, Load(1.0, None), Objective(), num_requests=60) for c in (found, candidate(prompt=4000)))
+    one, whole = (
+        simulate(c, OfferedLoad(1.0, None), Objective(), num_requests=60) for c in (found, candidate(prompt=4000))
+    )
     assert one.ttft.p50 < 0.6 * whole.ttft.p50
 
 
 @pytest.mark.parametrize("prefill", [None, "dp=8"])
 def test_outputs_of_one_token_have_no_time_between_tokens(candidate, prefill):
-    one = simulate(candidate("dp=8", output=1, prefill=prefill), Load(5.0, None), Objective(tpot=0.01), num_requests=50)
+    one = simulate(
+        candidate("dp=8", output=1, prefill=prefill), OfferedLoad(5.0, None), Objective(tpot=0.01), num_requests=50
+    )
     assert one.tpot is None
     assert one.kept == 1
     assert one.to_json()["tpot_s"] is None
@@ -230,10 +234,10 @@ def test_drafts_make_a_request_take_fewer_steps_that_each_take_longer(v3, candid
     found = candidate(batch=8)
     decode = found.decode
     drafting = Instance(
-        v3, decode.cluster, decode.layout, Options(overlap="off", drafts=1, acceptance=0.8), decode.workload
+        v3, decode.cluster, decode.layout, PlanOptions(overlap="off", drafts=1, acceptance=0.8), decode.workload
     )
     plain, fast = found, aggregated(drafting, 1, 8, 8192)
-    load = Load(None, 8)
+    load = OfferedLoad(None, 8)
     first, second = (simulate(c, load, Objective(), num_requests=40) for c in (plain, fast))
     assert second.itl.p50 > first.itl.p50
     assert second.tpot.mean < first.tpot.mean
@@ -242,7 +246,7 @@ def test_drafts_make_a_request_take_fewer_steps_that_each_take_longer(v3, candid
 
 def test_a_start_of_all_at_once_is_seen_in_the_ttft_and_a_warmup_leaves_it_out(candidate):
     found = candidate(batch=32, output=400, variation=0.2)
-    load = Load(None, 32)
+    load = OfferedLoad(None, 32)
     choices = {"num_requests": 128, "at_once": True}
     whole, warm = (simulate(found, load, Objective(), warmup=left, **choices) for left in (0, 64))
     assert whole.ttft.p99 > 1.5 * warm.ttft.p99
@@ -282,6 +286,6 @@ def test_the_command_shows_and_writes_it():
 def test_the_mean_value_answer_knows_that_prefill_waits_for_the_longest_prompts(candidate, variation):
     found = candidate("dp=8", batch=32, prompt=2000, output=500, variation=variation, prefill="dp=8")
     rate = 0.6 * found.throughput.value / 500
-    one = simulate(found, Load(rate, None), Objective(), num_requests=400)
+    one = simulate(found, OfferedLoad(rate, None), Objective(), num_requests=400)
     # Normal variables stand for log-normal prompts: within 40 %, where an even mean was off six times at variation 1.
     assert 0.6 < one.ttft.mean / one.mean_ttft.value < 1.4

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from dsjax.plan.static import STATIC_MODES, static
+from dsjax.plan.arguments import STATIC_MODES
+from dsjax.plan.static import static
 
 
 def test_static_is_its_two_halves_one_after_the_other(ask):

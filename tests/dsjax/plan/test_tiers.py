@@ -10,7 +10,7 @@ from dsjax.plan.figure import exact
 from dsjax.plan.network import all_reduce, cache_transfer, normal_exchange
 from dsjax.plan.search import search
 from dsjax.plan.tiers import Tier, Wiring, read_wiring
-from dsjax.plan.workload import Objective, Options, Pins
+from dsjax.plan.workload import Objective, Pins, PlanOptions
 from sharding.mesh import MeshSpec
 
 RACKS = Wiring((Tier("rack", 4, 1.0, 2e-6, 2e-6, 2e-6), Tier("spine", 16, 4.0, 6e-6, 6e-6, 8e-6)))
@@ -79,7 +79,7 @@ def test_tiers_of_a_cluster_file_are_read(tmp_path):
 
 def test_prompts_are_computed_on_the_hosts_that_are_for_them(ask):
     pins = Pins(MeshSpec.parse("dp=8"), MeshSpec.parse("dp=16"))
-    options = Options(modes=("separated",), redundant=0, pins=pins)
+    options = PlanOptions(modes=("separated",), redundant=0, pins=pins)
     bounds = Objective(ttft=3, tpot=0.05)
     with pytest.raises(UserError, match=r"--prefill-mesh dp=8 is no layout that fits here"):
         search(ask("h800-16-h20-16", prompt=4096, output=1000, objective=bounds, options=options))

@@ -13,8 +13,8 @@ from fake_executor import FakeExecutor
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.engine import EngineParts
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.serve.front_ends.engine_server import EngineServer
 from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.options import ServeOptions
@@ -23,10 +23,7 @@ from dsjax.serve.serving import Phase, Serving
 
 
 class LiveServer:
-    """A server in a thread; `executor` is the fake device under it. front_ends: processes before it; 0: it speaks HTTP itself.
-
-    beside: fake devices of further engines.
-    """
+    """A server in a thread; `executor` is the fake device under it. front_ends: processes before it; 0: it speaks HTTP itself."""
 
     def __init__(
         self,
@@ -40,20 +37,18 @@ class LiveServer:
         metrics=None,
         front_ends=0,
         stream_interval=1,
-        beside=(),
         **sizes,
     ):
         self.executor = executor or FakeExecutor(**sizes)
         config = SchedulerConfig.from_limits(self.executor.limits, max_num_batched_tokens=32)
-        self.llm_engine = LLMEngine(
+        self.parts = EngineParts(
             self.executor,
             tokenizer or tiny_tokenizer(),
             config,
             eos_token_ids=eos,
             stream_interval=stream_interval,
-            beside=[(executor, None) for executor in beside],
         )
-        self.engine = (SharedEngine if front_ends else AsyncEngine)(self.llm_engine)
+        self.engine = (SharedEngine if front_ends else AsyncEngine)(self.parts)
         self.serving = Serving(
             self.engine, ("tiny", "alias"), "tiny", config.max_model_len, options or ServeOptions(), metrics=metrics
         )
@@ -61,7 +56,7 @@ class LiveServer:
         if front_ends:
             listeners = bind_shared("127.0.0.1", 0, front_ends)
             listener = listeners[0]
-            self.server = EngineServer.over(self.serving, self.llm_engine, listeners, **how)
+            self.server = EngineServer.over(self.serving, self.parts, listeners, **how)
         else:
             listener = bind("127.0.0.1", 0)
             self.server = Server(self.serving, **how)
@@ -76,7 +71,7 @@ class LiveServer:
 
     @property
     def pages_in_use(self) -> int:
-        return sum(rank.pool.num_used for core in self.llm_engine.cores for rank in core.scheduler.ranks)
+        return sum(rank.pool.num_used for rank in self.parts.core.scheduler.ranks)
 
     def post(self, path: str, body=None, **options) -> httpx.Response:
         return httpx.post(self.url + path, **({"json": body} if body is not None else {}), timeout=60, **options)

@@ -5,9 +5,9 @@ import tokenizers
 from fake_executor import FakeExecutor, next_token
 from tiny_tokenizer import CONFIG, tiny_backend
 
-from dsjax.engine.commands import TOKEN_MADE, from_int32s
-from dsjax.engine.executor import ExpertCounts, RowResult
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.contract.commands import TOKEN_MADE, from_int32s
+from dsjax.engine.contract.executor import ExpertCounts, RowResult
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.tool_calls import MARKERS
 
 # As V3.1's: the prompt opens the reasoning or closes it, and it has a place for tools and calls.

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 from live_server import wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
-from dsjax.engine.eplb import RebalanceUnderWayError
-from dsjax.engine.expert_location import ExpertLocation
+from dsjax.engine.experts.eplb import EplbConfig, RebalanceUnderWayError
+from dsjax.engine.experts.expert_balancer import ExpertBalancer
+from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.profiler import sum_of
@@ -74,14 +75,16 @@ def test_a_server_without_balancing_says_how_to_get_it(server):
 
 def test_a_rebalance_is_begun_once_and_refused_in_its_middle(server, monkeypatch):
     found = {"layers": 1, "experts": 2, "bytes": 3, "exchanges": 1, "balancedness": {"before": 0.5, "after": 0.9}}
-    core = server.serving.engine.cores[0]
-    monkeypatch.setattr(core, "rebalance_experts", lambda: found)
+    core, balancer = server.serving.engine.core, ExpertBalancer(EplbConfig())
+    balancer.start(core.executor, core.scheduler.config)
+    monkeypatch.setattr(core, "attachments", [balancer])
+    monkeypatch.setattr(balancer, "rebalance_now", lambda: found)
     assert admin(server, "/rebalance_experts").json() == found
 
     def refuse():
         raise RebalanceUnderWayError("a rebalance is under way, with 3 layers left; ask again when it is done")
 
-    monkeypatch.setattr(core, "rebalance_experts", refuse)
+    monkeypatch.setattr(balancer, "rebalance_now", refuse)
     answer = admin(server, "/rebalance_experts")
     assert answer.status_code == 409
     assert "3 layers left" in answer.json()["error"]["message"]

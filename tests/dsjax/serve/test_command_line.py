@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.cli.generate import write_continuations
 from dsjax.cli.info import describe
-from dsjax.engine.args import EngineArgs
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.loading import EngineFacts, PrefillSizes
-from dsjax.engine.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
-from dsjax.engine.speculative import SpeculativeConfig
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import EngineFacts, PrefillSizes
 from dsjax.errors import UserError
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 from sharding import MeshError
@@ -107,11 +107,14 @@ def test_info_takes_hub_ids_and_downloads_only_the_configuration(monkeypatch, tm
     )
 
 
-def make_engine() -> LLMEngine:
+def make_parts() -> EngineParts:
     executor = FakeExecutor(num_ranks=2)
-    return LLMEngine(
-        executor, tiny_tokenizer(), SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    )
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    return EngineParts(executor, tiny_tokenizer(), config)
+
+
+def make_engine() -> LLMEngine:
+    return LLMEngine(make_parts())
 
 
 def test_generate_writes_prompts_and_continuations_in_order():
@@ -264,10 +267,10 @@ def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
 
 def test_the_warm_up_bar_counts():
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    engine = make_engine()
+    parts = make_parts()
     with warm_up_bar(console) as progress:
-        engine.warm_up(progress)
-    assert engine.core.executor.warm
+        parts.warm_up(progress)
+    assert parts.core.executor.warm
     assert "3/3" in console.file.getvalue()
 
 
@@ -284,14 +287,14 @@ def test_without_a_terminal_a_line_is_written_at_each_tenth():
     assert lines[-1].startswith("compiling shapes: 31 of 31 (100%)")
 
 
-def test_without_a_terminal_each_of_several_engines_says_how_far_it_is():
-    engine = make_engine()
-    engine.prefills = (engine.core.executor,)  # it has what a link has of a warm-up
+def test_without_a_terminal_the_decode_and_the_prefill_engine_say_how_far_they_are():
+    parts = make_parts()
+    parts.prefills = (parts.core.executor,)  # it has what a link has of a warm-up
     console = Console(file=io.StringIO(), width=120)
     with warm_up_bar(console) as progress:
-        engine.warm_up(progress)
+        parts.warm_up(progress)
     lines = console.file.getvalue().splitlines()
-    for name in ("decode engine 0", "prefill engine 0"):
+    for name in ("decode engine", "prefill engine"):
         own = [line for line in lines if line.startswith(f"compiling shapes of {name}: ")]
         assert "3 of 3" in own[-1]
     assert len(lines) == len(set(lines)), "nothing is said twice"

@@ -14,8 +14,9 @@ from live_server import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from watched_server import experts, load, step
 
-from dsjax.engine.incoming import TransferCounts
-from dsjax.engine.stats import BalanceStats, DraftCounts
+from dsjax.engine.experts.eplb import BalanceStats
+from dsjax.engine.stats import DraftCounts
+from dsjax.engine.transfer.remote_prefill import TransferCounts
 from dsjax.serve.metrics import Metrics
 
 ROOT = Path(__file__).parents[3]

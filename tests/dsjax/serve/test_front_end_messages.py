@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import msgspec
 
-from dsjax.engine.executor import RowResult
-from dsjax.engine.input_processor import PreparedRequest
-from dsjax.engine.output_processor import error_kind
-from dsjax.engine.request import ErrorKind, FinishReason, Request
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
+from dsjax.engine.contract.executor import ErrorKind, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.text.input_processor import PreparedRequest
+from dsjax.engine.text.output_processor import error_kind
 from dsjax.serve.front_ends.front_end import _result
 from dsjax.serve.front_ends.messages import FromEngine, NewRequest, Tokens
 from dsjax.serve.front_ends.shared_engine import _Owner

@@ -1,6 +1,6 @@
 """Front ends over an engine do what one process does: tests of the other files, over such a server; and what is new with them.
 
-The imported tests run here with this file's `server`, which has two engines beside each other, and `start_server`, which has one.
+The imported tests run here with this file's `server`, which has four DP ranks, and `start_server`, which has one.
 """
 # ruff: noqa: F401
 
@@ -53,11 +53,10 @@ ADMIN = {"Authorization": "Bearer root"}
 
 @pytest.fixture(scope="module")
 def server():
-    sizes = {"num_ranks": 2, "max_rows_decode": 8, "max_chunk": 16, "pages_per_rank": 257, "max_model_len": 512}
+    sizes = {"num_ranks": 4, "max_rows_decode": 8, "max_chunk": 16, "pages_per_rank": 257, "max_model_len": 512}
     live = LiveServer(
         front_ends=2,
         executor=FakeExecutor(**sizes),
-        beside=[FakeExecutor(**sizes)],
         options=ServeOptions(admin_api_key="root"),
         metrics=Metrics("tiny", 4, 512),
     )
@@ -194,7 +193,7 @@ def test_requests_are_checked_by_the_limits_of_the_mesh_of_now(start_server):
     assert live.post("/v1/completions", request).status_code == 200
 
     def change():  # as a generation with a smaller cache begins
-        live.llm_engine.inputs.change(dataclasses.replace(live.llm_engine.inputs.config, max_model_len=32))
+        live.parts.inputs.change(dataclasses.replace(live.parts.inputs.config, max_model_len=32))
         live.serving.max_model_len = 32
         for call in live.engine.on_change:
             call(SimpleNamespace(facts=SimpleNamespace(dp_ranks=2)))
@@ -263,7 +262,7 @@ def test_a_rank_that_a_router_names_is_the_one_that_computes(server):
 
 def test_a_front_end_that_starts_after_the_mesh_has_grown_knows_every_rank(start_server, monkeypatch):
     server = start_server(front_ends=1, metrics=Metrics("tiny", 1, 128))
-    scheduler = server.llm_engine.core.scheduler
+    scheduler = server.parts.core.scheduler
     monkeypatch.setattr(scheduler, "ranks", scheduler.ranks * 3)
     (link,) = server.serving.front_ends.links
     told, send = [], FrontEnd.send
@@ -282,7 +281,7 @@ def test_a_front_end_that_starts_after_the_mesh_has_grown_knows_every_rank(start
 
 SCRIPT = """
 import io, sys, types
-from live_server import FakeExecutor, LLMEngine, SchedulerConfig, bind_shared, tiny_tokenizer
+from live_server import FakeExecutor, EngineParts, SchedulerConfig, bind_shared, tiny_tokenizer
 from rich.console import Console
 from test_command_line import FACTS
 from dsjax.serve.command import serve_model
@@ -290,11 +289,11 @@ from dsjax.serve.logs import configure_logging
 
 configure_logging("error")
 executor = FakeExecutor(num_ranks=2)
-engine = LLMEngine(executor, tiny_tokenizer(), SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32))
+parts = EngineParts(executor, tiny_tokenizer(), SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32))
 executor.warm_up = lambda progress: None
 listeners = bind_shared("127.0.0.1", 0, 2)
 print(listeners[0].getsockname()[1], flush=True)
-model = types.SimpleNamespace(engine=engine, facts=FACTS)
+model = types.SimpleNamespace(parts=parts, facts=FACTS)
 console = Console(file=io.StringIO())
 sys.exit(serve_model(model, console, listeners[0], ("tiny",), 5.0, "error", front_end_listeners=listeners))
 """

@@ -33,8 +33,8 @@ def test_requests_made_from_the_schema_find_nothing_wrong(server):
 
 def test_a_server_error_and_a_lost_page_are_found(server, monkeypatch):
     monkeypatch.setattr("dsjax.serve.routes.status.package_version", lambda: 1 / 0)
-    real = server.llm_engine.core.loads
-    monkeypatch.setattr(server.llm_engine.core, "loads", lambda: [load._replace(used_pages=1) for load in real()])
+    real = server.parts.core.loads
+    monkeypatch.setattr(server.parts.core, "loads", lambda: [load._replace(used_pages=1) for load in real()])
     monkeypatch.setattr("fuzz_server._good_answers", lambda client: [])
     monkeypatch.setattr("fuzz_server._left_behind.__defaults__", (0.1,))
     findings = fuzz(server.url, 20, api_key="root", told=lambda line: None)

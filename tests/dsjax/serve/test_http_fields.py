@@ -7,7 +7,7 @@ import openai
 import pytest
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
-from dsjax.engine.commands import Step
+from dsjax.engine.contract.commands import Step
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.tool_calls import FORMATS
 
@@ -241,9 +241,9 @@ def forms_given(server, monkeypatch) -> list:
     seen = []
     submit = server.engine.submit
 
-    async def watched(request_id, prompts, params, **options):
+    async def watched(request_id, prompts, params, options):
         seen.append(params.structured_outputs)
-        return await submit(request_id, prompts, params, **options)
+        return await submit(request_id, prompts, params, options)
 
     monkeypatch.setattr(server.engine, "submit", watched)
     return seen
@@ -411,9 +411,9 @@ def test_sampling_fields_reach_the_engine(start, monkeypatch):
     seen = []
     submit = server.engine.submit
 
-    async def watched(request_id, prompts, params, **options):
+    async def watched(request_id, prompts, params, options):
         seen.append(params)
-        return await submit(request_id, prompts, params, **options)
+        return await submit(request_id, prompts, params, options)
 
     monkeypatch.setattr(server.engine, "submit", watched)
     fields = {
@@ -467,7 +467,7 @@ def test_fields_without_effect_are_taken_with_a_warning_that_names_them(start, p
 
 
 def test_a_field_without_effect_is_logged_once(start, caplog, monkeypatch):
-    monkeypatch.setattr("dsjax.serve.openai_fields._told", set())
+    monkeypatch.setattr("dsjax.serve.sampling_fields._told", set())
     server = start("answer")
     for _ in range(3):
         server.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, "safety_identifier": "a"})

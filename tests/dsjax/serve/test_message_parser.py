@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.message_parser import ReasoningParser, ReasoningSplitter, Section
 
 

@@ -9,15 +9,16 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.executor import RankResults, RowResult
-from dsjax.engine.incoming import TransferCounts
-from dsjax.engine.page_tiers import TierCounts, TierHits
-from dsjax.engine.request import ErrorKind, FinishReason
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler import Update
-from dsjax.engine.stats import BalanceStats, DraftCounts
-from dsjax.engine.structured_params import StructuredOutputs
+from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.experts.eplb import BalanceStats
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.stats import DraftCounts
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.tiers.page_tiers import TierCounts
+from dsjax.engine.transfer.remote_prefill import TransferCounts
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.metrics_families import one_two_five
 
@@ -337,7 +338,9 @@ def test_bytes_hits_and_waits_are_told_by_tier():
     metrics = Metrics("m", 2, 100, page_bytes=100)
     loads = [load(0, used=2, cached=3, usable=10), load(1, used=1, usable=10)]
     loads = [
-        one._replace(host=TierCounts(4, 5, 0, 0, 0), hits=TierHits(30 + i, 20, 10), queried=80)
+        one._replace(
+            tiers={"host": TierCounts(4, 5, 0, 0, 0)}, hits={"device": 30 + i, "host": 20, "disk": 10}, queried=80
+        )
         for i, one in enumerate(loads)
     ]
     disk = DiskCounts(used_pages=7, usable_pages=9, failed_reads=1, late=2, page_bytes=128)
@@ -375,7 +378,10 @@ def filled() -> Metrics:
     metrics.on_updates([token(one)])
     metrics.on_updates([token(one, FinishReason.STOP)])
     below, balance = TierCounts(1, 4, 3, 1, 2), BalanceStats(windows=1, rank_tokens=(3, 4))
-    loads = [load(0), load(1, used=1, usable=3)._replace(host=below, hits=TierHits(7, 4, 2), queried=20)]
+    loads = [
+        load(0),
+        load(1, used=1, usable=3)._replace(tiers={"host": below}, hits={"device": 7, "host": 4, "disk": 2}, queried=20),
+    ]
     waits = {
         "disk": DiskCounts(*range(11)),
         "transfers": TransferCounts(9),

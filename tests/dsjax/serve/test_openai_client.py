@@ -7,9 +7,9 @@ import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.engine import LLMEngine
-from dsjax.engine.sampling_params import SamplingParams
-from dsjax.engine.scheduler_config import SchedulerConfig
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 TOKENIZER = tiny_tokenizer()
 
@@ -22,7 +22,8 @@ def client(server):
 def engine_text(prompt, **params) -> str:
     """What the engine alone gives, on one rank with small chunks."""
     executor = FakeExecutor(max_chunk=3, page_size=2, pages_per_rank=200)
-    engine = LLMEngine(executor, TOKENIZER, SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=8))
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=8)
+    engine = LLMEngine(EngineParts(executor, TOKENIZER, config))
     engine.add_request("r", prompt, SamplingParams(**params))
     while engine.has_unfinished():
         for output in engine.step():

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from watched_server import WatchedServer, experts, load, request, step, token
 
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.page_tiers import TierCounts, TierHits
-from dsjax.engine.request import FinishReason
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.tiers.page_tiers import TierCounts
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.page.reference import reference
@@ -159,7 +159,10 @@ def test_the_tiers_below_the_cache_are_shown_where_there_are_any(browser, server
         sync_api.expect(tile(page, "cache held")).to_have_text("0 %")
         assert tile(page, "disk").count() == 0
     ranks, host = server.ranks, TierCounts(10, 40, 0, 0, 0)
-    server.ranks = [load(n)._replace(host=host, hits=TierHits(10, 20, 5), queried=100) for n in range(4)]
+    server.ranks = [
+        load(n)._replace(tiers={"host": host}, hits={"device": 10, "host": 20, "disk": 5}, queried=100)
+        for n in range(4)
+    ]
     server.disk = DiskCounts(30, 60)._asdict()
     try:
         with opened(browser, server) as page:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scripted_executor import tool_tokenizer
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.structured import GrammarCompiler
-from dsjax.engine.structured_params import StructuredOutputs
-from dsjax.engine.tokenizer import Tokenizer
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.text.structured import GrammarCompiler
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.message_parser import MessageParser
 from dsjax.serve.tool_calls import (
     CALL_BEGIN,

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from live_server import wait_until
 
-from dsjax.engine.request import Request, Status
-from dsjax.engine.sampling_params import SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.request import Request, Status
 from dsjax.serve.watchdog import HANG_EXIT_CODE, Watchdog
 
 
@@ -42,7 +42,7 @@ def watch(step_started, out) -> tuple[Watchdog, list]:
     done: list = []
     dog = Watchdog(
         0.2,
-        {"decode engine 0": Fake(time.monotonic), "prefill engine 1": Fake(step_started)},
+        {"the decode engine": Fake(time.monotonic), "the prefill engine": Fake(step_started)},
         tell_clients=lambda: done.append("told"),
         exit=done.append,
         out=out,
@@ -60,7 +60,7 @@ def test_a_step_that_hangs_is_told_of_with_its_rows_and_every_stack():
         out.seek(0)
         text = out.read()
     for expected in (
-        "a step of prefill engine 1 has",
+        "a step of the prefill engine has",
         "--step-timeout 0.2",
         "rank 1: 1 rows",
         "cmpl-stuck: slot",
@@ -85,14 +85,14 @@ import sys
 from live_server import *
 from dsjax.serve.options import ServeOptions
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.prefill_links import LocalLink
-separated = sys.argv[1] == "prefill"
+from dsjax.engine.transfer.prefill_links import LocalLink
+separated = sys.argv[1] == "the prefill engine"
 executor = FakeExecutor(step_seconds=0 if separated else 1000, transfers=separated)
 config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
 links = [LocalLink(PrefillEngine(FakeExecutor(step_seconds=1000, transfers=True), config, timeout=600))] if separated else []
 for link in links:
     link.engine.start()
-engine = AsyncEngine(LLMEngine(executor, tiny_tokenizer(), config, prefills=links, local_prefill_tokens=1))
+engine = AsyncEngine(EngineParts(executor, tiny_tokenizer(), config, prefills=links, local_prefill_tokens=1))
 serving = Serving(engine, ("tiny",), "tiny", 128, ServeOptions(step_timeout=1))
 listener = bind("127.0.0.1", 0)
 ready = lambda: print(listener.getsockname()[1], flush=True)
@@ -100,12 +100,12 @@ sys.exit(Server(serving, shutdown_timeout=5, log_level="error", on_ready=ready).
 """
 
 
-@pytest.mark.parametrize("hangs", ["the engine", "prefill engine 0"])
+@pytest.mark.parametrize("hangs", ["the engine", "the prefill engine"])
 def test_the_process_ends_with_a_code_of_its_own_and_clients_hear_of_it(hangs):
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[2])])
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, hangs.split()[0]],
+        [sys.executable, "-c", SCRIPT, hangs],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

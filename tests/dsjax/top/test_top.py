@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax import cli
-from dsjax.engine.disk_tier import DiskCounts
-from dsjax.engine.page_tiers import TierCounts, TierHits
-from dsjax.engine.request import FinishReason
-from dsjax.engine.stats import BalanceStats, DraftCounts
-from dsjax.top.reading import Client, Exposition, NoAnswerError, Reading
+from dsjax.engine.experts.eplb import BalanceStats
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.stats import DraftCounts
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.tiers.page_tiers import TierCounts
+from dsjax.top.reading import Exposition, NoAnswerError, StatusClient, StatusReading
 from dsjax.top.screen import Screen
 from dsjax.top.view import quantile, view
 
@@ -38,9 +39,9 @@ def server():
     watched.close()
 
 
-def reading(server: WatchedServer, at: float) -> Reading:
-    with contextlib.closing(Client(server.url)) as client:
-        return Reading(at, *(getattr(client.read(), name) for name in ("metrics", "info", "loads")))
+def reading(server: WatchedServer, at: float) -> StatusReading:
+    with contextlib.closing(StatusClient(server.url)) as client:
+        return StatusReading(at, *(getattr(client.read(), name) for name in ("metrics", "info", "loads")))
 
 
 def feed(server: WatchedServer, name: str) -> None:
@@ -97,10 +98,10 @@ def test_a_window_in_which_nothing_happened_has_rates_of_zero_and_no_quantiles(s
 
 def test_pages_in_host_memory_are_shown_where_there_are_any(server):
     below = [TierCounts(10, 40, 12, 4, 2), TierCounts(30, 40, 40, 8, 10)]
-    ranks = [load._replace(host=counts) for load, counts in zip(server.ranks, (*below, *below), strict=True)]
+    ranks = [load._replace(tiers={"host": counts}) for load, counts in zip(server.ranks, (*below, *below), strict=True)]
     server.metrics.on_step(step(ranks))
     before = reading(server, 0.0)
-    ranks[1] = ranks[1]._replace(host=TierCounts(35, 40, 50, 9, 15))
+    ranks[1] = ranks[1]._replace(tiers={"host": TierCounts(35, 40, 50, 9, 15)})
     server.metrics.on_step(step(ranks))
     found = view(before, reading(server, 2.0))
     assert found["cache"]["host"] == {"usage": 85 / 160, "stored": 10.0, "fetched": 1.0}
@@ -114,7 +115,7 @@ def test_hits_and_waits_are_shown_by_tier_with_a_disk(server):
     ranks, disk = list(server.ranks), DiskCounts(5, 20, 10, 3, 0)
     server.metrics.on_step(step(ranks, disk=disk))
     before = reading(server, 0.0)
-    ranks[0] = ranks[0]._replace(hits=TierHits(20, 0, 10), queried=100)
+    ranks[0] = ranks[0]._replace(hits={"device": 20, "host": 0, "disk": 10}, queried=100)
     disk = disk._replace(used_pages=10, stored=15, fetched=4, failed_reads=2)
     server.metrics.on_step(step(ranks, disk=disk, page_waits=[("disk", 0.015)]))
     found = view(before, reading(server, 2.0))["cache"]

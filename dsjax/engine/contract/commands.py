@@ -1,0 +1,358 @@
+"""What an executor is told to do: one ordered stream of commands, as plain values. No NumPy, no JAX.
+
+A command can be written to a file, sent to another process and replayed: it names slots and pages, never requests. Arrays are the
+bytes of little-endian int32. A new capability adds a command; nothing reaches an executor beside the stream.
+docs/step-as-data.md has the design.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+
+VERSION = 6
+"""Of the stream. It changes whenever an older reader could misunderstand a newer command."""
+
+ALWAYS = 2**31 - 1
+"""`until` of a bias that holds for every token."""
+NAME_BYTES = 32
+"""Of a page's name (`extend_hashes` of `dsjax/engine/schedule/pages.py`)."""
+TOKEN_MADE = -1
+"""`PrefillRow.next_token` where the prompt ends with the row: what follows is the token that the row makes."""
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How a slot's tokens are drawn; vLLM's names and meanings.
+
+    Attributes:
+        num_prompt_tokens: a token's number in the output is its position minus this; the draw depends on it and on `seed`.
+        temperature: 0 is greedy. top_k: 0 keeps all.
+        logprobs: how many log-probabilities are wanted beside the token's own; −1: none at all.
+    """
+
+    num_prompt_tokens: int
+    seed: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int = -1
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that came before change the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """A request gets a slot. Whatever the slot held before is void.
+
+    Attributes:
+        start: tokens of the request that are in the cache.
+        token: the token at position `start`, which a decode row computes if no prefill row comes before it.
+        counts: int32 pairs (token, 2 × times in the output + 1 if in the prompt), where the request has penalties.
+        biases: int32 triples (token, bits of a float32 bias, until): the bias holds for tokens of the output whose number is below
+            `until`. A ban is a bias of −∞.
+        allowed: packed bits of the tokens that may be made at all (bit t % 32 of word t // 32); empty: all.
+        guided: whether the slot's tokens depend on the host, so that it must be told of drafts.
+    """
+
+    slot: int
+    start: int
+    token: int
+    sampling: Sampling
+    counts: bytes = b""
+    biases: bytes = b""
+    allowed: bytes = b""
+    guided: bool = False
+
+
+class PageChange(msgspec.Struct, frozen=True, array_like=True):
+    """Entries `first`, `first + 1`, … of a slot's page table."""
+
+    slot: int
+    first: int
+    pages: list[int]
+
+
+class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
+    """Known tokens to be computed.
+
+    Attributes:
+        tokens: int32, those at positions `start`, `start + 1`, …
+        next_token: the token after them, or `TOKEN_MADE`.
+        limit: tokens that the slot's pages have room for.
+        scored: how many of the row's positions, from the first, predict a prompt token whose log-probability is wanted; 0: none.
+        top_scores: how many of the most probable tokens are wanted beside each of those.
+    """
+
+    slot: int
+    start: int
+    tokens: bytes
+    next_token: int
+    limit: int
+    scored: int = 0
+    top_scores: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+        return len(self.tokens) // 4
+
+
+class Guide(msgspec.Struct, frozen=True, array_like=True):
+    """What the host says of the next tokens of a slot that has a row in this step, because it depends on the tokens before.
+
+    Attributes:
+        masks: packed bits of the tokens that may be made at the row's first position, and after each draft that may be verified.
+    """
+
+    slot: int
+    masks: bytes
+
+
+class RankStep(msgspec.Struct, frozen=True, array_like=True):
+    """One DP rank's part of a step.
+
+    Attributes:
+        decodes: int32 pairs (slot, limit): rows that compute the slot's last token, and its drafts, at positions below `limit`.
+    """
+
+    admissions: list[Admission]
+    pages: list[PageChange]
+    decodes: bytes
+    prefills: list[PrefillRow]
+    guides: list[Guide]
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """Compute rows of every rank, and make tokens.
+
+    Attributes:
+        num_drafts: drafts that a decode row verifies at most.
+        proposes: drafts that are made for the step after this one; 0: the MTP module does not run.
+    """
+
+    ranks: list[RankStep]
+    num_drafts: int = 0
+    proposes: int = 0
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
+    """Copy pages: of each rank pairs (from, to), int32. No page stands in two pairs."""
+
+    ranks: list[bytes]
+
+
+class StorePages(msgspec.Struct, frozen=True, array_like=True, tag="store_pages"):
+    """Copy pages to slots of host memory, or write them to the disk, or both.
+
+    Attributes:
+        ranks: of each rank int32 triples (page, slot, number of the writing); −1: no slot, or no writing.
+        names: of each rank `NAME_BYTES` for each page that is written, one after the other.
+    """
+
+    ranks: list[bytes]
+    names: list[bytes] = []
+
+
+class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"):
+    """Send what is in slots of host memory (int32, of each rank) to the devices, where it is staged until it is placed.
+
+    Numbers from the count of slots on are those of `ReadPages` and `PullPages`: what was read or pulled there is sent, and then forgotten.
+
+    Attributes:
+        number: by which `PlacePages` names it.
+    """
+
+    ranks: list[bytes]
+    number: int = 0
+
+
+class ReadPages(msgspec.Struct, frozen=True, array_like=True, tag="read_pages"):
+    """Begin to read pages from the disk; the executor reports later which have come (`Executor.page_reports`).
+
+    Attributes:
+        ranks: of each rank int32 numbers, none of which is in use. names: of each rank `NAME_BYTES` for each of them.
+        drops: of each rank int32 numbers of earlier ones, read or pulled, that nobody wants any more, come or not.
+    """
+
+    ranks: list[bytes]
+    names: list[bytes]
+    drops: list[bytes]
+
+
+class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send_pages"):
+    """Copy pages into parcels, which other engines may pull when they are complete.
+
+    Attributes:
+        ranks: of each rank int32 pairs (number of the parcel, page). Pages of a parcel follow one another, and are no more than
+            `PARCEL_PAGES` of `dsjax/engine/transfer/page_transfer.py`.
+    """
+
+    ranks: list[bytes]
+
+
+class PullPages(msgspec.Struct, frozen=True, array_like=True, tag="pull_pages"):
+    """Begin to pull other engines' parcels; the executor reports later which pages have come (`Executor.page_reports`).
+
+    Attributes:
+        ranks: of each rank int32 quadruples (source, parcel, place in the parcel, number under which that page lands). Those of a parcel
+            follow one another. Numbers are as those of `ReadPages`.
+        sources: (number of the prefill side, address at which its parcels are pulled), which the quadruples name by their places.
+    """
+
+    ranks: list[bytes]
+    sources: list[tuple[int, str]] = []
+
+
+class DropParcels(msgspec.Struct, frozen=True, array_like=True, tag="drop_parcels"):
+    """Keep parcels no longer that `SendPages` has made: int32 numbers. For those that other processes than the first one keep."""
+
+    numbers: bytes
+
+
+class DropPages(msgspec.Struct, frozen=True, array_like=True, tag="drop_pages"):
+    """Delete pages from the disk: all, and then those with these names (`NAME_BYTES` each), after what was to be written before."""
+
+    everything: bool
+    names: bytes = b""
+
+
+class PlacePages(msgspec.Struct, frozen=True, array_like=True, tag="place_pages"):
+    """Write what a `FetchPages` staged to pages: int32, of each rank, in the order of its slots.
+
+    Attributes:
+        number: of that `FetchPages`. Where there was none, because launching it failed, nothing is written. What older ones staged is
+            forgotten.
+    """
+
+    ranks: list[bytes]
+    number: int = 0
+
+
+class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
+    """Zero pages that may hold values that are not finite: of each rank int32 page numbers.
+
+    Attention weights positions that a query does not see by 0, and 0 × NaN is NaN: the page's next owner would fail too.
+    """
+
+    ranks: list[bytes]
+
+
+class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
+    """Logits of every position of one sequence, computed through `pages` of rank 0 (int32 both)."""
+
+    tokens: bytes
+    pages: bytes
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+    """Zero the cache and void all slots, as at the start. No request has a slot."""
+
+
+class ReadLoads(msgspec.Struct, frozen=True, array_like=True, tag="read_loads"):
+    """Give how many tokens each expert of each layer computed since the last time, and count from zero."""
+
+
+class StageExperts(msgspec.Struct, frozen=True, array_like=True, tag="stage_experts"):
+    """Send experts of one MoE layer to the ranks that will hold them, into their staging buffers; nothing that steps read changes.
+
+    Attributes:
+        layer: a row of the placement: the model's MoE layers in order, and behind them the MTP module's.
+        moves: int32 pairs (physical slot that holds an expert, physical slot that is to hold it). A rank sends and receives no more
+            than the executor's `ExpertSlots.per_exchange` experts, and none sends two to the same rank.
+    """
+
+    layer: int
+    moves: bytes
+
+
+class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_experts"):
+    """Write what was staged for a layer into its slots, and put the layer's new placement in force.
+
+    Attributes:
+        slots: int32, the physical slots that are written; each was the second of a pair of a `StageExperts` of this layer, all of
+            which come after the last `PlaceExperts`.
+        physical_to_logical: int32, the logical expert in each physical slot from now on.
+    """
+
+    layer: int
+    slots: bytes
+    physical_to_logical: bytes
+
+
+class Custom(msgspec.Struct, frozen=True, array_like=True, tag="custom"):
+    """Do what a page source asks for that is not this program's own (`--page-source`).
+
+    Attributes:
+        source: its name, by which a part of the executor has registered. ranks, names: for each rank what the two have agreed on.
+    """
+
+    source: str
+    ranks: list[bytes]
+    names: list[bytes] = []
+
+
+Command = (
+    Step
+    | Copy
+    | StorePages
+    | FetchPages
+    | ReadPages
+    | SendPages
+    | PullPages
+    | DropParcels
+    | DropPages
+    | PlacePages
+    | Clear
+    | Score
+    | Flush
+    | ReadLoads
+    | StageExperts
+    | PlaceExperts
+    | Custom
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Command)
+
+
+def encode(command: Command) -> bytes:
+    """A command as MessagePack."""
+    return _encoder.encode(command)
+
+
+def decode(data: bytes) -> Command:
+    """The inverse of `encode`.
+
+    Raises:
+        msgspec.ValidationError: these bytes are no command.
+    """
+    return _decoder.decode(data)
+
+
+def int32s(values: Iterable[int]) -> bytes:
+    """Integers as a command holds them."""
+    found = array("i", values)
+    if sys.byteorder != "little":
+        found.byteswap()
+    return found.tobytes()
+
+
+def names_of(data: bytes) -> list[bytes]:
+    """Pages' names that stand one after the other."""
+    return [data[at : at + NAME_BYTES] for at in range(0, len(data), NAME_BYTES)]
+
+
+def from_int32s(data: bytes) -> array:
+    """The inverse of `int32s`."""
+    found = array("i")
+    found.frombytes(data)
+    if sys.byteorder != "little":
+        found.byteswap()
+    return found

@@ -1,0 +1,234 @@
+"""`Executor`: what computes, as the engine sees it. No JAX: the mesh, a recording and the tests' fake are behind the same face."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from dsjax.engine.contract.commands import Command
+
+if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
+    import numpy as np
+
+Kind = TypeVar("Kind")
+
+
+class ErrorKind(enum.StrEnum):
+    """Why a request ended with `FinishReason.ERROR`. The values are the codes of the server's answers and metrics."""
+
+    NON_FINITE = "non_finite_values"  # the logits held a NaN or an infinity
+    STRUCTURED_OUTPUT = "structured_output_failed"  # the grammar came to no legal token, or cost too much
+    NO_TOKEN_ALLOWED = "no_token_allowed"  # allowed tokens, bad words and minimum length exclude each other
+    NO_ROOM = "no_room_on_the_new_mesh"  # the mesh has changed while it ran, and the new one's cache cannot hold it
+
+
+TokenScore = tuple[int, float, int, list[tuple[int, float]]]
+"""(token, log-probability, its place among all tokens, the most probable tokens with theirs)."""
+
+
+class RowResult(NamedTuple):
+    """What a row yielded.
+
+    Attributes:
+        token_ids: the tokens made, in order: one, or with drafts one more than were accepted. None where the row makes none, or
+            could not: then `finite` is False or `error` says why.
+        finite: False where the logits held a NaN or an infinity; the request then fails. It is said of every row.
+        scores: of each token made, where the slot wants log-probabilities.
+        prompt_scores: where asked for, one entry for each prompt token that this row's positions predict: of positions
+            [start, start + length) the tokens start + 1 …, as far as the prompt goes.
+        error: why the request fails although its logits are finite: no token was allowed, or its grammar cannot go on.
+        num_drafts: drafts that were verified.
+        drafts: what the MTP module proposes next, where the slot has a guide: the host must check it.
+        kind: of the error, where that does not follow from the request's parameters.
+    """
+
+    token_ids: tuple[int, ...] | list[int] = ()
+    finite: bool = True
+    scores: list[TokenScore] | None = None
+    prompt_scores: list[TokenScore] | None = None
+    error: str | None = None
+    num_drafts: int = 0
+    drafts: tuple[int, ...] | list[int] = ()
+    kind: ErrorKind | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request ends with this result, without a further token."""
+        return not self.finite or self.error is not None
+
+
+class RankResults(NamedTuple):
+    """One rank's results, row by row as its `RankStep` has them."""
+
+    decodes: list[RowResult]
+    prefills: list[RowResult]
+
+
+@dataclass(frozen=True)
+class ExecutorLimits:
+    """The shapes an executor has room for, all per DP rank. Page 0 of each rank is never allocated.
+
+    Attributes:
+        disk_pages: that the disk has room for, of all ranks together; disk_page_bytes: that each takes there.
+        transfers: whether pages go to other engines, or come from them. moves_pages: whether they go anywhere beside the devices.
+    """
+
+    max_rows_decode: int
+    max_rows_prefill: int
+    max_chunk: int
+    page_size: int
+    pages_per_rank: int
+    num_ranks: int
+    max_model_len: int
+    vocab_size: int
+    host_pages_per_rank: int = 0
+    disk_pages: int = 0
+    disk_page_bytes: int = 0
+    transfers: bool = False
+    moves_pages: bool = False
+
+    @property
+    def max_pages(self) -> int:
+        """Entries of a slot's page table."""
+        return -(-self.max_model_len // self.page_size)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCounts:
+    """How tokens reached their experts since recording began.
+
+    Attributes:
+        tokens_per_expert: `[layers, physical experts]`, of the model's MoE layers; where experts move, of whichever a slot held.
+        rows_sent: `[ranks]`, rows of tokens that each device sent to others.
+        rounds: of dispatch, of each layer the most of any rank; summed over layers and launches.
+        dispatch_bytes: sent by all devices.
+        padding_share: of those bytes, the share that carried no token's row; 0 to 1.
+        logical_load: `[layers, logical experts]`, tokens, wherever they were computed.
+        physical_to_logical: `[layers, physical experts]`, the logical expert in each slot when the last of them was computed.
+    """
+
+    tokens_per_expert: np.ndarray
+    rows_sent: np.ndarray
+    rounds: int
+    dispatch_bytes: int
+    padding_share: float
+    logical_load: np.ndarray
+    physical_to_logical: np.ndarray
+
+
+class ExecutorCounts(NamedTuple):
+    """What an executor counts.
+
+    Attributes:
+        num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
+        compilations_after_warm_up: programs compiled since warm-up ended; 0 as long as there was none.
+        experts: only while recording is on; without the last launches, which are read together once a second.
+    """
+
+    num_padding_tokens: int = 0
+    compilations_after_warm_up: int = 0
+    experts: ExpertCounts | None = None
+
+
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, label)` between the programs that an executor compiles to warm up. What it raises ends the warm-up."""
+
+
+class Executor(Protocol):
+    """Carries out commands in their order.
+
+    One thread at a time calls it, not always the same one: the server warms up in its main thread and then steps in the
+    engine's. Whatever is bound to a thread, such as `jax.set_mesh`, is entered inside each method.
+
+    Attributes:
+        max_in_flight: how many steps may be launched before the first is waited for: 1 or 2. With 1, a second step may be
+            launched all the same: its inputs are laid out and sent, and it starts when the first is done.
+    """
+
+    limits: ExecutorLimits
+    max_in_flight: int
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """What the executor offers beside commands, by the type that a part of the engine knows it by; None: nothing of the kind.
+
+        `PageReporter` of the offload tiers, `ParcelPort` of transfers and `ExpertMover` of balancing are such types.
+        """
+
+    def launch(self, command: Command) -> Any:
+        """Take a command, and return while the device computes. The command is executed after all those before it."""
+
+    def wait(self, pending: Any) -> None:
+        """Wait until a launched command is done. What was launched behind it starts, if it has not started yet."""
+
+    def collect(self, pending: Any) -> Any:
+        """Wait, and give what came of a command: of a `Step` a `RankResults` for each rank, of `Score` float32 logits
+        `[tokens, V]`, of `ReadLoads` a `LoadWindow`, of `StageExperts` and `PlaceExperts` an `Exchanged`, of the others None.
+        Steps are collected in their order, each once; `Copy`, `Clear` and what moves experts need not be.
+        """
+
+    def counts(self) -> ExecutorCounts:
+        """What the last step did, and what happened since the start."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether the experts' load is recorded."""
+
+    def set_recording(self, on: bool) -> None:
+        """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
+
+    def expert_counts(self) -> ExpertCounts | None:
+        """What was recorded since recording began; None while it is off, or the model has no experts."""
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every program that commands can ask for."""
+
+    def shutdown(self) -> None:
+        """Give back what the executor holds."""
+
+
+class ExecutorWrapper:
+    """An executor around another one. What it does not do otherwise, the inner executor does."""
+
+    def __init__(self, inner: Executor):
+        self.inner = inner
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """The inner executor's limits."""
+        return self.inner.limits
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many steps the inner executor may be given before the first is waited for."""
+        return self.inner.max_in_flight
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """What the inner executor offers of this kind."""
+        return self.inner.extension(kind)
+
+    def wait(self, pending: Any) -> None:
+        """Wait until a launched command is done."""
+        self.inner.wait(pending)
+
+    def counts(self) -> ExecutorCounts:
+        """What the inner executor has counted."""
+        return self.inner.counts()
+
+    @property
+    def recording(self) -> bool:
+        """Whether the experts' load is recorded."""
+        return self.inner.recording
+
+    def set_recording(self, on: bool) -> None:
+        """Record the experts' load from the next step on, or do not."""
+        self.inner.set_recording(on)
+
+    def expert_counts(self) -> ExpertCounts | None:
+        """What was recorded since recording began."""
+        return self.inner.expert_counts()
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile the inner executor's programs."""
+        self.inner.warm_up(progress)

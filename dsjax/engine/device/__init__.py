@@ -1,0 +1,1 @@
+"""The executor on a mesh: launches, slots, device state, programs, the sampler."""

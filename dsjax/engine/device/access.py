@@ -1,0 +1,147 @@
+"""``DeviceAccess``: what the parts of an executor may touch of it; ``CommandTable``: which part carries out which command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Array
+
+from dsjax.engine.contract.commands import Command, Custom
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.programs import Programs
+from dsjax.model.step import Step
+from sharding.arrays import put
+from sharding.layer_placement import LayerPlacements
+
+Running = Generator[Array, None, None]
+"""A command being executed: gives, program by program, an array that is ready when the program is done."""
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(eq=False)
+class DeviceAccess:
+    """State, parameters and programs of one executor. Whoever changes the state or the parameters assigns them here.
+
+    Attributes:
+        params: by path. placements: where experts are; None for a model without any.
+    """
+
+    model: Step
+    limits: ExecutorLimits
+    programs: Programs
+    params: dict[str, Array]
+    state: DeviceState
+    placements: LayerPlacements | None = None
+
+    def send(self, array: np.ndarray) -> Array:
+        """An array whose first axis is the DP ranks, on the devices of each."""
+        return put(array, self.programs.rows)
+
+    def send_everywhere(self, arrays: Any) -> Any:
+        """Arrays, or a tree of them, whole on every device."""
+        return put(arrays, self.programs.everywhere)
+
+
+class Pending:
+    """A command that was launched.
+
+    Attributes:
+        found: what the command's part keeps for `collect`. error: why it could not be carried out, where that is survived.
+        started, ended: seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
+    """
+
+    def __init__(self, command: Command, handler: Handler):
+        self.command, self.handler = command, handler
+        self.running: Running | None = None
+        self.last: Array | None = None
+        self.found: Any = None
+        self.error: str | None = None
+        self.done = False
+        self.started = self.ended = 0.0
+
+
+def _nothing(pending: Pending) -> None:
+    return None
+
+
+class Handler(NamedTuple):
+    """How commands of one kind are carried out.
+
+    Attributes:
+        execute: lays out and sends a command's inputs, and gives its execution, which begins later.
+        collect: gives what came of a command that is done.
+        is_awaited: whether somebody will wait for it. All others are done at once where programs in flight together could deadlock.
+        keeps_last: whether what its programs gave last is nobody else's, so that it can be waited for at any time.
+    """
+
+    execute: Callable[[Pending, Any], Running]
+    collect: Callable[[Pending], Any] = _nothing
+    is_awaited: bool = False
+    keeps_last: bool = True
+
+
+class CommandTable:
+    """The handlers of an executor, by kind of command."""
+
+    def __init__(self):
+        self._handlers: dict[type, Handler] = {}
+        self._custom: dict[str, Handler] = {}
+
+    def add(self, kind: type[Command], handler: Handler) -> None:
+        """Have commands of a kind carried out so.
+
+        Raises:
+            ValueError: another part has this kind.
+        """
+        if kind in self._handlers:
+            raise ValueError(f"two parts of the executor carry out {kind.__name__}, expected one")
+        self._handlers[kind] = handler
+
+    def add_custom(self, source: str, handler: Handler) -> None:
+        """Have `Custom` commands of a page source carried out so.
+
+        Raises:
+            ValueError: another part has this source.
+        """
+        if source in self._custom:
+            raise ValueError(f"two parts of the executor carry out commands of {source!r}, expected one")
+        self._custom[source] = handler
+
+    def launch(self, command: Command) -> Pending:
+        """A command with its inputs laid out and sent.
+
+        Raises:
+            ValueError: no part of the executor carries it out.
+        """
+        kind = type(command)
+        handler = self._custom.get(command.source) if kind is Custom else self._handlers.get(kind)
+        if handler is None:
+            what = f"commands of {command.source!r}" if kind is Custom else kind.__name__
+            raise ValueError(
+                f"no part of this executor carries out {what}; it was made without the option that asks for it"
+            )
+        pending = Pending(command, handler)
+        pending.running = handler.execute(pending, command)
+        return pending
+
+
+class DevicePart:
+    """A part of an executor that moves pages or experts. It is made from a `DeviceAccess` before the first command."""
+
+    def register(self, table: CommandTable) -> None:
+        """Add the commands that the part carries out."""
+
+    def rehearse(self, run: Callable[[Command], Any]) -> None:
+        """Run what has to be tried once all programs are compiled; `run` launches a command and collects it."""
+
+    def close(self) -> None:
+        """Finish what goes on beside commands, and end the part's threads."""
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """What the part offers to those who know of it by this type; None: nothing of the kind."""
+        return None

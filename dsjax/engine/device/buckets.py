@@ -1,0 +1,210 @@
+"""Which shapes an executor compiles, and how a step's rows are laid into them. Plain Python, no JAX.
+
+A *launch* is one run of the compiled step: a decode rectangle, a prefill rectangle, or both at once. All DP ranks run
+the same launch, each with its own rows; what a rank does not fill is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsjax.engine.contract.commands import PrefillRow, RankStep, Step
+from dsjax.engine.contract.speculative import SpeculativeConfig
+
+SCORED_CHUNK = 64
+"""Most prompt tokens scored in one launch, which holds logits of all of them at once: 33 MB of V3's vocabulary."""
+
+SMALLEST_CHUNK = 32
+"""Prefill rectangles narrower than this would only save padding on very short prompts."""
+
+CPU_LAUNCH_TOKENS = 16
+"""What a launch costs besides its tokens, in tokens of a rank: the demo on dp=32 takes 85 ms for 8, 1,000 for 256."""
+
+ACCELERATOR_LAUNCH_TOKENS = 256
+"""The same where every launch reads the weights: an H200 reads a bf16 weight in the time of 206 tokens' operations with it."""
+
+
+class Rectangle(NamedTuple):
+    """``rows`` requests of up to ``chunk`` tokens, per DP rank. Of decodes the chunk is the last token and its drafts."""
+
+    rows: int
+    chunk: int
+
+
+class Piece(NamedTuple):
+    """A part of a prefill row: which of its rank's rows it is of, and which of the row's tokens."""
+
+    row: int
+    first: int
+    length: int
+
+
+class Launch(NamedTuple):
+    """Rectangles of one program (None: left out), and per DP rank the pieces of prefill rows in them.
+
+    The decode rectangle has all decode rows of the step. scored: whether the prompt's tokens are scored too, for rows that want
+    their log-probabilities; then there is one a rank.
+    """
+
+    decode: Rectangle | None
+    prefill: Rectangle | None
+    pieces: list[Sequence[Piece]]
+    scored: bool = False
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The shapes: decode row counts, ascending, and prefill rectangles, widest chunk first.
+
+    mixed: whether decodes and prompts of a step share a launch. That reads the weights once instead of twice, which pays
+    on accelerators; with it, each prefill rectangle is compiled twice. single: one row of each narrower width, for the short
+    prompt that comes alone: all the others wait while it computes. speculation: how many tokens are drafted.
+    """
+
+    decode: tuple[int, ...]
+    prefill: tuple[Rectangle, ...]
+    mixed: bool
+    single: tuple[Rectangle, ...] = ()
+    speculation: SpeculativeConfig | None = None
+
+    @classmethod
+    def covering(
+        cls, max_num_seqs: int, prefill_chunk: int, *, mixed: bool, speculation: SpeculativeConfig | None = None
+    ) -> Buckets:
+        """Decode rows 1, 8, then doubling; prefill rectangles of ``prefill_chunk`` tokens, from one row to narrow rows.
+
+        Doubling bounds padding to a factor of 2 where steps are expensive; below 8 rows a step costs about the same,
+        so fewer shapes are compiled.
+        """
+        decode = [1] if max_num_seqs > 1 else []
+        rows = 8
+        while rows < max_num_seqs:
+            decode.append(rows)
+            rows *= 2
+        rectangles, chunk, rows = [], prefill_chunk, 1
+        while True:
+            rectangles.append(Rectangle(rows, chunk))
+            if chunk <= SMALLEST_CHUNK or rows >= max_num_seqs:
+                break
+            chunk, rows = -(-chunk // 2), rows * 2
+        single = tuple(Rectangle(1, rectangle.chunk) for rectangle in rectangles[1:])
+        return cls((*decode, max_num_seqs), tuple(rectangles), mixed, single, speculation)
+
+    @property
+    def scored(self) -> Rectangle:
+        """The rectangle of launches that score prompts."""
+        return Rectangle(1, min(SCORED_CHUNK, self.prefill[0].chunk))
+
+    @property
+    def proposals(self) -> tuple[int, ...]:
+        """The numbers of drafts that may be proposed after prompts."""
+        counts = {self._drafts(running) for running in range(1, self.decode[-1] + 1)}
+        return tuple(sorted(counts - {0}))
+
+    def shapes(self) -> list[tuple[Rectangle | None, Rectangle | None, tuple[int, ...]]]:
+        """Every (decode, prefill) pair that ``launches`` can ask for, but for those that score prompts, each with the numbers of
+        drafts that may be proposed after it.
+        """
+        alone, largest, below = [], self.decode[-1], 0
+        for rows in self.decode:
+            # So many rows may be of any larger number that is running: others may be in their prompt.
+            counts = sorted({self._drafts(running) for running in range(below + 1, largest + 1)})
+            alone += [(Rectangle(rows, 1 + count), None, (count,) if count else ()) for count in counts]
+            below = rows
+        every = sorted({self._drafts(running) for running in range(1, largest + 1)})
+        proposed = self.proposals
+        prompts = dict.fromkeys((*self.prefill, *self.single))
+        found = [(None, rectangle, proposed) for rectangle in prompts]
+        if self.mixed:
+            found += [
+                (Rectangle(largest, 1 + count), rectangle, (count,) if count else ())
+                for rectangle in prompts
+                for count in every
+            ]
+        return alone + found
+
+    def launches(self, step: Step) -> list[Launch]:
+        """Lay a step into rectangles; if ``mixed``, the decodes join the first prefill rectangle, if there is one.
+
+        Prompts are taken longest first, so that those of a rectangle are of like length. Prompts to be scored come last.
+        """
+        ranks, width = step.ranks, 1 + step.num_drafts
+        scored = [[(i, row) for i, row in enumerate(rank.prefills) if row.scored] for rank in ranks]
+        waiting = [
+            sorted(
+                (Piece(i, 0, row.length) for i, row in enumerate(rank.prefills) if not row.scored),
+                key=lambda piece: -piece.length,
+            )
+            for rank in ranks
+        ]
+        nothing: list[Sequence[Piece]] = [()] * len(ranks)
+        most_decodes = max(num_decodes(rank) for rank in ranks)
+        launches = []
+        for rectangle, taken in self._lay(waiting):
+            joined = self.mixed and not launches and most_decodes > 0
+            launches.append(Launch(Rectangle(self.decode[-1], width) if joined else None, rectangle, taken))
+        if most_decodes and not (launches and self.mixed):
+            rows = next(rows for rows in self.decode if rows >= most_decodes)
+            launches.insert(0, Launch(Rectangle(rows, width), None, nothing))
+        return launches + self._scored_launches(scored)
+
+    def _scored_launches(self, scored: list[list[tuple[int, PrefillRow]]]) -> list[Launch]:
+        """Cut rows to the scored rectangle's chunk; each launch takes one piece of each rank, in order."""
+        chunk = self.scored.chunk
+        pieces = [
+            [
+                Piece(index, first, min(chunk, row.length - first))
+                for index, row in rows
+                for first in range(0, row.length, chunk)
+            ]
+            for rows in scored
+        ]
+        return [
+            Launch(None, self.scored, [own[turn : turn + 1] for own in pieces], scored=True)
+            for turn in range(max(map(len, pieces)))
+        ]
+
+    def _drafts(self, running: int) -> int:
+        return 0 if self.speculation is None else self.speculation.drafts(running)
+
+    def _lay(self, waiting: list[list[Piece]]) -> list[tuple[Rectangle, list[list[Piece]]]]:
+        """Rectangles, and the pieces of each rank in them. Single rows are used where that costs less for the whole step."""
+        found = self._lay_with(self.prefill + self.single, waiting)
+        if any(rectangle not in self.prefill for rectangle, _ in found):
+            # Each rectangle is the cheapest for what is waiting if all of that is as long; it need not be for what is left behind it.
+            found = min(found, self._lay_with(self.prefill, waiting), key=self._cost)
+        return found
+
+    def _lay_with(
+        self, rectangles: Sequence[Rectangle], waiting: list[list[Piece]]
+    ) -> list[tuple[Rectangle, list[list[Piece]]]]:
+        found = []
+        while any(waiting):
+            rectangle = self._cheapest(rectangles, max(own[0].length for own in waiting if own), max(map(len, waiting)))
+            found.append((rectangle, [own[: rectangle.rows] for own in waiting]))
+            waiting = [own[rectangle.rows :] for own in waiting]
+        return found
+
+    def _cost(self, laid: list[tuple[Rectangle, list[list[Piece]]]]) -> int:
+        return sum(self._tokens_of_a_launch + rectangle.rows * rectangle.chunk for rectangle, _ in laid)
+
+    def _cheapest(self, rectangles: Sequence[Rectangle], length: int, rows: int) -> Rectangle:
+        """What takes ``rows`` rows of up to ``length`` tokens at the least cost: the tokens of its launches, and the launches.
+
+        Of two that cost the same it is the one with more rows, which is the narrower one.
+        """
+        each = self._tokens_of_a_launch
+        fitting = (rectangle for rectangle in rectangles if rectangle.chunk >= length)
+        return min(fitting, key=lambda one: (-(-rows // one.rows) * (each + one.rows * one.chunk), -one.rows))
+
+    @property
+    def _tokens_of_a_launch(self) -> int:
+        """What a launch costs by itself, in tokens."""
+        return ACCELERATOR_LAUNCH_TOKENS if self.mixed else CPU_LAUNCH_TOKENS
+
+
+def num_decodes(rank: RankStep) -> int:
+    """Decode rows of a rank."""
+    return len(rank.decodes) // 8

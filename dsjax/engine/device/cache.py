@@ -1,0 +1,94 @@
+"""The paged latent cache on the devices: how large it can be, and its arrays."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsjax.errors import UserError
+from dsjax.model.parameters import storage_dtype
+from dsjax.model.step import ModelStep
+
+HOST_CACHE_BYTES = 2 << 30
+"""On the CPU platform all emulated devices share the host's memory: their caches together take at most this by default."""
+
+
+def bytes_per_page(step: ModelStep) -> int:
+    """Bytes of one page, all layers, on one device."""
+    shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
+    entry = sum(math.prod(width) * dtype.itemsize for width, dtype in step.attention.arrays.values())
+    return entry // shards * step.page_size * step.cache_layers
+
+
+def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None) -> int:
+    """Pages of a DP rank: ``wanted``, or what memory allows, whichever is less.
+
+    pool: of an accelerator; None on the CPU platform.
+
+    Raises:
+        UserError: not even two pages fit (page 0 is never used).
+    """
+    room = HOST_CACHE_BYTES // step.spec.num_devices if pool is None else pool.room
+    pages = min(wanted, room // bytes_per_page(step))
+    if pages < 2:
+        left = "" if pool is None else f" ({pool})"
+        raise UserError(
+            f"the cache has room for {max(pages, 0)} pages of {bytes_per_page(step)} bytes a device, expected at least 2{left}; "
+            "use a mesh of more devices, FP8 weights (--weights fp8), an FP8 cache (--kv-cache-dtype fp8), "
+            + ("" if pool is None else "a higher --gpu-memory-utilization, a smaller --max-num-batched-tokens, ")
+            + "or a smaller --page-size"
+        )
+    return pages
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The memory that JAX has of an accelerator, in bytes.
+
+    size: of the pool (``--gpu-memory-utilization``). used: weights, and whatever else lies in it. temporaries: what the most
+    demanding program needs while it runs.
+    """
+
+    size: int
+    used: int
+    temporaries: int
+
+    @classmethod
+    def of(cls, step: ModelStep, temporaries: int) -> Pool | None:
+        """The pool of this process's first device; None where it does not tell, as on CPU."""
+        device = next(d for d in step.mesh.devices.flat if d.process_index == jax.process_index())
+        stats = None if device.platform == "cpu" else device.memory_stats()
+        return stats and cls(stats["bytes_limit"], stats["bytes_in_use"], temporaries)
+
+    @property
+    def room(self) -> int:
+        """Bytes for the cache."""
+        return max(0, self.size - self.used - self.temporaries)
+
+    def __str__(self) -> str:
+        return (
+            f"of a pool of {self.size / 1e9:,.2f} GB, weights take {self.used / 1e9:,.2f} GB and a step's temporaries "
+            f"{self.temporaries / 1e9:,.2f} GB"
+        )
+
+
+def describe(step: ModelStep, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, storage dtypes and shardings of the cache's arrays ``[layers, dp × pages, page_size, …]``, pages spread over the
+    DP ranks."""
+    heads = step.spec.head_axes if step.attention.layout == "decompressed" else None
+    sharding = NamedSharding(step.mesh, P(None, step.spec.batch_axes, None, heads))
+    platform = step.mesh.devices.flat[0].platform
+    lead = (step.cache_layers, step.spec.dp_size * pages, step.page_size)
+    return {
+        name: jax.ShapeDtypeStruct((*lead, *width), storage_dtype(dtype, platform), sharding=sharding)
+        for name, (width, dtype) in step.attention.arrays.items()
+    }
+
+
+def token_slots(step: ModelStep, pages: int) -> int:
+    """Usable token slots of all DP ranks together."""
+    return (pages - 1) * step.page_size * step.spec.dp_size

@@ -1,0 +1,205 @@
+"""``DeviceState``: what a step needs of the one before, on the device: its arrays, and its pages copied and cleared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device import cache as device_cache
+from dsjax.model.attention import Cache
+from dsjax.model.step import ModelStep
+from sharding.placement import CopyTables
+
+MOST_COUNTED = 32_000
+"""Times that a token is counted in an output at most: penalties for more do not grow any further."""
+
+
+MOVED_PAGES = 16
+"""Pages of a rank that one program takes to host memory or brings from it."""
+PagesOnTheWay = dict[str, Array]
+"""As of ``describe_moved``."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class SlotSampling:
+    """How each slot's tokens are drawn, ``[B, slots]`` each; fields as of ``commands.Sampling``."""
+
+    num_prompt_tokens: Int[Array, "B Z"]
+    seed: Int[Array, "B Z"]  # uint32
+    top_k: Int[Array, "B Z"]
+    temperature: Float[Array, "B Z"]
+    top_p: Float[Array, "B Z"]
+    min_p: Float[Array, "B Z"]
+    presence: Float[Array, "B Z"]
+    frequency: Float[Array, "B Z"]
+    repetition: Float[Array, "B Z"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class DeviceState:
+    """One donated pytree: every program takes it and gives it back. docs/step-as-data.md explains each field."""
+
+    cache: Cache
+    filled: Bool[Array, "P_all G"] | None
+    tables: Int[Array, "B Z Pr"]
+    start: Int[Array, "B Z"]
+    last_token: Int[Array, "B Z"]
+    drafts: Int[Array, "B Z n"] | None
+    num_drafts: Int[Array, "B Z"]
+    sampling: SlotSampling
+    counts: Int[Array, "B Z V"]  # uint16
+    copies: CopyTables | None
+    loads: Int[Array, "L N X"] | None
+
+
+def describe(
+    step: ModelStep, limits: ExecutorLimits, num_drafts: int = 0, *, counts_loads: bool = False
+) -> DeviceState:
+    """Shapes, dtypes and shardings of the state's arrays.
+
+    num_drafts: the most that are ever drafted. counts_loads: whether the experts' loads are added up.
+    """
+    ranks, slots = limits.num_ranks, limits.max_rows_decode
+    rows, everywhere = NamedSharding(step.mesh, P(step.spec.batch_axes)), NamedSharding(step.mesh, P())
+
+    def array(*shape: int, dtype=np.int32):
+        return jax.ShapeDtypeStruct((ranks, slots, *shape), dtype, sharding=rows)
+
+    integers = {"num_prompt_tokens": np.int32, "seed": np.uint32, "top_k": np.int32}
+    copies = None
+    if step.config.is_moe:
+        tables = step.placement.tables
+        copies = CopyTables(*(jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere) for t in tables))
+    loads = None
+    if counts_loads:
+        shape = (step.moe_layers_with_module, step.spec.num_devices, step.placement.n_physical // step.spec.ep_size)
+        loads = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(step.mesh, P(None, step.spec.token_axes)))
+    filled = None
+    if num_drafts:
+        shape = (ranks * limits.pages_per_rank, limits.page_size)
+        filled = jax.ShapeDtypeStruct(shape, bool, sharding=rows)
+    return DeviceState(
+        cache=device_cache.describe(step, limits.pages_per_rank),
+        filled=filled,
+        tables=array(limits.max_pages),
+        start=array(),
+        last_token=array(),
+        drafts=array(num_drafts) if num_drafts else None,
+        num_drafts=array(),
+        sampling=SlotSampling(
+            **{field.name: array(dtype=integers.get(field.name, np.float32)) for field in fields(SlotSampling)}
+        ),
+        counts=array(limits.vocab_size, dtype=np.uint16),
+        copies=copies,
+        loads=loads,
+    )
+
+
+def description(state: DeviceState) -> DeviceState:
+    """Descriptions of a state's arrays, which may themselves be descriptions: the arrays are donated and must not be kept."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+
+
+def copy_pages(step: ModelStep, state: DeviceState, pairs: Int[Array, "B K 2"]) -> DeviceState:
+    """Copy pages (from, to) of each rank, in all layers; (0, 0) is nothing: nobody reads page 0."""
+
+    def copy(array: Array, pairs, axis: int) -> Array:
+        return (
+            array.at[:, pairs[:, 1]].set(array[:, pairs[:, 0]])
+            if axis
+            else array.at[pairs[:, 1]].set(array[pairs[:, 0]])
+        )
+
+    return _change_pages_of_cache(step, state, pairs, copy)
+
+
+def clear_pages(step: ModelStep, state: DeviceState, marked: Bool[Array, "B P"]) -> DeviceState:
+    """Zeros in the pages that are marked, rank by rank, in all layers."""
+
+    def clear(array: Array, marked, axis: int) -> Array:
+        at = marked.reshape([1] * axis + [-1] + [1] * (array.ndim - axis - 1))
+        return jnp.where(at, jnp.zeros((), array.dtype), array)
+
+    return _change_pages_of_cache(step, state, marked, clear)
+
+
+def describe_moved(step: ModelStep, state: DeviceState) -> dict[str, jax.ShapeDtypeStruct]:
+    """Pages on their way to host memory or from it: of each array that has pages ``[B, MOVED_PAGES, layers, page_size, …]``."""
+    B, batch = step.spec.dp_size, step.spec.batch_axes
+    found = {}
+    for name, array in state.cache.items():
+        layers, _, *rest = array.shape
+        sharding = NamedSharding(step.mesh, P(batch, None, None, *array.sharding.spec[2:]))
+        found[name] = jax.ShapeDtypeStruct((B, MOVED_PAGES, layers, *rest), array.dtype, sharding=sharding)
+    if state.filled is not None:
+        shape = (B, MOVED_PAGES, *state.filled.shape[1:])
+        found["filled"] = jax.ShapeDtypeStruct(shape, bool, sharding=NamedSharding(step.mesh, P(batch)))
+    return found
+
+
+def take_pages(step: ModelStep, state: DeviceState, pages: Int[Array, "B K"]) -> PagesOnTheWay:
+    """Copies of pages, rank by rank."""
+
+    def local(cache, filled, pages):
+        taken = {name: jnp.moveaxis(array[:, pages[0]], 1, 0)[None] for name, array in cache.items()}
+        return taken if filled is None else taken | {"filled": filled[pages[0]][None]}
+
+    return _over_pages(step, state, local, _specs_of_moved(step, state))(state.cache, state.filled, pages)
+
+
+def put_pages(step: ModelStep, state: DeviceState, moved: PagesOnTheWay, pages: Int[Array, "B K"]) -> DeviceState:
+    """Write pages, rank by rank; page 0 is nothing: nobody reads it."""
+
+    def local(cache, filled, pages, moved):
+        cache = {name: array.at[:, pages[0]].set(jnp.moveaxis(moved[name][0], 0, 1)) for name, array in cache.items()}
+        return cache, None if filled is None else filled.at[pages[0]].set(moved["filled"][0])
+
+    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
+    out = (cache_specs, P(step.spec.batch_axes))
+    cache, filled = _over_pages(step, state, local, out, _specs_of_moved(step, state))(
+        state.cache, state.filled, pages, moved
+    )
+    return dataclasses.replace(state, cache=cache, filled=filled)
+
+
+def _specs_of_moved(step: ModelStep, state: DeviceState) -> dict[str, P]:
+    batch = step.spec.batch_axes
+    cache = device_cache.describe(step, 2)
+    found = {name: P(batch, None, None, *array.sharding.spec[2:]) for name, array in cache.items()}
+    return found if state.filled is None else found | {"filled": P(batch)}
+
+
+def _over_pages(step: ModelStep, state: DeviceState, local: Callable, out_specs, *further):
+    """``local`` on each rank's pages; its arguments are cache, filled, what each rank is given, and ``further`` as their specs say."""
+    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
+    rows = P(step.spec.batch_axes)
+    return jax.shard_map(
+        local, mesh=step.mesh, in_specs=(cache_specs, rows, rows, *further), out_specs=out_specs, check_vma=False
+    )
+
+
+def _change_pages_of_cache(step: ModelStep, state: DeviceState, argument: Array, change: Callable) -> DeviceState:
+    """``change(array, own argument, axis of its pages)`` on each rank's part of every array that has pages."""
+    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
+    rows = P(step.spec.batch_axes)
+
+    def local(cache, filled, argument):
+        cache = jax.tree.map(lambda array: change(array, argument[0], 1), cache)
+        return cache, None if filled is None else change(filled, argument[0], 0)
+
+    run = jax.shard_map(
+        local, mesh=step.mesh, in_specs=(cache_specs, rows, rows), out_specs=(cache_specs, rows), check_vma=False
+    )
+    cache, filled = run(state.cache, state.filled, argument)
+    return dataclasses.replace(state, cache=cache, filled=filled)

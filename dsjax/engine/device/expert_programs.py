@@ -1,0 +1,226 @@
+"""The programs that move experts between physical slots while an engine serves. docs/balancing.md has the design.
+
+A layer changes in two kinds of programs. ``stage`` sends experts, rank to rank, into a staging buffer of one layer's size, as many at a
+time as the bound on bytes allows; steps go on reading the old slots. ``place`` then writes the staged experts into their slots, which is a
+copy within each device, and puts the layer's tables in force. Between any two programs every layer's tables tell the truth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.stages import Lowered
+from jaxtyping import Array, Int
+
+from dsjax.model.step import ModelStep
+from sharding.dispatch.group import ExpertGroup
+from sharding.dispatch.ragged import NATIVE_PLATFORMS
+from sharding.placement import CopyTables
+
+STACKS = ("moe_layers", "mtp.layers")
+"""Stacks of layers that may have experts, in the order of the rows of a placement."""
+
+Stack = dict[str, Any]
+"""The experts of one stack of layers: ``gate_up.weight`` and the like to arrays ``[layers, X, …]``, or to their descriptions."""
+
+
+class ExpertLayers(NamedTuple):
+    """The experts' parameters of one stack. names: name within a layer to path; first: the row of its first layer in a placement."""
+
+    stack: str
+    names: dict[str, str]
+    first: int
+
+    def of(self, params: Mapping[str, Any]) -> Stack:
+        """These parameters, by their names within a layer."""
+        return {name: params[path] for name, path in self.names.items()}
+
+
+def expert_layers(step: ModelStep) -> list[ExpertLayers]:
+    """The stacks that have experts."""
+    found, first = [], 0
+    for stack in STACKS:
+        prefix = f"{stack}.moe.experts."
+        names = {path.removeprefix(prefix): path for path in step.table.infos if path.startswith(prefix)}
+        if names:
+            found.append(ExpertLayers(stack, names, first))
+            first += step.table.infos[next(iter(names.values()))].shape[0]
+    return found
+
+
+def describe_staging(step: ModelStep) -> Stack:
+    """The buffer: a layer's experts as words of their width, ``[X, …]``, sharded as they are."""
+    found = {}
+    for name, path in expert_layers(step)[0].names.items():
+        info = step.table.infos[path]
+        sharding = step.rules.sharding(step.mesh, info.logical_axes[1:], info.shape[1:])
+        found[name] = jax.ShapeDtypeStruct(info.shape[1:], _word(info.storage_dtype), sharding=sharding)
+    return found
+
+
+def staging_bytes(step: ModelStep) -> int:
+    """Bytes of the buffer on one device."""
+    buffers = describe_staging(step).values()
+    return sum(math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in buffers)
+
+
+def expert_bytes(step: ModelStep) -> int:
+    """Bytes of one expert on one device: the whole of it, or its part where its width is split."""
+    return staging_bytes(step) * step.spec.ep_size // step.stored_placement.n_physical
+
+
+def exchange_bytes(step: ModelStep, experts: int) -> int:
+    """Bytes of one device that moving experts takes beside the weights: the buffer, and what a rank sends at once."""
+    return staging_bytes(step) + experts * expert_bytes(step)
+
+
+def received_bytes(step: ModelStep, experts: int) -> int:
+    """Bytes that a device receives in one run of ``stage``, at most: where the platform gathers, what all ranks send."""
+    native = step.mesh.devices.flat[0].platform in NATIVE_PLATFORMS
+    return experts * expert_bytes(step) * (1 if native else step.spec.ep_size - 1)
+
+
+def experts_within(step: ModelStep, max_bytes: int) -> int:
+    """How many experts a rank may send and receive in one run of ``stage`` under a bound on bytes; at least 1, at most all of its slots."""
+    return max(1, min(max_bytes // max(received_bytes(step, 1), 1), step.placement.n_physical // step.spec.ep_size))
+
+
+def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, experts: int) -> Int[np.ndarray, "G W"]:
+    """What ``stage`` needs to know of pairs (slot that has an expert, slot that gets it), one row for each rank as the sender.
+
+    A row is the ``experts`` own slots that it sends; then for each rank of the group which of those it gets, how many (0 or 1), and into
+    which of the receiver's slots.
+    """
+    packed = np.zeros((ranks, experts + 3 * ranks), np.int32)
+    sends, (which, sent, lands) = packed[:, :experts], np.split(packed[:, experts:], 3, axis=1)
+    chosen: list[list[int]] = [[] for _ in range(ranks)]
+    for source, slot in moves:
+        (start, own), (end, target) = divmod(source, per_rank), divmod(slot, per_rank)
+        if own not in chosen[start]:
+            chosen[start].append(own)
+        if len(chosen[start]) > experts or sent[start, end]:
+            raise ValueError(f"rank {start} sends more than {experts} experts, or two of them to rank {end}")
+        which[start, end], sent[start, end], lands[start, end] = chosen[start].index(own), 1, target
+    for rank, own in enumerate(chosen):
+        sends[rank, : len(own)] = own
+    return packed
+
+
+def lower_stage(step: ModelStep, params: Mapping[str, Any], layers: ExpertLayers, experts: int) -> Lowered:
+    """``(stack, staging, moves, layer) -> (staging, done)``: staging donated; moves as of ``pack_moves``; layer: in its stack."""
+    group = ExpertGroup.of(step.spec, step.placement.n_physical, step.mesh.devices.flat[0].platform)
+    stack, staging, everywhere = layers.of(params), describe_staging(step), NamedSharding(step.mesh, P())
+
+    def local(stack: Stack, staging: Stack, moves: Array, layer: Array):
+        own = moves[:, :experts][group.index()]
+        plan = moves[:, experts:].reshape(group.size, 3, group.size)
+        outgoing = {name: _rows(array, layer, own, experts) for name, array in stack.items()}
+        return {name: _send(group, outgoing[name], staging[name], plan) for name in staging}
+
+    specs = {name: array.sharding.spec for name, array in stack.items()}
+    held = {name: array.sharding.spec for name, array in staging.items()}
+    run = jax.shard_map(local, mesh=step.mesh, in_specs=(specs, held, P(), P()), out_specs=held, check_vma=False)
+    shardings = {name: array.sharding for name, array in staging.items()}
+
+    def stage(stack, staging, moves, layer):
+        staged = run(stack, staging, moves, layer)
+        pinned = lax.with_sharding_constraint(staged, shardings)
+        return pinned, lax.with_sharding_constraint(layer + moves[0, 0], everywhere)
+
+    moves = jax.ShapeDtypeStruct((group.size, experts + 3 * group.size), np.int32, sharding=everywhere)
+    layer = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
+    return jax.jit(stage, donate_argnums=1).lower(stack, staging, moves, layer)
+
+
+def _rows(array: Array, layer: Array, slots: Array, count: int) -> Array:
+    """``array[layer, slots]`` as words, ``[count, …]``: single slices, which read nothing else of the stack."""
+    start = (0,) * (array.ndim - 2)
+    rows = [lax.dynamic_slice(array, (layer, slots[i], *start), (1, 1, *array.shape[2:])) for i in range(count)]
+    return lax.bitcast_convert_type(jnp.concatenate(rows, axis=1)[0], _word(array.dtype))
+
+
+def _send(group: ExpertGroup, outgoing: Array, staging: Array, plan: Int[Array, "G 3 G"]) -> Array:
+    """Rows of ``outgoing [n, …]`` into the buffers ``[X, …]`` of the ranks that ``plan`` names."""
+    which, sent, lands = plan[:, 0], plan[:, 1], plan[:, 2]
+    me = group.index()
+    if group.size > 1 and group.platform in NATIVE_PLATFORMS:
+        return lax.ragged_all_to_all(
+            outgoing, staging, which[me], sent[me], lands[me], sent[:, me], axis_name=group.axes
+        )
+    # Emulated devices share one memory and pay for each collective, not for each byte: everyone gets everything, and takes its own.
+    gathered = lax.all_gather(outgoing, group.axes, tiled=True) if group.size > 1 else outgoing
+    first = jnp.argsort(-sent[:, me])
+
+    def take(turn, staging):
+        sender = first[turn]
+        row = lax.dynamic_index_in_dim(gathered, sender * outgoing.shape[0] + which[sender, me], keepdims=False)
+        return lax.dynamic_update_index_in_dim(staging, row, lands[sender, me], 0)
+
+    return lax.fori_loop(0, jnp.sum(sent[:, me]), take, staging)
+
+
+def pack_slots(slots: Sequence[int], *, ranks: int, per_rank: int) -> Int[np.ndarray, "G X"]:
+    """Staged slots, rank by rank: a 1 for each slot that is written, as ``place`` takes them."""
+    marked = np.zeros(ranks * per_rank, np.int32)
+    marked[list(slots)] = 1
+    return marked.reshape(ranks, per_rank)
+
+
+def lower_place(
+    step: ModelStep, params: Mapping[str, Any], layers: ExpertLayers, copies: CopyTables, loads: Any
+) -> Lowered:
+    """``(stack, staging, copies, loads, marked, tables, layer, row) -> (stack, copies, loads, retired, done)``.
+
+    Staged experts go into their slots, and the layer's tables are in force. Donated are the stack, and copies and loads, of which one
+    row changes: retired is what the row of loads had counted.
+
+    marked: as of ``pack_slots``; tables: the layer's own; layer: in its stack; row: in the placement.
+    """
+    group = ExpertGroup.of(step.spec, step.placement.n_physical, step.mesh.devices.flat[0].platform)
+    stack, staging, everywhere = layers.of(params), describe_staging(step), NamedSharding(step.mesh, P())
+
+    def local(stack: Stack, staging: Stack, marked: Array, layer: Array):
+        own = marked[group.index()]
+        slots = jnp.argsort(-own)
+
+        def write(turn, stack: Stack) -> Stack:
+            slot = slots[turn]
+            changed = {}
+            for name, array in stack.items():
+                row = lax.dynamic_index_in_dim(staging[name], slot, keepdims=False)
+                row = lax.bitcast_convert_type(row, array.dtype)[None, None]
+                changed[name] = lax.dynamic_update_slice(array, row, (layer, slot, *(0,) * (array.ndim - 2)))
+            return changed
+
+        return lax.fori_loop(0, jnp.sum(own), write, stack)
+
+    specs = {name: array.sharding.spec for name, array in stack.items()}
+    held = {name: array.sharding.spec for name, array in staging.items()}
+    run = jax.shard_map(local, mesh=step.mesh, in_specs=(specs, held, P(), P()), out_specs=specs, check_vma=False)
+    shardings = {name: array.sharding for name, array in stack.items()}
+
+    def place(stack, staging, copies, loads, marked, tables, layer, row):
+        changed = lax.with_sharding_constraint(run(stack, staging, marked, layer), shardings)
+        copies = jax.tree.map(lambda whole, own: lax.dynamic_update_index_in_dim(whole, own, row, 0), copies, tables)
+        retired = lax.dynamic_index_in_dim(loads, row, keepdims=False)
+        loads = lax.dynamic_update_index_in_dim(loads, jnp.zeros_like(retired), row, 0)
+        pinned = lax.with_sharding_constraint((copies, loads), jax.tree.map(lambda a: a.sharding, described))
+        return changed, *pinned, retired, lax.with_sharding_constraint(row + 0, everywhere)
+
+    described = (copies, loads)
+    number = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
+    marked = jax.ShapeDtypeStruct((group.size, step.placement.n_physical // group.size), np.int32, sharding=everywhere)
+    tables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=everywhere), copies)
+    return jax.jit(place, donate_argnums=(0, 2, 3)).lower(stack, staging, copies, loads, marked, tables, number, number)
+
+
+def _word(dtype: np.dtype) -> np.dtype:
+    return np.dtype(f"u{np.dtype(dtype).itemsize}")

@@ -1,0 +1,116 @@
+"""``ExpertRecorder``: what the steps' dispatches reported, added up while somebody wants to know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from dsjax.engine.contract.executor import ExpertCounts
+from dsjax.model.step import ModelStep
+from sharding.dispatch import DispatchStatistics
+from sharding.layer_placement import LayerPlacements
+
+_MOST_HELD = 64
+_SECONDS = 1.0
+
+
+class ExpertRecorder:
+    """Every step computes the counts, which takes no collective; only a recorder that is on brings them to the host.
+
+    So recording compiles nothing. Reports stay on the devices until 64 launches or a second have come together, and are then read at
+    once: ``counts`` is as old as that, ``read`` reads what is there. Whoever begins anew makes another one.
+    """
+
+    def __init__(self, step: ModelStep):
+        self._step = step
+        self._held: list[tuple[Mapping[str, Array], int, LayerPlacements]] = []
+        self._read_at = 0.0
+        self._sums: DispatchSums | None = None
+
+    def add(self, reports: Mapping[str, Array], tokens_per_rank: int, placements: LayerPlacements) -> None:
+        """Enter a launch's reports.
+
+        tokens_per_rank: token slots of a DP rank in it, padding included; placements: where experts were.
+        """
+        if not reports:
+            return
+        self._held.append((dict(reports), tokens_per_rank, placements))
+        if len(self._held) >= _MOST_HELD or time.monotonic() - self._read_at >= _SECONDS:
+            self._read()
+
+    def counts(self) -> ExpertCounts | None:
+        """Since recording began, but for the last launches; None before the first ones."""
+        return self._sums.counts() if self._sums is not None else None
+
+    def read(self) -> ExpertCounts | None:
+        """All since recording began; None before the first launch."""
+        self._read()
+        return self.counts()
+
+    def _read(self) -> None:
+        held, self._held = self._held, []
+        self._read_at = time.monotonic()
+        reports = jax.device_get([one for one, _, _ in held])
+        # Launches of one size under one placement are read as one with more layers.
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, (_, tokens, placements) in enumerate(held):
+            alike.setdefault((tokens, id(placements)), []).append(number)
+        for numbers in alike.values():
+            _, tokens, placements = held[numbers[0]]
+            self._enter([reports[number] for number in numbers], tokens, placements)
+
+    def _enter(self, reports: list[Mapping[str, np.ndarray]], tokens: int, placements: LayerPlacements) -> None:
+        step = self._step
+        statistics = DispatchStatistics.of(
+            {name: np.concatenate([one[name] for one in reports]) for name in reports[0]},
+            step.spec,
+            step.dispatch,
+            tokens=-(-tokens // step.spec.tp_size),
+            width=step.config.hidden_size,
+            top_k=step.config.num_experts_per_tok,
+            dtype=step.dtype,
+            platform=step.mesh.devices.flat[0].platform,
+        )
+        if self._sums is None:
+            self._sums = DispatchSums(placements)
+        self._sums.add(statistics, len(reports), placements)
+
+
+class DispatchSums:
+    """Sums over launches."""
+
+    def __init__(self, placements: LayerPlacements):
+        self._placements = placements
+        self._tokens: np.ndarray | int = 0
+        self._logical: np.ndarray | int = 0
+        self._rows: np.ndarray | int = 0
+        self._rounds = self._payload = self._wire = 0
+
+    def add(self, more: DispatchStatistics, launches: int, placements: LayerPlacements) -> None:
+        """Add launches, whose layers stand one behind the other in ``more``, all under one placement."""
+        per_launch = more.tokens_per_expert.reshape(launches, -1, more.tokens_per_expert.shape[1])
+        tokens = per_launch.sum(axis=0)
+        self._placements = placements
+        self._tokens = self._tokens + tokens
+        self._logical = self._logical + placements.logical_load(tokens)
+        self._rows = self._rows + more.rows_sent_per_rank
+        self._rounds += more.rounds
+        self._payload += more.payload_bytes
+        self._wire += more.wire_bytes
+
+    def counts(self) -> ExpertCounts:
+        """A copy that stays as it is."""
+        padding = 1.0 - self._payload / self._wire if self._wire else 0.0
+        return ExpertCounts(
+            np.array(self._tokens),
+            np.array(self._rows),
+            self._rounds,
+            self._wire,
+            padding,
+            np.array(self._logical),
+            self._placements.physical_to_logical[: len(self._tokens)],
+        )

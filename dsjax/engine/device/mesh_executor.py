@@ -1,0 +1,405 @@
+"""``MeshExecutor``: turns commands into launches of the compiled programs on a mesh, and reads the tokens back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from dsjax.engine.contract.commands import Clear, Command, Copy, Flush, Score, Step
+from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress, RankResults
+from dsjax.engine.device import device_state, slots
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
+from dsjax.engine.device.buckets import Buckets, Launch
+from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.expert_recorder import ExpertRecorder
+from dsjax.engine.device.launch_inputs import pack_admissions, pack_launch, split_page_changes
+from dsjax.engine.device.launch_results import LaunchOutcome, read_step
+from dsjax.engine.device.page_staging import PageStaging
+from dsjax.engine.device.process import explained_out_of_memory
+from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.device.programs import Programs
+from dsjax.engine.device.slot_rules import RowRules, SlotTable
+from dsjax.engine.device.traced_programs import COPIES
+from dsjax.model import step as model_step
+from dsjax.model.rows import RowGroup
+from sharding.layer_placement import LayerPlacements
+
+SMALLER_STEPS = (
+    "give a smaller --cache-tokens, so that more is left for a step, or make steps smaller with --max-num-batched-tokens, "
+    "--prefill-chunk or --moe-chunk-tokens"
+)
+"""What to do where a step needs more memory than the cache has left it."""
+
+
+class _StepFound(NamedTuple):
+    """What a step's launches gave, on the devices, and where experts were when it began."""
+
+    outcomes: list[LaunchOutcome]
+    placements: list[LayerPlacements | None]
+
+
+PartMaker = Callable[[DeviceAccess, PageStaging], DevicePart]
+"""Makes an optional part of an executor: one that moves pages or experts."""
+
+
+class MeshExecutor:
+    """Runs one model on one mesh. Every shape is compiled by ``warm_up``, or at first use.
+
+    On one device, and on accelerators, two steps may be in flight: all programs of a command are enqueued at once. On emulated
+    devices, programs in flight together can deadlock: each program is waited for before the next one starts, and so is each command.
+
+    Args:
+        parts: make the optional parts, which carry out commands of their own. Their order is that in which pages are looked for.
+        meet: waits for the other processes of the mesh, where there are any; they all call it at the same place. library: as in `Programs`.
+
+    Attributes:
+        device: the state, the parameters and the programs, as the parts have them.
+    """
+
+    def __init__(
+        self,
+        step: model_step.ModelStep,
+        params: Mapping[str, Array],
+        limits: ExecutorLimits,
+        buckets: Buckets,
+        *,
+        num_drafts: int = 0,
+        experts_per_exchange: int = 0,
+        parts: Sequence[PartMaker] = (),
+        meet: Callable[[], object] | None = None,
+        library: ProgramLibrary | None = None,
+    ):
+        self.model, self.limits, self.buckets = step, limits, buckets
+        params = {path: params[path] for path in step.table.infos}
+        described = device_state.describe(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
+        programs = Programs(step, params, described, limits, experts_per_exchange, meet, library)
+        self.device = DeviceAccess(step, limits, programs, params, programs.allocate(), step.placement)
+        emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
+        self.max_in_flight = 1 if emulated else 2
+        self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
+        self._new_recorder = lambda: ExpertRecorder(step)
+        self._recorder: ExpertRecorder | None = None
+        self._table, staging = CommandTable(), PageStaging(self.device)
+        self._register()
+        self._parts = [make(self.device, staging) for make in parts]
+        for part in (staging, *self._parts):
+            part.register(self._table)
+        self._queue: deque[Pending] = deque()
+        self._padding = 0
+        self._warm: frozenset[Hashable] | None = None
+
+    def _register(self) -> None:
+        """Add the commands that need no optional part."""
+        self._table.add(Step, Handler(self._step, self._collect_step, is_awaited=True))
+        self._table.add(Score, Handler(self._score, _collect_score, is_awaited=True))
+        self._table.add(Flush, Handler(self._flush, is_awaited=True))
+        self._table.add(Copy, Handler(self._copy, keeps_last=False))
+        self._table.add(Clear, Handler(self._clear, keeps_last=False))
+
+    @property
+    def params(self) -> dict[str, Array]:
+        """The parameters by path."""
+        return self.device.params
+
+    @property
+    def state(self) -> DeviceState:
+        """What the devices keep from step to step."""
+        return self.device.state
+
+    @property
+    def programs(self) -> Programs:
+        """The compiled programs."""
+        return self.device.programs
+
+    def part(self, kind: type[Kind]) -> Kind | None:
+        """The optional part of this class; None without one."""
+        return next((part for part in self._parts if isinstance(part, kind)), None)
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """What a part offers of this kind; None: nothing does."""
+        return next((found for part in self._parts if (found := part.extension(kind)) is not None), None)
+
+    def launch(self, command: Command) -> Pending:
+        """Lay out and send a command's inputs, and start it if the devices may take it now."""
+        pending = self._table.launch(command)
+        self._queue.append(pending)
+        with explained_out_of_memory("a step was launched", SMALLER_STEPS):
+            if self.max_in_flight > 1:
+                pending.started = time.monotonic()
+                for array in pending.running:
+                    pending.last = array
+                if not pending.handler.keeps_last:
+                    pending.last = None  # a part of the state, which the next program takes
+            elif len(self._queue) == 1:
+                self._advance()
+        return pending
+
+    def wait(self, pending: Pending) -> None:
+        """Wait until a command is done; start the next one."""
+        with explained_out_of_memory("a step was computed", SMALLER_STEPS):
+            while not pending.done:
+                head = self._queue[0]
+                self._finish(head)
+                self._queue.popleft()
+                if self._queue and self._queue[0].started:  # enqueued before, and begun only now
+                    self._queue[0].started = max(self._queue[0].started, head.ended)
+                self._advance()
+
+    def collect(self, pending: Pending) -> Any:
+        """Wait for a command, and give what came of it."""
+        self.wait(pending)
+        return pending.handler.collect(pending)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every program that commands can ask for."""
+        self.programs.warm_up(self.buckets, progress)
+        if self._parts:
+            self.programs.meet()
+        for part in self._parts:
+            part.rehearse(lambda command: self.collect(self.launch(command)))
+        self._warm = self.programs.compiled
+
+    def counts(self) -> ExecutorCounts:
+        """What the last step and the programs count."""
+        late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
+        return ExecutorCounts(self._padding, late, self._recorder.counts() if self.recording else None)
+
+    @property
+    def recording(self) -> bool:
+        """Whether the experts' load is recorded."""
+        return self._recorder is not None
+
+    def set_recording(self, on: bool) -> None:
+        """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
+        if on != self.recording:
+            self._recorder = self._new_recorder() if on else None
+
+    def expert_counts(self) -> ExpertCounts | None:
+        """What was recorded since recording began; None while it is off, or the model has no experts."""
+        return self._recorder.read() if self.recording else None
+
+    def shutdown(self) -> None:
+        """Free the state and drop the programs."""
+        for part in self._parts:
+            part.close()
+        for array in jax.tree.leaves(self.state):
+            array.delete()
+        self.programs.drop()
+
+    def release(self) -> None:
+        """`shutdown`, and free the parameters too, whatever became of the last step: wait until no program runs any more."""
+        arrays = [*jax.tree.leaves(self.state), *self.params.values()]
+        arrays += [pending.last for pending in self._queue if pending.last is not None]
+        for array in arrays:
+            with contextlib.suppress(RuntimeError):  # of the program that made it, or it was given to one that failed
+                array.block_until_ready()
+        for part in self._parts:
+            part.close()
+        self._queue.clear()
+        self.programs.drop()
+        self._parts = []
+        for array in arrays:
+            with contextlib.suppress(RuntimeError):
+                array.delete()
+        self.device.params = {}
+
+    def _advance(self) -> None:
+        """Start what comes next; what nobody waits for is done at once."""
+        while self._queue and not self._queue[0].started:
+            head = self._queue[0]
+            head.started = time.monotonic()
+            head.last = next(head.running, None)
+            if head.handler.is_awaited:
+                return
+            self._finish(head)
+            self._queue.popleft()
+
+    def _finish(self, pending: Pending) -> None:
+        """Run a command's remaining programs, each when the one before is done on all devices."""
+        while pending.last is not None:
+            jax.block_until_ready(pending.last)
+            pending.last = next(pending.running, None)
+        pending.ended = time.monotonic()
+        pending.done, pending.running = True, None
+
+    def _step(self, pending: Pending, command: Step) -> Running:
+        """Lay out and send a step's inputs; give its execution."""
+        pending.found = _StepFound([], [])
+        self._slots.admit(command)
+        launches = self.buckets.launches(command)
+        shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
+        within, before = split_page_changes(command, shapes[0].page_changes if shapes else 0)
+        admissions = [self.device.send(packed) for packed in pack_admissions(command, before)]
+        nothing: list[list] = [[] for _ in command.ranks]
+        most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
+        inputs = [
+            self.device.send(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
+            for place, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
+        ]
+        rules = [
+            self._sent(self._slots.rules_of(command, launch, shape))
+            for launch, shape in zip(launches, shapes, strict=True)
+        ]
+        self._padding = sum(shape.tokens for shape in shapes) * self.limits.num_ranks - sum(
+            len(rank.decodes) // 8 + sum(row.length for row in rank.prefills) for rank in command.ranks
+        )
+        laid_out = list(zip(launches, shapes, inputs, rules, strict=True))
+        return self._run_step(pending, command, admissions, laid_out, self.recording)
+
+    def _run_step(
+        self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple], recording: bool
+    ) -> Running:
+        pending.found.placements.append(self.device.placements)
+        for packed in admissions:
+            self.device.state = self.programs.admit()(self.state, packed)
+            yield self.state.start
+        for launch, shape, packed, rules in launches:
+            yield from self._run_launch(pending, launch, shape, packed, rules, command.proposes, recording)
+
+    def _run_launch(
+        self,
+        pending: Pending,
+        launch: Launch,
+        shape: slots.LaunchShape,
+        packed: Array,
+        rules: RowRules,
+        proposes: int,
+        recording: bool,
+    ) -> Running:
+        if proposes and launch.prefill is None and rules.wanted is None:
+            program = self.programs.drafting_step(shape, proposes)
+            self.device.state, outcome, drafts, reports = program(self.params, self.state, packed)
+            yield outcome
+            found = LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules)
+            yield from self._keep(pending, found, recording)
+            return
+        program = self.programs.step(shape, launch.scored)
+        self.device.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(
+            self.params, self.state, packed
+        )
+        yield outcome
+        scores, drafts = None, None
+        if rules.wanted is not None:
+            biased = logits
+            for piece in rules.biases:
+                biased = self.programs.biases(shape.sampled)(self.device.state, rows, biased, piece)
+                yield biased
+            masks = self.programs.no_masks(shape.sampled) if rules.masks is None else rules.masks
+            draw = self.programs.draw(shape.sampled)
+            self.device.state, outcome, scores = draw(self.device.state, rows, logits, biased, masks, rules.wanted)
+            yield outcome
+        if proposes:
+            program = self.programs.drafts(shape, proposes)
+            self.device.state, drafts = program(self.params, self.state, packed, rows, outcome, hidden)
+            yield drafts
+        found = LaunchOutcome(
+            launch, shape, outcome, scores, prompt_scores[0] if prompt_scores else None, drafts, reports, rules
+        )
+        yield from self._keep(pending, found, recording)
+
+    def _keep(self, pending: Pending, found: LaunchOutcome, recording: bool) -> Running:
+        """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped."""
+        if self.programs.shared:
+            slots_read = found.rules.slots.values()
+            wanted = {
+                "scores": found.scores is not None and any(own.sampling.logprobs >= 0 for own in slots_read),
+                "prompt_scores": found.prompt_scores is not None,
+                "drafts": found.drafts is not None and any(own.guided for own in slots_read),
+                "reports": recording and bool(found.reports),
+            }
+            for name, is_wanted in wanted.items():
+                gathered = (
+                    self.programs.gather(getattr(found, name)) if is_wanted else {} if name == "reports" else None
+                )
+                found = found._replace(**{name: gathered})
+                if is_wanted:
+                    yield jax.tree.leaves(gathered)[0]
+        pending.found.outcomes.append(found)
+
+    def _score(self, pending: Pending, command: Score) -> Running:
+        """Lay out one sequence in chunks, which go through pages of rank 0."""
+        pending.found = []
+        tokens, pages = np.frombuffer(command.tokens, "<i4"), np.frombuffer(command.pages, "<i4")
+        chunk, ranks = self.limits.max_chunk, self.limits.num_ranks
+        inputs = []
+        for start in range(0, len(tokens), chunk):
+            part = tokens[start : start + chunk]
+            row, table = np.zeros((ranks, 1, chunk), np.int32), np.zeros((ranks, 1, self.limits.max_pages), np.int32)
+            first, length = np.zeros((ranks, 1), np.int32), np.zeros((ranks, 1), np.int32)
+            row[0, 0, : len(part)], table[0, 0, : len(pages)] = part, pages
+            first[0, 0], length[0, 0] = start, len(part)
+            inputs.append(self.device.send(RowGroup.pack(row, first, length, table)))
+
+        def run() -> Running:
+            for packed in inputs:
+                self.device.state, logits = self.programs.every_token()(self.params, self.state, packed)
+                pending.found.append(logits)
+                yield logits
+
+        return run()
+
+    def _copy(self, _: Pending, command: Copy) -> Running:
+        pairs = [np.frombuffer(own, "<i4").reshape(-1, 2) for own in command.ranks]
+        inputs = []
+        for start in range(0, max(map(len, pairs)), COPIES):
+            piece = np.zeros((len(pairs), COPIES, 2), np.int32)
+            for rank, own in enumerate(pairs):
+                part = own[start : start + COPIES]
+                piece[rank, : len(part)] = part
+            inputs.append(self.device.send(piece))
+
+        def run() -> Running:
+            for packed in inputs:
+                self.device.state = self.programs.copy()(self.state, packed)
+                yield self.state.start
+
+        return run()
+
+    def _clear(self, _: Pending, command: Clear) -> Running:
+        return self._zero([np.frombuffer(own, "<i4") for own in command.ranks])
+
+    def _flush(self, _: Pending, command: Flush) -> Running:
+        self._slots.reset()
+        return self._zero([np.arange(self.limits.pages_per_rank)] * self.limits.num_ranks)
+
+    def _zero(self, pages: list[np.ndarray]) -> Running:
+        """Zero pages of each rank."""
+        marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
+        for rank, own in enumerate(pages):
+            marked[rank, own] = True
+        sent = self.device.send(marked)
+
+        def run() -> Running:
+            self.device.state = self.programs.clear()(self.state, sent)
+            yield self.state.start
+
+        return run()
+
+    def _sent(self, rules: RowRules) -> RowRules:
+        """The same, its arrays on the devices."""
+        if rules.wanted is None:
+            return rules
+        masks = None if rules.masks is None else self.device.send(rules.masks)
+        wanted = self.device.send_everywhere(rules.wanted)
+        return rules._replace(wanted=wanted, biases=[self.device.send(piece) for piece in rules.biases], masks=masks)
+
+    def _collect_step(self, pending: Pending) -> list[RankResults]:
+        """What a step's rows yielded, which the slots follow."""
+        outcomes, [placements] = pending.found
+        if self._recorder is not None:
+            for outcome in outcomes:
+                self._recorder.add(outcome.reports, outcome.shape.tokens, placements)
+        results = read_step(pending.command, outcomes)
+        self._slots.commit(pending.command, results)
+        return results
+
+
+def _collect_score(pending: Pending) -> np.ndarray:
+    return np.concatenate([np.asarray(array) for array in pending.found])[: len(pending.command.tokens) // 4]

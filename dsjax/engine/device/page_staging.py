@@ -1,0 +1,142 @@
+"""``PageStaging``: pages on their way into the cache from a store beside the devices: sent ahead of a step, and placed before the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dsjax.engine.contract.commands import FetchPages, PlacePages, ReadPages, names_of
+from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pending, Running
+from dsjax.engine.device.device_state import MOVED_PAGES, PagesOnTheWay
+
+Layout = list[np.ndarray]
+"""Of each rank int32: which of the pages of a command stands at each place of a piece; −1: none."""
+
+
+class Piece(NamedTuple):
+    """As many pages of each rank as a program places at once.
+
+    Attributes:
+        layout: which pages. make: sends them to the devices.
+    """
+
+    layout: Layout
+    make: Callable[[], PagesOnTheWay]
+
+
+class PageStore:
+    """Where pages lie that are named by numbers in `FetchPages`: slots of host memory, or pages that have landed."""
+
+    def take(self, wanted: Layout, places: Layout) -> tuple[list[Piece], Layout]:
+        """Pieces for the pages that are here, and the places of all others.
+
+        wanted: of each rank the numbers of a `FetchPages`. places: of each rank those of them that nobody has taken yet.
+        """
+        raise NotImplementedError(f"{type(self).__name__} stores pages and does not say how they are sent")
+
+    def forget(self, rank: int, number: int) -> None:
+        """Keep a page no longer that has landed, or is about to."""
+
+
+class PageStaging:
+    """Carries out `FetchPages` and `PlacePages` for all stores, and tells them which landed pages are wanted no more.
+
+    Attributes:
+        read: begins to bring a page, given its rank, number and name; None: no store reads pages.
+    """
+
+    def __init__(self, device: DeviceAccess):
+        self._device = device
+        self._stores: list[PageStore] = []
+        self._staged: dict[int, list[PagesOnTheWay]] = {}
+        self._layouts: dict[int, list[Layout]] = {}
+        self.read: Callable[[int, int, bytes], None] | None = None
+
+    def add(self, store: PageStore) -> None:
+        """Look for pages in this store too, behind those that were added before."""
+        self._stores.append(store)
+
+    def register(self, table: CommandTable) -> None:
+        """Add the commands that it carries out."""
+        table.add(FetchPages, Handler(self._fetch))
+        table.add(PlacePages, Handler(self._place, keeps_last=False))
+        table.add(ReadPages, Handler(self._request))
+
+    def _fetch(self, _: Pending, command: FetchPages) -> Running:
+        """Send pages to the devices, and stage them there."""
+        wanted = [np.frombuffer(own, "<i4") for own in command.ranks]
+        places = [np.arange(len(own), dtype=np.int32) for own in wanted]
+        pieces: list[Piece] = []
+        for store in self._stores:
+            found, places = store.take(wanted, places)
+            pieces += found
+        self._layouts[command.number] = [piece.layout for piece in pieces]
+
+        def run() -> Running:
+            staged = [piece.make() for piece in pieces]
+            self._staged[command.number] = staged
+            for piece in staged:
+                yield next(iter(piece.values()))
+
+        return run()
+
+    def _place(self, _: Pending, command: PlacePages) -> Running:
+        """Write what was staged to pages."""
+        numbers = [np.frombuffer(own, "<i4") for own in command.ranks]
+        layouts = self._layouts.get(command.number, [])
+        self._layouts = {number: own for number, own in self._layouts.items() if number > command.number}
+        pages = [
+            self._device.send(
+                packed(
+                    [
+                        np.where(places < 0, 0, own[places] if len(own) else 0)
+                        for places, own in zip(layout, numbers, strict=True)
+                    ]
+                )
+            )
+            for layout in layouts
+        ]
+
+        def run() -> Running:
+            device = self._device
+            staged_here = self._staged.get(command.number)
+            self._staged = {number: staged for number, staged in self._staged.items() if number > command.number}
+            if staged_here is None:
+                return
+            for numbers, staged in zip(pages, staged_here, strict=True):
+                device.state = device.programs.put_pages()(device.state, staged, numbers)
+                yield device.state.start
+
+        return run()
+
+    def _request(self, _: Pending, command: ReadPages) -> Running:
+        """Forget pages that are wanted no more, and begin to read others."""
+
+        def run() -> Running:
+            for rank, (numbers, names, drops) in enumerate(
+                zip(command.ranks, command.names, command.drops, strict=True)
+            ):
+                for number in np.frombuffer(drops, "<i4"):
+                    for store in self._stores:
+                        store.forget(rank, int(number))
+                for number, name in zip(np.frombuffer(numbers, "<i4"), names_of(names), strict=True):
+                    self.read(rank, int(number), name)
+            yield from ()
+
+        return run()
+
+
+def packed(pages: Sequence[np.ndarray]) -> np.ndarray:
+    """Page numbers of each rank as a program takes them: ``[B, MOVED_PAGES]``, 0 for none; of rows of several numbers the first ones."""
+    found = np.zeros((len(pages), MOVED_PAGES), np.int32)
+    for rank, own in enumerate(pages):
+        found[rank, : len(own)] = own if own.ndim == 1 else own[:, 0]
+    return found
+
+
+def cut(ranks: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """At most ``MOVED_PAGES`` entries of each rank at a time."""
+    for start in range(0, max(map(len, ranks)), MOVED_PAGES):
+        yield [own[start : start + MOVED_PAGES] for own in ranks]

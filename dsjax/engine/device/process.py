@@ -1,0 +1,156 @@
+"""How this process runs XLA's programs: where compiled ones are kept, how much memory there is, and what happens to what they free."""
+
+import ctypes
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from dsjax.errors import UserError
+from sharding.jax_internals import backend_is_running
+
+LEAST_COMPILE_SECONDS = 0.2
+"""Programs that compile faster than this are not worth a file."""
+
+# glibc's <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def cache_folder() -> Path:
+    """Where compiled programs and kernels are kept, as ``JAX_COMPILATION_CACHE_DIR`` or the user's cache folder says; it need not
+    exist."""
+    if jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjax" / "compiled"
+
+
+def enable_compile_cache() -> Path | None:
+    """Keep compiled programs on disk, in JAX's persistent cache, so that the next start finds them.
+
+    Gives the directory, or None where it cannot be written.
+
+    ``JAX_COMPILATION_CACHE_DIR`` decides where, if set; otherwise ``dsjax/compiled`` in the user's cache folder. The
+    programs themselves do not depend on it.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warnings.warn(f"compiled programs will not be kept: cannot write {folder} ({error.strerror})", stacklevel=2)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_COMPILE_SECONDS)
+    return folder
+
+
+@contextmanager
+def without_compile_cache() -> Iterator[None]:
+    """Compile even what the cache holds, for whoever reads what the compiler writes beside its result."""
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None:
+        yield
+        return
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # JAX asks once whether there is one
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
+
+
+def size_memory_pool(share: float) -> None:
+    """Make the pool that JAX takes from each GPU's memory as large as ``share`` of it, which must come before JAX starts.
+
+    By default JAX takes 75 %. ``XLA_CLIENT_MEM_FRACTION`` and its older name are replaced: the option says what the engine, the dry
+    run and the planner reckon with. Where JAX runs already the pool stays as it is, and the cache gets what that leaves.
+    """
+    if backend_is_running():
+        return
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both names at once
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = repr(share)
+
+
+_STATUS = re.compile(
+    "(CANCELLED|UNKNOWN|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|INTERNAL|UNAVAILABLE|DATA_LOSS): "
+)
+"""How the text of an error of XLA's begins; wrong arguments are not among them."""
+
+
+class OutOfDeviceMemoryError(UserError):
+    """A device's memory is too small for what was asked of it."""
+
+
+@contextmanager
+def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
+    """Turn XLA's out-of-memory error into one that says what ran out while ``doing`` what, and what to do.
+
+    Raises:
+        OutOfDeviceMemoryError: in place of XLA's error; all others pass.
+        JaxRuntimeError: in place of a `ValueError`, as which JAX's fast way to call a program raises what fails while it is started. On
+            the CPU platform a program may run where it is started, so that a collective whose other side is gone fails there.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        is_status = type(error) is ValueError and _STATUS.match(str(error))
+        if is_status and "RESOURCE_EXHAUSTED" not in str(error):
+            raise jax.errors.JaxRuntimeError(str(error)) from error
+        if "RESOURCE_EXHAUSTED" not in str(error) or (isinstance(error, ValueError) and not is_status):
+            raise
+        wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", str(error))
+        stats = jax.local_devices()[0].memory_stats() or {}
+        state = (
+            f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
+            if {"bytes_limit", "bytes_in_use"} <= stats.keys()
+            else ""
+        )
+        size = f" for {wanted.group(1)}" if wanted else ""
+        raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory in the process instead of returning it to the kernel after each program.
+
+    Gives whether that took effect: it is glibc's to do, on Linux; elsewhere nothing happens.
+
+    By default glibc maps each allocation of more than 128 KiB anew and unmaps it when freed. XLA's CPU backend allocates
+    its temporaries for every execution, so each step would fault in every page again: half of the time of a large product
+    on the machine where this was measured (docs/measurements).
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    never_trim = 2**31 - 1
+    return all(mallopt(option, value) for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, never_trim)))
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process can still take: what the machine has left, or its container's limit where that is less.
+
+    Linux only; None elsewhere. What a container uses is not taken off its limit: most of that may be files' pages, which go
+    when room is needed.
+    """
+    found: list[int] = []
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        pass
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroup 2 and 1
+        try:
+            found.append(int((cgroup / name).read_text()))
+        except (OSError, ValueError):  # no such file, or no limit: "max"
+            continue
+    return min(found, default=None)

@@ -1,0 +1,193 @@
+"""``ProgramLibrary``: the compiled programs of meshes that an engine has had, or may come to have, for whichever devices they are needed.
+
+A program names its devices by their place in the mesh. Which devices those are is said apart from it, when it is loaded: a program
+that was compiled for a mesh of one order of devices is loaded for another in milliseconds, without being traced or compiled again.
+JAX promises less: it keeps compiled programs (``jax.experimental.serialize_executable``), but loads them for the devices that they were
+compiled for. What is private of JAX here was tried with 0.10.2. Where it fails, programs are compiled as if there were no library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import threading
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
+
+from dsjax.engine.contract.executor import ExecutorLimits
+from sharding import jax_internals
+
+_LEAST_SHARE_OF_PAGES = 0.95
+"""A cache smaller than it could be by more than this costs more than compiling programs for the larger one."""
+
+_log = logging.getLogger(__name__)
+
+
+class _ReadLast(threading.local):
+    """Of a thread: the compiled program that JAX's cache gave last, as bytes."""
+
+    data: bytes | None = None
+
+
+_read_last = _ReadLast()
+
+
+def _listen_to_jax_cache() -> None:
+    """Have what JAX's cache gives noted in `_read_last`."""
+    compilation_cache = jax_internals.compilation_cache()
+    extract = compilation_cache.extract_executable_and_time
+    if getattr(extract, "notes", False):
+        return
+
+    def extract_and_note(entry: bytes) -> tuple[bytes, int]:
+        found = extract(entry)
+        _read_last.data = found[0]
+        return found
+
+    extract_and_note.notes = True
+    compilation_cache.extract_executable_and_time = extract_and_note
+
+
+class _Kept(NamedTuple):
+    """A compiled program as bytes, the structure of what it takes and gives, and the ids of the devices it was compiled for."""
+
+    data: bytes
+    in_tree: Any
+    out_tree: Any
+    device_ids: tuple[int, ...]
+
+
+class ProgramLibrary:
+    """Belongs to a process. Any thread may use it.
+
+    Attributes:
+        beside_the_cache: of a mesh, bytes of a device that a step needs beside weights and cache.
+        pages: of a mesh, how many each DP rank's cache has in programs that were compiled ahead; the cache must then have as many.
+    """
+
+    def __init__(self):
+        self.beside_the_cache: dict[str, int] = {}
+        self.pages: dict[str, int] = {}
+        self._kept: dict[Hashable, dict[Hashable, _Kept]] = {}
+        self._lock = threading.Lock()
+        self._works = True
+        try:
+            _listen_to_jax_cache()
+        except (ImportError, AttributeError) as error:
+            self.give_up(error)
+
+    def shelf(self, about: Hashable, mesh: Mesh) -> Shelf:
+        """The programs for a mesh.
+
+        about: everything that they depend on and that their keys do not tell, but for which devices are in the mesh and in which order.
+        """
+        with self._lock:
+            return Shelf(self, self._kept.setdefault(about, {}), mesh)
+
+    def settled(self, mesh: str, limits: ExecutorLimits) -> ExecutorLimits:
+        """Limits as found when a mesh is made, but with the pages that its programs were compiled for, if these are about as many."""
+        pages = self.pages.get(mesh, limits.pages_per_rank)
+        fits = _LEAST_SHARE_OF_PAGES * limits.pages_per_rank <= pages <= limits.pages_per_rank
+        return dataclasses.replace(limits, pages_per_rank=pages) if fits else limits
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all programs."""
+        with self._lock:
+            return sum(len(kept.data) for shelf in self._kept.values() for kept in shelf.values())
+
+    def give_up(self, error: Exception) -> None:
+        """This version of JAX cannot do it: keep nothing from now on."""
+        if self._works:
+            _log.warning("Compiled programs cannot be kept for other devices (%s); each mesh compiles its own.", error)
+        self._works = False
+
+    @property
+    def works(self) -> bool:
+        """Whether programs can be kept."""
+        return self._works
+
+
+class Shelf:
+    """The programs of one kind of mesh, for the devices of one mesh."""
+
+    def __init__(self, library: ProgramLibrary, kept: dict[Hashable, _Kept], mesh: Mesh):
+        self._library, self._kept, self._devices = library, kept, list(mesh.devices.flat)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
+    def compile(self, key: Hashable, lowered: Lowered) -> Compiled:
+        """Compile a program for the devices of this mesh, and keep it."""
+        _read_last.data = None
+        compiled = lowered.compile()
+        if key not in self._kept and self._library.works:
+            try:
+                self._kept[key] = _keep(compiled, _read_last.data, self._devices)
+            except Exception as error:  # whatever JAX has changed
+                self._library.give_up(error)
+        return compiled
+
+    def find(self, key: Hashable) -> Compiled | None:
+        """A program, loaded for the devices of this mesh; None where it was never kept."""
+        kept = self._kept.get(key)
+        if kept is None or not self._library.works:
+            return None
+        if self._devices[0].platform == "tpu" and kept.device_ids != tuple(device.id for device in self._devices):
+            return None  # a TPU's program contains its way through the torus
+        try:
+            return _load(kept, self._devices)
+        except Exception as error:  # whatever JAX has changed
+            self._library.give_up(error)
+            return None
+
+
+def _keep(compiled: Compiled, data: bytes | None, devices: list[jax.Device]) -> _Kept:
+    """data: what JAX's cache had of it, if it was there."""
+    described, in_tree = jax.tree.flatten(compiled.args_info)
+    file = io.BytesIO()
+    _Writer(file, data).dump((compiled._executable._unloaded_executable, described, compiled._no_kwargs))
+    return _Kept(file.getvalue(), in_tree, compiled.out_tree, tuple(device.id for device in devices))
+
+
+class _Writer(serialize_executable._JaxPjrtPickler):
+    """As JAX's, but a program that came out of JAX's cache is written as it lay there: of one that was read, XLA's CPU backend
+    writes something that cannot run.
+    """
+
+    def __init__(self, file: io.BytesIO, data: bytes | None):
+        super().__init__(file)
+        self._data = data
+
+    def persistent_id(self, obj: Any) -> tuple | None:
+        found = super().persistent_id(obj)
+        return ("exec", self._data) if found is not None and found[0] == "exec" and self._data is not None else found
+
+
+def _load(kept: _Kept, devices: list[jax.Device]) -> Compiled:
+    reader = _Reader(io.BytesIO(kept.data), kept.device_ids, devices)
+    executable, args_info, no_kwargs = reader.load()
+    return Compiled(executable.load(), [], kept.in_tree.unflatten(args_info), kept.out_tree, no_kwargs=no_kwargs)
+
+
+class _Reader(serialize_executable._JaxPjrtUnpickler):
+    """Reads what ``_Writer`` wrote, in this process and a moment ago, with other devices in the places of those that were written."""
+
+    def __init__(self, file: io.BytesIO, written_ids: tuple[int, ...], devices: list[jax.Device]):
+        super().__init__(file, devices[0].client, devices)
+        self.devices_by_id = dict(zip(written_ids, devices, strict=True))
+
+    def persistent_load(self, pid: tuple) -> Any:
+        if pid[0] == "exec":
+            return self.backend.deserialize_executable(pid[1], self.execution_devices, self._options())
+        return super().persistent_load(pid)
+
+    def _options(self):
+        """Those with which JAX would compile for these devices; of them only the devices matter once a program is compiled."""
+        return jax_internals.compile_options([device.id for device in self.devices_by_id.values()], self.backend)

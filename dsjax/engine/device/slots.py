@@ -1,0 +1,310 @@
+"""Slots on the device: how requests get them, how the rows of a launch read them, and what a step writes back.
+
+Each function is traced as a part of a program. Slots are a DP rank's own, so they are read and written rank by rank, in ``shard_map``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from dsjax.engine.device.device_state import DeviceState, SlotSampling
+from dsjax.model.rows import GroupShape, RowGroup
+from dsjax.model.step import ModelStep
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class StepRows:
+    """The rows of one launch, as its programs hand them on: decode rows ``R``, prefill rows ``R2``, slot −1 for padding.
+
+    tokens: of decode rows the last token and the drafts. next_token: of prefill rows the token behind them, −1 where they make it.
+    """
+
+    slot: Int[Array, "B R"]
+    start: Int[Array, "B R"]
+    length: Int[Array, "B R"]
+    limit: Int[Array, "B R"]
+    tokens: Int[Array, "B R C"]
+    prefill_slot: Int[Array, "B R2"]
+    prefill_start: Int[Array, "B R2"]
+    prefill_length: Int[Array, "B R2"]
+    prefill_limit: Int[Array, "B R2"]
+    next_token: Int[Array, "B R2"]
+
+    def pack(self) -> Int[Array, "B W"]:
+        """All fields in one array: what the programs of a launch hand on. (An empty array would lose its sharding.)"""
+        parts = jax.tree.leaves(self)
+        return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
+
+    @classmethod
+    def unpack(cls, packed: Int[Array, "B W"], sampled: tuple[int, int, int]) -> StepRows:
+        """The inverse of ``pack``; ``sampled`` as of ``LaunchShape``."""
+        R, C, R2 = sampled
+        ends = np.cumsum([R, R, R, R, R * C, R2, R2, R2, R2])
+        parts = jnp.split(packed, ends, axis=1)
+        parts[4] = parts[4].reshape(packed.shape[0], R, C)
+        return cls(*parts)
+
+    @staticmethod
+    def packed_width(sampled: tuple[int, int, int]) -> int:
+        """Integers of ``pack`` on one DP rank."""
+        R, C, R2 = sampled
+        return R * (4 + C) + 5 * R2
+
+    @property
+    def slots(self) -> Int[Array, "B J"]:
+        """The slot of each position that makes a token: C for each decode row, then one for each prefill row."""
+        C = self.tokens.shape[-1]
+        return jnp.concatenate([jnp.repeat(self.slot, C, axis=1), self.prefill_slot], axis=1)
+
+    @property
+    def positions(self) -> Int[Array, "B J"]:
+        """The position of each of those: the token made there stands one behind it."""
+        C = self.tokens.shape[-1]
+        decoded = (self.start[..., None] + jnp.arange(C)).reshape(self.start.shape[0], -1)
+        return jnp.concatenate([decoded, self.prefill_start + jnp.maximum(self.prefill_length - 1, 0)], axis=1)
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """Static shape of a launch: its row groups, and which of them are there. Everything about a packed input follows from it."""
+
+    decode: GroupShape | None
+    prefill: GroupShape | None
+    page_size: int
+
+    @property
+    def groups(self) -> tuple[GroupShape, ...]:
+        """The row groups, decodes first."""
+        return tuple(group for group in (self.decode, self.prefill) if group)
+
+    @property
+    def tokens(self) -> int:
+        """Token slots on one DP rank."""
+        return sum(group.tokens for group in self.groups)
+
+    @property
+    def decode_rows(self) -> tuple[int, int]:
+        """Rows and width of the decode group; no rows where there is none."""
+        return (self.decode.rows, self.decode.chunk) if self.decode else (0, 1)
+
+    @property
+    def prefill_rows(self) -> tuple[int, int]:
+        """Rows and width of the prefill group; no rows where there is none."""
+        return (self.prefill.rows, self.prefill.chunk) if self.prefill else (0, 1)
+
+    @property
+    def sampled(self) -> tuple[int, int, int]:
+        """What the sampling programs depend on: decode rows, their width, prefill rows."""
+        return (*self.decode_rows, self.prefill_rows[0])
+
+    @property
+    def page_changes(self) -> int:
+        """Changes of page tables that its input has room for: a page for each decode row, a chunk's pages for each prefill row."""
+        rows, chunk = self.prefill_rows
+        return 1 + self.decode_rows[0] + rows * -(-chunk // self.page_size)
+
+    def prefill_tokens(self, packed: Int[Array, "B W"]) -> Int[Array, "B R2 C2"]:
+        """The prompts' tokens in its input."""
+        (R, _), (R2, C2) = self.decode_rows, self.prefill_rows
+        first = 3 * R + 5 * R2
+        return packed[:, first : first + R2 * C2].reshape(packed.shape[0], R2, C2)
+
+    @property
+    def packed_width(self) -> int:
+        """Integers of its input on one DP rank."""
+        return 3 * self.decode_rows[0] + self.prefill_rows[0] * (5 + self.prefill_rows[1]) + 3 * self.page_changes
+
+
+def _without_pages(state: DeviceState) -> DeviceState:
+    return dataclasses.replace(state, cache={}, filled=None, copies=None, loads=None)
+
+
+def _on_each_rank(step: ModelStep, function: Callable, *arguments):
+    """``function`` on each DP rank's own arrays, their leading axis taken off and put back."""
+
+    def local(*arguments):
+        own = jax.tree.map(lambda array: array[0], arguments)
+        return jax.tree.map(lambda array: array[None], function(*own))
+
+    rows = P(step.spec.batch_axes)
+    return jax.shard_map(local, mesh=step.mesh, in_specs=rows, out_specs=rows, check_vma=False)(*arguments)
+
+
+def _change_slots(step: ModelStep, function: Callable, state: DeviceState, *arguments) -> tuple[DeviceState, Any]:
+    """The state, all but its pages changed by ``function(state, *arguments) -> (state, more)`` on each rank; and more."""
+    changed, more = _on_each_rank(step, function, _without_pages(state), *arguments)
+    whole = {name: getattr(state, name) for name in ("cache", "filled", "copies", "loads")}
+    return dataclasses.replace(changed, **whole), more
+
+
+ADMISSIONS, ADMISSION_WIDTH = 8, 13
+"""Admissions of a rank that one run of the program takes, and the integers of each."""
+PAGE_CHANGES = 256
+"""Changes of page tables that one run of the program takes."""
+COUNTED = 1024
+"""Tokens whose counts one run of the program takes."""
+ADMIT_WIDTH = ADMISSIONS * ADMISSION_WIDTH + 3 * PAGE_CHANGES + 3 * COUNTED
+
+
+def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> DeviceState:
+    """Give slots to requests, and change page tables.
+
+    packed: admissions (slot, start, token, length of the prompt, seed, top-k, bits of temperature, top-p, min-p and the three
+    penalties, 1 where counts follow), page changes (slot, index, page), counts (slot, token, code); slot −1 is nothing.
+    """
+
+    def local(state: DeviceState, packed):
+        ends = np.cumsum([ADMISSIONS * ADMISSION_WIDTH, 3 * PAGE_CHANGES])
+        admissions, changes, counts = jnp.split(packed, ends)
+        columns = admissions.reshape(ADMISSIONS, ADMISSION_WIDTH).T
+        num_slots = state.start.shape[0]
+        at = jnp.where(columns[0] < 0, num_slots, columns[0])  # beyond the end: dropped
+        put = lambda array, values: array.at[at].set(values, mode="drop")  # noqa: E731
+        as_float = lambda column: jax.lax.bitcast_convert_type(column, jnp.float32)  # noqa: E731
+        old, names = state.sampling, [field.name for field in fields(SlotSampling)]
+        values = [
+            columns[3],
+            jax.lax.bitcast_convert_type(columns[4], jnp.uint32),
+            columns[5],
+            *map(as_float, columns[6:12]),
+        ]
+        sampling = SlotSampling(
+            **{name: put(getattr(old, name), value) for name, value in zip(names, values, strict=True)}
+        )
+        cleared = jnp.where(columns[12] > 0, at, num_slots)
+        counted = state.counts.at[cleared].set(0, mode="drop")
+        slot, token, code = counts.reshape(COUNTED, 3).T
+        counted = counted.at[jnp.where(slot < 0, num_slots, slot), token].set(code.astype(jnp.uint16), mode="drop")
+        # What a slot's last owner left behind its own pages is read too, with weight 0: pages of others, which may become NaN.
+        tables = state.tables.at[at].set(0, mode="drop")
+        state = dataclasses.replace(
+            state,
+            tables=_change_pages(tables, changes.reshape(PAGE_CHANGES, 3)),
+            start=put(state.start, columns[1]),
+            last_token=put(state.last_token, columns[2]),
+            num_drafts=put(state.num_drafts, jnp.zeros_like(at)),
+            sampling=sampling,
+            counts=counted,
+        )
+        return state, ()
+
+    return _change_slots(step, local, state, packed)[0]
+
+
+def read(
+    step: ModelStep, state: DeviceState, packed: Int[Array, "B W"], shape: LaunchShape
+) -> tuple[DeviceState, StepRows, list[RowGroup]]:
+    """Change page tables, and read the rows of a launch with what the state knows of them.
+
+    packed: decode rows (slots, limits, most drafts), prefill rows (slots, starts, lengths, limits, next tokens, tokens), page changes.
+    """
+    (R, C), (R2, C2) = shape.decode_rows, shape.prefill_rows
+
+    def local(state: DeviceState, packed):
+        ends = np.cumsum([R, R, R, R2, R2, R2, R2, R2, R2 * C2])
+        slot, limit, most, p_slot, p_start, p_length, p_limit, following, tokens, changes = jnp.split(packed, ends)
+        state = dataclasses.replace(state, tables=_change_pages(state.tables, changes.reshape(shape.page_changes, 3)))
+        here = jnp.maximum(slot, 0)
+        start, last = state.start[here], state.last_token[here]
+        row_tokens, num_drafts = last[:, None], jnp.zeros_like(slot)
+        if C > 1:
+            row_tokens = jnp.concatenate([row_tokens, state.drafts[here][:, : C - 1]], axis=1)
+            num_drafts = jnp.minimum(jnp.minimum(state.num_drafts[here], most), C - 1)
+        length = jnp.where(slot >= 0, jnp.clip(limit - start, 0, 1 + num_drafts), 0)
+        rows = StepRows(
+            slot=slot,
+            start=jnp.where(slot >= 0, start, 0),
+            length=length,
+            limit=limit,
+            tokens=row_tokens,
+            prefill_slot=p_slot,
+            prefill_start=p_start,
+            prefill_length=p_length,
+            prefill_limit=p_limit,
+            next_token=following,
+        )
+        tables, prefill_tables = state.tables[here], state.tables[jnp.maximum(p_slot, 0)]
+        return state, (rows, tables, prefill_tables, tokens.reshape(R2, C2))
+
+    state, (rows, tables, prefill_tables, tokens) = _change_slots(step, local, state, packed)
+    groups = []
+    if shape.decode:
+        groups.append(RowGroup(rows.tokens, rows.start, rows.length, tables, shape.decode))
+    if shape.prefill:
+        groups.append(RowGroup(tokens, rows.prefill_start, rows.prefill_length, prefill_tables, shape.prefill))
+    return state, rows, groups
+
+
+def commit(
+    step: ModelStep, state: DeviceState, rows: StepRows, tokens: Int[Array, "B J"]
+) -> tuple[DeviceState, Int[Array, "B J+2R"]]:
+    """Enter the tokens that were drawn: which drafts they accept, where each slot stands now, and its last token.
+
+    tokens: of each position that makes one, as ``StepRows.slots`` has them; negative where none could be drawn. A draft is
+    accepted if it is what was drawn before it. Gives the state without drafts, and the outcome: ``tokens``, then of each decode
+    row how many tokens it made, and how many it computed.
+    """
+    R, C = rows.tokens.shape[1:]
+
+    def local(state: DeviceState, rows: StepRows, tokens):
+        num_slots = state.start.shape[0]
+        drawn = tokens[: R * C].reshape(R, C)
+        agreed = (drawn[:, :-1] == rows.tokens[:, 1:]) & (jnp.arange(1, C) < rows.length[:, None])
+        made = jnp.where(rows.length > 0, 1 + jnp.sum(jnp.cumprod(agreed, axis=1), axis=1), 0)
+        last = jnp.take_along_axis(drawn, jnp.maximum(made - 1, 0)[:, None], axis=1)[:, 0]
+        following = jnp.where(rows.next_token < 0, tokens[R * C :], rows.next_token)
+        slots = jnp.concatenate([rows.slot, rows.prefill_slot])
+        at = jnp.where(slots < 0, num_slots, slots)
+        starts = jnp.concatenate([rows.start + made, rows.prefill_start + rows.prefill_length])
+        state = dataclasses.replace(
+            state,
+            start=state.start.at[at].set(starts, mode="drop"),
+            last_token=state.last_token.at[at].set(jnp.concatenate([last, following]), mode="drop"),
+            num_drafts=state.num_drafts.at[at].set(0, mode="drop"),
+        )
+        return state, jnp.concatenate([tokens, made, rows.length])
+
+    return _change_slots(step, local, state, rows, tokens)
+
+
+def tables_of(step: ModelStep, state: DeviceState, rows: StepRows) -> Int[Array, "B R+R2 Pr"]:
+    """The page tables of a launch's rows, decode rows first."""
+
+    def local(tables, slot, prefill_slot):
+        return tables[jnp.maximum(jnp.concatenate([slot, prefill_slot]), 0)]
+
+    return _on_each_rank(step, local, state.tables, rows.slot, rows.prefill_slot)
+
+
+def enter_drafts(step: ModelStep, state: DeviceState, rows: StepRows, drafts: Int[Array, "B R+R2 n"]) -> DeviceState:
+    """Keep what the MTP module proposes for every row that has made a token."""
+
+    def local(state: DeviceState, rows: StepRows, drafts):
+        num_slots, most = state.drafts.shape
+        slots = jnp.concatenate([rows.slot, jnp.where(rows.next_token < 0, rows.prefill_slot, -1)])
+        at = jnp.where(slots < 0, num_slots, slots)
+        padded = jnp.pad(drafts, ((0, 0), (0, most - drafts.shape[1])))
+        sound = jnp.sum(jnp.cumprod(drafts >= 0, axis=1), axis=1)
+        state = dataclasses.replace(
+            state,
+            drafts=state.drafts.at[at].set(padded, mode="drop"),
+            num_drafts=state.num_drafts.at[at].set(sound.astype(jnp.int32), mode="drop"),
+        )
+        return state, ()
+
+    return _change_slots(step, local, state, rows, drafts)[0]
+
+
+def _change_pages(tables: Int[Array, "Z Pr"], changes: Int[Array, "_ 3"]) -> Int[Array, "Z Pr"]:
+    slot, index, page = changes.T
+    return tables.at[jnp.where(slot < 0, tables.shape[0], slot), index].set(page, mode="drop")

@@ -1,0 +1,134 @@
+"""What the programs of a step compute, traced: rows through the model and their most probable tokens; then drafts by the MTP module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from dsjax.engine.device import sampling_programs, slots
+from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.sampler import greedy
+from dsjax.engine.device.slots import LaunchShape, StepRows
+from dsjax.model.rows import GroupShape, RowGroup
+from dsjax.model.step import ModelStep
+
+
+def compute(
+    step: ModelStep,
+    params: Mapping[str, Array],
+    state: DeviceState,
+    packed: Int[Array, "B W"],
+    shape: LaunchShape,
+    scored: bool = False,
+):
+    """The launch's rows through the model, each with its most probable tokens; results as of ``Programs.step``, the rows unpacked."""
+    state, rows, groups = slots.read(step, state, packed, shape)
+    hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies)
+    loads = _count(state.loads, 0, reports)
+    state = dataclasses.replace(state, cache=cache, filled=unfill(step, state, groups), loads=loads)
+    scores = ()
+    if scored:
+        every = step.logits(params, hidden)
+        logits = jnp.take_along_axis(every, _sampled(rows, shape)[..., None], axis=1)
+        scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
+    else:
+        logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
+    state, outcome = slots.commit(step, state, rows, greedy(logits))
+    return state, rows, outcome, logits, hidden, reports, *scores
+
+
+def propose(
+    step: ModelStep,
+    params: Mapping[str, Array],
+    state: DeviceState,
+    packed: Int[Array, "B W"],
+    rows: StepRows,
+    outcome: Int[Array, "B J+2R"],
+    hidden: Float[Array, "B T D"],
+    shape: LaunchShape,
+    count: int,
+) -> tuple[DeviceState, Int[Array, "B R+R2 n"]]:
+    """What the MTP module proposes after a launch; arguments as ``compute`` takes and gives them.
+
+    The first pass goes over all tokens of the launch, which fills the module's cache; each further one over one token a row.
+    """
+    R, C = shape.decode_rows
+    J = R * C + shape.prefill_rows[0]
+    tokens, made = outcome[:, :J], outcome[:, J : J + R]
+    tables = slots.tables_of(step, state, rows)
+    groups, follows = [], []
+    if shape.decode:
+        groups.append(RowGroup(rows.tokens, rows.start, made, tables[:, :R], shape.decode))
+        follows.append(tokens[:, : R * C])
+    if shape.prefill:
+        prompt = shape.prefill_tokens(packed)
+        groups.append(RowGroup(prompt, rows.prefill_start, rows.prefill_length, tables[:, R:], shape.prefill))
+        own = jnp.where(rows.next_token < 0, tokens[:, R * C :], rows.next_token)
+        behind = sampling_programs.tokens_behind(rows, prompt, own)
+        follows.append(behind.reshape(behind.shape[0], -1))
+    next_tokens = jnp.maximum(jnp.concatenate(follows, axis=1), 0)
+    lengths = jnp.concatenate([made, rows.prefill_length], axis=1)
+    firsts = np.concatenate(
+        [np.arange(group.shape.rows) * group.shape.chunk + offset for group, offset in _offsets(groups)]
+    )
+    last = firsts + jnp.maximum(lengths - 1, 0)
+    with jax.named_scope("draft_1"):
+        hidden, cache, filled, reports = step.further(
+            params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
+        )
+        loads = _count(state.loads, step.config.num_moe_layers, reports)
+        hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
+        drafts = [greedy(step.logits(params, hidden))]
+    position = jnp.concatenate([rows.start, rows.prefill_start], axis=1) + lengths - 1
+    limit = jnp.concatenate([rows.limit, rows.prefill_limit], axis=1)
+    drafting = (lengths > 0) & jnp.concatenate([made > 0, rows.next_token < 0], axis=1)
+    shape_one = GroupShape(last.shape[1], 1, tables.shape[-1], step.decode_form)
+    for number in range(2, count + 1):
+        position = position + 1
+        active = (drafting & (position < limit)).astype(jnp.int32)
+        with jax.named_scope(f"draft_{number}"):
+            group = RowGroup(drafts[-1][..., None], position, active, tables, shape_one)
+            hidden, cache, filled, reports = step.further(
+                params, cache, filled, [group], hidden, jnp.maximum(drafts[-1], 0), state.copies
+            )
+            loads = _count(loads, step.config.num_moe_layers, reports)
+            drafts.append(greedy(step.logits(params, hidden)))
+    proposed = jnp.stack(drafts, axis=-1)
+    state = dataclasses.replace(state, cache=cache, filled=filled, loads=loads)
+    return slots.enter_drafts(step, state, rows, proposed), proposed
+
+
+def _count(loads: Array | None, first: int, reports: Mapping[str, Array]) -> Array | None:
+    """``loads`` with what the layers from row ``first`` on report added; None where loads are not counted."""
+    if loads is None:
+        return None
+    counts = reports["tokens_per_expert"]
+    return loads.at[first : first + counts.shape[0]].add(counts)
+
+
+def unfill(step: ModelStep, state: DeviceState, groups: list[RowGroup]) -> Bool[Array, "P G"] | None:
+    """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
+    if state.filled is None:
+        return None
+    return step.mark(state.filled, step.slots(groups), False)
+
+
+def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:
+    """The token slot of each position that makes a token: all of decode rows, the last active one of prefill rows."""
+    (R, C), (R2, C2) = shape.decode_rows, shape.prefill_rows
+    ranks = rows.slot.shape[0]
+    decoded = jnp.broadcast_to(jnp.arange(R * C), (ranks, R * C))
+    prefilled = R * C + jnp.arange(R2) * C2 + jnp.maximum(rows.prefill_length - 1, 0)
+    return jnp.concatenate([decoded, prefilled], axis=1)
+
+
+def _offsets(groups: list[RowGroup]) -> Iterator[tuple[RowGroup, int]]:
+    start = 0
+    for group in groups:
+        yield group, start
+        start += group.shape.tokens

@@ -1,0 +1,1 @@
+"""A mesh that changes while it serves: followers, generations, programs compiled ahead."""

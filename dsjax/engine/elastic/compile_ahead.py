@@ -1,0 +1,210 @@
+"""``CompileAhead``: in the background, the programs of meshes that the one of now may become: after a loss, and after a return."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from dsjax.checkpoint.hub import resolve
+from dsjax.checkpoint.source import Checkpoint, open_checkpoint
+from dsjax.config import ModelConfig
+from dsjax.engine.device import device_state
+from dsjax.engine.device.buckets import Buckets
+from dsjax.engine.device.process import enable_compile_cache
+from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.device.programs import Programs
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.layout import Layout
+from dsjax.engine.setup.memory import weight_bytes
+from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, largest_mesh
+from dsjax.model.parameters import Weights
+from sharding import MeshSpec
+
+_REST_SHARE = 1.0
+"""After each program the thread rests for this share of the time that the program took: steps need Python's lock and the cores too."""
+
+_POOL_RESERVE = 0.01
+"""Share of an accelerator's pool that is left out when the number of pages is foretold: what an allocation is rounded up by."""
+
+_JOIN_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MeshCandidate:
+    """A mesh that may come. device_ids: by process and id; any others would do. reason: for people."""
+
+    spec: MeshSpec
+    device_ids: tuple[int, ...]
+    reason: str
+
+
+class CompileAhead:
+    """Of one process, over all generations. Programs go to the library; which devices a mesh will have does not matter for them.
+
+    Attributes:
+        done, total: programs that are there, and that are wanted, of the meshes that may come next.
+        label: what is being compiled; None while nothing is.
+    """
+
+    def __init__(self, args: EngineArgs, library: ProgramLibrary):
+        self._args, self._library = args, library
+        self._checkpoint: Checkpoint | None = None
+        self._going: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+        self.done = self.total = 0
+        self.label: str | None = None
+        atexit.register(self.close)  # a thread that compiles when Python ends would abort the process
+
+    def begin(self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights) -> None:
+        """Compile for what may come after this mesh, in a thread, from now on. What was begun before ends.
+
+        live: the processes that can be in the next mesh, also those that stand by now. weights: the format that they are held in.
+        """
+        self.stop()
+        self.done = self.total = 0
+        if not self._args.compile_ahead:
+            return
+        self._going = going = threading.Event()
+        going.set()
+        work = lambda: self._run(now, wanted, list(live), weights, going)  # noqa: E731
+        self._thread = threading.Thread(target=work, name="dsjax-compile-ahead", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Compile nothing more; the program that is being compiled is not waited for."""
+        if self._going is not None:
+            self._going.clear()
+        self.label = None
+
+    def close(self) -> None:
+        """Stop, and wait for the program that is being compiled."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
+
+    def prepare(self, spec: MeshSpec, reason: str) -> None:
+        """Compile for a mesh over all devices that JAX knows, in this thread and without rests."""
+        if not self._args.compile_ahead:
+            return
+        going = threading.Event()
+        going.set()
+        self._compile(lambda: [_over_all(spec, reason)], going, rests=False)
+
+    def _run(
+        self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights, going: threading.Event
+    ) -> None:
+        def find() -> list[MeshCandidate]:
+            config, losses = self._open().config, self._args.compile_ahead
+            devices = [device for device in _all_devices() if device.process_index in live]
+            found = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
+            return found if now == wanted else [*found, _over_all(wanted, "processes come back")]
+
+        self._compile(find, going, rests=True)
+
+    def _compile(self, find: Callable[[], list[MeshCandidate]], going: threading.Event, *, rests: bool) -> None:
+        """Compile for each mesh in turn, as long as `going` is set. Whatever goes wrong, serving goes on: the mesh that comes compiles."""
+        try:
+            enable_compile_cache()
+            wanted = find()
+            described = [described_programs(self._args, self._open(), each, self._library) for each in wanted]
+            done, total = 0, sum(programs.count(buckets) for programs, buckets in described)
+            for each, (programs, buckets) in zip(wanted, described, strict=True):
+                began = time.monotonic()
+                if not programs.compile_ahead(buckets, self._pace(each, done, total, going, rests)):
+                    return
+                done += programs.count(buckets)
+                seconds = time.monotonic() - began
+                _log.info("The programs of %s are there, after %.1f s, for when %s.", each.spec, seconds, each.reason)
+        except Exception as error:
+            _log.warning("Programs could not be compiled ahead: %s: %s", type(error).__name__, error)
+        finally:
+            if going.is_set():
+                self.label = None
+
+    def _pace(
+        self, wanted: MeshCandidate, before: int, total: int, going: threading.Event, rests: bool
+    ) -> Callable[[int, str], bool]:
+        last = time.monotonic()
+
+        def go_on(done: int, label: str) -> bool:
+            nonlocal last
+            if rests and going.is_set():
+                time.sleep(_REST_SHARE * (time.monotonic() - last))
+            last = time.monotonic()
+            if not going.is_set():
+                return False
+            self.done, self.total = before + done, total
+            self.label = f"{wanted.spec}, {label}"
+            return True
+
+        return go_on
+
+    def _open(self) -> Checkpoint:
+        if self._checkpoint is None:
+            self._checkpoint = open_checkpoint(resolve(self._args.model, revision=self._args.revision))
+        return self._checkpoint
+
+
+def _over_all(spec: MeshSpec, reason: str) -> MeshCandidate:
+    """A mesh over the first of all devices."""
+    return MeshCandidate(spec, tuple(device.id for device in _all_devices()[: spec.num_devices]), reason)
+
+
+def _all_devices() -> list[jax.Device]:
+    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+
+
+def candidates(
+    args: EngineArgs,
+    config: ModelConfig,
+    weights: Weights,
+    wanted: MeshSpec,
+    devices: Sequence[jax.Device],
+    own: int,
+    losses: int,
+) -> list[MeshCandidate]:
+    """The meshes that are formed when up to so many processes are gone, but for process 0 and this one; each once.
+
+    devices: of the processes that live, by process and id. own: this process.
+    """
+    found: dict[MeshSpec, MeshCandidate] = {}
+    others = sorted({device.process_index for device in devices} - {0, own})
+    for count in range(1, min(losses, len(others)) + 1):
+        for lost in itertools.combinations(others, count):
+            left = [device for device in devices if device.process_index not in lost]
+            try:
+                spec = largest_mesh(args, config, weights, wanted, left)
+            except NoMeshError:
+                continue
+            if any(device.process_index == own for device in left[: spec.num_devices]):
+                reason = "a process is gone" if count == 1 else f"{count} processes are gone"
+                ids = tuple(device.id for device in left[: spec.num_devices])
+                found.setdefault(spec, MeshCandidate(spec, ids, reason))
+    return list(found.values())
+
+
+def described_programs(
+    args: EngineArgs, checkpoint: Checkpoint, wanted: MeshCandidate, library: ProgramLibrary
+) -> tuple[Programs, Buckets]:
+    """The programs that an executor on this mesh would have, and its shapes; nothing is allocated."""
+    own = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)
+    devices: Mapping[int, jax.Device] = {device.id: device for device in jax.devices()}
+    mesh = wanted.spec.arrange([devices[i] for i in wanted.device_ids])
+    layout = Layout.of(own, checkpoint, mesh)
+    params = layout.step.abstract_parameters()
+    limits = layout.limits(own, library, params, weight_bytes(layout.step))
+    if mesh.devices.flat[0].platform != "cpu":
+        limits = replace(limits, pages_per_rank=int(limits.pages_per_rank * (1 - _POOL_RESERVE)))
+        library.pages.setdefault(str(wanted.spec), limits.pages_per_rank)
+    counts_loads = layout.per_exchange > 0
+    state = device_state.describe(layout.step, limits, layout.num_drafts, counts_loads=counts_loads)
+    return Programs(layout.step, params, state, limits, layout.per_exchange, library=library), layout.buckets

@@ -1,0 +1,272 @@
+"""`Follower`: what every process but the first does in a group: carry out the leader's commands, in its order, until it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dsjax.engine.contract.executor import Executor
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.stream.leader import End, Launch, Message, Record, WarmUp, decode, is_collected
+from dsjax.hosts.announcement import Announcement
+from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.stream import StreamReader
+
+if TYPE_CHECKING:  # it brings JAX in
+    from dsjax.engine.elastic.compile_ahead import CompileAhead
+
+_END_SECONDS = 10.0
+_REGROUP_SECONDS = 60.0
+"""How long a process that failed in a step waits for a next generation, beside twice the heartbeat's timeout."""
+
+_log = logging.getLogger(__name__)
+
+
+class _OverError(Exception):
+    """Raised in a warm-up: the leader has ended, or another generation has begun."""
+
+
+class _Changed:
+    """Beside the stream's messages: another generation has been announced."""
+
+
+class Follower:
+    """An executor that does what the leader's does.
+
+    Attributes:
+        phase: what it is doing, as `/ready` has it; `ready` once programs are compiled, `standing by` without a part in the mesh.
+        ahead: compiles for meshes that may come.
+        commands, steps: how many commands it has carried out, and how many of them have been collected, in all generations.
+    """
+
+    def __init__(self, group: HostGroup):
+        self.group = group
+        self.phase = "loading"
+        self.commands = self.steps = 0
+        self.reason: str | None = None
+        self.ahead: CompileAhead | None = None
+        self._on_warm: Callable[[], None] = lambda: None
+        self._ended, self._over = threading.Event(), threading.Event()
+
+    def run_with(self, args: EngineArgs) -> None:
+        """Follow all generations of an engine that was started with these options; as `run`."""
+        from dsjax.engine.device.program_library import ProgramLibrary
+        from dsjax.engine.elastic.compile_ahead import CompileAhead
+        from dsjax.engine.elastic.generations import load_generation, release
+        from dsjax.engine.setup.loading import load_model
+        from sharding.mesh import MeshSpec
+
+        parcels = None
+        if args.is_side:
+            from dsjax.engine.elastic.transfer_processes import FollowerTransfers
+
+            parcels = FollowerTransfers(args, self.group)
+        library = ProgramLibrary()
+        self.ahead = ahead = CompileAhead(args, library)
+
+        def load(found: Announcement | None) -> Executor:
+            if found is None:
+                loaded = load_model(args, self.group, library=library)
+            else:
+                loaded = load_generation(args, found, self.group, library)
+            if parcels is not None:
+                parcels.join(loaded)
+            spec, wanted = (MeshSpec.parse(text) for text in (loaded.facts.mesh, found.wanted if found else args.mesh))
+            self._on_warm = lambda: ahead.begin(spec, wanted, self.group.live_ids, loaded.facts.weights)
+            return loaded.executor
+
+        if (
+            self.group.generation > 0
+        ):  # it comes back, and the others go on meanwhile: let them not wait for its compiler
+            self.phase = "compiling ahead"
+            ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
+            self.phase = "standing by"
+        self.run(load, release)
+
+    def run(
+        self,
+        load: Callable[[Announcement | None], Executor],
+        release: Callable[[Executor], None],
+        seconds: float | None = None,
+    ) -> None:
+        """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
+
+        load: gives the executor of a generation; None: of the first one, as the process was started. release: gives back what an executor
+        holds, though its last step may have failed. seconds: as of `_REGROUP_SECONDS`, for tests.
+
+        Raises:
+            GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.
+        """
+        found = None
+        if self.group.generation > 0:
+            self.group.say_prepared()
+            found = self._next(None)
+        while found is None or not found.ended:
+            executor, failure = None, None
+            try:
+                if found is not None:
+                    self.group.enter(found)
+                if self.group.is_present:
+                    self.phase = "loading"
+                    executor = load(found)
+                    if self.follow(executor):
+                        return
+                else:
+                    self.phase = "standing by"
+            except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
+                if self.group.announcements is None or (found is None and isinstance(error, GroupError)):
+                    raise  # the group has not formed
+                failure = error
+            if executor is not None or failure is not None:
+                self.phase = "regrouping"
+            if failure is not None:
+                _log.warning("Process 0 is waited for, as this generation has failed here: %s", failure)
+            following = self._next(None if failure is None else self._patience(seconds))
+            if self.ahead is not None:
+                self.ahead.stop()
+            if following is None:
+                raise failure
+            if executor is not None:
+                release(executor)
+            del executor
+            found = following
+            reason = self.group.links.why_left_out(found)
+            if reason is not None:
+                raise GroupError(reason)
+        self.reason = found.reason or None
+        self._finish()
+
+    def follow(self, executor: Executor) -> bool:
+        """Carry out messages of one generation, until the leader ends (True) or announces another one (False).
+
+        Raises:
+            GroupError: the leader did not end as it should.
+        """
+        self.phase = "warming up"
+        work = _Work(self, executor)
+        reader = StreamReader(self.group)
+        threading.Thread(target=self._read, args=(reader, work), name="dsjax-stream", daemon=True).start()
+        announcements = self.group.announcements
+        if announcements is not None:
+            announcements.listen(work.change)
+        try:
+            if not work.carry_out_all():
+                return False
+        finally:
+            reader.closed.set()
+            if announcements is not None:
+                announcements.forget(work.change)
+        self.phase = "shutting down"
+        executor.shutdown()
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        self._over.set()
+        if self.reason is not None:
+            raise GroupError(f"process 0 has ended the group: {self.reason}")
+
+    def _next(self, seconds: float | None) -> Announcement | None:
+        """The next announcement; a group without a leader ends by itself."""
+        return self.group.announcements.next(seconds)
+
+    def _patience(self, seconds: float | None) -> float:
+        return 2 * self.group.options.heartbeat_timeout + _REGROUP_SECONDS if seconds is None else seconds
+
+    def _read(self, reader: StreamReader, work: _Work) -> None:
+        """Take messages out of the store as they come."""
+        while True:
+            try:
+                data = reader.next()
+            except ConnectionError:
+                return  # the group knows, and ends the process
+            if data is None:
+                return
+            message = decode(data)
+            if isinstance(message, End):
+                self.reason = message.reason
+                self._ended.set()
+            work.inbox.put(message)
+            if isinstance(message, End):
+                # Where the leader ended in the middle of a step, this process may wait for it in a collective for ever.
+                if not self._over.wait(_END_SECONDS):
+                    self._give_up()
+                return
+
+    def _give_up(self) -> None:
+        _log.warning("Process 0 has ended, and left a step behind that cannot end; this process ends now.")
+        os._exit(0 if self.reason is None else 1)
+
+
+class _Work:
+    """What one generation's executor is told, and has under way."""
+
+    def __init__(self, follower: Follower, executor: Executor):
+        self.inbox: queue.SimpleQueue[Message | _Changed] = queue.SimpleQueue()
+        self._follower, self._executor, self._changed = follower, executor, threading.Event()
+        self._collected = 0
+        self._under_way: deque[Any] = deque()  # launched, and not collected yet
+        self._running: deque[Any] = deque()  # of those, what has not been waited for
+
+    def change(self) -> None:
+        """Another generation was announced. From any thread."""
+        self._changed.set()
+        self.inbox.put(_Changed())
+
+    def carry_out_all(self) -> bool:
+        """Carry out messages as they come; whether the leader has ended, and not the generation."""
+        executor = self._executor
+        while True:
+            message = self.inbox.get()
+            if self._changed.is_set():
+                return False  # what is left can never be done, or is done: the leader has waited for it
+            if isinstance(message, End):
+                return True
+            self._carry_out(message)
+            if executor.max_in_flight > 1:
+                continue
+            # A program starts when the one before it has been waited for. The next command's inputs are laid out meanwhile if it is here.
+            while self._running and (self.inbox.empty() or len(self._running) > 1):
+                executor.wait(self._running.popleft())
+
+    def _carry_out(self, message: Message) -> None:
+        executor, follower = self._executor, self._follower
+        if isinstance(message, WarmUp):
+            self._warm_up()
+        elif isinstance(message, Record):
+            executor.set_recording(message.on)
+        elif isinstance(message, Launch):
+            follower.phase = "ready"
+            while self._collected < message.collected:
+                executor.collect(self._under_way.popleft())
+                self._collected += 1
+                follower.steps += 1
+            pending = executor.launch(message.command)
+            follower.commands += 1
+            if is_collected(message.command):
+                self._under_way.append(pending)
+                if executor.max_in_flight == 1:
+                    self._running.append(pending)
+
+    def _warm_up(self) -> None:
+        group = self._follower.group
+
+        def check_going_on(done: int, total: int, label: str) -> None:
+            if self._follower._ended.is_set() or self._changed.is_set():
+                raise _OverError
+
+        try:
+            self._executor.warm_up(check_going_on)
+        except _OverError:
+            return
+        except BaseException as error:
+            group.tell("warm-up", error=f"{type(error).__name__}: {error}")
+            raise
+        group.tell("warm-up")
+        self._follower.phase = "ready"
+        self._follower._on_warm()

@@ -1,0 +1,354 @@
+"""``Generations``: the executors of one engine, one after the other, as its mesh changes while requests go on. docs/many-hosts.md.
+
+A generation is everything above the processes and below the scheduler: mesh, parameters, programs, ``DeviceState``, executor, stream.
+Process 0 has a ``Generations``; the others make theirs with ``load_generation`` from what it announces.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from dsjax.engine.contract.executor import Executor, ExecutorWrapper
+from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.elastic.compile_ahead import CompileAhead
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import EngineFacts, LoadedModel, load_model
+from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
+from dsjax.engine.stream.leader import LeaderExecutor
+from dsjax.engine.stream.step_record import RecordingExecutor
+from dsjax.errors import ChangeUnderWayError, UserError
+from dsjax.hosts.announcement import Announcement
+from dsjax.hosts.gloo.device_orders import DeviceOrders
+from dsjax.hosts.group import GroupError, HostGroup
+from sharding import MeshSpec
+
+_TELL_SECONDS = 1.0
+"""How long after a collective failed a death is waited for before links are looked at: the connection that ends tells of it at once."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """An executor, the scheduler's sizes for it, and what is said of it."""
+
+    executor: Executor
+    config: SchedulerConfig
+    facts: EngineFacts
+
+
+@dataclass
+class ChangeCounts:
+    """What metrics show.
+
+    Attributes:
+        changes: that were made, by reason: ``scale`` (asked for), ``loss`` (of a process), ``failure`` (of a collective, though all
+            processes live), ``return`` (of a process). seconds: in them, in which no step computed. last_parts: of the last one, in what.
+    """
+
+    changes: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    last_seconds: float = 0.0
+    last_parts: dict[str, float] = field(default_factory=dict)
+
+
+class Generations:
+    """Makes the next executor when the mesh has to change, and gives up the one before. The engine's thread calls what changes something.
+
+    Args:
+        loaded: the first generation, as ``load_model`` gave it with ``args``, ``group`` and ``library``.
+
+    Attributes:
+        number: of the generation of now; facts: what it is. wanted: the mesh that was asked for last: the one of now is smaller while
+            processes are missing.
+        warm: whether the first one was warmed up (`has_warmed_up`): then each is, before requests go on.
+        failure: why the mesh that was asked for last could not be had; the one before is in its place.
+        ahead: compiles for meshes that may come; None for a process that is alone.
+        wake: called, from any thread, when ``due`` may have become true.
+    """
+
+    def __init__(self, args: EngineArgs, group: HostGroup | None, loaded: LoadedModel, library: ProgramLibrary):
+        self._library = library
+        self.ahead = None if group is None else CompileAhead(args, library)
+        self._args, self._group, self._config = args, group, loaded.config
+        self._weights = loaded.facts.weights
+        self._executor: Executor | None = loaded.executor
+        self.number, self.facts = 0, loaded.facts
+        self.spec = self.wanted = MeshSpec.parse(args.mesh)
+        self.warm, self.failure = False, None
+        self._phase: str | None = None
+        self._parts: dict[str, float] = {}  # seconds of the change under way, by what was done in them
+        self._part_began = 0.0
+        self.counts = ChangeCounts()
+        self.wake: Callable[[], None] = lambda: None
+        self._asked, self._lock = False, threading.Lock()
+        self._used_up: set[MeshSpec] = set()  # of which somebody has been told
+        self._orders = DeviceOrders({device.id: device.process_index for device in jax.devices()})
+        self._orders.choose([device.id for device in self._devices()[: self.spec.num_devices]], self.spec.shape)
+        if group is not None:
+            group.on_change = lambda error: self.wake()
+
+    @property
+    def phase(self) -> str | None:
+        """What is being done to change the mesh; None while nothing is."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, text: str | None) -> None:
+        now = time.monotonic()
+        if self._phase is not None:
+            part = self._phase.partition(" ")[0].rstrip(":")
+            self._parts[part] = self._parts.get(part, 0.0) + now - self._part_began
+        self._phase, self._part_began = text, now
+
+    @property
+    def busy(self) -> bool:
+        """Whether the mesh is being changed, or is about to be."""
+        return self._asked or self.phase is not None
+
+    @property
+    def due(self) -> bool:
+        """Whether a process of this generation is gone, or devices that were missing are there again."""
+        if self._group is None:
+            return False
+        try:
+            return self._is_broken or self._fit() != self.spec
+        except UserError:
+            return True
+
+    def has_warmed_up(self) -> None:
+        """The mesh of now can serve: compile for those that may come."""
+        self.warm = True
+        if self.ahead is not None:
+            self.ahead.begin(self.spec, self.wanted, self._group.live_ids, self._weights)
+
+    def ask(self, text: str) -> MeshSpec:
+        """Check a mesh that somebody wants; until ``to`` is called with it nobody else can ask.
+
+        Raises:
+            ChangeUnderWayError: another change is under way.
+            UserError, MeshError: it is no mesh, does not fit the model, or wants more devices than there are.
+        """
+        with self._lock:
+            if self.busy:
+                raise ChangeUnderWayError(
+                    f"the mesh is being changed ({self.phase or 'about to begin'}); ask again when that is done"
+                )
+            self._asked = True
+        try:
+            spec = MeshSpec.parse(text)
+            check_mesh(self._args, self._config, self._weights, spec, self._devices())
+        except BaseException:
+            self.forget()
+            raise
+        return spec
+
+    def forget(self) -> None:
+        """What was asked for is not done."""
+        self._asked = False
+
+    def to(self, wanted: MeshSpec) -> Generation:
+        """Change to a mesh that was asked for. Where it cannot be had, ``failure`` says why, and the one before is made again."""
+        before, self.wanted, self.failure = self.wanted, wanted, None
+        try:
+            return self._make("scale", f"{wanted} was asked for")
+        except GroupError:
+            raise
+        except UserError as error:
+            _log.error("The mesh %s cannot be had: %s. Going back to %s.", wanted, error, before)
+            self.wanted, self.failure = before, error
+            return self._make("scale", f"{wanted} could not be had")
+
+    def after(self, error: Exception) -> Generation:
+        """Go on after a step failed.
+
+        Raises:
+            the error itself, where no process is gone, and it was no collective that had worked before.
+        """
+        worked = isinstance(error, RuntimeError) and self._has_worked
+        lost = self._lost_by(error, _TELL_SECONDS if worked else None)
+        if lost is None and worked:
+            lost = self._look_at_links(error)
+        if lost is None and not worked:
+            if self._group is not None:
+                self._group.leave(f"a step has failed ({type(error).__name__})")
+            raise error
+        _log.warning("%s", lost or f"A step has failed, though all processes live: {error}")
+        return self._make("loss" if lost else "failure", str(lost or "a collective has failed"))
+
+    def regroup(self) -> Generation:
+        """Change to the largest mesh, up to the wanted one, that the processes of now have devices for."""
+        if self._is_broken:
+            return self._make("loss", "a process has gone")
+        return self._make("return", "a process has come back")
+
+    def _make(self, kind: str, reason: str) -> Generation:
+        began = time.monotonic() if self.phase is None else self._part_began  # links were looked at
+        self._parts, self.phase = {}, "releasing the old mesh"
+        recording = self._executor.recording
+        broken = kind in ("loss", "failure")
+        if self.ahead is not None:
+            self.ahead.stop()
+        try:
+            if broken:
+                self._cut()
+            release(self._executor)
+            self._executor = None
+            while True:
+                if broken:
+                    self._orders.break_current(self._group.lost if self._group else ())
+                try:
+                    loaded = self._load(reason, broken)
+                    break
+                except (GroupError, RuntimeError) as error:
+                    lost = self._lost_by(error)
+                    if lost is None:
+                        raise
+                    broken, reason, self.phase = True, str(lost), "releasing what was begun"
+                    self._cut()
+                    _log.warning("%s", lost)
+        finally:
+            self.phase, self._asked = None, False
+        self._executor, self.facts = loaded.executor, loaded.facts
+        if recording:
+            loaded.executor.set_recording(True)
+        seconds = time.monotonic() - began
+        self.counts.changes[kind] += 1
+        self.counts.seconds += seconds
+        self.counts.last_seconds, self.counts.last_parts = seconds, self._parts
+        if self.warm:
+            self.has_warmed_up()
+        parts = ", ".join(f"{name} {part:.1f} s" for name, part in self._parts.items())
+        _log.info("Generation %d has %s. No step computed for %.1f s: %s.", self.number, self.spec, seconds, parts)
+        return Generation(loaded.executor, self._args.scheduler_config(loaded.executor.limits), loaded.facts)
+
+    def _cut(self) -> None:
+        """Have whatever waits in a collective of the mesh of now fail here; the others do the same when they hear of the next one."""
+        if self._group is not None:
+            self._group.collectives.cut(self.number)
+
+    def _look_at_links(self, error: Exception) -> GroupError | None:
+        """A collective has failed though nobody is known to be gone: a link may be cut, or a process hang. Give who is gone on without."""
+        self.phase = "looking at links"
+        self._cut()
+        before, self.number = self.number, self.number + 1
+        reason = "a collective has failed, and all look whom they reach"
+        found = Announcement(self.number, wanted=str(self.wanted), reason=reason, broken=before, looks=True)
+        lost, all_answered = self._group.links.look(found)
+        return lost or (None if all_answered else self._lost_by(error))
+
+    def _load(self, reason: str, broken: bool) -> LoadedModel:
+        self.phase = "loading"
+        self.spec = self._fit()
+        options = changed_options(self._args, self._config, self.spec)
+        chosen = self._devices()[: self.spec.num_devices]
+        order = self._orders.choose([device.id for device in chosen], self.spec.shape)
+        self.number += 1
+        processes = sorted({device.process_index for device in chosen})
+        _log.info("Generation %d begins, with %s on processes %s: %s.", self.number, self.spec, processes, reason)
+        before = self.number - 1 if broken else None
+        out = self._group.links.left_out if self._group is not None else {}
+        found = Announcement(
+            self.number, processes, order, options, str(self.wanted), reason, before, left_out=dict(out)
+        )
+        if self._group is not None:
+            self._group.announce(found)
+        loaded = load_generation(self._args, found, self._group, self._library)
+        if self.warm:
+            self.phase = "compiling"
+            loaded.executor.warm_up(self._show_progress)
+        return loaded
+
+    def _show_progress(self, done: int, total: int, label: str) -> None:
+        self.phase = f"compiling {done} of {total}: {label}"
+
+    def _fit(self) -> MeshSpec:
+        """The largest mesh for the devices of now that has not broken in each of its orders."""
+        devices = self._devices()
+        while True:
+            try:
+                spec = largest_mesh(self._args, self._config, self._weights, self.wanted, devices)
+            except NoMeshError as error:
+                raise UserError(f"{error}; start all processes again") from error
+            chosen = devices[: spec.num_devices]
+            if self._orders.find([device.id for device in chosen], spec.shape) is not None:
+                return spec
+            if spec not in self._used_up:
+                self._used_up.add(spec)
+                _log.warning(
+                    "The mesh %s has broken once in every order of its devices, and is not formed again before all processes are "
+                    "started again; the next smaller one is taken",
+                    spec,
+                )
+            devices = devices[: spec.num_devices - spec.tp_size]
+
+    def _devices(self) -> list[jax.Device]:
+        """Of processes that live, by process and id."""
+        live = None if self._group is None else {member.process_id for member in self._group.live}
+        found = [device for device in jax.devices() if live is None or device.process_index in live]
+        return sorted(found, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
+
+    @property
+    def _is_broken(self) -> bool:
+        return any(member.process_id in self._group.lost for member in self._group.present)
+
+    @property
+    def _has_worked(self) -> bool:
+        """Whether the executor of now has computed anything together with other processes."""
+        leader = _inside(self._executor, LeaderExecutor)
+        return leader is not None and leader.collected > 0
+
+    def _lost_by(self, error: Exception, seconds: float | None = None) -> GroupError | None:
+        if self._group is None or not isinstance(error, GroupError | RuntimeError):
+            return None
+        return self._group.lost_by(error, seconds)
+
+
+def load_generation(
+    args: EngineArgs, found: Announcement, group: HostGroup | None, library: ProgramLibrary
+) -> LoadedModel:
+    """This process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
+
+    args: with which the process was started.
+    """
+    own = replace(args, **found.options, record_steps=None)
+    return load_model(own, group, mesh=mesh_of(found), is_later=True, library=library)
+
+
+def mesh_of(found: Announcement) -> Mesh:
+    """The mesh of a generation."""
+    devices = {device.id: device for device in jax.devices()}
+    return MeshSpec.parse(found.options["mesh"]).arrange([devices[i] for i in found.device_ids])
+
+
+def release(executor: Executor | None) -> None:
+    """Give back what an executor holds on the devices, though its last step may have failed; it is of no use any more."""
+    while isinstance(executor, ExecutorWrapper):
+        if isinstance(executor, RecordingExecutor):
+            executor.file.close("the mesh has changed")
+        if isinstance(executor, LeaderExecutor):
+            executor.retire()
+        executor = executor.inner
+    if executor is not None:
+        executor.release()
+    gc.collect()
+
+
+def _inside(executor: Any, kind: type) -> Any:
+    """The executor of this kind among those around one another; None where there is none."""
+    while isinstance(executor, ExecutorWrapper):
+        if isinstance(executor, kind):
+            return executor
+        executor = executor.inner
+    return None

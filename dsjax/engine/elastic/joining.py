@@ -1,0 +1,90 @@
+"""From an engine's options to its group of processes: what must be alike in all of them, and how many devices each brings."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import Any
+
+from dsjax.engine.contract.commands import VERSION
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.errors import UserError
+from dsjax.hosts import HostOptions
+from sharding.emulation import emulate_devices
+
+_OWN = ("model", "revision", "kernel_cache")
+"""Options that may differ from host to host: where the model lies, for the fingerprint tells checkpoints apart."""
+
+
+def host_options(args: EngineArgs) -> HostOptions | None:
+    """Which process of which group this is; None: it is alone.
+
+    Raises:
+        UserError: options that do not go together, or an address that is none.
+    """
+    return HostOptions.find(
+        args.coordinator_address,
+        args.num_processes,
+        args.process_id,
+        args.host_address,
+        args.start_timeout,
+        args.heartbeat_timeout,
+    )
+
+
+def join_group(args: EngineArgs, options: HostOptions | None):
+    """Have the CPU's devices emulated, and join the group; None where this process is alone. JAX must not have started.
+
+    Raises:
+        UserError, GroupError: somebody is missing or was started otherwise, or the model cannot be found: in all processes.
+    """
+    devices = args.num_devices
+    if options is None:
+        emulate_devices(devices)
+        return None
+    emulate_devices(-(-devices // options.num_processes))
+    _bound_collectives(options.heartbeat_timeout)
+    from dsjax.hosts.group import HostGroup
+
+    return HostGroup.start(options, lambda: _alike(args, devices, options))
+
+
+def _bound_collectives(seconds: int) -> None:
+    """Have a collective of the CPU platform fail when another process has not come to it for so long: it hangs.
+
+    Nobody compiles between two collectives: after a compilation at first use all wait for all (`Programs`), without a limit. Where
+    a process was only late, all go on in a new generation.
+    """
+    flag = "--xla_cpu_collective_timeout_seconds"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={seconds}".strip()
+
+
+def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, Any]:
+    """What must be the same in all processes, by name as messages have it."""
+    from dsjax.checkpoint.fingerprint import fingerprint
+    from dsjax.checkpoint.hub import resolve
+
+    if devices < options.num_processes:
+        raise UserError(
+            f"--mesh {args.mesh} has {devices} devices, fewer than the {options.num_processes} processes; start {devices}"
+        )
+    found = versions() | {"the version of dsjax's commands": VERSION}
+    own = {f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN}
+    own["--heartbeat-timeout"] = options.heartbeat_timeout
+    own["--disaggregation-mode"] = args.disaggregation_mode
+    own["--disaggregation-transfer-backend"] = args.disaggregation_transfer_backend
+    return found | own | {"the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision))}
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that every process must have alike, by name as messages have it."""
+    return {f"the version of {name}": _version(name) for name in ("dsjax", "jax", "jaxlib")}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,123 @@
+"""Transfers of pages where a side is several processes: which process keeps what, at which address, and a follower's part in it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import msgspec
+
+from dsjax.engine.contract.executor import Executor
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import LoadedModel
+from dsjax.engine.stream.leader import pulled_stream
+from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
+from dsjax.engine.transfer.page_transfer import ParcelPort
+from dsjax.engine.transfer.prefill_service import Keepers
+from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.engine.transfer.transport import Transport, open_transport
+from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.rendezvous import JoinRequest
+from dsjax.hosts.stream import StreamWriter
+
+_LOOK_SECONDS = 1.0
+
+
+class FollowerTransfers:
+    """The part in transfers that a process other than the first of a side has, from generation to generation.
+
+    On the prefill side it keeps the parcels of its ranks, and others pull them from it. On the decode side it pulls, straight from the
+    processes that keep them, the parcels of the ranks that it has devices of, and tells process 0 what came of each.
+    """
+
+    def __init__(self, args: EngineArgs, group: HostGroup):
+        self._args, self._group = args, group
+        self._kept = FollowerSendBuffers(args.transfer_timeout / 2)
+        self._server: ChunkServer | None = None
+        self._parcels: RemoteChunks | None = None
+
+    def join(self, loaded: LoadedModel) -> None:
+        """Take part in the transfers of another generation, with its executor."""
+        args, group = self._args, self._group
+        own = group.options.process_id
+        if args.disaggregation_mode == "prefill":
+            self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2)
+            if self._server is None:
+                host = host_of(args, group)
+                take = lambda number: self._kept.take(number)  # noqa: E731
+                transport, space = transport_of(args, host), space_of(args, loaded)
+                self._server = ChunkServer(take, transport, space, host, args.transfer_timeout)
+                group.store.set(_address_key(own, os.getpid()), self._server.address.encode())
+            loaded.executor.extension(ParcelPort).send_parcels(kept.ready, kept.drop)
+            return
+        if self._parcels is None:
+            self._parcels = remote_chunks(args, loaded, group)
+        pull, writer = self._parcels.pull, StreamWriter(group, pulled_stream(own))
+        loaded.executor.extension(ParcelPort).pull_parcels(
+            lambda source, number, device: pull(source.address, number, device),
+            lambda parcel: writer.put(msgspec.msgpack.encode(parcel)) and None,
+        )
+
+
+def keepers_of(own: str, group: HostGroup | None) -> Keepers:
+    """Which processes keep the parcels of an executor's ranks. own: the address of this one's."""
+
+    def keepers(executor: Executor) -> Sequence[Keeper]:
+        if group is None:
+            return [Keeper(own)] * executor.limits.num_ranks
+        this = group.options.process_id
+        members = {member.process_id: member for member in group.present}
+        firsts = [processes[0] for processes in executor.extension(ParcelPort).processes_of_ranks]
+        found = {first: own if first == this else _address_of(members[first], group) for first in set(firsts)}
+        return [Keeper(found[first], first != this) for first in firsts]
+
+    return keepers
+
+
+def _address_of(member: JoinRequest, group: HostGroup) -> str:
+    """Where the parcels of another process are pulled from. It says so once its model is loaded."""
+    deadline = time.monotonic() + group.options.start_timeout
+    while time.monotonic() < deadline:
+        found = group.store.get(_address_key(member.process_id, member.pid), _LOOK_SECONDS)
+        if found is not None:
+            return found.decode()
+        group.check()
+    raise GroupError(f"{member.name} does not say where its pages can be pulled; start all processes alike")
+
+
+def _address_key(process_id: int, pid: int) -> str:
+    return f"dsjax/parcels/{process_id}/{pid}"
+
+
+def remote_chunks(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None) -> RemoteChunks:
+    """What this process pulls chunks with, from whichever process of the prefill side keeps them."""
+    transport = transport_of(args, host_of(args, group))
+    return RemoteChunks(
+        transport, space_of(args, loaded), loaded.executor.extension(ParcelPort).parcel_shapes, args.transfer_timeout
+    )
+
+
+def transport_of(args: EngineArgs, host: str) -> Transport:
+    """What moves chunks to and from this process."""
+    return open_transport(args.disaggregation_transfer_backend, jax.local_devices()[0], host)
+
+
+def space_of(args: EngineArgs, loaded: LoadedModel) -> dict[str, Any]:
+    """What both sides must have alike (`Greeting.space`): what pages' values depend on, and by what they are moved."""
+    return loaded.page_space | {"disaggregation_transfer_backend": args.disaggregation_transfer_backend}
+
+
+def host_of(args: EngineArgs, group: HostGroup | None) -> str:
+    """This host's address, as others reach it."""
+    if args.transfer_host is not None:
+        return args.transfer_host
+    if group is not None:
+        return group.options.address
+    try:
+        return socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,1 @@
+"""Expert balancing while serving: the decision and the exchange."""

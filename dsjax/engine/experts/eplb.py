@@ -1,0 +1,170 @@
+"""`EplbConfig`: when experts are moved after their load, how many copies there are, and how much is sent at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from dsjax.engine.contract.json_option import is_integer, parse_json_option, wrong_field
+from dsjax.errors import UserError
+
+if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
+    import numpy as np
+
+FLAG = "--eplb-config"
+EXAMPLE = '\'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000}\''
+POLICIES = ("auto", "global", "hierarchical")
+MOST_UNREAD = 4096
+"""Steps after which the devices' counters are read in any case, so that they cannot overflow 32 bits."""
+
+
+class RebalanceUnderWayError(UserError):
+    """A rebalance was asked for in the middle of another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EplbConfig:
+    """Balancing of experts while serving, with vLLM's names for its fields. Checked when made.
+
+    Attributes:
+        window_size: steps whose loads a placement is made for.
+        step_interval: steps between two decisions whether to move experts.
+        num_redundant_experts: physical experts beside the logical ones; None: as `--redundant-experts` says.
+        log_balancedness: whether each window's balancedness is logged.
+        max_bytes_per_step: bytes that a device receives between two steps, at most; at least one expert is sent.
+        payback: a layer is changed where what it is predicted to gain in `step_interval` steps is at least this many times what it costs;
+            0: wherever it gains anything, as vLLM does.
+        policy: how experts are placed (`sharding.placement.rebalance`): `auto` is `hierarchical` where the mesh has several hosts.
+
+    Raises:
+        UserError: a value that cannot be, with the field's name, what was found and what would fit.
+    """
+
+    window_size: int = 1000
+    step_interval: int = 3000
+    num_redundant_experts: int | None = None
+    log_balancedness: bool = False
+    max_bytes_per_step: int = 128 * 2**20
+    payback: float = 1.0
+    policy: str = "auto"
+
+    def __post_init__(self):
+        for name, least in (("window_size", 1), ("step_interval", 1), ("max_bytes_per_step", 1)):
+            if not is_integer(getattr(self, name)) or getattr(self, name) < least:
+                raise _wrong(name, getattr(self, name), f"an integer of at least {least}")
+        redundant = self.num_redundant_experts
+        if redundant is not None and (not is_integer(redundant) or redundant < 0):
+            raise _wrong("num_redundant_experts", redundant, "an integer of at least 0")
+        if not isinstance(self.log_balancedness, bool):
+            raise _wrong("log_balancedness", self.log_balancedness, "true or false")
+        if (
+            isinstance(self.payback, bool)
+            or not isinstance(self.payback, int | float)
+            or not 0 <= self.payback < math.inf
+        ):
+            raise _wrong("payback", self.payback, "a number of at least 0")
+        if self.policy not in POLICIES:
+            raise _wrong("policy", self.policy, f"one of {', '.join(POLICIES)}")
+
+    @classmethod
+    def parse(cls, given: str | Mapping[str, Any] | None) -> EplbConfig:
+        """From the JSON text of the command line, or the dictionary of `LLM(eplb_config=…)`; None: the defaults.
+
+        Raises:
+            UserError: no JSON object, an unknown field, or a value that cannot be.
+        """
+        return cls() if given is None else parse_json_option(cls, given, FLAG, EXAMPLE)
+
+    @property
+    def read_interval(self) -> int:
+        """Steps after which loads are read."""
+        return min(self.window_size, self.step_interval, MOST_UNREAD)
+
+    @property
+    def reads_in_window(self) -> int:
+        """How many of the last readings make a window."""
+        return -(-self.window_size // self.read_interval)
+
+
+_wrong = partial(wrong_field, FLAG)
+
+
+@dataclass(frozen=True)
+class BalanceStats:
+    """Experts that follow the load: totals since the start, and the last window.
+
+    Attributes:
+        windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums
+            over layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
+        rank_tokens: that each rank of an EP group computed in the last window, over all layers.
+        rebalances: that were carried out to their end; failures: that were given up.
+        layers_changed, experts_moved, bytes_moved: bytes of experts that reached another slot, on all devices of an EP group.
+        exchanges: commands that moved something; exchange_seconds: in them. rebalance_seconds: from decisions to ends; steps go on.
+        layers_left: of the rebalance under way.
+    """
+
+    windows: int = 0
+    balancedness: float = 1.0
+    layer_balancedness: float = 1.0
+    rank_tokens: tuple[int, ...] = ()
+    rebalances: int = 0
+    failures: int = 0
+    layers_changed: int = 0
+    experts_moved: int = 0
+    bytes_moved: int = 0
+    exchanges: int = 0
+    exchange_seconds: float = 0.0
+    rebalance_seconds: float = 0.0
+    layers_left: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertSlots:
+    """Where experts are, and what it takes to move them.
+
+    Attributes:
+        physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots lie rank by rank.
+        ranks: of an EP group; hosts: runs of them that are on one machine. groups: of experts, where routing is limited to some of them.
+        expert_share: of a token's arithmetic, the routed experts' part: their parameters among those that act on it.
+        expert_bytes: of one expert on one device. per_exchange: experts that a rank sends and receives in one `StageExperts`, at most.
+        seconds: that a `StageExperts` and a `PlaceExperts` took when they were tried during warm-up; None before.
+    """
+
+    physical_to_logical: np.ndarray
+    n_logical: int
+    ranks: int
+    hosts: int
+    groups: int
+    expert_share: float
+    expert_bytes: int
+    per_exchange: int
+    seconds: tuple[float, float] | None = None
+
+
+class LoadWindow(NamedTuple):
+    """What `ReadLoads` gives: tokens since the last time, of the MoE layers, with the MTP module's layer last.
+
+    Attributes:
+        logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, what each really computed.
+    """
+
+    logical: np.ndarray
+    by_rank: np.ndarray
+
+
+class Exchanged(NamedTuple):
+    """What `StageExperts` and `PlaceExperts` give: how long they took, and what went wrong. A layer is then placed as before."""
+
+    seconds: float
+    error: str | None = None
+
+
+class ExpertMover(Protocol):
+    """What an executor offers whose experts can be moved (`Executor.extension`)."""
+
+    @property
+    def slots(self) -> ExpertSlots:
+        """Where experts are now."""

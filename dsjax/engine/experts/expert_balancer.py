@@ -1,0 +1,344 @@
+"""`ExpertBalancer`: reads the experts' loads, decides which layers are worth changing, and launches commands, one between two steps."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts, int32s
+from dsjax.engine.contract.executor import Executor
+from dsjax.engine.experts.eplb import (
+    BalanceStats,
+    EplbConfig,
+    ExpertMover,
+    ExpertSlots,
+    LoadWindow,
+    RebalanceUnderWayError,
+)
+from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from sharding.balancing import balancedness_of_ranks, by_host, experts_moved, keep_in_place, rank_loads, rebalance
+from sharding.layer_placement import exchange_rounds
+
+_log = logging.getLogger(__name__)
+
+
+class LayerChange(NamedTuple):
+    """One layer's part of a rebalance.
+
+    Attributes:
+        gain, cost: predicted seconds, of gain in the next interval. rounds: of moves, one `StageExperts` each.
+    """
+
+    layer: int
+    physical_to_logical: np.ndarray
+    rounds: list[list[tuple[int, int]]]
+    experts: int
+    gain: float
+    cost: float
+
+    def commands(self) -> list[Command]:
+        """What is launched, in order."""
+        stages: list[Command] = [
+            StageExperts(self.layer, int32s(slot for pair in moves for slot in pair)) for moves in self.rounds
+        ]
+        slots = int32s(slot for moves in self.rounds for _, slot in moves)
+        return [*stages, PlaceExperts(self.layer, slots, int32s(self.physical_to_logical.tolist()))]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a rebalance does.
+
+    Attributes:
+        changes: the layers that are changed; left: those that would gain something, but less than it costs.
+        balancedness: predicted for the window, before and after, as ratio of sums over layers.
+    """
+
+    changes: list[LayerChange]
+    left: list[LayerChange]
+    balancedness: tuple[float, float]
+
+    def summary(self, expert_bytes: int) -> dict[str, Any]:
+        """For people: numbers of layers, experts, commands and bytes, and balancedness before and after."""
+        experts = sum(change.experts for change in self.changes)
+        return {
+            "layers": len(self.changes),
+            "experts": experts,
+            "bytes": experts * expert_bytes,
+            "exchanges": sum(len(change.rounds) for change in self.changes),
+            "balancedness": {"before": self.balancedness[0], "after": self.balancedness[1]},
+        }
+
+
+def decide(
+    load: np.ndarray, slots: ExpertSlots, policy: str, *, interval: int, step_seconds: float, payback: float = 1.0
+) -> Decision:
+    """Which layers to place anew for `load`, `[layers, experts]` tokens; docs/balancing.md has the reasoning.
+
+    interval: steps in which a gain is made. step_seconds: of a step. payback: the least gain, as a multiple of the cost.
+    """
+    old, ranks = slots.physical_to_logical, slots.ranks
+    new = rebalance(load, n_physical=old.shape[1], ranks=ranks, groups=slots.groups, hosts=slots.hosts, policy=policy)
+    new = keep_in_place(old, new, ranks, slots.hosts if by_host(policy, slots.groups, slots.hosts) else 1)
+    loads, planned = (rank_loads(load, rows, ranks) for rows in (old, new))
+    before, after = loads.max(axis=1), planned.max(axis=1)
+    of_experts = step_seconds * slots.expert_share * interval
+    stage_seconds, place_seconds = slots.seconds or (0.0, 0.0)
+    chosen, left = [], []
+    moved = experts_moved(old, new)
+    for layer in np.flatnonzero(before > after).tolist():
+        rounds = list(exchange_rounds(old[layer], new[layer], ranks=ranks, experts=slots.per_exchange))
+        gain = float((before[layer] - after[layer]) / before.sum() * of_experts)
+        cost = len(rounds) * stage_seconds + place_seconds
+        change = LayerChange(layer, new[layer], rounds, int(moved[layer]), gain, cost)
+        (chosen if gain >= payback * cost else left).append(change)
+    chosen.sort(key=lambda change: change.cost - change.gain)
+    changed = [change.layer for change in chosen]
+    most = before.copy()
+    most[changed] = after[changed]
+    mean = loads.mean(axis=1).sum()
+    return Decision(chosen, left, tuple(float(mean / sums) if sums else 1.0 for sums in (before.sum(), most.sum())))
+
+
+class _Launched(NamedTuple):
+    """A command on its way, and the number of the step behind it, whose end says that it is done."""
+
+    command: Command
+    pending: Any
+    step: int
+
+
+class ExpertBalancer(Attachment):
+    """Balances the experts of a core's executor. Everything but `decide` happens in the engine's thread.
+
+    What is due is launched before a step. What is done is read after a step, and then decisions are made.
+    """
+
+    statistics_name = "balance"
+
+    def __init__(self, config: EplbConfig, clock: Callable[[], float] = time.monotonic):
+        self._config, self._clock = config, clock
+        self._executor: Executor | None = None
+        self._stats = BalanceStats()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def start(self, executor: Executor, config: SchedulerConfig) -> None:
+        """Begin with an executor. What was counted goes on; windows begin anew, for experts lie elsewhere.
+
+        A mesh may be too small for moving experts, and the next one may not: then nothing is done meanwhile.
+        """
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._executor, self._stats = executor, replace(self._stats, rank_tokens=())
+        self._mover = executor.extension(ExpertMover)
+        self._windows: deque[LoadWindow] = deque(maxlen=self._config.reads_in_window)
+        self._step_seconds: deque[float] = deque(maxlen=256)
+        self._waiting: deque[Command] = deque()
+        self._launched: deque[_Launched] = deque()
+        self._deciding: Future[Decision] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-eplb")
+        # It takes half a second to load, which the first decision need not take.
+        self._pool.submit(importlib.import_module, "scipy.optimize")
+        self._steps = 0  # entered
+        self._read_at = self._decided_at = 0
+        self._began: float | None = None  # the rebalance under way
+        self._sizes: dict[int, int] = {}  # of its layers the experts that move
+
+    @property
+    def busy(self) -> bool:
+        """Whether a rebalance is under way; an engine without requests goes on until it is done."""
+        return bool(self._waiting) or any(not isinstance(one.command, ReadLoads) for one in self._launched)
+
+    @property
+    def stats(self) -> BalanceStats:
+        """What came of it so far."""
+        return replace(self._stats, layers_left=sum(isinstance(command, PlaceExperts) for command in self._waiting))
+
+    def statistics(self) -> BalanceStats:
+        """What came of it so far."""
+        return self.stats
+
+    def before_launch(self, num_under_way: int) -> None:
+        """Launch what is due before the next step."""
+        if self._mover is None:
+            return
+        number = self._steps + num_under_way
+        if number - self._read_at >= self._config.read_interval:
+            self._read_at = number
+            self._launch(ReadLoads(), number)
+        if self._waiting:
+            self._launch(self._waiting.popleft(), number)
+
+    def after_step(self, seconds: float, plan: StepPlan | None = None, updates: list[Update] = ()) -> None:
+        """Take the results of what was launched before the step that was entered just now, which took so long."""
+        if self._mover is None:
+            return
+        self._steps += 1
+        self._step_seconds.append(seconds)
+        while self._launched and self._launched[0].step < self._steps:
+            self._enter(self._launched.popleft())
+        if self._deciding is not None and self._deciding.done():
+            deciding, self._deciding = self._deciding, None
+            self._begin(deciding.result())
+
+    def idle(self) -> None:
+        """Carry out one command from beginning to end, since there is no step to wait for."""
+        while self._launched:
+            self._enter(self._launched.popleft())
+        if self._waiting:
+            self._launch(self._waiting.popleft(), self._steps)
+            self._enter(self._launched.popleft())
+
+    def rebalance_now(self) -> dict[str, Any] | None:
+        """Decide now, for the window so far, and begin: every layer that gains anything is changed between the next steps. None where the
+        mesh of now is too small to move experts.
+
+        Raises:
+            RebalanceUnderWayError: another one is not done.
+        """
+        if self._mover is None:
+            return None
+        if self.busy or self._deciding is not None:
+            left = self.stats.layers_left
+            raise RebalanceUnderWayError(
+                f"a rebalance is under way, with {left} layers left; ask again when it is done"
+                if left
+                else "a rebalance is being decided; ask again when it is done"
+            )
+        while self._launched:
+            self._enter(self._launched.popleft(), decide=False)
+        self._windows.append(self._executor.collect(self._executor.launch(ReadLoads())))
+        self._read_at = self._steps
+        decision = self._decision(payback=0)()
+        self._begin(decision)
+        return decision.summary(self._mover.slots.expert_bytes)
+
+    @property
+    def latest(self) -> LoadWindow | None:
+        """The last reading of loads; None before the first."""
+        return self._windows[-1] if self._windows else None
+
+    def load(self) -> np.ndarray | None:
+        """Tokens of each expert of each layer in the last window; None before the first."""
+        return sum(window.logical for window in self._windows) if self._windows else None
+
+    def _launch(self, command: Command, step: int) -> None:
+        self._launched.append(_Launched(command, self._executor.launch(command), step))
+
+    def _enter(self, one: _Launched, decide: bool = True) -> None:
+        found = self._executor.collect(one.pending)
+        if isinstance(one.command, ReadLoads):
+            self._enter_window(found, decide)
+            return
+        stats = self._stats
+        self._stats = replace(
+            stats, exchanges=stats.exchanges + 1, exchange_seconds=stats.exchange_seconds + found.seconds
+        )
+        if found.error is not None:
+            _log.error(
+                "Rebalancing experts is given up: MoE layer %d could not be changed (%s). It is as it was; %d layers after it were "
+                "to be changed.",
+                one.command.layer,
+                found.error,
+                sum(isinstance(command, PlaceExperts) for command in self._waiting),
+            )
+            self._waiting.clear()
+            self._stats = replace(self._stats, failures=stats.failures + 1)
+            self._end()
+        elif isinstance(one.command, PlaceExperts):
+            experts = self._sizes.pop(one.command.layer, 0)
+            moved = experts * self._mover.slots.expert_bytes
+            self._stats = replace(
+                self._stats,
+                layers_changed=stats.layers_changed + 1,
+                experts_moved=stats.experts_moved + experts,
+                bytes_moved=stats.bytes_moved + moved,
+            )
+            if not self._sizes and self._began is not None:
+                self._stats = replace(self._stats, rebalances=stats.rebalances + 1)
+                self._end()
+
+    def _end(self) -> None:
+        began, self._began, self._sizes = self._began, None, {}
+        if began is None:
+            return
+        seconds = self._clock() - began
+        self._stats = replace(self._stats, rebalance_seconds=self._stats.rebalance_seconds + seconds)
+        _log.info("Rebalancing experts took %.3f s, in which steps went on.", seconds)
+
+    def _enter_window(self, window: LoadWindow, decide: bool) -> None:
+        self._windows.append(window)
+        of_sums, of_layers, _ = balancedness_of_ranks(window.by_rank)
+        self._stats = replace(
+            self._stats,
+            windows=self._stats.windows + 1,
+            balancedness=of_sums,
+            layer_balancedness=of_layers,
+            rank_tokens=tuple(window.by_rank.sum(axis=0).tolist()),
+        )
+        if self._config.log_balancedness:
+            _log.info(
+                "Experts' balancedness over %d steps: %.3f as ratio of sums over layers, %.3f as mean of the layers' ratios; the "
+                "busiest rank of a layer had %.2f times the mean rank's tokens.",
+                self._config.read_interval,
+                of_sums,
+                of_layers,
+                1 / of_sums,
+            )
+        due = self._steps - self._decided_at >= self._config.step_interval
+        if decide and due and self._deciding is None and not self.busy and window.by_rank.any():
+            self._decided_at = self._steps
+            self._deciding = self._pool.submit(self._decision(self._config.payback))
+
+    def _decision(self, payback: float) -> Callable[[], Decision]:
+        """`decide` for the last window. What it reads is taken now: it may run in another thread."""
+        return partial(
+            decide,
+            self.load(),
+            self._mover.slots,
+            self._config.policy,
+            interval=self._config.step_interval,
+            step_seconds=statistics.median(self._step_seconds) if self._step_seconds else 0.0,
+            payback=payback,
+        )
+
+    def _begin(self, decision: Decision) -> None:
+        expert_bytes = self._mover.slots.expert_bytes
+        left = "" if not decision.left else (
+            f" {len(decision.left)} layers are left: they would gain {sum(one.gain for one in decision.left):.3g} s and cost "
+            f"{sum(one.cost for one in decision.left):.3g} s."
+        )  # fmt: skip
+        if not decision.changes:
+            _log.info("Experts stay where they are, at a balancedness of %.3f.%s", decision.balancedness[0], left)
+            return
+        summary = decision.summary(expert_bytes)
+        _log.info(
+            "Rebalancing experts: %d layers, %d experts, %d bytes in %d exchanges, from a balancedness of %.3f to %.3f; predicted to gain "
+            "%.3g s in %d steps and to cost %.3g s.%s",
+            summary["layers"],
+            summary["experts"],
+            summary["bytes"],
+            summary["exchanges"],
+            *decision.balancedness,
+            sum(one.gain for one in decision.changes),
+            self._config.step_interval,
+            sum(one.cost for one in decision.changes),
+            left,
+        )
+        self._began = self._clock()
+        self._sizes = {change.layer: change.experts for change in decision.changes}
+        for change in decision.changes:
+            self._waiting.extend(change.commands())

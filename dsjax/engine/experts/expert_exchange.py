@@ -1,0 +1,227 @@
+"""``ExpertExchange``: the executor's part that moves experts: its buffer, the programs' runs, and what happens when one fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dsjax.config import ModelConfig
+from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts
+from dsjax.engine.device import expert_programs
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
+from dsjax.engine.device.expert_programs import ExpertLayers, expert_layers, pack_moves, pack_slots
+from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
+from dsjax.model.parameter_counts import parameter_counts
+from sharding.dispatch.statistics import tokens_per_physical_expert
+from sharding.layer_placement import LayerPlacements, copy_tables
+
+Reload = Callable[[list[str], LayerPlacements], Mapping[str, Array]]
+"""Reads parameters, given by their paths, from the checkpoint again, with experts placed so."""
+
+_log = logging.getLogger(__name__)
+
+
+class ExpertExchange(DevicePart):
+    """Moves experts of one executor, whose parameters and state it changes.
+
+    Args:
+        experts: that a rank sends and receives in one ``StageExperts``, at most.
+        reload: for a failure that took the experts' arrays with it; None: such a failure is not survived.
+    """
+
+    def __init__(self, device: DeviceAccess, experts: int, reload: Reload | None = None):
+        self._device, self._step, self._reload = device, device.model, reload
+        self._per_exchange = experts
+        self._layers = expert_layers(self._step)
+        self._ranks = self._step.spec.ep_size
+        self._per_rank = device.placements.n_physical // self._ranks
+        self._staging = self._allocate()
+        self._staged: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and its slots that have come
+        self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, what it had counted
+        self._seconds: tuple[float, float] | None = None
+
+    def register(self, table: CommandTable) -> None:
+        """Add the commands that read loads and move experts."""
+        table.add(ReadLoads, Handler(self._read, lambda pending: self._window(pending.found)))
+        table.add(StageExperts, Handler(self._stage, _exchanged))
+        table.add(PlaceExperts, Handler(self._place, _exchanged))
+
+    def extension(self, kind: type) -> Any:
+        """Where experts are, for the balancer."""
+        return self if kind is ExpertMover else None
+
+    @property
+    def slots(self) -> ExpertSlots:
+        """Where experts are now."""
+        config, mesh = self._step.config, self._step.mesh
+        hosts = len({device.process_index for device in mesh.devices.flat})
+        return ExpertSlots(
+            physical_to_logical=self._device.placements.physical_to_logical,
+            n_logical=self._device.placements.n_logical,
+            ranks=self._ranks,
+            hosts=hosts if self._ranks % hosts == 0 and self._ranks == self._step.spec.num_devices else 1,
+            groups=config.n_group,
+            expert_share=_expert_share(config),
+            expert_bytes=expert_programs.expert_bytes(self._step),
+            per_exchange=self._per_exchange,
+            seconds=self._seconds,
+        )
+
+    def _stage(self, pending: Pending, command: StageExperts) -> Running:
+        """Send a layer's experts to where they are staged."""
+        layers, layer = self._find(command.layer)
+        pairs = np.frombuffer(command.moves, "<i4").reshape(-1, 2).tolist()
+        moves = pack_moves(pairs, ranks=self._ranks, per_rank=self._per_rank, experts=self._per_exchange)
+        sent = self._device.send_everywhere((moves, np.int32(layer)))
+
+        def run() -> Running:
+            try:
+                program = self._device.programs.stage_experts(layers)
+                self._staging, done = program(layers.of(self._device.params), self._staging, *sent)
+                yield done
+            except Exception as error:
+                if self._device.programs.shared:
+                    raise  # the other processes know nothing of it
+                pending.error = _described(error)
+                _log.exception("Experts of MoE layer %d could not be sent; they stay where they are.", command.layer)
+                self._staging, self._staged = self._allocate(), (-1, frozenset())
+                return
+            before = self._staged[1] if self._staged[0] == command.layer else frozenset()
+            self._staged = command.layer, before | {slot for _, slot in pairs}
+
+        return run()
+
+    def _place(self, pending: Pending, command: PlaceExperts) -> Running:
+        """Write a layer's staged experts to their slots, and put its tables in force."""
+        layers, layer = self._find(command.layer)
+        slots = np.frombuffer(command.slots, "<i4").tolist()
+        placement = np.frombuffer(command.physical_to_logical, "<i4")
+        marked = pack_slots(slots, ranks=self._ranks, per_rank=self._per_rank)
+        tables = copy_tables(placement, self._device.placements.n_logical)
+        sent = self._device.send_everywhere((marked, tables, np.int32(layer), np.int32(command.layer)))
+
+        def run() -> Running:
+            device, staged = self._device, self._staged
+            self._staged = (-1, frozenset())
+            if slots and (staged[0] != command.layer or not staged[1].issuperset(slots)):
+                pending.error = "what is to be placed has not been staged"
+                return
+            try:
+                program = device.programs.place_experts(layers)
+                stack, copies, loads, retired, done = program(
+                    layers.of(device.params), self._staging, device.state.copies, device.state.loads, *sent
+                )
+            except Exception as error:
+                if device.programs.shared:
+                    raise  # the other processes know nothing of it
+                pending.error = _described(error)
+                self._recover(layers, command.layer)
+                return
+            device.params |= {path: stack[name] for name, path in layers.names.items()}
+            device.state = dataclasses.replace(device.state, copies=copies, loads=loads)
+            before = self._device.placements.physical_to_logical[command.layer]
+            self._device.placements = self._device.placements.with_layer(command.layer, placement)
+            yield done
+            retired = device.programs.gather(retired)
+            self._retired.append((command.layer, before, retired))
+            yield retired
+
+        return run()
+
+    def _read(self, pending: Pending, _: ReadLoads) -> Running:
+        """Take the loads off the devices, without waiting for them."""
+        state = self._device.state
+        counts, loads = self._device.programs.read_loads()(state.loads)
+        self._device.state = dataclasses.replace(state, loads=loads)
+        placements, retired, self._retired = self._device.placements, self._retired, []
+        yield counts
+        counts = self._device.programs.gather(counts)
+        pending.found = (placements, counts, retired)
+        yield counts
+
+    def _window(self, taken: tuple[LayerPlacements, Array, list]) -> LoadWindow:
+        """What ``read`` has taken, by logical expert and by rank; each count under the placement that it was made with."""
+        placements, counts, retired = taken
+        physical = tokens_per_physical_expert(self._step.spec, np.asarray(counts).astype(np.int64))
+        logical = placements.logical_load(physical)
+        for layer, row, array in retired:
+            more = tokens_per_physical_expert(self._step.spec, np.asarray(array).astype(np.int64)[None])[0]
+            logical[layer] += np.bincount(row, more, minlength=logical.shape[1]).astype(np.int64)
+            physical[layer] += more
+        return LoadWindow(logical, physical.reshape(len(physical), self._ranks, -1).sum(axis=2))
+
+    def rehearse(self, run: Callable[[Command], Any]) -> None:
+        """Run each program on nothing, twice, and keep how long the second run took.
+
+        The first may copy: arrays that were made from the host's memory are not XLA's own, and cannot be changed where they are.
+        """
+        nothing = b""
+        for layers in self._layers:
+            row = self._device.placements.physical_to_logical[layers.first].astype("<i4").tobytes()
+            for _ in range(2):
+                seconds = []
+                for command in (StageExperts(layers.first, nothing), PlaceExperts(layers.first, nothing, row)):
+                    began = time.monotonic()
+                    run(command)
+                    seconds.append(time.monotonic() - began)
+                self._seconds = seconds[0], seconds[1]
+        if self._device.programs.shared:
+            run(ReadLoads())  # compiles what gathers the loads
+        self._retired = []
+
+    def _recover(self, layers: ExpertLayers, layer: int) -> None:
+        """After a failure: what was given to the program and is lost is made again, from the checkpoint and the placement in force."""
+        device = self._device
+        lost = [path for path in layers.names.values() if device.params[path].is_deleted()]
+        _log.exception(
+            "Experts of MoE layer %d could not be written; %s",
+            layer,
+            "they are read again from the checkpoint." if lost else "they are as they were.",
+        )
+        if lost:
+            if self._reload is None:
+                raise
+            device.params |= self._reload(lost, self._device.placements)
+        state = device.state
+        if any(array.is_deleted() for array in (*state.copies, state.loads)):
+            shardings = jax.tree.map(lambda array: array.sharding, (state.copies, state.loads))
+            fresh = (self._device.placements.tables, np.zeros(state.loads.shape, np.int32))
+            copies, loads = jax.device_put(fresh, shardings)
+            device.state = dataclasses.replace(state, copies=copies, loads=loads)
+            self._retired = []
+
+    def _find(self, row: int) -> tuple[ExpertLayers, int]:
+        """The stack of a layer given by its row of the placement, and the layer's number there."""
+        layers = max((one for one in self._layers if one.first <= row), key=lambda one: one.first)
+        return layers, row - layers.first
+
+    def _allocate(self) -> dict[str, Array]:
+        described = expert_programs.describe_staging(self._step)
+        make = jax.jit(
+            lambda: {name: jnp.zeros(one.shape, one.dtype) for name, one in described.items()},
+            out_shardings={name: one.sharding for name, one in described.items()},
+        )
+        return jax.block_until_ready(make())
+
+
+def _expert_share(config: ModelConfig) -> float:
+    """The routed experts' part of the parameters that act on a token, the embedding left out: a look-up takes no time."""
+    counts = parameter_counts(config)
+    used = config.num_moe_layers * config.num_experts_per_tok * counts["expert"]
+    return used / (counts["active"] - counts["embedding"])
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _exchanged(pending: Pending) -> Exchanged:
+    return Exchanged(pending.ended - pending.started, pending.error)

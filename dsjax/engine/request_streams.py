@@ -1,0 +1,256 @@
+"""`RequestStreams`: requests from their check to the last of their text, whoever computes them. `OutputStream`: what one caller reads."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
+
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.stats import EngineObserver, StepStats
+from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest, Prompt
+from dsjax.engine.text.output_processor import OutputProcessor
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, RequestOutput
+
+_INLINE_LENGTH = 2048
+"""Characters or tokens that are prepared in the event loop: up to here a thread costs more than it saves."""
+
+
+class OutputStream:
+    """The outputs of one or several prompts, as they come: an async iterator of (prompt's index, output).
+
+    Ends after the last output. `close` ends what is unfinished; call it in any case, e.g. with `contextlib.closing`.
+    `completions` are the core's requests, for a log of what became of them: another thread writes them while they run.
+    One reader at a time.
+    """
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        abort: Callable[[Sequence[str]], None],
+        completions: Sequence[Request] = (),
+    ):
+        self.completions = completions
+        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._open = set(request_ids)
+        self._abort = abort
+        self._ready: deque[RequestOutput | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._at_once: Callable[[list[tuple[int, RequestOutput]]], bool] | None = None
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Add an output and tell the reader of it. Called in the event loop's thread, as is `add`."""
+        self._ready.append(output)
+        self.tell()
+
+    def add(self, output: RequestOutput) -> None:
+        """Add an output, of which `tell` will tell the reader: outputs of one step are told of together."""
+        self._ready.append(output)
+
+    def tell(self) -> None:
+        """Give the reader that waits what there is, or wake it."""
+        if self._waiter is None or self._waiter.done():
+            return
+        try:
+            goes_on = None if self._at_once is None else self._peek()
+            if goes_on is not None and self._at_once(goes_on):
+                self._ready.clear()
+            else:
+                self._waiter.set_result(None)
+        except Exception as error:  # the reader's own
+            self._ready.clear()
+            self._waiter.set_exception(error)
+
+    def __aiter__(self) -> "OutputStream":
+        return self
+
+    async def __anext__(self) -> tuple[int, RequestOutput]:
+        if not self._open:
+            raise StopAsyncIteration
+        await self._wait()
+        return self._take()
+
+    async def ready(
+        self, at_once: Callable[[list[tuple[int, RequestOutput]]], bool] | None = None
+    ) -> list[tuple[int, RequestOutput]]:
+        """Wait, then give everything that is there: a reader that is late gets several outputs at once. Empty at the end.
+
+        Raises what `__anext__` would, after the outputs before it.
+
+        at_once: takes outputs that come while this waits and that are not a request's last, and says whether it did; the reader goes on
+            waiting then. To wake a task, with all the functions in which it waits, costs more than to make an event of a token.
+        """
+        if not self._open:
+            return []
+        self._at_once = at_once
+        await self._wait()
+        taken = [self._take()]
+        while self._ready and self._open and not isinstance(self._ready[0], Exception):
+            taken.append(self._take())
+        return taken
+
+    async def _wait(self) -> None:
+        if not self._ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _peek(self) -> list[tuple[int, RequestOutput]] | None:
+        """What there is; None where something of it ends a request."""
+        found = []
+        for output in self._ready:
+            if isinstance(output, Exception) or output.finished:
+                return None
+            found.append((self._index[output.request_id], output))
+        return found
+
+    def _take(self) -> tuple[int, RequestOutput]:
+        output = self._ready.popleft()
+        if isinstance(output, Exception):
+            self._open.clear()
+            raise output
+        if output.finished:
+            self._open.discard(output.request_id)
+        return self._index[output.request_id], output
+
+    def close(self) -> None:
+        """Abort what has not ended; its pages are free before the engine's next step."""
+        unfinished, self._open = self._open, set()
+        if unfinished:
+            self._abort(sorted(unfinished))
+
+    def fail(self, error: Exception) -> None:
+        """Abort what has not ended; whoever reads gets `error` after the outputs that are there."""
+        if self._open:
+            self.put(error)
+            self._abort(sorted(self._open))
+
+
+class RequestStreams:
+    """Follows requests from their check to the last of their text, whoever computes them.
+
+    Belongs to the event loop's thread.
+
+    Args:
+        admit: sends checked requests to whoever computes them; it may refuse. end: ends completions there, by their ids.
+
+    Attributes:
+        error: why nothing goes on. closing: whether no more requests are taken.
+        observers: told of every step and output.
+    """
+
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        outputs: OutputProcessor,
+        admit: Callable[[Sequence[PreparedRequest]], Awaitable[None]],
+        end: Callable[[Sequence[str]], None],
+    ):
+        self._inputs, self._outputs, self._admit, self._end = inputs, outputs, admit, end
+        self.error: BaseException | None = None
+        self.closing = False
+        self.observers: list[EngineObserver] = []
+        self._streams: dict[str, OutputStream] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that have not ended."""
+        return self._outputs.num_unfinished
+
+    async def submit(
+        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, options: RequestOptions
+    ) -> OutputStream:
+        """Check all prompts, then queue them all.
+
+        Raises:
+            UserError: one of them cannot be; none is queued.
+            EngineDeadError: the engine has failed.
+            EngineClosingError: the engine takes no more requests.
+        """
+        arrival_time = time.monotonic()
+        ids = [f"{request_id}-{index}" for index in range(len(prompts))] if len(prompts) > 1 else [request_id]
+
+        def prepare() -> list[PreparedRequest]:
+            return [
+                self._inputs.prepare(id_, prompt, params, options, arrival_time)
+                for id_, prompt in zip(ids, prompts, strict=True)
+            ]
+
+        # A long text takes long to tokenise, and so does a grammar to read; both libraries let others run meanwhile.
+        short = params.structured_outputs is None and params.n * sum(map(_length, prompts)) <= _INLINE_LENGTH
+        prepared = prepare() if short else await asyncio.to_thread(prepare)
+        if self.error is not None:
+            raise EngineDeadError("the engine has failed") from self.error
+        if self.closing:
+            raise EngineClosingError("the server is shutting down")
+        requests = [request for each in prepared for request in each.completions]
+        stream = OutputStream(ids, self.abort, requests)
+        for each in prepared:
+            self._outputs.add(each)
+            self._streams[each.request_id] = stream
+        try:
+            await self._admit(prepared)
+        except BaseException:  # refused, or nobody waits any more
+            self.abort(ids)
+            raise
+        return stream
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests that nobody waits for any more."""
+        ended = [request for request_id in request_ids for request in self._outputs.unfinished(request_id)]
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+            self._outputs.forget(request_id)
+        self._end([request.request_id for request in ended])
+        for observer in self.observers if ended else ():
+            observer.on_ended(ended, FinishReason.ABORT)
+
+    def abort_all(self) -> None:
+        """End every request; each stream gets an `EngineClosingError`."""
+        for stream in set(self._streams.values()):
+            stream.put(EngineClosingError("the server is shutting down"))
+        self.abort(list(self._streams))
+
+    def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+        """Make text of what a step did, and tell streams and observers."""
+        followed = [update for update in updates if self._outputs.follows(update.request)] if self.observers else []
+        outputs, to_abort = self._outputs.process(updates)
+        self._end(to_abort)
+        told: dict[OutputStream, None] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.add(output)
+                told[stream] = None
+                if output.finished:
+                    del self._streams[output.request_id]
+        for stream in told:
+            stream.tell()
+        stopped = [update.request for update in followed if update.request.request_id in to_abort] if to_abort else []
+        for observer in self.observers:
+            if followed:
+                observer.on_updates(followed)
+            if stopped:
+                observer.on_ended(stopped, FinishReason.STOP)
+            if stats is not None:
+                observer.on_step(stats)
+            if outputs:
+                observer.on_outputs(outputs)
+
+    def fail(self, error: BaseException) -> None:
+        """Give every stream an error: nothing goes on."""
+        self.error = error
+        for stream in set(self._streams.values()):
+            stream.put(EngineDeadError("the engine has failed"))
+        for request_id in list(self._streams):
+            self._outputs.forget(request_id)
+        self._streams.clear()
+
+
+def _length(prompt: Prompt) -> int:
+    """Characters or tokens."""
+    whole = next(iter(prompt.values()), "") if isinstance(prompt, Mapping) else prompt
+    return len(whole) if isinstance(whole, Sized) else 0

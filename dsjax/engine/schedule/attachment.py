@@ -1,0 +1,83 @@
+"""`Attachment`: an optional part of an engine's core, which is told when steps begin and end, and when the mesh changes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsjax.engine.contract.executor import Executor
+from dsjax.engine.schedule.page_source import PageSource
+from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.scheduler import Scheduler, Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+
+
+class Attachment:
+    """A part that the core calls by these verbs and knows nothing else of. All are called in the engine's thread.
+
+    Every method has a default that does nothing, so a part defines only what it is about.
+
+    Attributes:
+        source: the part's page source, which the scheduler asks; None: it has none.
+        look_seconds: how often `begin_step` is wanted although nothing is to be computed; None: it need not be called then.
+        wants_page_events: whether the part publishes which pages can be found, so that the scheduler has to collect that.
+        statistics_name: under which `StepStats.parts` has what `statistics` gives; empty: it gives nothing.
+    """
+
+    source: PageSource | None = None
+    look_seconds: float | None = None
+    wants_page_events: bool = False
+    statistics_name: str = ""
+
+    def __init__(self, source: PageSource | None = None):
+        self.source = source
+
+    def start(self, executor: Executor, config: SchedulerConfig) -> None:
+        """Begin with an executor: the first one, or one that was made anew. What the one before was asked for is void.
+
+        The scheduler with this configuration is made after this, and binds `source`.
+        """
+
+    def scheduled(self, scheduler: Scheduler) -> None:
+        """The scheduler for that executor is this one, from now on."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether the core must go on stepping although no request is unfinished."""
+        return False
+
+    def begin_step(self, now: float) -> None:
+        """Enter what came from outside; a step may be planned next."""
+
+    def planned(self) -> None:
+        """Take notice that a step was planned."""
+
+    def send(self) -> None:
+        """Send other processes what was decided: after a step was planned, and when a request was ended from outside."""
+
+    def before_launch(self, num_under_way: int) -> None:
+        """Launch commands that go before the step that is launched next. num_under_way: steps launched and not entered."""
+
+    def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
+        """Take notice of a step that was entered: how long it took, what it was to compute, and what it did to requests."""
+
+    def idle(self) -> None:
+        """Do a piece of work that needs no step: none is under way."""
+
+    def wait(self) -> bool:
+        """Wait a moment for what requests wait for, where that comes from this part; whether it was waited."""
+        return False
+
+    def flush(self) -> None:
+        """Forget what is cached elsewhere; the prefix cache was flushed."""
+
+    def statistics(self) -> Any:
+        """What the part has done so far, and holds; None where there is nothing to say."""
+        return None
+
+    def close(self, failed: bool) -> None:
+        """End. failed: after an error, when the devices must not be waited for."""
+
+
+def statistics_of(attachments: "list[Attachment]") -> Mapping[str, Any]:
+    """What each part has to say, by its name."""
+    found = {part.statistics_name: part.statistics() for part in attachments if part.statistics_name}
+    return {name: value for name, value in found.items() if value is not None}

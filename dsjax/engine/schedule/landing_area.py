@@ -1,0 +1,167 @@
+"""`LandingArea`: pages of one DP rank that a source brings or has brought, and that are not in the cache yet. Plain Python."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+MOST_LANDED = 128
+"""Pages of a rank that have landed, or are about to, and have not gone to the cache."""
+
+
+class PageLoad(NamedTuple):
+    """A page that can be sent to the device now.
+
+    Attributes:
+        number: by which `FetchPages` names it: a slot of the source, or the number under which it has landed.
+        tier: the name of the place that it comes from, for statistics.
+    """
+
+    number: int
+    tier: str
+
+
+class PageBringer(Protocol):
+    """Who brings a page: a `PageSource`."""
+
+    def loaded(self, rank: int, name: bytes) -> None:
+        """Take notice that a page goes to the device."""
+
+    def load_failed(self, rank: int, name: bytes, number: int) -> None:
+        """Take notice that a page could not be had."""
+
+
+@dataclass(slots=True)
+class LandingPage:
+    """One page, who brings it under which number and since when, and whether it has come.
+
+    Attributes:
+        source: the `PageSource` that brings it. tier: as of `PageLoad`.
+        patience: seconds after which a page that has not come may be given up for another one; None: its source says when.
+    """
+
+    number: int
+    since: float
+    source: PageBringer
+    tier: str
+    patience: float | None
+    here: bool = False
+
+
+class LandingArea:
+    """Names and numbers of the pages that land. From here a page goes to the cache like one in a slot, under its number.
+
+    What has landed and is not loaded goes when others need the room. Numbers begin behind the slots of the rank's sources.
+
+    Attributes:
+        requests: (number, name) of pages that are to be brought by `ReadPages` before the next step.
+    """
+
+    def __init__(self):
+        self.first_number = 0
+        self.requests: list[tuple[int, bytes]] = []
+        self._numbers = 0
+        self._pages: OrderedDict[bytes, LandingPage] = OrderedDict()
+        self._by_number: dict[int, bytes] = {}
+        self._drops: list[int] = []
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._pages
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another page needs room that is taken."""
+        return len(self._pages) >= MOST_LANDED
+
+    def get(self, name: bytes) -> LandingPage | None:
+        """A page that has landed or is about to; None where there is none of this name."""
+        return self._pages.get(name)
+
+    def count(self, source: PageBringer) -> int:
+        """Number of pages that one source brings or has brought."""
+        return sum(page.source is source for page in self._pages.values())
+
+    def can_load(self, name: bytes) -> bool:
+        """Whether a page has come."""
+        page = self._pages.get(name)
+        return page is not None and page.here
+
+    def load(self, rank: int, name: bytes) -> PageLoad:
+        """Take out a page that has come; it goes to the cache."""
+        page = self._pages.pop(name)
+        del self._by_number[page.number]
+        page.source.loaded(rank, name)
+        return PageLoad(page.number, page.tier)
+
+    def expect(self, name: bytes, source: PageBringer, tier: str, now: float, patience: float | None = None) -> int:
+        """The number under which a page will land. There is room for it."""
+        number = self.first_number + self._numbers
+        self._numbers = (self._numbers + 1) % 2**30
+        self._pages[name] = LandingPage(number, now, source, tier, patience)
+        self._by_number[number] = name
+        return number
+
+    def make_room(self, count: int, wanted: Container[bytes], now: float) -> bool:
+        """Make room for so many pages to land; False where what has landed and is wanted takes it."""
+        while len(self._pages) + count > max(MOST_LANDED, count):
+            if not self._give_up_one(wanted, now):
+                return False
+        return True
+
+    def landed(self, rank: int, number: int, ok: bool) -> None:
+        """Enter that a page has come, or could not be had."""
+        name = self._by_number.get(number)
+        if name is None:
+            return
+        if ok:
+            self._pages[name].here = True
+            return
+        page = self._pages.pop(name)
+        del self._by_number[number]
+        page.source.load_failed(rank, name, number)
+
+    def keep_expected(self, numbers: set[int]) -> None:
+        """Take out of `numbers` what will not be reported any more, because it was given up."""
+        numbers &= self._by_number.keys()
+
+    def give_up(self, numbers: Iterable[int]) -> None:
+        """Wait no longer for what is brought under these numbers, and keep it no longer where it has come."""
+        for number in numbers:
+            name = self._by_number.pop(number, None)
+            if name is not None:
+                del self._pages[name]
+                self._drops.append(number)
+
+    def give_up_names(self, names: Iterable[bytes]) -> None:
+        """`give_up` those of these pages that are here or about to come."""
+        self.give_up([self._pages[name].number for name in names if name in self._pages])
+
+    def clear(self) -> None:
+        """`give_up` every page."""
+        self.give_up(list(self._by_number))
+
+    def drop(self, number: int) -> None:
+        """Have the executor keep nothing of a number that is not expected any more: a process may have its part of the page."""
+        self._drops.append(number)
+
+    def take(self) -> tuple[list[tuple[int, bytes]], list[int]]:
+        """`requests`, and the numbers that the executor need not keep any more; each is given once."""
+        requests, self.requests = self.requests, []
+        drops, self._drops = self._drops, []
+        return requests, drops
+
+    def _give_up_one(self, wanted: Container[bytes], now: float) -> bool:
+        """Give up the page that was asked for longest ago, is here and is none of `wanted`; or one that should have come long ago, whose
+        request may be gone.
+        """
+        for name, page in self._pages.items():
+            late = not page.here and page.patience is not None and now - page.since > page.patience
+            if late or (page.here and name not in wanted):
+                self.give_up([page.number])
+                return True
+        return False

@@ -1,0 +1,224 @@
+"""`PageEvents`: what subscribers are told of pages, in vLLM's words: blocks stored and removed, by tier and DP rank. No ZeroMQ here.
+
+A block is a page; its hash is the last 64 bits of the page's name, as an unsigned integer, which is how vLLM cuts its own.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from dsjax.engine.contract.commands import from_int32s, int32s
+from dsjax.engine.schedule.request import Request
+
+MEDIA = {"device": "GPU", "host": "CPU_TIER1", "disk": "CPU_TIER2"}
+"""What Dynamo calls the tiers in vLLM's field `medium`. On a CPU the device's is called GPU too, as there."""
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=True):
+    """Blocks that follow one another can be found in a tier from now on.
+
+    Attributes:
+        block_hashes: of each block. parent_block_hash: of the block before the first one; None where there is none.
+        token_ids: of all these blocks, one after the other. block_size: tokens of each.
+        lora_id, lora_name: always None. medium: of `MEDIA`.
+        extra_keys: as vLLM has them, of each block: the first one's of a prompt with a `cache_salt` are that salt. None: no block has any.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None = None
+    extra_keys: list[list[str] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=True):
+    """Blocks can be found in a tier no longer."""
+
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """No block of this DP rank can be found any more, in any tier."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventSink(Protocol):
+    """Is told of pages, in the engine's thread, and must be quick."""
+
+    def publish(self, rank: int, events: Sequence[Event]) -> None:
+        """These happened on a DP rank, in this order."""
+
+    def close(self) -> None:
+        """The engine ends; nothing follows."""
+
+
+class EventSinks:
+    """Several sinks as one."""
+
+    def __init__(self, sinks: Sequence[EventSink]):
+        self._sinks = sinks
+
+    def publish(self, rank: int, events: Sequence[Event]) -> None:
+        """Tell each."""
+        for sink in self._sinks:
+            sink.publish(rank, events)
+
+    def close(self) -> None:
+        """End each."""
+        for sink in self._sinks:
+            sink.close()
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """One message. ts: seconds since 1970."""
+
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int
+
+
+class _Known:
+    """What is said of a page whenever it is stored: its parent's name, its tokens, its salt; and where it is, or goes."""
+
+    __slots__ = ("parent", "places", "salt", "tokens")
+
+    def __init__(self, parent: bytes | None, tokens: bytes, salt: str | None):
+        self.parent, self.tokens, self.salt, self.places = parent, tokens, salt, set()
+
+
+class PageEvents:
+    """Collects events of all ranks. What is on the disk is told to each rank's subscribers, since each rank can fetch it."""
+
+    def __init__(self, num_ranks: int, page_size: int):
+        self.page_size = page_size
+        self._events: list[list[Event]] = [[] for _ in range(num_ranks)]
+        self._known: dict[bytes, _Known] = {}
+        self._gone: list[bytes] = []  # from the disk, not told yet
+
+    def computed(
+        self, rank: int, names: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], salt: str | None = None
+    ) -> None:
+        """Pages that follow one another can be found on a rank's device. parent: of the first one; tokens, salt: of all."""
+        size = self.page_size
+        for index, name in enumerate(names):
+            known = self._known.get(name)
+            if known is None:
+                own = int32s(tokens[index * size : (index + 1) * size])
+                known = self._known[name] = _Known(names[index - 1] if index else parent, own, salt)
+            known.places.add((rank, "device"))
+        self._tell(rank, _stored(names, parent, list(tokens), size, "device", salt))
+
+    def holds(self, name: bytes) -> None:
+        """A page is on its way to the disk; it is told of when it has come."""
+        known = self._known.get(name)
+        if known is not None:
+            known.places.add((None, "disk"))
+
+    def stored(self, rank: int | None, tier: str, name: bytes) -> None:
+        """A page can be found in a tier. rank: None for all. A page that this process has not computed is not told of."""
+        known = self._known.get(name)
+        if known is not None:
+            known.places.add((rank, tier))
+            tokens = list(from_int32s(known.tokens))
+            self._tell(rank, _stored([name], known.parent, tokens, self.page_size, tier, known.salt))
+
+    def removed(self, rank: int | None, tier: str, names: Iterable[bytes], *, told: bool = True) -> None:
+        """Pages can be found in a tier no more; `told`: whether they were told of as stored there."""
+        gone = []
+        for name in names:
+            known = self._known.get(name)
+            if known is not None and (rank, tier) in known.places:
+                gone.append(block_hash(name))
+                known.places.discard((rank, tier))
+                if not known.places:
+                    del self._known[name]
+        if gone and told:
+            self._tell(rank, BlockRemoved(gone, MEDIA[tier]))
+
+    def gone_from_disk(self, names: Iterable[bytes]) -> None:
+        """Pages can be found on the disk no more; it is told after everything else that happens meanwhile."""
+        self._gone += names
+
+    def cleared(self, rank: int) -> None:
+        """A rank finds nothing any more, in no tier."""
+        self._events[rank] = [AllBlocksCleared()]
+        for name, known in list(self._known.items()):
+            known.places = {place for place in known.places if place[0] not in (rank, None)}
+            if not known.places:
+                del self._known[name]
+
+    def take(self) -> list[tuple[int, list[Event]]]:
+        """(rank, events) of the ranks that have any; each is given once."""
+        if self._gone:
+            gone, self._gone = self._gone, []
+            self.removed(None, "disk", gone)
+        found = [(rank, events) for rank, events in enumerate(self._events) if events]
+        for rank, _ in found:
+            self._events[rank] = []
+        return found
+
+    def _tell(self, rank: int | None, event: Event) -> None:
+        for events in self._events if rank is None else (self._events[rank],):
+            events.append(event)
+
+
+class RankEvents:
+    """Of one rank: what its pool and its tiers tell. The disk's own comings and goings the scheduler tells `PageEvents`."""
+
+    def __init__(self, events: PageEvents, rank: int):
+        self._events, self._rank = events, rank
+
+    @property
+    def all_ranks(self) -> PageEvents:
+        """The events of all ranks, for a tier that they share."""
+        return self._events
+
+    def computed(self, request: Request, places: Sequence[int]) -> None:
+        """Pages of a request, by their numbers in it, ascending, can be found on the device."""
+        size, names = self._events.page_size, request.page_hashes
+        start = 0
+        for index in range(1, len(places) + 1):
+            if index == len(places) or places[index] != places[index - 1] + 1:
+                first, last = places[start], places[index - 1] + 1
+                parent = names[first - 1] if first else None
+                tokens = request.token_ids[first * size : last * size]
+                self._events.computed(self._rank, names[first:last], parent, tokens, request.options.cache_salt)
+                start = index
+
+    def removed(self, tier: str, names: Iterable[bytes]) -> None:
+        """Pages can be found in a tier of the rank no more."""
+        self._events.removed(self._rank, tier, names)
+
+    def stored_in_host(self, name: bytes) -> None:
+        """A page can be found in host memory."""
+        self._events.stored(self._rank, "host", name)
+
+    def goes_to_disk(self, name: bytes) -> None:
+        """A page is on its way to the disk."""
+        self._events.holds(name)
+
+    def cleared(self) -> None:
+        """Nothing can be found any more."""
+        self._events.cleared(self._rank)
+
+
+def block_hash(name: bytes) -> int:
+    """A page's name as subscribers see it: its last 64 bits, unsigned."""
+    return int.from_bytes(name[-8:], "big")
+
+
+def _stored(
+    names: Sequence[bytes], parent: bytes | None, tokens: list[int], size: int, tier: str, salt: str | None
+) -> BlockStored:
+    hashes = [block_hash(name) for name in names]
+    if parent is not None:
+        return BlockStored(hashes, block_hash(parent), tokens, size, None, MEDIA[tier])
+    keys = None if salt is None else [[salt], *[None] * (len(names) - 1)]
+    return BlockStored(hashes, None, tokens, size, None, MEDIA[tier], None, keys)

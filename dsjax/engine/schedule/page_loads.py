@@ -1,0 +1,296 @@
+"""`PageLoads`: pages on their way from a source into one rank's cache, and the requests that wait for them. `SourcedPages`: all ranks.
+
+Plain Python.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dsjax.engine.contract.commands import Command, FetchPages, PlacePages, ReadPages, int32s
+from dsjax.engine.schedule.landing_area import LandingArea
+from dsjax.engine.schedule.page_events import PageEvents, RankEvents
+from dsjax.engine.schedule.page_source import Lookup, PageSource, RankPages, Turn
+from dsjax.engine.schedule.pages import PagePool
+from dsjax.engine.schedule.request import Request
+
+MOST_LOADED = 64
+"""Pages that a rank loads before one step."""
+
+
+class Admission(enum.Enum):
+    """What becomes of a waiting request once its missing pages have been looked up."""
+
+    START = "start"  # it computes what it lacks
+    PASSED = "passed"  # it waits, and those behind it go on
+    REMOTE = "remote"  # it waits for pages that are computed elsewhere
+    HELD = "held"  # it waits, and so do all behind it
+
+
+class PageLoad(NamedTuple):
+    """Pages on their way into the cache.
+
+    Attributes:
+        request: who waits for them; None where it has ended and given them back.
+        first: which of the request's pages the first one is.
+        names: of the pages; empty where nobody is to find them when they have come.
+        tiers: the tier that each comes from. since: when they were sent for.
+    """
+
+    request: Request | None
+    pages: list[int]
+    first: int
+    names: list[bytes]
+    tiers: list[str]
+    since: float
+
+
+class PageLoads:
+    """What one plan stages from a source, the next one places.
+
+    What a source has to bring first takes as long as it takes: the request waits meanwhile, and others go on.
+
+    Attributes:
+        under_way: what the last plan has staged. landing: pages that a source has brought, or is bringing.
+        waits: (tier, seconds) that requests have waited for pages from slots. Whoever reads it empties it.
+    """
+
+    def __init__(self, pool: PagePool, source: PageSource, rank: int):
+        self._pool, self._source, self._rank = pool, source, rank
+        self.landing = LandingArea()
+        self.under_way: list[PageLoad] = []
+        self.waits: list[tuple[str, float]] = []
+        self._loaded: dict[Request, Counter[str]] = {}  # of waiting requests the pages that have come, by tier
+        self._places: list[int] = []
+        self._staged: list[int] = []
+        pool.on_evict = lambda page, name: source.evict(rank, page, name)
+
+    def has(self, name: bytes) -> bool:
+        """Whether a page can be had from a source, now or after a wait."""
+        return self._source.has(self._rank, name) or name in self.landing
+
+    __contains__ = has
+
+    def begin(self, now: float) -> None:
+        """Begin a plan: the pages that the last one staged are placed before its step, and can be found."""
+        loads, self.under_way = self.under_way, []
+        for load in loads:
+            if load.names:
+                self._pool.seal_of(load.request, load.first, load.pages)
+            if load.request is not None:
+                load.request.is_loading = False
+                load.request.held_pages += load.pages
+                self._loaded.setdefault(load.request, Counter()).update(load.tiers)
+                if self._source.slot_tier in load.tiers:
+                    self.waits.append((self._source.slot_tier, now - load.since))
+            self._places += load.pages
+        self._source.begin_rank(self._rank, now)
+
+    def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admission:
+        """Look up the pages that a request lacks, behind the `cached` ones. names: of all pages that it may read."""
+        rest = names[len(cached) :]
+        if rest and self._source.awaits(self._rank, request, rest[0]):
+            self._hold(request, cached)
+            return Admission.PASSED
+        if rest and any(rest[0] in load.names for load in self.under_way):
+            return Admission.PASSED  # somebody else has it loaded; the next plan finds it
+        missing = self._pool.pages_for(len(request.token_ids)) - len(cached)
+        if (
+            rest
+            and self.has(rest[0])
+            and self._pool.can_hold(cached, missing)
+            and self._load(request, rest, cached, now)
+        ):
+            return Admission.PASSED
+        if rest and self._can_load(rest[0]):
+            return Admission.START  # there was no room for it
+        answer = self._source.lookup(self._rank, request, names, cached, free_slots, now)
+        if answer is Lookup.WAIT:
+            self._hold(request, cached)
+            return Admission.REMOTE
+        return Admission.HELD if answer is Lookup.FULL else Admission.START
+
+    def loaded(self, request: Request) -> Mapping[str, int]:
+        """How many pages have been loaded for a waiting request, by tier. A page can have come twice."""
+        return self._loaded.get(request, {})
+
+    def hits(self, request: Request) -> dict[str, int]:
+        """The tokens that a request that starts found cached, by tier; `device` for those that were on the device.
+
+        Pages that were computed for it by another engine are no hits.
+        """
+        page_size = self._pool.page_size
+        loaded, left = self.loaded(request), request.num_cached_tokens
+        found = {}
+        for tier in self._source.tiers:
+            found[tier] = min(left, loaded.get(tier, 0) * page_size)
+            left -= found[tier]
+        return {"device": left, **found}
+
+    def num_computed_elsewhere(self, request: Request) -> int:
+        """How many of a request's pages were computed for it by another engine."""
+        return self._source.num_computed(request, self.loaded(request))
+
+    def landed(self, number: int, ok: bool, now: float) -> None:
+        """A page that was to land under a number has come, or could not."""
+        self.landing.landed(self._rank, number, ok)
+        self._source.landed(self._rank, number, ok, now)
+
+    def sealed(self, request: Request) -> None:
+        """A request has started, or further pages of it are full and computed."""
+        self._source.sealed(self._rank, request)
+
+    def forget(self, names: Sequence[bytes]) -> None:
+        """Let sources find pages no more."""
+        self._source.forget(self._rank, names)
+        self.landing.give_up_names(names)
+
+    def cancel(self) -> None:
+        """Let what is under way be found by nobody when it has come."""
+        self._source.cancel(self._rank)
+        self.under_way = [load._replace(names=[]) for load in self.under_way]
+
+    def clear(self) -> None:
+        """Have sources forget and delete every page."""
+        self._source.clear(self._rank)
+        self.landing.clear()
+
+    def invalidate(self) -> None:
+        """Have sources forget what may not have happened."""
+        self._source.invalidate(self._rank)
+        self.landing.clear()
+
+    def release(self, request: Request) -> None:
+        """Hold nothing any more for a request that starts, or is gone."""
+        self._pool.release(request.held_pages)
+        request.held_pages = []
+        self._loaded.pop(request, None)
+        self._source.release(self._rank, request)
+        if request.is_loading:
+            # Whoever gets such a page next writes it after it was placed.
+            request.is_loading = False
+            for index, load in enumerate(self.under_way):
+                if load.request is request:
+                    self._pool.release(load.pages)
+                    self.under_way[index] = load._replace(request=None, names=[])
+
+    def preempted(self, request: Request) -> None:
+        """A running request waits again."""
+        self._source.preempted(request)
+
+    def release_held(self, waiting: Iterable[Request], but: Request | None = None) -> bool:
+        """Let go of the cached pages that are held for waiting requests; False where there are none.
+
+        Without it, requests that each hold some could wait for one another.
+        """
+        holders = [request for request in waiting if request.held_pages and request is not but]
+        for request in holders:
+            self._pool.release(request.held_pages)
+            request.held_pages = []
+        return bool(holders)
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """The pages that get what the last plan has staged, in its order; and the numbers that this plan stages. Each is given once."""
+        places, self._places = self._places, []
+        staged, self._staged = self._staged, []
+        return places, staged
+
+    def _can_load(self, name: bytes) -> bool:
+        return self._source.can_load(self._rank, name) or self.landing.can_load(name)
+
+    def _load(self, request: Request, names: list[bytes], cached: list[int], now: float) -> bool:
+        """Have the longest beginning of `names` that can be loaded now staged; False where the request has nothing to wait for."""
+        ready = self._can_load(names[0])
+        answer = self._source.prefetch(self._rank, request, names, ready, now)
+        if not ready:
+            if answer is Lookup.WAIT:
+                self._wait(request, cached)
+            return answer is not Lookup.ABSENT
+        if len(self._staged) >= MOST_LOADED:
+            return True  # others fill this step; it is loaded with the next one
+        loads = []
+        for name in names[: MOST_LOADED - len(self._staged)]:
+            if self._source.can_load(self._rank, name):
+                loads.append(self._source.load(self._rank, name))
+            elif self.landing.can_load(name):
+                loads.append(self.landing.load(self._rank, name))
+            else:
+                break
+        self._wait(request, cached)
+        self._staged += [load.number for load in loads]
+        pages = self._pool.allocate(len(loads))
+        tiers = [load.tier for load in loads]
+        self.under_way.append(PageLoad(request, pages, len(cached), names[: len(loads)], tiers, now))
+        return True
+
+    def _wait(self, request: Request, cached: list[int]) -> None:
+        self._pool.hold(cached)
+        request.held_pages += cached
+        request.is_loading = True
+
+    def _hold(self, request: Request, cached: list[int]) -> None:
+        """Hold what was found for a request that waits for more."""
+        if not request.held_pages:
+            self._pool.hold(cached)
+            request.held_pages += cached
+
+
+class SourcedPages:
+    """The loads of all ranks from one source, and the commands that the executor is given before a step.
+
+    Args:
+        events: as of `RankPages`, for all ranks.
+    """
+
+    def __init__(self, source: PageSource, pools: Sequence[PagePool], events: PageEvents | None = None):
+        self.source = source
+        self.ranks = [PageLoads(pool, source, rank) for rank, pool in enumerate(pools)]
+        self._num_staged = 0  # `FetchPages` so far
+        told = [None if events is None else RankEvents(events, rank) for rank in range(len(pools))]
+        source.bind(
+            [RankPages(pool, loads.landing, own) for pool, loads, own in zip(pools, self.ranks, told, strict=True)]
+        )
+        for loads in self.ranks:
+            loads.landing.first_number = source.slots
+
+    def commands(self) -> list[Command]:
+        """What goes before the step that was planned just now, in its order."""
+        taken = [loads.take() for loads in self.ranks]
+        landings = [loads.landing.take() for loads in self.ranks]
+        found: list[tuple[Turn, Command]] = []
+        if any(places for places, _ in taken):
+            found.append((Turn.PLACE, PlacePages([int32s(places) for places, _ in taken], self._num_staged)))
+        if any(staged for _, staged in taken):
+            self._num_staged += 1
+            found.append((Turn.STAGE, FetchPages([int32s(staged) for _, staged in taken], self._num_staged)))
+        if any(requests or drops for requests, drops in landings):
+            found.append(
+                (
+                    Turn.REQUEST,
+                    ReadPages(
+                        [int32s(number for number, _ in requests) for requests, _ in landings],
+                        [b"".join(name for _, name in requests) for requests, _ in landings],
+                        [int32s(drops) for _, drops in landings],
+                    ),
+                )
+            )
+        found += self.source.commands()
+        return [command for _, command in sorted(found, key=lambda one: one[0])]
+
+    def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
+        """A page that was to land on a rank has come, or could not."""
+        self.ranks[rank].landed(number, ok, now)
+
+    def take_waits(self) -> list[tuple[str, float]]:
+        """(tier, seconds) that requests have waited for pages of it; each is given once."""
+        waits = [wait for loads in self.ranks for wait in loads.waits]
+        for loads in self.ranks:
+            loads.waits = []
+        return waits + self.source.take_waits()
+
+    def counts(self, rank: int) -> Mapping[str, Any]:
+        """What the source holds of one rank, and has done for it, by tier."""
+        return self.source.counts(rank)

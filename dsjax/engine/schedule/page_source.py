@@ -1,0 +1,349 @@
+"""`PageSource`: where pages of the latent cache are beside the devices, as the scheduler sees it. Plain Python.
+
+Host memory, a disk and another engine that computes prompts are such places. docs/page-sources.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dsjax.engine.contract.commands import Command
+from dsjax.engine.schedule.landing_area import LandingArea, PageLoad
+
+if TYPE_CHECKING:
+    from dsjax.engine.schedule.page_events import RankEvents
+    from dsjax.engine.schedule.pages import PagePool
+    from dsjax.engine.schedule.request import Request
+
+
+class Turn(enum.IntEnum):
+    """When a command about pages is carried out, among those that go before one step."""
+
+    DELETE = 0  # what is stored anew under the same name must not be deleted
+    PLACE = 1  # the scheduler's own: what the step before has staged is written to pages
+    STAGE = 2  # the scheduler's own: pages are sent to the devices; before the stores, which may take their slots
+    REQUEST = 3  # pages are asked for, and land later
+    SEND = 4  # pages leave for another engine
+    STORE = 5  # pages whose room is needed leave the devices
+
+
+class Lookup(enum.Enum):
+    """What a source says of the pages that a request lacks."""
+
+    ABSENT = "absent"  # it has none of them, or no part of them that would help now
+    WAIT = "wait"  # they are on their way: the request is not looked at again before the source wakes it
+    LATER = "later"  # it has them, but no room to bring them now: the request is looked at again at the next step
+    FULL = "full"  # it would bring them if the rank had room for the request beside those that wait: nothing behind it starts either
+
+
+class RankPages(NamedTuple):
+    """The pages of one DP rank, as a source is given them.
+
+    Attributes:
+        landing: where pages lie that have been brought to the device's side and are not in the cache yet.
+        events: is told of pages that can be found in a tier, and of those that cannot any more; None where nobody wants to know.
+    """
+
+    pool: PagePool
+    landing: LandingArea
+    events: RankEvents | None = None
+
+
+class PageSource:
+    """A place where pages of the latent cache exist beside the devices. All methods are called in the engine's thread.
+
+    A page has a name (`extend_hashes`): equal names mean equal values. A source may keep pages that are evicted (`evict`), bring pages
+    that a request lacks (`lookup`), or take pages as soon as they are computed (`sealed`). What it wants to be done on the devices it
+    writes down as commands, which go before the next step (`commands`).
+
+    Every method has a default that does nothing, so a source defines only what it is about.
+
+    Attributes:
+        slots: places of the source, of each rank, from which `FetchPages` sends pages by their numbers; 0: its pages land first.
+        tiers: names of the places whose pages count as cached, the slowest first. slot_tier: the one that has the slots.
+        ranks: the pages of each DP rank; set by `bind`.
+    """
+
+    slots: int = 0
+    tiers: Sequence[str] = ()
+    slot_tier: str = ""
+    ranks: Sequence[RankPages] = ()
+
+    def bind(self, ranks: Sequence[RankPages]) -> None:
+        """Begin with the pages of these ranks: at the start, and again when the mesh has changed. Nothing of the ranks before is left."""
+        self.ranks = ranks
+
+    # Before a step is planned.
+
+    def begin_step(self, now: float) -> None:
+        """Another step is about to be planned, for all ranks."""
+
+    def begin_rank(self, rank: int, now: float) -> None:
+        """The step of one rank is about to be planned; what was loaded for the step before can be found by now."""
+
+    def has_work(self) -> bool:
+        """Whether a step must be planned although no request is unfinished."""
+        return False
+
+    # While requests are admitted.
+
+    def has(self, rank: int, name: bytes) -> bool:
+        """Whether a page can be had from here, now or after a wait. The router counts it as cached."""
+        return self.can_load(rank, name)
+
+    def awaits(self, rank: int, request: Request, name: bytes) -> bool:
+        """Whether a page is on its way already; the request then waits for it, too, until the source wakes it."""
+        return False
+
+    def can_load(self, rank: int, name: bytes) -> bool:
+        """Whether a page lies in one of the source's slots and can be sent to the device now."""
+        return False
+
+    def load(self, rank: int, name: bytes) -> PageLoad:
+        """The load of a page that `can_load`. The page stays here."""
+        raise NotImplementedError(f"{type(self).__name__} has slots and does not say how they are loaded")
+
+    def prefetch(self, rank: int, request: Request, names: Sequence[bytes], ready: bool, now: float) -> Lookup:
+        """Begin to bring pages that `has` has, from the first of `names` on, so that they land.
+
+        ready: whether the first of them can be loaded at once, so that the request waits for no other.
+        """
+        return Lookup.ABSENT
+
+    def lookup(
+        self, rank: int, request: Request, names: Sequence[bytes], cached: Sequence[int], free_slots: int, now: float
+    ) -> Lookup:
+        """Have pages made elsewhere that nobody has, behind the `cached` ones.
+
+        names: of all pages that the request may read, those cached first. free_slots: requests that the rank may still start.
+        """
+        return Lookup.ABSENT
+
+    # When something happens to pages or requests.
+
+    def evict(self, rank: int, page: int, name: bytes) -> None:
+        """A cached page's room is needed. Its values are there until the commands that go before the next step are done."""
+
+    def sealed(self, rank: int, request: Request) -> None:
+        """A request has started, or further pages of it are full and computed (`Request.num_sealed_pages`)."""
+
+    def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
+        """A page that was to land under a number has come, or could not."""
+
+    def loaded(self, rank: int, name: bytes) -> None:
+        """A page that the source has landed goes to the device."""
+
+    def load_failed(self, rank: int, name: bytes, number: int) -> None:
+        """A page that the source was to land could not be had."""
+
+    def added(self, request: Request) -> None:
+        """A request has come."""
+
+    def release(self, rank: int, request: Request) -> None:
+        """A request waits no longer: it starts, or it is gone."""
+
+    def preempted(self, request: Request) -> None:
+        """A running request waits again."""
+
+    def ended(self, request: Request) -> None:
+        """A request has ended: forget it."""
+
+    def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
+        """How many of a request's loaded pages were computed for it, so that they are no hits of any cache. loaded: pages by tier."""
+        return 0
+
+    # When pages are not to be found any more.
+
+    def forget(self, rank: int, names: Sequence[bytes]) -> None:
+        """Let pages be found no more."""
+
+    def cancel(self, rank: int) -> None:
+        """Let what is on its way to a rank be found by nobody when it has come."""
+
+    def clear(self, rank: int) -> None:
+        """Forget every page of a rank, and delete it."""
+
+    def invalidate(self, rank: int) -> None:
+        """Forget what may not have happened: a plan was withdrawn, and nobody knows which of its commands were carried out."""
+
+    def withdrawn(self) -> None:
+        """What `commands` gave last may not have been carried out. `invalidate` follows for each rank."""
+
+    # For the executor, and for who watches.
+
+    def commands(self) -> Iterable[tuple[Turn, Command]]:
+        """What goes before the step that was planned just now; each is given once."""
+        return ()
+
+    def take_waits(self) -> list[tuple[str, float]]:
+        """(tier, seconds) that requests have waited for pages of it; each is given once."""
+        return []
+
+    def counts(self, rank: int) -> Mapping[str, Any]:
+        """What the source holds of one rank, and has done for it, by tier."""
+        return {}
+
+    def totals(self) -> Mapping[str, Any]:
+        """What the source holds, and has done, for all ranks together, by tier."""
+        return {}
+
+
+class SourceChain(PageSource):
+    """Several sources as one. The first that has a page gives it."""
+
+    def __init__(self, sources: Sequence[PageSource]):
+        self.sources = list(sources)
+        self.tiers = [tier for source in self.sources for tier in source.tiers]
+
+    def bind(self, ranks: Sequence[RankPages]) -> None:
+        """Begin each with the same ranks."""
+        self.ranks = ranks
+        for source in self.sources:
+            source.bind(ranks)
+
+    @property
+    def slots(self) -> int:
+        """The slots of the one source that has any.
+
+        Raises:
+            ValueError: two have, and a number would not say whose slot it is.
+        """
+        with_slots = [source for source in self.sources if source.slots]
+        if len(with_slots) > 1:
+            raise ValueError(f"found {len(with_slots)} page sources with slots, expected at most one")
+        return with_slots[0].slots if with_slots else 0
+
+    @property
+    def slot_tier(self) -> str:
+        """The tier of that source."""
+        return next((source.slot_tier for source in self.sources if source.slots), "")
+
+    def begin_step(self, now: float) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.begin_step(now)
+
+    def begin_rank(self, rank: int, now: float) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.begin_rank(rank, now)
+
+    def has_work(self) -> bool:
+        """Whether one has."""
+        return any(source.has_work() for source in self.sources)
+
+    def has(self, rank: int, name: bytes) -> bool:
+        """Whether one has the page."""
+        return any(source.has(rank, name) for source in self.sources)
+
+    def awaits(self, rank: int, request: Request, name: bytes) -> bool:
+        """Whether one awaits the page."""
+        return any(source.awaits(rank, request, name) for source in self.sources)
+
+    def can_load(self, rank: int, name: bytes) -> bool:
+        """Whether one can load the page."""
+        return any(source.can_load(rank, name) for source in self.sources)
+
+    def load(self, rank: int, name: bytes) -> PageLoad:
+        """The load of the first that can."""
+        return next(source for source in self.sources if source.can_load(rank, name)).load(rank, name)
+
+    def prefetch(self, rank: int, request: Request, names: Sequence[bytes], ready: bool, now: float) -> Lookup:
+        """The answer of the first that does not say `ABSENT`."""
+        for source in self.sources:
+            answer = source.prefetch(rank, request, names, ready, now)
+            if answer is not Lookup.ABSENT:
+                return answer
+        return Lookup.ABSENT
+
+    def lookup(
+        self, rank: int, request: Request, names: Sequence[bytes], cached: Sequence[int], free_slots: int, now: float
+    ) -> Lookup:
+        """The answer of the first that does not say `ABSENT`."""
+        for source in self.sources:
+            answer = source.lookup(rank, request, names, cached, free_slots, now)
+            if answer is not Lookup.ABSENT:
+                return answer
+        return Lookup.ABSENT
+
+    def evict(self, rank: int, page: int, name: bytes) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.evict(rank, page, name)
+
+    def sealed(self, rank: int, request: Request) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.sealed(rank, request)
+
+    def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.landed(rank, number, ok, now)
+
+    def added(self, request: Request) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.added(request)
+
+    def release(self, rank: int, request: Request) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.release(rank, request)
+
+    def preempted(self, request: Request) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.preempted(request)
+
+    def ended(self, request: Request) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.ended(request)
+
+    def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
+        """The sum over all."""
+        return sum(source.num_computed(request, loaded) for source in self.sources)
+
+    def forget(self, rank: int, names: Sequence[bytes]) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.forget(rank, names)
+
+    def cancel(self, rank: int) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.cancel(rank)
+
+    def clear(self, rank: int) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.clear(rank)
+
+    def invalidate(self, rank: int) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.invalidate(rank)
+
+    def withdrawn(self) -> None:
+        """Tell each."""
+        for source in self.sources:
+            source.withdrawn()
+
+    def commands(self) -> Iterable[tuple[Turn, Command]]:
+        """The commands of all."""
+        return [command for source in self.sources for command in source.commands()]
+
+    def take_waits(self) -> list[tuple[str, float]]:
+        """The waits of all."""
+        return [wait for source in self.sources for wait in source.take_waits()]
+
+    def counts(self, rank: int) -> Mapping[str, Any]:
+        """The counts of all."""
+        return {tier: count for source in self.sources for tier, count in source.counts(rank).items()}
+
+    def totals(self) -> Mapping[str, Any]:
+        """The totals of all."""
+        return {tier: total for source in self.sources for tier, total in source.totals().items()}

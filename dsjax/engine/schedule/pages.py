@@ -1,0 +1,207 @@
+"""Pages of one rank's latent cache: which are free, held and cached, and the hashes that cached ones are found by."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from hashlib import sha256
+
+from dsjax.engine.contract.commands import int32s
+from dsjax.engine.schedule.page_events import RankEvents
+from dsjax.engine.schedule.request import Request
+
+_NO_SALT = bytes(32)
+
+
+class PagePool:
+    """The pages 1 … num_pages − 1 of a rank. Page 0 is never given out: padded page-table entries point at it.
+
+    A page is held by as many requests as took it. A page that was sealed under a hash can be found by it, and when
+    nobody holds it any more it is kept, until its room is needed: pages that hold nothing are given out first, the one freed last
+    before others, so that a lightly loaded rank keeps to few pages; then cached ones, least recently used first.
+
+    Attributes:
+        on_evict: called as `on_evict(page, name)` for a cached page whose room is needed. The page's values are there until the next
+            commands are carried out; afterwards they are lost.
+        events: told of pages that can be found and of those that cannot any more; None: nobody wants to know.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, events: RankEvents | None = None):
+        if num_pages < 2:
+            raise ValueError(f"found {num_pages} pages a rank, expected at least 2: page 0 is reserved")
+        if page_size < 1:
+            raise ValueError(f"found a page size of {page_size} tokens, expected at least 1")
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.events = events
+        self.on_evict: Callable[[int, bytes], None] | None = None
+        self._free = list(range(num_pages - 1, 0, -1))
+        self._holders = [0] * num_pages
+        self._hash_of: list[bytes | None] = [None] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, least recently used first
+
+    @property
+    def num_usable(self) -> int:
+        """Pages that can be allocated at all."""
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds, those cached included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that requests hold, each counted once."""
+        return self.num_usable - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that nobody holds, but that can still be found."""
+        return len(self._idle)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def can_allocate(self, count: int) -> bool:
+        """Whether so many pages are free."""
+        return count <= len(self._free) + len(self._idle)
+
+    def can_hold(self, found: Sequence[int], count: int) -> bool:
+        """Whether the pages `found` can be held and `count` others be allocated beside them."""
+        return self.can_allocate(count + sum(not self._holders[page] for page in found))
+
+    def allocate(self, count: int, *, store: bool = True) -> list[int]:
+        """Take pages. The caller has asked `can_allocate` before. store: whether cached ones among them are offered to `on_evict`."""
+        if not self.can_allocate(count):
+            raise ValueError(f"asked for {count} pages, {self.num_free} of {self.num_usable} are free")
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._idle.popitem(last=False)
+                if store and self.on_evict is not None:
+                    self.on_evict(page, self._hash_of[page])
+                self._unname(page)
+            self._holders[page] = 1
+            pages.append(page)
+        return pages
+
+    def idle_names(self) -> Iterator[tuple[int, bytes]]:
+        """(page, name) of the cached pages that nobody holds, most recently used first."""
+        for page in reversed(self._idle):
+            yield page, self._hash_of[page]
+
+    def names_of(self, pages: Iterable[int]) -> list[bytes]:
+        """The names of those of these pages that can be found."""
+        return [self._hash_of[page] for page in pages if self._hash_of[page] is not None]
+
+    def hold(self, found: Iterable[int]) -> None:
+        """Take pages that `find` gave, beside whoever holds them."""
+        for page in found:
+            if not self._holders[page]:
+                del self._idle[page]
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give a request's pages back. Giving back a page that nobody holds is a fault of the caller and raises.
+
+        The last pages come first, so that the end of a chain is evicted before the beginning, which more requests share.
+        """
+        for page in reversed(pages):
+            if not self._holders[page]:
+                raise ValueError(f"page {page} is given back but was not allocated")
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                if self._hash_of[page] is None:
+                    self._free.append(page)
+                else:
+                    self._idle[page] = None
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The pages of the longest beginning of `hashes` that is cached."""
+        pages = []
+        for name in hashes:
+            page = self._page_of.get(name)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def count(self, hashes: Iterable[bytes], promised: Container[bytes] = (), elsewhere: Container[bytes] = ()) -> int:
+        """How long a beginning of `hashes` is cached here, promised, or to be had elsewhere."""
+        known, length = self._page_of, 0
+        for name in hashes:
+            if name not in known and name not in promised and name not in elsewhere:
+                break
+            length += 1
+        return length
+
+    def seal(self, page: int, name: bytes) -> bool:
+        """Let a page be found: it is full, its values are finite, and nobody writes it any more. Whether it can be found from now on.
+
+        Where another page has this hash already, that one stays the one to be found.
+        """
+        if self._hash_of[page] is not None or self._page_of.setdefault(name, page) != page:
+            return False
+        self._hash_of[page] = name
+        return True
+
+    def seal_of(self, request: Request, first: int, pages: Sequence[int]) -> None:
+        """`seal` pages of a request, from page number `first` of it on."""
+        names = request.page_hashes
+        new = [place for place, page in enumerate(pages, start=first) if self.seal(page, names[place])]
+        if self.events is not None and new:
+            self.events.computed(request, new)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let pages be found no more. Who holds them keeps them."""
+        for page in [page for page in pages if self._hash_of[page] is not None]:
+            self._lose(page)
+
+    def flush(self) -> None:
+        """Forget every page, and tell of all of them at once."""
+        events, self.events = self.events, None
+        self.forget_all()
+        self.events = events
+        if events is not None:
+            events.cleared()
+
+    def forget_all(self) -> None:
+        """Forget every page, and tell of each."""
+        for page in list(self._page_of.values()):
+            self._lose(page)
+
+    def _lose(self, page: int) -> None:
+        self._unname(page)
+        if not self._holders[page]:
+            del self._idle[page]
+            self._free.append(page)
+
+    def _unname(self, page: int) -> None:
+        if self.events is not None:
+            self.events.removed("device", (self._hash_of[page],))
+        del self._page_of[self._hash_of[page]]
+        self._hash_of[page] = None
+
+
+def extend_hashes(request: Request, page_size: int) -> list[bytes]:
+    """Bring `request.page_hashes` up to the full pages of its tokens, and give it.
+
+    A page's hash is sha256 of the hash of the page before it and its token ids (int32, little-endian); the first page's
+    predecessor is the hash of the salt. Equal hashes so mean equal tokens at equal positions, from the first one on, under equal salts,
+    in every process.
+    """
+    hashes, tokens = request.page_hashes, request.token_ids
+    if len(hashes) < len(tokens) // page_size:
+        parent = hashes[-1] if hashes else _root(request.options.cache_salt)
+        for start in range(len(hashes) * page_size, len(tokens) - page_size + 1, page_size):
+            parent = sha256(parent + int32s(tokens[start : start + page_size])).digest()
+            hashes.append(parent)
+    return hashes
+
+
+def _root(salt: str | None) -> bytes:
+    # JSON can hold half a surrogate pair, which strict UTF-8 cannot.
+    return _NO_SALT if salt is None else sha256(salt.encode("utf-8", "surrogatepass")).digest()

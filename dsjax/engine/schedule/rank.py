@@ -1,0 +1,473 @@
+"""`Rank`: the requests of one DP rank, waiting and running, and what it computes in the next step."""
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from dsjax.engine.schedule.page_loads import Admission, PageLoads
+from dsjax.engine.schedule.pages import PagePool, extend_hashes
+from dsjax.engine.schedule.plan import RankPlan, ScheduledRow
+from dsjax.engine.schedule.request import Request, Status
+
+_by_order = attrgetter("order")
+_MOST_PASSED = 16
+"""Requests in the queue that a step looks past because others compute what they will find cached; those that wait for pages come extra."""
+
+
+class RankLoad(NamedTuple):
+    """What one DP rank has to do, and has room for.
+
+    Attributes:
+        running, waiting: requests.
+        waiting_tokens: known tokens of the waiting requests.
+        used_pages: pages that requests hold.
+        cached_pages: pages that nobody holds but the prefix cache keeps; they count as free.
+        usable_pages: pages that can be held at all.
+        cost: what a new request that finds nothing in this rank's cache is charged here besides its own tokens, in tokens to
+            be computed (docs/scheduler.md).
+        hits: tokens that requests found cached when they were admitted for the first time, by the tier that had them: `device`, and the
+            tiers of the page sources. queried: tokens of those requests.
+        tiers: what page sources hold of this rank's pages, by tier.
+    """
+
+    rank: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    used_pages: int
+    cached_pages: int
+    usable_pages: int
+    cost: float
+    hits: Mapping[str, int] = {"device": 0}
+    queried: int = 0
+    tiers: Mapping[str, Any] = {}
+
+
+class NoLoads:
+    """What a rank has in place of `PageLoads` where no page is anywhere but on the devices."""
+
+    def __contains__(self, name: bytes) -> bool:
+        return False
+
+    def begin(self, now: float) -> None:
+        """Place nothing."""
+
+    def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admission:
+        """Let every request start."""
+        return Admission.START
+
+    def hits(self, request: Request) -> dict[str, int]:
+        """Count all cached tokens for the device."""
+        return {"device": request.num_cached_tokens}
+
+    def num_computed_elsewhere(self, request: Request) -> int:
+        """Count none."""
+        return 0
+
+    def sealed(self, request: Request) -> None:
+        """Tell nobody."""
+
+    def forget(self, names: Iterable[bytes]) -> None:
+        """Forget nothing."""
+
+    def cancel(self) -> None:
+        """Cancel nothing."""
+
+    clear = invalidate = cancel
+
+    def release(self, request: Request) -> None:
+        """Release nothing."""
+
+    preempted = release
+
+    def release_held(self, waiting: Iterable[Request], but: Request | None = None) -> bool:
+        """Say that nothing is held."""
+        return False
+
+
+NO_LOADS = NoLoads()
+
+
+class Rank:
+    """One attention replica's queue, pages and slots.
+
+    A request holds pages for *all* its known tokens from its admission on, so prefill never runs out in the middle;
+    only decodes ask for more. When no page is left, the newest running request is preempted: it
+    gives everything back, and is recomputed when its turn comes again, except what the prefix cache still has. `running` is
+    sorted by `order`, so the newest is always its last element.
+
+    A step is planned while the one before computes, so a request may have a row under way. It is then planned with bounds
+    (`Request.num_planned_tokens`), and gives pages and slot back only when no row is under way any more: what is still to be
+    written cannot reach a page's next owner.
+
+    Attributes:
+        loads: pages that waiting requests have on their way from a page source.
+        dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
+        load: known tokens of all requests.
+        waiting_tokens: known tokens of the waiting ones.
+        backlog: tokens to be computed before every request here makes its next one: of waiting requests those that are
+            neither cached nor promised, of prompts under way the rest.
+        promised: hashes of the pages that requests here are to compute for their prompts; for each, by how many requests.
+        prefix_queries, prefix_hits: known tokens of the requests admitted for the first time, and how many were cached; hits: by the
+            tier that had them.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: PagePool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefill_chunk: int,
+        max_prefill_rows: int,
+        prefix_caching: bool = True,
+    ):
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefill_chunk = prefill_chunk
+        self.max_prefill_rows = max_prefill_rows
+        self.prefix_caching = prefix_caching
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.load = self.waiting_tokens = self.backlog = 0
+        self.promised: Counter[bytes] = Counter()
+        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
+        self.hits: Counter[str] = Counter(device=0)
+        self.dirty: list[int] = []
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.loads: PageLoads | NoLoads = NO_LOADS
+
+    def uncached(self, request: Request) -> int:
+        """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
+        cached = self.pool.count(self.readable(request), self.promised, self.loads)
+        return len(request.token_ids) - cached * self.pool.page_size
+
+    def add(self, request: Request) -> None:
+        """Queue a request at its place by `order`. `load` counts its tokens from now on."""
+        self.load += len(request.token_ids)
+        self._queue(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, waiting or running, and take back what it holds when no step has a row of it any more."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._seal(request)
+            if not request.num_rows_under_way:
+                self._take_back(request)
+        else:
+            self.waiting.remove(request)
+            self.waiting_tokens -= len(request.token_ids)
+            self.loads.release(request)
+        self._settle(request)
+        self.load -= len(request.token_ids)
+
+    def remove_finished(self, finished: list[Request]) -> None:
+        """Forget running requests that have just become `FINISHED`."""
+        self.running = [request for request in self.running if request.status is Status.RUNNING]
+        for request in finished:
+            self._seal(request)
+            if not request.num_rows_under_way:
+                self._take_back(request)
+            self._settle(request)
+            self.load -= len(request.token_ids)
+
+    def drop(self, request: Request, finite: bool) -> None:
+        """A row of a request that has ended is done; nobody wants what it made."""
+        if not finite and request.num_clean_pages is None:
+            request.num_clean_pages = request.num_sealed_pages
+        if not request.num_rows_under_way:
+            self._take_back(request)
+
+    def spoil(self, request: Request) -> None:
+        """A request's values are not finite: nobody may find any of its pages any more.
+
+        What it read of others was finite when it was computed. Yet should it be at fault, it must not fail the next one too.
+        """
+        request.num_clean_pages = request.num_sealed_pages
+        self.loads.forget(self.pool.names_of(request.pages))
+        self.pool.forget(request.pages)
+        request.num_sealed_pages = len(request.pages)  # none is left to be sealed
+
+    def flush(self) -> None:
+        """Let no page be found any more that is computed or on its way now, on the device or in a page source."""
+        self.loads.cancel()
+        self.pool.flush()
+        self.loads.clear()
+
+    def invalidate(self) -> None:
+        """Forget every page, and of those in page sources what may not have got there: commands may not have been carried out."""
+        self.loads.cancel()
+        self.pool.forget_all()
+        self.loads.invalidate()
+
+    def leave_if_due(self, request: Request) -> None:
+        """Preempt a running request that is to leave, now that a row of it is done."""
+        if request.must_leave and not request.num_rows_under_way:
+            self.running.remove(request)
+            self._preempt(request)
+
+    def enter_chunk(self, request: Request) -> None:
+        """Note that a prompt has come further; `num_computed_tokens` says how far."""
+        left = len(request.token_ids) - request.num_computed_tokens
+        self._seal(request)
+        if left:
+            self._set_backlog(request, left)
+        else:
+            self._settle(request)
+
+    def schedule(self, now: float, num_drafts: int = 0) -> RankPlan:
+        """Decodes first, then prompts under way, then new ones, within the token budget, which does not count drafts.
+
+        num_drafts: drafts that a decode verifies at most.
+        """
+        preemptions = self.num_preemptions
+        self.loads.begin(now)
+        decodes, prompts, computing = self._schedule_decodes(num_drafts)
+        budget = self.max_num_batched_tokens - len(decodes)
+        plan = RankPlan(decodes, [], [])
+        for request in prompts:
+            if budget <= 0 or len(plan.prefills) == self.max_prefill_rows:
+                break
+            budget -= self._schedule_chunk(request, budget, plan.prefills)
+        if self.waiting and preemptions == self.num_preemptions:
+            self._admit(budget, plan, prompts + computing, now)
+        return plan
+
+    def _schedule_decodes(self, num_drafts: int) -> tuple[list[ScheduledRow], list[Request], list[Request]]:
+        """Rows for requests with one token to compute; the requests still in their prompt; and those whose prompt is under way to
+        its end. Each oldest first.
+        """
+        decodes: list[ScheduledRow] = []
+        prompts: list[Request] = []
+        computing: list[Request] = []
+        page_size = self.pool.page_size
+        # `ScheduledRow(...)` is a Python function, which at a thousand rows a step would be a third of this loop.
+        new_row = partial(tuple.__new__, ScheduledRow)
+        most = 1 + num_drafts
+        for request in self.running:  # preemption shortens the list at its end, which ends this loop the sooner
+            if request.must_leave:
+                continue
+            planned, known = request.num_computed_tokens + request.num_in_flight, len(request.token_ids)
+            if known - planned > 1:
+                prompts.append(request)
+                continue
+            if request.num_rows_under_way:
+                if request.num_computed_tokens + 1 < known:
+                    computing.append(request)
+                # The rows under way are sure to make its last token.
+                if known + request.num_due >= request.max_total_tokens:
+                    continue
+                if request.num_due and request.rules is not None and request.rules.needs_tokens:
+                    continue
+            # With drafts under way `planned` may reach its bound, behind which nothing is ever written.
+            full = planned >= len(request.pages) * page_size
+            if full and not self._grow(request, min(planned + 1, request.max_cached_tokens)):
+                continue
+            length = 1
+            if num_drafts:
+                self._grow_for_drafts(request, planned + most + num_drafts)
+                length = max(1, min(most, request.max_cached_tokens - planned))
+            decodes.append(new_row((request, planned, length, True)))
+            request.num_in_flight += length
+            request.num_rows_under_way += 1
+            request.num_due += 1
+        return decodes, prompts, computing
+
+    def _schedule_chunk(self, request: Request, budget: int, prefills: list[ScheduledRow]) -> int:
+        """Add the next chunk of a prompt; give its length."""
+        start, known = request.num_planned_tokens, len(request.token_ids)
+        length = min(known - start, self.prefill_chunk, budget)
+        sampled = start + length == known
+        prefills.append(ScheduledRow(request, start, length, sampled))
+        request.num_in_flight += length
+        request.num_rows_under_way += 1
+        request.num_due += sampled
+        return length
+
+    def _admit(self, budget: int, plan: RankPlan, prompts: list[Request], now: float) -> None:
+        """Start waiting requests in their order. The first that does not fit holds back the rest, so none starves.
+
+        prompts: those being computed. A request whose next page one of them computes is passed: it finds the page cached when it
+        starts later.
+        """
+        at = num_loading = 0
+        while at < min(len(self.waiting), _MOST_PASSED + num_loading) and self._free_slots and budget > 0:
+            request = self.waiting[at]
+            if request.is_loading:
+                at += 1
+                num_loading += 1
+                continue
+            names = self.readable(request)
+            cached = self.pool.find(names)
+            if len(cached) < len(names) and _computes(prompts, len(cached), names[len(cached)]):
+                at += 1
+                continue
+            admission = self.loads.look(request, names, cached, len(self._free_slots), now)
+            if admission is not Admission.START:
+                if admission is Admission.HELD:
+                    break
+                if admission is Admission.REMOTE:
+                    self._set_backlog(request, len(request.token_ids) - len(names) * self.pool.page_size)
+                    num_loading += 1
+                at += 1
+                continue
+            copied = self._last_page(request) if len(cached) == len(names) else []
+            left = 1 if copied else len(request.token_ids) - len(cached) * self.pool.page_size
+            if left > 1 and len(plan.prefills) == self.max_prefill_rows:
+                break
+            count = self.pool.pages_for(len(request.token_ids)) - len(cached)
+            # A hundredth of the pages stays free for decodes under way, lest a newcomer be preempted at once.
+            headroom = min(len(self.running), self.pool.num_usable // 100)
+            if not self.pool.can_hold(cached + copied, count + headroom):
+                # At last what is held for itself: a page of it that nobody can find any more is of no use to it.
+                if self.loads.release_held(self.waiting, request) or self.loads.release_held(self.waiting):
+                    continue
+                break
+            del self.waiting[at]
+            self._start(request, cached, copied, count, now)
+            self.loads.release(request)
+            if copied:
+                plan.copies.append((copied[0], request.pages[-1]))
+            if left == 1:
+                self._settle(request)
+                start = request.num_computed_tokens
+                plan.decodes.append(ScheduledRow(request, start, 1))
+                request.num_in_flight = request.num_rows_under_way = request.num_due = 1
+                budget -= 1
+            else:
+                self._set_backlog(request, left)
+                prompts.append(request)
+                budget -= self._schedule_chunk(request, budget, plan.prefills)
+
+    def _last_page(self, request: Request) -> list[int]:
+        """The cached page that a request's last token fills, if there is one: it is copied, and the last token computed in the copy."""
+        page_size = self.pool.page_size
+        if len(request.token_ids) % page_size or not self.prefix_caching or request.wants_prompt_logprobs:
+            return []
+        return self.pool.find(extend_hashes(request, page_size)[-1:])
+
+    def _start(self, request: Request, cached: list[int], copied: list[int], count: int, now: float) -> None:
+        """Give a request its slot and pages: those found in the cache, and `count` more, the last one for a copy of `copied`."""
+        self.pool.hold(cached)
+        self.pool.hold(copied)  # lest it be given out now; the copy comes before anything that is planned later
+        request.pages = cached + self.pool.allocate(count)
+        self.pool.release(copied)
+        request.num_sealed_pages = len(cached)
+        request.num_computed_tokens = len(request.token_ids) - 1 if copied else len(cached) * self.pool.page_size
+        request.slot = self._free_slots.pop()
+        request.status = Status.RUNNING
+        request.admissions += 1
+        request.drafts = ()
+        self.waiting_tokens -= len(request.token_ids)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = now
+            elsewhere = self.loads.num_computed_elsewhere(request) * self.pool.page_size
+            request.num_cached_tokens = max(0, request.num_computed_tokens - elsewhere)
+            if self.prefix_caching and not request.wants_prompt_logprobs:
+                self.prefix_queries += len(request.token_ids)
+                self.prefix_hits += request.num_cached_tokens
+                self.hits.update(self.loads.hits(request))
+        bisect.insort(self.running, request, key=_by_order)
+        self.loads.sealed(request)
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Get a decode pages for so many tokens, preempting newer requests for them.
+
+        False when it had to give way itself, or when pages will come from a request that is to leave.
+        """
+        self._seal(request)
+        count = self.pool.pages_for(num_tokens) - len(request.pages)
+        while not self.pool.can_allocate(count):
+            if self.loads.release_held(self.waiting):
+                continue
+            victim = self.running[-1]
+            if victim.num_rows_under_way:
+                victim.must_leave = True
+                return False
+            self.running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.pages += self.pool.allocate(count)
+        return True
+
+    def _grow_for_drafts(self, request: Request, num_tokens: int) -> None:
+        """Get a decode pages for its drafts too, as far as there are free ones: nobody gives way to a guess."""
+        wanted = self.pool.pages_for(min(num_tokens, request.max_cached_tokens)) - len(request.pages)
+        if wanted > 0 and self.pool.can_allocate(wanted):
+            request.pages += self.pool.allocate(wanted)
+
+    def _preempt(self, request: Request) -> None:
+        self._seal(request)
+        self._take_back(request)
+        self._settle(request)
+        request.status = Status.WAITING
+        request.must_leave = False
+        self.loads.preempted(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        self._set_backlog(request, self.uncached(request))
+        names = self.readable(request)
+        self.promised.update(names)
+        request.num_promised = len(names)
+        bisect.insort(self.waiting, request, key=_by_order)
+        self.waiting_tokens += len(request.token_ids)
+
+    def readable(self, request: Request) -> list[bytes]:
+        """Hashes of the pages that a request may read from the cache: all full ones, but its last token is left to compute."""
+        if not self.prefix_caching or request.wants_prompt_logprobs:
+            return []
+        page_size = self.pool.page_size
+        return extend_hashes(request, page_size)[: (len(request.token_ids) - 1) // page_size]
+
+    def _seal(self, request: Request) -> None:
+        """Let others find the pages that are full and computed. Every result so far was finite, or it would have failed."""
+        if not self.prefix_caching:
+            return
+        # A run of accepted drafts may reach beyond the token that ended the request.
+        computed = min(request.num_computed_tokens, len(request.token_ids))
+        sealed, full = request.num_sealed_pages, computed // self.pool.page_size
+        if full > sealed:
+            extend_hashes(request, self.pool.page_size)
+            self.pool.seal_of(request, sealed, request.pages[sealed:full])
+            request.num_sealed_pages = full
+            self.loads.sealed(request)
+
+    def _take_back(self, request: Request) -> None:
+        if request.num_clean_pages is not None:
+            self.dirty += request.pages[request.num_clean_pages :]
+        self.pool.release(request.pages)
+        self._free_slots.append(request.slot)
+        request.pages = []
+        request.num_sealed_pages = 0
+        request.slot = -1
+
+    def _settle(self, request: Request) -> None:
+        """Its prompt is computed, or it is gone: it promises no page and is no backlog."""
+        self._set_backlog(request, 0)
+        for name in request.page_hashes[: request.num_promised]:
+            if self.promised[name] == 1:
+                del self.promised[name]
+            else:
+                self.promised[name] -= 1
+        request.num_promised = 0
+
+    def _set_backlog(self, request: Request, tokens: int) -> None:
+        self.backlog += tokens - request.backlog
+        request.backlog = tokens
+
+
+def _computes(prompts: list[Request], index: int, name: bytes) -> bool:
+    """Whether one of these requests is about to compute the page of this place and hash."""
+    return any(
+        other.num_sealed_pages <= index < len(other.page_hashes) and other.page_hashes[index] == name
+        for other in prompts
+    )

@@ -1,0 +1,225 @@
+"""One completion being made: its tokens, where it runs, and how much of it is computed."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.errors import UserError
+from dsjax.hosts.wire import split_address
+
+if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
+    import numpy as np
+
+
+class Status(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # in a rank's queue; holds no page and no slot
+    RUNNING = "running"  # holds a slot, and pages for every known token
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # the client went away, or the server is closing
+    ERROR = "error"  # `ErrorKind` says which
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a caller says of a request beside its prompt and its sampling parameters.
+
+    Attributes:
+        priority: lower runs first under the `priority` policy.
+        cache_salt: pages are shared only with requests of the same salt.
+        session: requests of one session go to one DP rank.
+        dp_rank: number of the DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own chooses.
+        prefill: address and transfer where another process computes the prompt, as `PrefillServer.prefill` gives them. A transfer of None
+            is a new one of the engine at that address.
+
+    Raises:
+        UserError: `prefill` names no prefill engine.
+    """
+
+    priority: int = 0
+    cache_salt: str | None = None
+    session: str | None = None
+    dp_rank: int | None = None
+    prefill: Mapping[str, str | None] | None = None
+
+    def __post_init__(self):
+        if self.prefill is None:
+            return
+        # The engine's thread connects to it, which an error there would end for all requests.
+        given = {name: self.prefill.get(name) for name in ("address", "transfer")}
+        is_new = "transfer" in self.prefill and given["transfer"] is None
+        if not isinstance(given["address"], str) or not (is_new or isinstance(given["transfer"], str)):
+            raise UserError(
+                f"the prompt is said to be computed elsewhere, by {given}, expected address and transfer as text"
+            )
+        split_address(given["address"])
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
+class Rules(Protocol):
+    """What changes a request's logits before a token is taken; `LogitRules` implements it.
+
+    Attributes:
+        needs_tokens: whether the next logits depend on all tokens before; then no row may be planned while one is under way.
+        allowed: the only tokens that may be made, as bits; None: any.
+    """
+
+    needs_tokens: bool
+    allowed: "np.ndarray | None"
+
+    def counts(self, prompt: Sequence[int], output: Sequence[int]) -> "np.ndarray":
+        """Count the tokens that penalties begin with."""
+
+    def biases(self) -> "np.ndarray":
+        """Give the biases and bans that need no token."""
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> "np.ndarray":
+        """Give the tokens that may come next, and after each of the drafts."""
+
+    def follow(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
+        """Follow the tokens that were made; give how many of them count, and why no more can."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One completion. `SamplingParams.n` > 1 makes as many requests of it.
+
+    The first group of fields is the caller's and never changes; the second is written by the scheduler alone.
+
+    Attributes:
+        request_id: unique among unfinished requests.
+        token_ids: the prompt, then the output, in one list that only grows at its end.
+        num_prompt_tokens: how many of them are the prompt.
+        params: how to continue.
+        max_tokens: `params.max_tokens`, with None resolved to what model and cache hold.
+        seed: uint32, resolved.
+        stop_ids: tokens that end the request: `params.stop_token_ids`, and the model's end-of-sequence tokens unless
+            `ignore_eos`. Rules hold them back before `params.min_tokens`.
+        arrival_time: seconds on the engine's clock.
+        options: what the caller said of it beside that.
+        rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
+        order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
+        rank: number of its DP rank, for the whole life of the request, unless the mesh changes; -1 before.
+        slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
+        admissions: counts admissions to a slot. (request, admissions) identifies the contents of a slot: a request that
+            was preempted may come back to the same slot with other pages.
+        pages: rank-local pages in the order of the tokens; between two admissions it only grows at its end.
+        held_pages: cached pages that are held for a waiting request while pages that it lacks are loaded from a source.
+        is_loading: whether a waiting request need not be looked at before a source has brought what it lacks.
+        num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
+            writes them any more. All later ones are this request's alone.
+        page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
+        num_promised: how many of those its rank counts as about to be cached.
+        backlog: tokens that its rank counts as still to be computed before its next one is made.
+        num_computed_tokens: how many of `token_ids` are in the cache, as results have confirmed.
+        num_in_flight: the most tokens that the steps under way can add to those.
+        num_rows_under_way: steps under way that have a row of this request. While there is one, pages and slot stay its own.
+        num_due: how many of those rows make a token, at least one each.
+        drafts: what the MTP module proposes next, where rules have to check it.
+        must_leave: it is to be preempted as soon as no step has a row of it.
+        num_clean_pages: of a request whose values are not finite, how many of its pages are sound; all others are cleared
+            before anybody else gets them. None: all are.
+        num_cached_tokens: how many its first admission found in the prefix cache; None before.
+        num_prompt_logprobs: for how many of the prompt's tokens after the first log-probabilities were given.
+        max_total_tokens: length of `token_ids` at which the request has made its `max_tokens`.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    arrival_time: float = 0.0
+    options: RequestOptions = DEFAULT_OPTIONS
+    rules: Rules | None = None
+
+    order: tuple[int, float, int] = (0, 0.0, 0)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    rank: int = -1
+    slot: int = -1
+    admissions: int = 0
+    pages: list[int] = field(default_factory=list)
+    held_pages: list[int] = field(default_factory=list)
+    is_loading: bool = False
+    num_sealed_pages: int = 0
+    page_hashes: list[bytes] = field(default_factory=list)
+    num_promised: int = 0
+    backlog: int = 0
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    num_rows_under_way: int = 0
+    num_due: int = 0
+    drafts: Sequence[int] = ()
+    must_leave: bool = False
+    num_clean_pages: int | None = None
+    num_cached_tokens: int | None = None
+    num_prompt_logprobs: int = 0
+    max_total_tokens: int = field(init=False)
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    def __post_init__(self):
+        self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
+
+    def set_max_tokens(self, max_tokens: int) -> None:
+        """Change how many tokens it makes at most."""
+        self.max_tokens = max_tokens
+        self.max_total_tokens = self.num_prompt_tokens + max_tokens
+
+    def reset(self) -> None:
+        """Forget where the request ran and what was computed, since the executor is made anew. Its tokens and its statistics stay."""
+        if self.status is Status.RUNNING:
+            self.num_preemptions += 1
+        self.status = Status.WAITING
+        self.rank = self.slot = -1
+        self.pages, self.held_pages, self.is_loading, self.num_sealed_pages = [], [], False, 0
+        self.num_promised = self.backlog = 0
+        self.num_computed_tokens = self.num_in_flight = self.num_rows_under_way = self.num_due = 0
+        self.drafts, self.must_leave, self.num_clean_pages = (), False, None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A copy of the prompt's tokens."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the tokens made so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were made so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be given; then it reads nothing from the prefix cache."""
+        return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """The most tokens that can be in the cache when the steps under way are done."""
+        return self.num_computed_tokens + self.num_in_flight
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The most tokens that it can ever have in the cache: its last one is never computed."""
+        return max(self.num_prompt_tokens, self.max_total_tokens - 1)

@@ -1,0 +1,389 @@
+"""`Scheduler`: which tokens of which requests every DP rank computes in the next step. Plain Python, no JAX."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
+from dsjax.engine.schedule.page_events import Event, PageEvents, RankEvents
+from dsjax.engine.schedule.page_loads import SourcedPages
+from dsjax.engine.schedule.page_source import PageSource
+from dsjax.engine.schedule.pages import PagePool
+from dsjax.engine.schedule.plan import ScheduledRow, StepPlan
+from dsjax.engine.schedule.rank import Rank, RankLoad
+from dsjax.engine.schedule.request import FinishReason, Request, Status
+from dsjax.engine.schedule.routing import Router, standing_cost
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+
+
+class Update(NamedTuple):
+    """What a step did to one request.
+
+    Attributes:
+        result: None for a request that was aborted. Its tokens end where the request ended.
+    """
+
+    request: Request
+    result: RowResult | None
+    finish_reason: FinishReason | None
+
+
+class Scheduler:
+    """Gives requests to ranks and plans each step.
+
+    The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. It may plan one step more
+    before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
+
+    Args:
+        source: where pages are beside the devices; None: nowhere. page_events: whether events of pages are collected, for
+            `take_page_events`.
+
+    Attributes:
+        pages: the loads of all ranks from the source; None without one.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_ranks: int,
+        *,
+        source: PageSource | None = None,
+        page_events: bool = False,
+    ):
+        self.config, self.source = config, source
+        self.events = PageEvents(num_ranks, config.page_size) if page_events else None
+        self.ranks = [
+            Rank(
+                pool=self._pool(rank),
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                prefill_chunk=config.prefill_chunk,
+                max_prefill_rows=config.max_prefill_rows,
+                prefix_caching=config.prefix_caching,
+            )
+            for rank in range(num_ranks)
+        ]
+        self.pages: SourcedPages | None = None
+        if source is not None:
+            self.pages = SourcedPages(source, [rank.pool for rank in self.ranks], self.events)
+            for rank, loads in zip(self.ranks, self.pages.ranks, strict=True):
+                rank.loads = loads
+        self._router = Router(self.ranks)
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+
+    def _pool(self, rank: int) -> PagePool:
+        events = None if self.events is None else RankEvents(self.events, rank)
+        return PagePool(self.config.pages_per_rank, self.config.page_size, events)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot or for pages."""
+        return sum(len(rank.waiting) for rank in self.ranks)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Known tokens of the waiting requests."""
+        return sum(rank.waiting_tokens for rank in self.ranks)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step must be planned: a request is unfinished, or a page source has something to do."""
+        return bool(self._requests) or (self.source is not None and self.source.has_work())
+
+    def take_page_events(self) -> list[tuple[int, list[Event]]]:
+        """(rank's number, events) of pages, of the ranks that have any; each is given once."""
+        if self.events is None:
+            return []
+        return self.events.take()
+
+    def take_page_waits(self) -> list[tuple[str, float]]:
+        """(tier, seconds) that requests have waited for pages of it; each is told of once."""
+        return [] if self.pages is None else self.pages.take_waits()
+
+    def loads(self) -> list[RankLoad]:
+        """What each rank has to do, and has room for."""
+        return [
+            RankLoad(
+                index,
+                len(rank.running),
+                len(rank.waiting),
+                rank.waiting_tokens,
+                rank.pool.num_used,
+                rank.pool.num_cached,
+                rank.pool.num_usable,
+                standing_cost(rank),
+                dict(rank.hits),
+                rank.prefix_queries,
+                {} if self.source is None else self.source.counts(index),
+            )
+            for index, rank in enumerate(self.ranks)
+        ]
+
+    def flush_prefix_cache(self) -> None:
+        """Let no page be found any more that is computed now. Requests keep those that they hold."""
+        for rank in self.ranks:
+            rank.flush()
+
+    def add(self, request: Request) -> None:
+        """Queue a request on the rank of the lowest cost (`dsjax/engine/schedule/routing.py`), or on its session's.
+
+        Raises:
+            AdmissionError: it could never finish.
+            ValueError: its id is taken by an unfinished request.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        _check_fits(request, self.config)
+        priority = request.options.priority if self.config.policy == "priority" else 0
+        request.order = (priority, request.arrival_time, self._arrivals)
+        self._arrivals += 1
+        if self.source is not None:
+            self.source.added(request)
+        self._requests[request.request_id] = request
+        self._give(request)
+
+    def rank_of(self, request: Request) -> Rank:
+        """The rank that has a request."""
+        return self.ranks[request.rank]
+
+    def _give(self, request: Request) -> None:
+        request.rank = self._router.choose(request)
+        self.ranks[request.rank].add(request)
+
+    def abort(self, request_id: str, now: float = 0.0) -> Update | None:
+        """End a request; None where it is unknown or has finished. Its pages are free when no step has a row of it any more."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        self.rank_of(request).remove(request)
+        if self.source is not None:
+            self.source.ended(request)
+        _finish(request, FinishReason.ABORT, now)
+        return Update(request, None, FinishReason.ABORT)
+
+    def successor(self, config: SchedulerConfig, num_ranks: int, now: float = 0.0) -> tuple["Scheduler", list[Update]]:
+        """A scheduler for an executor made anew, with this one's requests; and an `Update` for each that the new one cannot hold.
+
+        Slots, pages and what was computed are void, so every request that ran waits again, in its old order, as a preempted one
+        does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
+        """
+        new = Scheduler(
+            config,
+            num_ranks,
+            source=self.source,
+            page_events=self.events is not None,
+        )
+        new._arrivals = self._arrivals
+        refused: list[Update] = []
+        for request in sorted(self._requests.values(), key=lambda request: request.order):
+            ran = request.status is Status.RUNNING
+            request.reset()
+            try:
+                _check_fits(request, config)
+            except AdmissionError as error:
+                if self.source is not None:
+                    self.source.ended(request)
+                refused.append(refuse(request, error, now))
+                continue
+            new._requests[request.request_id] = request
+            new._give(request)
+            new.rank_of(request).num_preemptions += ran
+        return new, refused
+
+    def schedule(self, now: float = 0.0) -> StepPlan:
+        """Plan the next step, while up to one that was planned before computes.
+
+        It is empty when no request is unfinished, or all that are have to wait for the step under way.
+        """
+        num_drafts = self._num_drafts()
+        if self.source is None:
+            return StepPlan([rank.schedule(now, num_drafts) for rank in self.ranks], num_drafts, num_drafts)
+        self.source.begin_step(now)
+        ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
+        return StepPlan(ranks, num_drafts, num_drafts, self.pages.commands())
+
+    def landed(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
+        """Enter that pages have come from a source to a rank, by the numbers under which they were to land, or could not."""
+        for number in numbers:
+            self.ranks[rank].loads.landed(number, ok, now)
+
+    def take_dirty(self) -> list[list[int]] | None:
+        """Of each rank the pages that must be cleared before the next step; None where there are none. Each is told of once."""
+        if not any(rank.dirty for rank in self.ranks):
+            return None
+        found = [rank.dirty for rank in self.ranks]
+        for rank in self.ranks:
+            rank.dirty = []
+        return found
+
+    def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
+        """Enter a step's results; give an `Update` for each request that got a token or prompt log-probabilities, or failed.
+
+        Steps are entered in the order in which they were planned. Rows of requests that have ended meanwhile are dropped.
+        """
+        updates: list[Update] = []
+        # The loop over decodes is the engine's host cost: what most of them need stands in it, and `Update(...)` is a slow call.
+        new_update = partial(tuple.__new__, Update)
+        running = Status.RUNNING
+        for rank, (decodes, prefills, *_), (decoded, prefilled) in zip(self.ranks, plan.ranks, results, strict=True):
+            finished: list[Request] = []
+            made = 0
+            for (request, _, length, _), result in zip(decodes, decoded, strict=True):
+                request.num_in_flight -= length
+                request.num_rows_under_way -= 1
+                request.num_due -= 1
+                if request.status is not running:
+                    rank.drop(request, result.finite)
+                    continue
+                new, tokens, reason = result[0], request.token_ids, None
+                request.num_computed_tokens += len(new)
+                if (
+                    len(new) == 1
+                    and new[0] not in request.stop_ids
+                    and len(tokens) + 1 < request.max_total_tokens
+                    and request.first_token_time is not None
+                    and not result.failed
+                ):
+                    tokens.append(new[0])
+                    made += 1
+                else:
+                    before = len(tokens)
+                    result, reason = _enter(rank, request, result, now)
+                    made += len(tokens) - before
+                    if reason is not None:
+                        finished.append(request)
+                request.drafts = result.drafts
+                updates.append(new_update((request, result, reason)))
+                if request.must_leave and reason is None:
+                    rank.leave_if_due(request)
+            for row, result in zip(prefills, prefilled, strict=True):
+                request = row.request
+                request.num_in_flight -= row.length
+                request.num_rows_under_way -= 1
+                request.num_due -= row.sampled
+                if request.status is not running:
+                    rank.drop(request, result.finite)
+                    continue
+                before = len(request.token_ids)
+                update = _enter_chunk(rank, row, result, now)
+                made += len(request.token_ids) - before
+                if update is not None:
+                    updates.append(update)
+                if request.status is not running:
+                    finished.append(request)
+                else:
+                    rank.leave_if_due(request)
+            rank.load += made
+            if finished:
+                rank.remove_finished(finished)
+                for request in finished:
+                    del self._requests[request.request_id]
+                    if self.source is not None:
+                        self.source.ended(request)
+        return updates
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """Take back a plan whose launch failed. Its requests start anew: an executor may have been told a part of it, or nothing."""
+        if self.source is not None:
+            self.source.withdrawn()
+        for rank, (decodes, prefills, _) in zip(self.ranks, plan.ranks, strict=True):
+            if self.source is not None:  # nobody knows which of its commands were carried out
+                rank.invalidate()
+            for request, _, length, sampled in (*decodes, *prefills):
+                request.num_in_flight -= length
+                request.num_rows_under_way -= 1
+                request.num_due -= sampled
+                request.must_leave = True
+                rank.leave_if_due(request)
+
+    def _num_drafts(self) -> int:
+        """Drafts of the next step: what the speculation's table has for the rank that may have most rows in it."""
+        if self.config.speculation is None:
+            return 0
+        most = max(len(rank.running) + len(rank.waiting) for rank in self.ranks)
+        return self.config.speculation.drafts(max(1, min(most, self.config.max_num_seqs)))
+
+
+def _check_fits(request: Request, config: SchedulerConfig) -> None:
+    """Raise the `AdmissionError` of a request that could never finish. Where nobody gave `max_tokens`, it is what the mesh could hold when
+    the request came, and becomes what this one can.
+    """
+    if request.params.max_tokens is None:
+        most = config.max_request_len - request.num_prompt_tokens
+        request.set_max_tokens(max(min(most, request.max_tokens), request.num_output_tokens + 1))
+    config.check_fits(request.num_prompt_tokens, request.max_tokens)
+
+
+def refuse(request: Request, error: AdmissionError, now: float) -> Update:
+    """End an accepted request that the mesh of now cannot hold."""
+    _finish(request, FinishReason.ERROR, now)
+    message = f"the server's mesh has changed, and {error}"
+    return Update(request, RowResult(error=message, kind=ErrorKind.NO_ROOM), FinishReason.ERROR)
+
+
+def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -> Update | None:
+    """Enter what a row of a prompt yielded; None where that is nothing to tell of."""
+    request, start, length, sampled = row
+    if not result.finite:
+        _, reason = _enter(rank, request, result, now)
+        return Update(request, result, reason)
+    request.num_computed_tokens = start + length
+    rank.enter_chunk(request)
+    if result.prompt_scores is not None:
+        # A prompt that was preempted gives them again.
+        new = result.prompt_scores[max(0, request.num_prompt_logprobs - start) :]
+        request.num_prompt_logprobs = max(request.num_prompt_logprobs, start + len(result.prompt_scores))
+        result = result._replace(prompt_scores=new)
+    if sampled:
+        result, reason = _enter(rank, request, result, now)
+        request.drafts = result.drafts
+        return Update(request, result, reason)
+    return Update(request, result, None) if result.prompt_scores else None
+
+
+def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple[RowResult, FinishReason | None]:
+    """Append the tokens up to the one that ends the request, or fail; the result with just those tokens, and what ended it."""
+    tokens, reason = request.token_ids, None
+    for count, token_id in enumerate(result.token_ids, start=1):
+        tokens.append(token_id)
+        if request.first_token_time is None:
+            request.first_token_time = now
+        reason = _finish_reason(request, token_id)
+        if reason is not None:
+            scores = None if result.scores is None else result.scores[:count]
+            if not result.finite:  # what came behind the end
+                rank.spoil(request)
+            result = result._replace(token_ids=result.token_ids[:count], scores=scores, finite=True, error=None)
+            break
+    else:
+        if result.failed:
+            reason = FinishReason.ERROR
+            if not result.finite:
+                rank.spoil(request)
+    if reason is not None:
+        _finish(request, reason, now)
+    return result, reason
+
+
+def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
+    """Whether the token just appended ends the request. Stop strings are found later, where the text is made.
+
+    Rules hold stop tokens back before `min_tokens`, except where a structured output is complete and allows nothing else.
+    """
+    if token_id in request.stop_ids and (
+        request.rules is not None or request.num_output_tokens > request.params.min_tokens
+    ):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(request.token_ids) >= request.max_total_tokens else None
+
+
+def _finish(request: Request, reason: FinishReason, now: float) -> None:
+    request.status = Status.FINISHED
+    request.finish_reason = reason
+    request.finish_time = now

@@ -1,0 +1,111 @@
+"""`SchedulerConfig`: a scheduler's sizes and policy, and which requests could never finish within them. Plain Python, no JAX."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.errors import UserError
+
+
+class AdmissionError(UserError):
+    """A request that this engine could never finish."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Sizes and policy; every number is per DP rank.
+
+    Attributes:
+        max_num_seqs: most running requests.
+        max_num_batched_tokens: most tokens in a step, padding not counted.
+        prefill_chunk: most tokens of one prompt in a step.
+        max_prefill_rows: most prompts in a step.
+        policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
+        host_pages_per_rank: pages of host memory to which evicted ones go; 0: they are lost.
+        disk_pages: that the disk has room for, of all ranks together; 0: none go there. disk_page_bytes: that each takes.
+        prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
+        speculation: how many tokens are drafted; None: none.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk: int
+    max_prefill_rows: int
+    page_size: int
+    pages_per_rank: int
+    max_model_len: int
+    host_pages_per_rank: int = 0
+    disk_pages: int = 0
+    disk_page_bytes: int = 0
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    prefix_caching: bool = True
+    speculation: SpeculativeConfig | None = None
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_prefill_rows", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
+                "so running requests would stall each other; raise the first or lower the second"
+            )
+        if self.policy not in ("fcfs", "priority"):
+            raise UserError(f"scheduling policy {self.policy!r} is unknown, expected fcfs or priority")
+
+    @classmethod
+    def from_limits(
+        cls,
+        limits: ExecutorLimits,
+        *,
+        max_num_batched_tokens: int,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        prefix_caching: bool = True,
+        speculation: SpeculativeConfig | None = None,
+    ) -> "SchedulerConfig":
+        """Use all the room that an executor has."""
+        return cls(
+            max_num_seqs=limits.max_rows_decode,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefill_chunk=limits.max_chunk,
+            max_prefill_rows=limits.max_rows_prefill,
+            page_size=limits.page_size,
+            pages_per_rank=limits.pages_per_rank,
+            max_model_len=limits.max_model_len,
+            host_pages_per_rank=limits.host_pages_per_rank if prefix_caching else 0,
+            disk_pages=limits.disk_pages if prefix_caching else 0,
+            disk_page_bytes=limits.disk_page_bytes,
+            policy=policy,
+            prefix_caching=prefix_caching,
+            speculation=speculation,
+        )
+
+    @property
+    def max_tokens_in_cache(self) -> int:
+        """Most tokens that one request can have in a rank's cache."""
+        return (self.pages_per_rank - 1) * self.page_size
+
+    @property
+    def max_request_len(self) -> int:
+        """Longest prompt + output. The last token made is never written to the cache, hence the one more."""
+        return min(self.max_model_len, self.max_tokens_in_cache + 1)
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Refuse a request that could never finish.
+
+        Raises:
+            AdmissionError: the model's length or the rank's pages cannot hold prompt + max_tokens.
+        """
+        total = num_prompt_tokens + max_tokens
+        found = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together {total}"
+        if total > self.max_model_len:
+            raise AdmissionError(
+                f"{found}, but the maximum context length of this model is {self.max_model_len} tokens; shorten the "
+                "prompt or lower max_tokens"
+            )
+        if total > self.max_request_len:
+            raise AdmissionError(
+                f"{found}, but the cache of a rank holds {self.max_tokens_in_cache} ({self.pages_per_rank - 1} pages "
+                f"of {self.page_size} tokens); shorten the prompt, lower max_tokens or raise --cache-tokens"
+            )

@@ -1,0 +1,151 @@
+"""`StepWriter`: a step's plan, written down as a command: only what has changed since the last one, and no request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dsjax.engine.contract.commands import (
+    TOKEN_MADE,
+    Admission,
+    Clear,
+    Copy,
+    Guide,
+    PageChange,
+    PrefillRow,
+    RankStep,
+    Sampling,
+    Step,
+    int32s,
+)
+from dsjax.engine.schedule.plan import RankPlan, ScheduledRow, StepPlan
+from dsjax.engine.schedule.request import Request
+
+
+class StepWriter:
+    """Knows what the executor has been told of each slot: whose it is, and how many of its pages.
+
+    Plans must be written in the order of their steps, each once, before the step after next is planned.
+    """
+
+    def __init__(self, num_ranks: int, num_slots: int, page_size: int):
+        self._page_size = page_size
+        self._owner: list[list[tuple[Request | None, int]]] = [[(None, 0)] * num_slots for _ in range(num_ranks)]
+        self._told = [[0] * num_slots for _ in range(num_ranks)]
+
+    def write(self, plan: StepPlan) -> Step:
+        """The step's command."""
+        return Step(
+            [self._write_rank(index, rank, plan.num_drafts) for index, rank in enumerate(plan.ranks)],
+            plan.num_drafts,
+            plan.proposes,
+        )
+
+    def copies(self, plan: StepPlan) -> Copy | None:
+        """The pages to be copied before the step; None where there are none."""
+        if not any(rank.copies for rank in plan.ranks):
+            return None
+        return Copy([int32s(page for pair in rank.copies for page in pair) for rank in plan.ranks])
+
+    def reset(self) -> None:
+        """Forget what the executor was told, since it has forgotten it too."""
+        for owner, told in zip(self._owner, self._told, strict=True):
+            owner[:] = [(None, 0)] * len(owner)
+            told[:] = [0] * len(told)
+
+    def _write_rank(self, index: int, rank: RankPlan, num_drafts: int) -> RankStep:
+        admissions: list[Admission] = []
+        changes: list[PageChange] = []
+        guides: list[Guide] = []
+        decodes: list[int] = []
+        page_size = self._page_size
+        for request, start, _, _ in rank.decodes:
+            self._tell(index, request, start, admissions, changes)
+            decodes += (request.slot, min(len(request.pages) * page_size, request.max_cached_tokens))
+            if request.rules is not None:
+                _guide(request, num_drafts, guides)
+        prefills = []
+        for row in rank.prefills:
+            request, start, _, sampled = row
+            self._tell(index, request, start, admissions, changes)
+            prefills.append(self._prefill(row))
+            if sampled and request.rules is not None:
+                _guide(request, 0, guides)
+        return RankStep(admissions, changes, int32s(decodes), prefills, guides)
+
+    def _tell(
+        self, rank: int, request: Request, start: int, admissions: list[Admission], changes: list[PageChange]
+    ) -> None:
+        """Add what the executor does not know yet of the slot that a row is in: whose it is, and its new pages."""
+        slot, pages, told = request.slot, request.pages, self._told[rank]
+        owner, admission = self._owner[rank][slot]
+        if owner is not request or admission != request.admissions:
+            self._admit(rank, request, start, admissions)
+        known = told[slot]
+        if known != len(pages):
+            changes.append(PageChange(slot, known, pages[known:]))
+            told[slot] = len(pages)
+
+    def _admit(self, rank: int, request: Request, start: int, admissions: list[Admission]) -> None:
+        slot = request.slot
+        self._owner[rank][slot] = (request, request.admissions)
+        self._told[rank][slot] = 0
+        params, rules = request.params, request.rules
+        sampling = Sampling(
+            request.num_prompt_tokens,
+            request.seed,
+            0.0 if params.greedy else params.temperature,
+            params.top_p,
+            max(params.top_k, 0),
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+            -1 if params.logprobs is None else params.logprobs,
+        )
+        token = request.token_ids[start]
+        if rules is None:
+            admissions.append(Admission(slot, start, token, sampling))
+            return
+        prompt, output = request.prompt_token_ids, request.output_token_ids
+        allowed = rules.allowed
+        admissions.append(
+            Admission(
+                slot,
+                start,
+                token,
+                sampling,
+                rules.counts(prompt, output).astype("<i4").tobytes(),
+                rules.biases().astype("<i4").tobytes(),
+                b"" if allowed is None else allowed.astype("<i4").tobytes(),
+                rules.needs_tokens,
+            )
+        )
+
+    def _prefill(self, row: ScheduledRow) -> PrefillRow:
+        request, start, length, sampled = row
+        end, tokens = start + length, request.token_ids
+        scored = 0
+        if request.wants_prompt_logprobs and start < request.num_prompt_tokens - 1:
+            scored = min(end, request.num_prompt_tokens - 1) - start
+        return PrefillRow(
+            request.slot,
+            start,
+            int32s(tokens[start:end]),
+            TOKEN_MADE if sampled else tokens[end],
+            min(len(request.pages) * self._page_size, request.max_cached_tokens),
+            scored,
+            request.params.prompt_logprobs or 0,
+        )
+
+
+def clear_command(dirty: Iterable[Iterable[int]]) -> Clear:
+    """The command that zeroes pages, given rank by rank."""
+    return Clear([int32s(pages) for pages in dirty])
+
+
+def _guide(request: Request, num_drafts: int, guides: list[Guide]) -> None:
+    """Add the masks of a row whose rules depend on the tokens made; its tokens are all known."""
+    if not request.rules.needs_tokens:
+        return
+    masks = request.rules.masks(request.output_token_ids, request.drafts[:num_drafts])
+    guides.append(Guide(request.slot, masks.astype("<i4").tobytes()))

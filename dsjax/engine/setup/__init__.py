@@ -1,0 +1,1 @@
+"""From arguments to an executor: options, layout, weights, sizes."""

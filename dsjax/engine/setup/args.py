@@ -1,0 +1,398 @@
+"""`EngineArgs`: every option of an engine, once, for `LLM(...)`, `dsjax serve` and `dsjax generate` alike."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.engine.experts.eplb import EplbConfig
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.side_options import PREFILLS_OWN, check_sides, check_sizes
+from dsjax.engine.tiers.event_publisher import KvEventsConfig
+from dsjax.engine.transfer.page_transfer import TRANSFER_SECONDS
+from dsjax.engine.transfer.transport import BACKENDS
+from dsjax.errors import UserError
+
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
+MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
+
+
+_OF_THE_HOST = (
+    "scheduling_policy",
+    "async_scheduling",
+    "enable_prefix_caching",
+    "seed",
+    "stream_interval",
+    "record_steps",
+    "record_steps_bytes",
+    "coordinator_address",
+    "num_processes",
+    "process_id",
+    "host_address",
+    "start_timeout",
+    "heartbeat_timeout",
+    "compile_ahead",
+    "kv_events_config",
+    "prefill_mesh",
+    "decode_mesh",
+    *(f"prefill_{name}" for name in PREFILLS_OWN),
+    "local_prefill_tokens",
+    "transfer_timeout",
+    "disaggregation_mode",
+    "disaggregation_transfer_backend",
+    "transfer_host",
+)
+"""Options that change which commands an executor gets, and not what it makes of them; or that are another engine's."""
+
+
+def option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    least: int | None = None,
+    alias: str | None = None,
+) -> Any:
+    """A field that the command line shows with this help, and that `EngineArgs` checks against choices or least value.
+
+    alias: another flag for it on the command line.
+    """
+    metadata = {"help": help, "choices": choices, "least": least, "alias": alias}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """The options of an engine, named as vLLM names them where it has them. Checked when made; sizes are per DP rank."""
+
+    model: str = option(
+        "demo",
+        "bundled name, directory with config.json and weights, Orbax directory of ours, or Hugging Face repository id",
+    )
+    mesh: str = option("dp=1", "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (default dp × tp)")
+    revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
+    dtype: str = option(
+        "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
+    )
+    weights: str = option("auto", "auto: in dtype; fp8: FP8 weights stay FP8 in memory", ("auto", "fp8"))
+    activation_scheme: str = option(
+        "auto",
+        "for FP8 weights; dynamic: activations are quantised to FP8, 1 × 128, and multiplied so; none: weights are widened to dtype; "
+        "auto: dynamic on GPUs that multiply FP8, else none",
+        ("auto", "dynamic", "none"),
+    )
+    kv_cache_dtype: str = option(
+        "auto", "of the latent cache; auto: as dtype; fp8: latents in FP8 with scales", KV_CACHE_DTYPES
+    )
+    max_model_len: int | None = option(None, "longest prompt + output; default: the model's maximum", least=1)
+    max_num_seqs: int | None = option(
+        None, "most running requests of a DP rank; default: 256 over all ranks, at least 8 on each", least=1
+    )
+    max_num_batched_tokens: int = option(2048, "most tokens of a DP rank in one step", least=1)
+    prefill_chunk: int = option(256, "most tokens of one prompt in one step", least=1)
+    page_size: int = option(16, "token slots of a page of the latent cache", least=1)
+    cache_tokens: int | None = option(
+        None,
+        "token slots of a DP rank's cache, in whole pages; default: all that --max-num-seqs can use, if memory allows",
+        least=1,
+    )
+    host_cache_bytes: int = option(
+        0,
+        "host memory of all DP ranks together that evicted pages of the prefix cache go to, and come back from; 0: none",
+        least=0,
+    )
+    disk_cache: str | None = option(
+        None,
+        "folder for pages that leave the cache, which survive a restart; one server at a time; with --disk-cache-bytes",
+    )
+    disk_cache_bytes: int = option(
+        0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
+    )
+    page_source: str | None = option(
+        None,
+        "module of a further page source, such as my_package.kept_pages: a place where pages of the cache exist beside the devices",
+    )
+    kv_events_config: str | dict[str, Any] | None = option(
+        None,
+        "publish which pages are stored and removed, as vLLM does: JSON such as "
+        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\'; needs pyzmq',
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of an accelerator's memory for weights, cache and what a step needs beside them, from above 0 to 1",
+        alias="--mem-fraction-static",
+    )
+    scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
+    async_scheduling: bool = option(True, "plan a step while the one before computes")
+    enable_prefix_caching: bool = option(True, "share the cache's pages between requests that begin alike")
+    dispatch: str = option("auto", "how tokens reach their experts", ("auto", "gather", "padded", "ragged"))
+    dispatch_wire: str = option(
+        "compute", "what tokens are sent as: in dtype, or FP8 with a scale per 128 values", ("compute", "fp8")
+    )
+    moe_chunk_tokens: int | None = option(None, "most tokens of a rank dispatched at once; bounds buffers", least=1)
+    mla_prefill: str = option("CC", "MLA form of prompts", MLA_FORMS)
+    mla_decode: str = option("A_CC_ME", "MLA form of decodes", MLA_FORMS)
+    kernels: str = option(
+        "auto",
+        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU; "
+        "pallas: Triton on GPU, Mosaic on TPU",
+        ("auto", "plain", "native", "pallas"),
+    )
+    kernel_cache: str | None = option(
+        None,
+        "folder of native kernels that dsjax kernels build made; default: built at first start, kept with compiled programs",
+    )
+    kernel_config: str | None = option(
+        None, "file of tile sizes of the Pallas kernels that dsjax tune made; default: reckoned from shapes"
+    )
+    redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
+    enable_shared_experts_fusion: bool = option(
+        False, "the shared expert is one more routed expert, with a copy on each device: one grouped product"
+    )
+    enable_eplb: bool = option(False, "move and copy experts after their load while serving")
+    eplb_config: str | dict[str, Any] | None = option(
+        None,
+        'how, with vLLM\'s names: JSON such as \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
+        '"log_balancedness": true, "max_bytes_per_step": 134217728, "payback": 1, "policy": "auto"}\'; with --enable-eplb',
+    )
+    init_expert_location: str | None = option(
+        None,
+        "file of experts' loads or places, as /dump_expert_distribution_record gives it: a start with experts already balanced",
+    )
+    stream_interval: int = option(
+        1,
+        "tokens after which a stream is sent its next piece; its first token and its end are sent at once. More costs less of the "
+        "processor, and comes in larger pieces",
+        least=1,
+    )
+    seed: int = option(0, "from which requests without a seed draw theirs", least=0)
+    speculative_config: str | dict[str, Any] | None = option(
+        None,
+        'draft tokens with the model\'s MTP module: JSON such as \'{"method": "mtp", "num_speculative_tokens": 2}\'; '
+        "default: no drafts",
+    )
+    record_steps: str | None = option(
+        None,
+        "new file to which every step's command and results are written, for tools/replay_steps.py; it holds token ids",
+    )
+    record_steps_bytes: int = option(256 * 2**20, "most bytes of that file; the recording ends there", least=1)
+    prefill_mesh: str | None = option(
+        None, "devices that compute prompts for those of --decode-mesh, which make the tokens; both in place of --mesh"
+    )
+    decode_mesh: str | None = option(None, "devices that make tokens; with --prefill-mesh")
+    prefill_max_num_seqs: int | None = option(
+        None,
+        "most prompts under way on a DP rank of --prefill-mesh; default: as --max-num-seqs, or 256 over all ranks of that mesh, at least 8 "
+        "on each",
+        least=1,
+    )
+    prefill_max_num_batched_tokens: int | None = option(
+        None, "most tokens of a DP rank of --prefill-mesh in one step; default: as --max-num-batched-tokens", least=1
+    )
+    prefill_prefill_chunk: int | None = option(
+        None, "most tokens of one prompt in one step of --prefill-mesh; default: as --prefill-chunk", least=1
+    )
+    prefill_cache_tokens: int | None = option(
+        None, "token slots of the cache of a DP rank of --prefill-mesh; default: as --cache-tokens", least=1
+    )
+    prefill_redundant_experts: int | None = option(
+        None,
+        "physical experts beside the logical ones on --prefill-mesh; default: as --redundant-experts, or as --eplb-config says",
+        least=0,
+    )
+    local_prefill_tokens: int = option(
+        64, "a prompt of which the decode side lacks fewer tokens is computed there", least=1
+    )
+    transfer_timeout: int = option(
+        TRANSFER_SECONDS,
+        "seconds after which the decode side computes pages itself that it has asked for and hears nothing of, and the prefill side drops "
+        "pages that nobody takes",
+        least=1,
+    )
+    disaggregation_mode: str = option(
+        "agg",
+        "agg: prompts are computed here; decode: in other processes, whose addresses come with the requests; prefill: for other processes",
+        ("agg", "prefill", "decode"),
+    )
+    disaggregation_transfer_backend: str = option(
+        "jax",
+        "what moves pages between processes: JAX's transfer server, or NVIDIA's NIXL (pip install 'dsjax[nixl]'); the same on both sides",
+        tuple(BACKENDS),
+    )
+    transfer_host: str | None = option(
+        None, "address of this host from which others pull pages; default: that by which the host's name is known"
+    )
+    coordinator_address: str | None = option(
+        None,
+        "HOST:PORT of process 0, for a mesh of several processes; default: what Slurm, Open MPI, GKE or LeaderWorkerSet say",
+    )
+    num_processes: int | None = option(None, "processes that the mesh's devices belong to", least=1)
+    process_id: int | None = option(
+        None, "which of them this is, from 0; process 0 has HTTP and the scheduler", least=0
+    )
+    host_address: str | None = option(
+        None, "address that others reach this host at; default: that of the way to the coordinator"
+    )
+    start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
+    heartbeat_timeout: int = option(
+        10, "seconds after which a process that gives no sign of life is taken for dead; the rest goes on", least=1
+    )
+    compile_ahead: int = option(
+        1,
+        "compile in the background, while serving, for the meshes that are left when up to so many processes are gone; 0: for none",
+        least=0,
+    )
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if field.name not in ("speculative_config", "eplb_config", "kv_events_config"):
+                _check(field, getattr(self, field.name))
+        _ = self.speculation, self.eplb, self.num_redundant, self.kv_events  # wrong ones are refused here
+        check_sizes(self)
+        self._check_disk_cache()
+        from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+
+        MeshSpec.parse(self.mesh)
+        check_sides(self)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineArgs":
+        """From keyword arguments such as `LLM`'s.
+
+        Raises:
+            UserError: an unknown option, or a value that cannot be.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(options.keys() - set(known))
+        if unknown:
+            raise UserError(f"unknown engine option {', '.join(unknown)}; the options are {', '.join(known)}")
+        return cls(**options)
+
+    @property
+    def separated(self) -> bool:
+        """Whether prompts are computed on other devices than tokens are made on."""
+        return self.prefill_mesh is not None
+
+    @property
+    def is_side(self) -> bool:
+        """Whether this engine is one side of two that hand pages over."""
+        return self.disaggregation_mode != "agg"
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all meshes together."""
+        from sharding.mesh import MeshSpec
+
+        if not self.separated:
+            return MeshSpec.parse(self.mesh).num_devices
+        return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
+
+    @property
+    def executor_options(self) -> dict[str, Any]:
+        """The options that an executor depends on, from which `EngineArgs` makes an equal one."""
+        options = dataclasses.asdict(self)
+        return {name: value for name, value in options.items() if name not in _OF_THE_HOST}
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, read; None where nothing is drafted.
+
+        Raises:
+            UserError: it is not JSON, or has fields or values that cannot be.
+        """
+        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """`eplb_config`, read, or its defaults with `enable_eplb`; None where experts stay where they are.
+
+        Raises:
+            UserError: it is not JSON, or has fields or values that cannot be.
+        """
+        if not self.enable_eplb:
+            if self.eplb_config is not None:
+                raise UserError(
+                    "--eplb-config is given without --enable-eplb; add it, or for experts that stay where they are use --redundant-experts"
+                )
+            return None
+        return EplbConfig.parse(self.eplb_config)
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """`kv_events_config`, read; None where it is not given.
+
+        Raises:
+            UserError: it is not JSON, or has fields or values that cannot be.
+        """
+        if self.kv_events_config is None:
+            return None
+        found = KvEventsConfig.parse(self.kv_events_config)
+        if found.publishes and not self.enable_prefix_caching:
+            raise UserError(
+                "--kv-events-config tells of the prefix cache's pages, and --no-enable-prefix-caching turns it off; leave one of them out"
+            )
+        return found
+
+    @property
+    def num_redundant(self) -> int:
+        """Physical experts beside the logical ones, from whichever of the two options has them.
+
+        Raises:
+            UserError: both have, and they differ.
+        """
+        balanced = self.eplb.num_redundant_experts if self.eplb else None
+        if balanced is not None and self.redundant_experts not in (0, balanced):
+            raise UserError(
+                f"--redundant-experts is {self.redundant_experts}, and num_redundant_experts in --eplb-config is {balanced}; "
+                "give one of them"
+            )
+        return self.redundant_experts if balanced is None else balanced
+
+    def _check_disk_cache(self) -> None:
+        if self.disk_cache is None:
+            if self.disk_cache_bytes:
+                raise UserError("--disk-cache-bytes is given without --disk-cache; give the folder too")
+            return
+        if not self.disk_cache_bytes:
+            raise UserError(
+                "--disk-cache is given without --disk-cache-bytes; say how many bytes the pages in it may take"
+            )
+        if not self.enable_prefix_caching:
+            raise UserError("--disk-cache keeps pages of the prefix cache, which --no-enable-prefix-caching turns off")
+        if self.record_steps is not None:
+            raise UserError(
+                "--record-steps does not go with --disk-cache: a recording would lack what pages from the disk held; leave one of them out"
+            )
+
+    def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:
+        """The scheduler's sizes for an executor made from these options."""
+        return SchedulerConfig.from_limits(
+            limits,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            policy=self.scheduling_policy,
+            prefix_caching=self.enable_prefix_caching,
+            speculation=self.speculation,
+        )
+
+
+def _check(field: dataclasses.Field, value: Any) -> None:
+    flag = f"--{field.name.replace('_', '-')}"
+    choices, least = field.metadata["choices"], field.metadata["least"]
+    if isinstance(field.default, bool):
+        if not isinstance(value, bool):
+            raise UserError(f"{flag} is {value!r}, expected True or False")
+        return
+    if isinstance(field.default, float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise UserError(f"{flag} is {value!r}, expected a number above 0 and at most 1")
+        return
+    if choices is not None and value not in choices:
+        raise UserError(f"{flag} is {value!r}, expected one of {', '.join(choices)}")
+    if least is None:
+        if choices is None and not (isinstance(value, str) or (value is None and field.default is None)):
+            raise UserError(f"{flag} is {value!r}, expected text")
+    elif value is None:
+        if field.default is not None:
+            raise UserError(f"{flag} is None, expected an integer of at least {least}")
+    elif isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{flag} is {value!r}, expected an integer of at least {least}")

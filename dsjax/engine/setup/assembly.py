@@ -1,0 +1,333 @@
+"""From options and a configuration to a ``ModelStep``, with every check and without any weights: loading and dry run share it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dsjax.config import ModelConfig
+from dsjax.engine.device import expert_programs
+from dsjax.engine.device.process import cache_folder
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.expert_location import ExpertLocation
+from dsjax.errors import UserError
+from dsjax.kernels.pallas import tpu_attention, tpu_products
+from dsjax.kernels.table import Kernels, choose_kernels
+from dsjax.model.forms import cache_arrays, common_layout
+from dsjax.model.fp8_product import WIDEN, ActivationScheme
+from dsjax.model.parameters import BLOCK, Weights
+from dsjax.model.step import ModelStep
+from dsjax.model.transformer import parameter_table
+from sharding import MeshError, MeshSpec, Rules, fp8
+from sharding.balancing import rebalance
+from sharding.dispatch import DispatchConfig, resolved_method
+from sharding.layer_placement import LayerPlacements
+from sharding.placement import Placement
+
+FIRST_WITH_FP8 = 8.9
+"""The least CUDA compute capability whose tensor cores multiply e4m3 (Ada; CUDA programming guide)."""
+
+
+def make_step(
+    args: EngineArgs,
+    config: ModelConfig,
+    spec: MeshSpec,
+    mesh: Mesh,
+    *,
+    bf16_experts: bool | None = None,
+    mtp: bool = False,
+) -> ModelStep:
+    """The step that ``args`` describe, for this model on this mesh.
+
+    bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
+    configuration says. mtp: with the model's MTP module, and its layer in the cache.
+
+    Raises:
+        UserError, MeshError: options, model and mesh that do not go together.
+    """
+    if jax.config.jax_enable_x64:
+        raise UserError(
+            "JAX_ENABLE_X64 is on, under which JAX counts in 64 bits; dsjax computes in float32 and less. Unset it, or call "
+            'jax.config.update("jax_enable_x64", False)'
+        )
+    if mtp and not config.num_nextn_predict_layers:
+        raise UserError(
+            "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "
+            "or the checkpoint lacks its tensors); leave the option out"
+        )
+    platform = mesh.devices.flat[0].platform
+    dtype = compute_dtype(args, config, platform)
+    weights = weights_format(args, config, dtype, bf16_experts)
+    scheme = activation_scheme(args, config, weights, mesh.devices.flat[0])
+    kept_in = cache_dtype(args, dtype)
+    cache_arrays(common_layout(args.mla_prefill, args.mla_decode), config, kept_in)  # that they go together
+    check_layout(config, spec, args.num_redundant, weights)
+    placement = expert_placement(config, spec, args.num_redundant, mtp=mtp)
+    if args.init_expert_location is not None:
+        placement = placement_from_file(args, config, spec, placement)
+    fusion = args.enable_shared_experts_fusion
+    if fusion and (not config.is_moe or config.n_shared_experts != 1):
+        raise UserError(
+            f"--enable-shared-experts-fusion makes a layer's one shared expert a routed one, but this model has "
+            f"{config.n_shared_experts if config.is_moe else 'no experts'}; leave it out"
+        )
+    table = parameter_table(
+        config,
+        weights=weights,
+        platform=platform,
+        num_physical=placement.n_physical + fusion * spec.ep_size if config.is_moe else 0,
+        shared_apart=not fusion,
+        materialise="AM_CC_ME" in (args.mla_prefill, args.mla_decode),
+        derived_dtype=dtype,
+        mtp=mtp,
+    )
+    return ModelStep(
+        config=config,
+        table=table,
+        spec=spec,
+        mesh=mesh,
+        rules=model_rules(config, spec),
+        placement=placement,
+        dispatch=DispatchConfig(method=args.dispatch, wire=args.dispatch_wire, chunk_tokens=args.moe_chunk_tokens),
+        dtype=dtype,
+        cache_dtype=kept_in,
+        prefill_form=args.mla_prefill,
+        decode_form=args.mla_decode,
+        page_size=args.page_size,
+        kernels=_kernels(args, config, spec, platform, dtype, kept_in, weights, scheme),
+        shared_experts_fusion=fusion,
+        scheme=scheme,
+    )
+
+
+def _kernels(
+    args: EngineArgs,
+    config: ModelConfig,
+    spec: MeshSpec,
+    platform: str,
+    dtype: np.dtype,
+    cache_dtype: np.dtype,
+    weights: Weights,
+    scheme: ActivationScheme,
+) -> Kernels:
+    found = choose_kernels(
+        args.kernels,
+        platform,
+        dtype,
+        devices=min(spec.num_devices, jax.local_device_count()),
+        cache=cache_folder() / "native",
+        prebuilt=None if args.kernel_cache is None else Path(args.kernel_cache),
+        tiles=None if args.kernel_config is None else Path(args.kernel_config),
+    )
+    found = dataclasses.replace(found, quantises=scheme.dynamic)
+    if found.pallas is None or found.pallas.platform != "tpu":
+        return found
+    refused = {
+        ("decode attention", "prefill attention"): tpu_attention.refuses(args.page_size, cache_dtype),
+        ("experts",): _refuses_experts(config, spec, weights, scheme) if config.is_moe else "",
+    }
+    left = tuple(name for names, reason in refused.items() if reason for name in names)
+    if weights != "fp8" or scheme.dynamic:
+        left += ("other products",)  # XLA's own are as good with other weights, which is nothing to note
+    return dataclasses.replace(found, left_plain=left, note="; ".join(filter(None, refused.values())))
+
+
+def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, scheme: ActivationScheme) -> str:
+    """Why the TPU's kernels cannot multiply with a device's experts; empty where they can."""
+    if weights not in ("bf16", "mixed", "fp8"):
+        return (
+            f"the experts' kernels for TPUs take bfloat16 and FP8 weights, and these are {weights}: experts are plain"
+        )
+    if scheme.dynamic:
+        return "the experts' kernels for TPUs quantise no activations: experts are plain"
+    depth, width = config.hidden_size, config.moe_intermediate_size // spec.expert_width_shards
+    if not tpu_products.takes(depth, width):
+        return f"the experts' kernels for TPUs take widths that 128 divides, and a device's are {depth} × {width}: experts are plain"
+    return ""
+
+
+def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dtype:
+    """What activations are computed in.
+
+    ``auto`` is the checkpoint's dtype, except on CPU: XLA computes bf16 there by converting to float32 and back around
+    each operation, which is slower and less exact than float32 itself.
+    """
+    if args.dtype != "auto":
+        return jnp.dtype(args.dtype)
+    return jnp.dtype("float32" if platform == "cpu" or config.torch_dtype == "float32" else "bfloat16")
+
+
+def cache_dtype(args: EngineArgs, dtype: np.dtype) -> np.dtype:
+    """What the latent cache is kept in; ``auto``: the dtype of computation."""
+    return {"auto": dtype, "fp8": fp8.E4M3}.get(args.kv_cache_dtype) or jnp.dtype(args.kv_cache_dtype)
+
+
+def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_experts: bool | None = None) -> Weights:
+    """How matrices are kept: FP8 if asked for, else in the compute dtype, but routed experts in bf16 if they come so.
+
+    bf16_experts: as for ``make_step``. FP8 values times their scales do not fit bf16, so they become float32 for float32.
+    """
+    if args.weights == "fp8":
+        return "fp8"
+    if dtype != jnp.float32:
+        return "bf16"
+    if bf16_experts is None:
+        bf16_experts = config.is_moe and config.torch_dtype == "bfloat16" and config.quantization is None
+    return "mixed" if bf16_experts else "f32"
+
+
+def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, device: jax.Device) -> ActivationScheme:
+    """Whether activations are quantised for products with FP8 weights: ``auto`` as vLLM and SGLang do where tensor cores multiply FP8.
+
+    Raises:
+        UserError: ``dynamic`` without FP8 weights.
+    """
+    chosen = args.activation_scheme
+    if weights != "fp8":
+        if chosen == "dynamic":
+            raise UserError(
+                "--activation-scheme dynamic quantises activations for products with FP8 weights, and --weights is "
+                f"{args.weights}; add --weights fp8, or leave it out"
+            )
+        return WIDEN
+    multiplies = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= FIRST_WITH_FP8
+    dynamic = multiplies if chosen == "auto" else chosen == "dynamic"
+    powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+    return ActivationScheme(dynamic, powers) if dynamic else WIDEN
+
+
+def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: Weights) -> None:
+    """Whether the mesh divides this model; see ``MeshSpec.check_fits``.
+
+    Raises:
+        MeshError: naming each number that does not fit.
+        UserError: redundant experts for a model that has none.
+    """
+    if redundant and not config.is_moe:
+        raise UserError(f"--redundant-experts is {redundant}, but this model has no experts; leave it out")
+    widths = {"dense MLP width": config.intermediate_size} if config.num_dense_layers else {}
+    if config.n_shared_experts:
+        widths["shared expert width"] = config.n_shared_experts * config.moe_intermediate_size
+    if weights == "fp8":
+        # Whole heads always divide; their blocks of FP8 need not.
+        heads, nope, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+        widths["query heads' width"] = heads * config.qk_head_dim
+        widths["key and value heads' width"] = heads * (nope + value)
+        widths["value heads' width"] = heads * value
+    spec.check_fits(
+        heads=config.num_attention_heads,
+        experts=config.n_routed_experts,
+        redundant=redundant,
+        expert_width=config.moe_intermediate_size,
+        dense_widths=widths,
+        block=BLOCK if weights == "fp8" else None,
+    )
+
+
+def model_rules(config: ModelConfig, spec: MeshSpec) -> Rules:
+    """The default layout; the vocabulary is kept whole where ``tp`` does not divide it."""
+    rules = Rules.for_mesh(spec)
+    return rules.replace(vocab=()) if config.vocab_size % spec.tp_size else rules
+
+
+def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp: bool = False) -> LayerPlacements:
+    """Which logical expert each physical slot of each MoE layer holds: in order, or with redundant copies spread evenly.
+
+    The layer of the MTP module, with ``mtp``, is the last.
+    """
+    experts = config.n_routed_experts
+    placement = Placement.identity(experts)
+    if redundant:
+        placement = Placement.with_redundancy(experts, experts + redundant, ranks=spec.ep_size)
+    return LayerPlacements.alike(placement, (config.num_moe_layers + mtp) if config.is_moe else 0)
+
+
+def placement_from_file(
+    args: EngineArgs, config: ModelConfig, spec: MeshSpec, default: LayerPlacements
+) -> LayerPlacements:
+    """What ``--init-expert-location`` says: its places where they fit, else places made for its loads.
+
+    A file of a server without the MTP module leaves the module's layer as it is in ``default``; the module's row is not read where
+    there is no module.
+
+    Raises:
+        UserError: neither fits the model and the mesh.
+    """
+    if not config.is_moe:
+        raise UserError("--init-expert-location is given, but this model has no experts; leave it out")
+    found = ExpertLocation.read(args.init_expert_location)
+    layers, slots, experts = config.num_moe_layers, default.n_physical, default.n_logical
+    rows = default.physical_to_logical.copy()
+    if found.physical_to_logical is not None and _fits(found.physical_to_logical, layers, slots):
+        given = found.physical_to_logical[: len(rows)]
+    elif found.logical_load is not None and _fits(found.logical_load, layers, experts):
+        policy = args.eplb.policy if args.eplb else "auto"
+        given = rebalance(
+            found.logical_load[: len(rows)], n_physical=slots, ranks=spec.ep_size, groups=config.n_group, policy=policy
+        )
+    else:
+        shapes = {
+            name: None if table is None else list(table.shape)
+            for name, table in (
+                ("physical_to_logical", found.physical_to_logical),
+                ("logical_load", found.logical_load),
+            )
+        }
+        raise UserError(
+            f"--init-expert-location: {args.init_expert_location} has tables of shapes {shapes}; expected physical_to_logical "
+            f"[{layers}, {slots}] or logical_load [{layers}, {experts}] for this model on this mesh, or one more row for an MTP module"
+        )
+    rows[: len(given)] = given
+    try:
+        return LayerPlacements(rows, experts)
+    except MeshError as error:
+        raise UserError(f"--init-expert-location: {args.init_expert_location}: {error}") from error
+
+
+def _fits(table: np.ndarray, layers: int, width: int) -> bool:
+    return table.shape[1] == width and table.shape[0] in (layers, layers + 1)
+
+
+def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
+    """How many experts a rank sends and receives between two steps at most; 0 where experts stay where they are.
+
+    Raises:
+        UserError: balancing is asked for, and nothing can be balanced, or the bound on bytes has no room for an expert.
+    """
+    if args.eplb is None:
+        return 0
+    if not step.config.is_moe:
+        raise UserError("--enable-eplb is given, but this model has no experts; leave it out")
+    if step.spec.ep_size == 1:
+        raise UserError(
+            f"--enable-eplb is given, but with --mesh {step.spec} every device holds all experts; leave it out, or use a mesh "
+            "with a larger ep"
+        )
+    least, most = expert_programs.received_bytes(step, 1), args.eplb.max_bytes_per_step
+    if most < least:
+        raise UserError(
+            f"--eplb-config has max_bytes_per_step {most:,}, but to move one expert a device receives {least:,} bytes; give that or more"
+        )
+    return expert_programs.experts_within(step, most)
+
+
+def dispatch_method(step: ModelStep, tokens: int) -> str:
+    """How a launch of ``tokens`` tokens a DP rank sends them to their experts: what ``auto`` comes to there.
+
+    ``local`` where one device holds all experts, ``none`` for a model without any.
+    """
+    if not step.config.is_moe:
+        return "none"
+    return resolved_method(
+        step.spec,
+        step.dispatch,
+        tokens=tokens,
+        top_k=step.config.num_experts_per_tok,
+        experts=step.placement.n_physical,
+        platform=step.mesh.devices.flat[0].platform,
+    )

@@ -1,0 +1,417 @@
+"""From ``EngineArgs`` to a loaded model on its mesh: every check first, then the weights, then the executor."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from dsjax.checkpoint.fingerprint import fingerprint
+from dsjax.checkpoint.hub import resolve
+from dsjax.checkpoint.load import load
+from dsjax.checkpoint.source import open_checkpoint
+from dsjax.config import ModelConfig
+from dsjax.engine.contract.executor import Executor, ExecutorLimits
+from dsjax.engine.device import cache as device_cache
+from dsjax.engine.device.buckets import Buckets
+from dsjax.engine.device.cache import Pool
+from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
+from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
+from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
+from dsjax.engine.setup import tier_sizes
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import check_layout, dispatch_method, weights_format
+from dsjax.engine.setup.layout import Layout
+from dsjax.engine.setup.memory import check_device_memory, check_host_memory
+from dsjax.engine.setup.page_source_module import import_page_source
+from dsjax.engine.stream.leader import LeaderExecutor
+from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
+from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
+from dsjax.engine.tiers.disk_pages import DiskPages
+from dsjax.engine.tiers.host_pages import HostPages, Shapes
+from dsjax.engine.transfer.page_parcels import PageParcels
+from dsjax.errors import UserError
+from dsjax.hosts.group import HostGroup
+from dsjax.model.parameters import device_bytes, store
+from dsjax.model.step import ModelStep
+from sharding import MeshSpec
+
+
+@dataclass(frozen=True)
+class PrefillSizes:
+    """Sizes of the engine that computes prompts for another one beside it.
+
+    Attributes:
+        dp_ranks: number of them; all but `cache_tokens` is of each of them.
+        max_num_seqs, max_num_batched_tokens, prefill_chunk: as of `EngineArgs`, the last as far as a step has room for it.
+        cache_tokens: token slots of the cache, all DP ranks together.
+        max_model_len: tokens of a prompt, and one more, that it has room for; longer prompts are computed where they are decoded.
+    """
+
+    dp_ranks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk: int
+    cache_tokens: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, facts: EngineFacts) -> PrefillSizes:
+        """Take the sizes from what was loaded for such an engine."""
+        return cls(**{field.name: getattr(facts, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
+
+    Attributes:
+        mesh: as the user wrote it, normalised: `dp=4,tp=8`.
+        mesh_shape: sizes of the physical axes, in order.
+        device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
+        dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
+            `local` where one device holds all experts, `none` for a model without any. With `auto` a smaller launch may
+            use another method (docs/dispatch.md).
+        mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
+        kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
+        activation_scheme: what `--activation-scheme` came to: `dynamic` where activations are quantised for FP8 products, else `none`.
+        weight_bytes: by component.
+        cache_tokens: token slots of the latent cache, all DP ranks together.
+        max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
+        max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, as of `EngineArgs`; the last as far as a step has room for it.
+        prefill_meshes: the mesh of the devices beside these that compute prompts for them; empty without them. prefill_sizes: of the
+            engine there; None without it.
+        host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
+        page_bytes: of one page, all layers, on all the devices of a DP rank.
+        speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
+    """
+
+    model: str
+    parameters: int
+    mesh: str
+    mesh_shape: dict[str, int]
+    platform: str
+    device_kind: str
+    num_devices: int
+    num_processes: int
+    dp_ranks: int
+    physical_experts_per_device: int
+    dtype: str
+    weights: str
+    dispatch: dict[str, str]
+    mla: dict[str, str]
+    weight_bytes: dict[str, int]
+    cache_bytes: int
+    cache_tokens: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk: int
+    host_cache_tokens: int = 0
+    disk_cache_tokens: int = 0
+    page_bytes: int = 0
+    speculation: dict[str, Any] | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
+    kernels_note: str = ""
+    prefill_meshes: list[str] = field(default_factory=list)
+    prefill_sizes: PrefillSizes | None = None
+    activation_scheme: str = "none"
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object with the same names."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none; ``page_space``, with transfers,
+    says what a page's values depend on beside its tokens."""
+
+    executor: Executor
+    tokenizer: Tokenizer | None
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    facts: EngineFacts
+    page_space: dict[str, Any] | None = None
+
+
+def load_model(
+    args: EngineArgs,
+    group: HostGroup | None = None,
+    *,
+    mesh: Mesh | None = None,
+    is_later: bool = False,
+    library: ProgramLibrary | None = None,
+    show_progress: bool = False,
+) -> LoadedModel:
+    """Check everything, then load the model that ``args`` names onto its mesh.
+
+    Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
+
+    group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
+    mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. is_later: no tokenizer is read, for there
+        is one already.
+    library: of programs that this process has compiled before.
+
+    Raises:
+        UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
+    """
+    if args.record_steps is not None:
+        check_writable(args.record_steps)
+    lock = tier_sizes.lock_disk(args, group)
+    spec = MeshSpec.parse(args.mesh)
+    checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
+    config, directory = checkpoint.config, checkpoint.directory
+    # Before the mesh is built, for that starts JAX and emulates its devices.
+    check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
+    mesh = mesh or spec.build()
+    if group is not None and not is_later:
+        check_shares(spec, mesh, group)
+    enable_compile_cache()
+    if mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
+    library = library or ProgramLibrary()
+    layout = Layout.of(args, checkpoint, mesh)
+    step, buckets = layout.step, layout.buckets
+    weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
+
+    def read() -> dict[str, Array]:
+        if on_cpu:
+            check_host_memory(args, step)
+        else:
+            check_device_memory(args, step, Pool.of(step, 0))
+        with explained_out_of_memory("its weights were loaded", smaller):
+            return load(
+                config,
+                checkpoint,
+                mesh,
+                step.rules,
+                weights=weights,
+                placement=step.stored_placement if config.is_moe else None,
+                mtp=step.has_module,
+                progress=show_progress,
+            )
+
+    if group is not None:
+        if on_cpu:
+            group.connect([device.id for device in mesh.devices.flat])
+        group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
+    params = read() if group is None else group.run("loading", read)
+    with explained_out_of_memory("its weights were loaded", smaller):
+        params = materialise(step, params)
+
+    def find_limits() -> ExecutorLimits:
+        return library.settled(str(spec), layout.limits(args, library, params, None))
+
+    limits = find_limits() if group is None else _common_limits(group, find_limits)
+    with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
+        executor: Executor = MeshExecutor(
+            step,
+            params,
+            limits,
+            buckets,
+            num_drafts=layout.num_drafts,
+            experts_per_exchange=layout.per_exchange,
+            parts=_parts(
+                args,
+                limits,
+                layout.per_exchange,
+                lambda paths, placements: load(
+                    config,
+                    directory,
+                    mesh,
+                    step.rules,
+                    weights=weights,
+                    placement=step.stored(placements),
+                    mtp=step.has_module,
+                    only=paths,
+                ),
+                lock and partial(tier_sizes.open_disk, args, step, directory, lock),
+            ),
+            meet=None if group is None else lambda: group.ask("compiled"),
+            library=library,
+        )
+    if group is not None and group.is_leader and len(group.present) > 1:
+        executor = LeaderExecutor(executor, group)
+    if args.record_steps is not None and (group is None or group.is_leader):
+        executor = _recording(args, executor, mesh, directory)
+    has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
+    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
+    return LoadedModel(
+        executor,
+        tokenizer,
+        config,
+        read_eos_token_ids(directory, tokenizer),
+        _facts(args, step, limits, buckets, params, weights),
+        tier_sizes.page_space(args, step, directory) if limits.transfers else None,
+    )
+
+
+def _parts(
+    args: EngineArgs,
+    limits: ExecutorLimits,
+    per_exchange: int,
+    reload: Reload,
+    disk: Callable[[Shapes], DiskPages] | None,
+) -> list[PartMaker]:
+    """The optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
+    parts: list[PartMaker] = []
+    if limits.transfers:
+        parts.append(PageParcels)
+    if limits.host_pages_per_rank or disk is not None:
+        parts.append(partial(HostPages, disk=disk))
+    if args.page_source is not None:
+        parts.append(import_page_source(args.page_source).device_part)
+    if per_exchange:
+        parts.append(lambda device, _: ExpertExchange(device, per_exchange, reload))
+    return parts
+
+
+def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
+    """Refuse a mesh in which a process of the group has no device: it would have nothing to follow with."""
+    sharing = {device.process_index for device in mesh.devices.flat}
+    idle = [member for member in group.members if member.process_id not in sharing]
+    if idle:
+        raise UserError(
+            f"mesh {spec} takes {spec.num_devices} of the group's {jax.device_count()} devices, none of them of {idle[0].name}; "
+            f"start {len(sharing)} processes, or use a larger mesh"
+        )
+
+
+def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
+    """Limits with as many pages as fit the device, and the host, with the least room."""
+    own = group.run("memory", find)
+    found = group.ask("pages", [own.pages_per_rank, own.host_pages_per_rank])
+    pages, host_pages = (min(each) for each in zip(*found, strict=True))
+    return replace(own, pages_per_rank=pages, host_pages_per_rank=host_pages)
+
+
+def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
+    """The executor, with all that it is told written to the file that `args` name."""
+    device = mesh.devices.flat[0]
+    first = describe_recording(
+        args.executor_options,
+        executor.limits,
+        fingerprint(directory),
+        jax=jax.__version__,
+        platform=device.platform,
+        device_kind=device.device_kind,
+    )
+    return RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
+
+
+def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array]:
+    """``params`` with the products that the MLA form ``AM_CC_ME`` multiplies with, where the step's table has them."""
+    derived = {path: info for path, info in step.table.infos.items() if info.init == "derived"}
+    if not derived:
+        return dict(params)
+    shardings = {path: step.rules.sharding(step.mesh, info.logical_axes, info.shape) for path, info in derived.items()}
+
+    def products(params):
+        # The derived entries are not read; they stand in so that the module can be bound.
+        stand_in = {path: params.get(path, 0) for path in step.table.infos}
+        model, found = step.table.bind(stand_in), {}
+        for name in {path.rpartition(".")[0] for path in derived}:
+            attention = operator.attrgetter(name)(model)
+            graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.{path[-1]}" in derived, ...)  # noqa: B023
+            query_key, value_output = jax.lax.map(
+                lambda w, graph=graph, absent=absent: nnx.merge(graph, absent, w).materialise(step.dtype), weights
+            )
+            found |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
+        return {path: store(value, derived[path].dtype, derived[path].storage_dtype) for path, value in found.items()}
+
+    return {**params, **jax.jit(products, out_shardings=shardings)(params)}
+
+
+def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids of the tokens that end a completion, ascending.
+
+    They are the tokenizer's own, and those of `generation_config.json`, or of `config.json` where that has none.
+
+    Raises:
+        TokenizerError: one of the files is unreadable, or its `eos_token_id` is neither an integer nor a list of them.
+    """
+    found: set[int] = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
+    for name in ("generation_config.json", "config.json"):
+        ids = _eos_field(Path(directory) / name)
+        if ids:
+            found |= ids
+            break
+    return tuple(sorted(found))
+
+
+def _eos_field(path: Path) -> set[int]:
+    if not path.is_file():
+        return set()
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise TokenizerError(f"{path} has eos_token_id {value!r}, expected an integer of at least 0 or a list of them")
+    return set(ids)
+
+
+def _dispatch_methods(step: ModelStep, buckets: Buckets) -> dict[str, str]:
+    """How the fullest launch of each kind sends tokens to their experts."""
+    prefill = max(rectangle.rows * rectangle.chunk for rectangle in buckets.prefill)
+    decode = max(rectangle.rows * rectangle.chunk for rectangle, _, _ in buckets.shapes() if rectangle)
+    return {"prefill": dispatch_method(step, prefill), "decode": dispatch_method(step, decode)}
+
+
+def _facts(
+    args: EngineArgs,
+    step: ModelStep,
+    limits: ExecutorLimits,
+    buckets: Buckets,
+    params: Mapping[str, Array],
+    weights: str,
+) -> EngineFacts:
+    spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
+    cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
+    return EngineFacts(
+        model=args.model,
+        parameters=sum(math.prod(i.shape) for i in step.table.infos.values() if i.init not in ("derived", "scale")),
+        mesh=str(spec),
+        mesh_shape=dict(step.mesh.shape),
+        platform=device.platform,
+        device_kind=device.device_kind,
+        num_devices=spec.num_devices,
+        num_processes=len({device.process_index for device in step.mesh.devices.flat}),
+        dp_ranks=spec.dp_size,
+        physical_experts_per_device=step.placement.n_physical // spec.ep_size if config.is_moe else 0,
+        dtype=str(step.dtype),
+        weights=weights,
+        dispatch=_dispatch_methods(step, buckets),
+        mla={"prefill": step.prefill_form, "decode": step.decode_form},
+        weight_bytes=device_bytes(params),
+        cache_bytes=cache_bytes,
+        cache_tokens=device_cache.token_slots(step, limits.pages_per_rank),
+        page_size=limits.page_size,
+        max_model_len=args.scheduler_config(limits).max_request_len,
+        max_num_seqs=limits.max_rows_decode,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        prefill_chunk=limits.max_chunk,
+        disk_cache_tokens=limits.disk_pages * limits.page_size,
+        page_bytes=tier_sizes.page_bytes(step),
+        host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
+        speculation=None if args.speculation is None else asdict(args.speculation),
+        kernels=step.kernels.names(step.prefill_form, step.decode_form),
+        kernels_note=step.kernels.note,
+        activation_scheme=str(step.scheme),
+    )

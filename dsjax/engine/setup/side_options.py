@@ -1,0 +1,168 @@
+"""Prefill apart from decode, in options: which of the whole's each side's engine gets, and whether they go together. No JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from dsjax.engine.transfer.transport import FLAG, check_installed
+from dsjax.errors import UserError
+
+Args = TypeVar("Args")
+"""`EngineArgs`, which are checked here where they are made, so that this module cannot name them."""
+
+PREFILLS_OWN = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "cache_tokens", "redundant_experts")
+"""Options of which the engine of `--prefill-mesh` may have other values: `--prefill-` before the option's own name."""
+_DECODES_ALONE = {
+    "host_cache_bytes": 0,
+    "disk_cache": None,
+    "disk_cache_bytes": 0,
+    "page_source": None,
+    "kv_events_config": None,
+    "record_steps": None,
+}
+"""Options that a prefill engine does without, and their values there."""
+_ONE_SIDE = {
+    "prefill_mesh": None,
+    "decode_mesh": None,
+    **{f"prefill_{name}": None for name in PREFILLS_OWN},
+}
+"""Options of two sides, and their values in the options of one."""
+
+
+def decode_args(args: Args) -> Args:
+    """Give the options of the engine that makes tokens."""
+    own: dict[str, Any] = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
+    return replace(args, **own, **_experts(args, args.decode_mesh, {}), **_ONE_SIDE)
+
+
+def prefill_args(args: Args) -> Args:
+    """Give the options of the engine that computes prompts, with sizes of its own where they are given."""
+    own = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | _prefills_own(args)
+    own |= _experts(args, args.prefill_mesh, own)
+    return replace(args, **own, **_DECODES_ALONE, **_ONE_SIDE)
+
+
+def _experts(args: Args, mesh: str, own: dict[str, Any]) -> dict[str, Any]:
+    """The options by which the experts of a side have copies and move.
+
+    A side on which each device has all experts has nothing to move. It may stand beside a side that does move experts.
+    """
+    from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+
+    if args.eplb is None:
+        return {}
+    redundant = own.get("redundant_experts", args.num_redundant)
+    has_all = {one: MeshSpec.parse(one).ep_size == 1 for one in (args.prefill_mesh, args.decode_mesh)}
+    if has_all[mesh] and not all(has_all.values()):
+        return {"enable_eplb": False, "eplb_config": None, "redundant_experts": redundant}
+    config = dataclasses.asdict(args.eplb) | {"num_redundant_experts": redundant}
+    return {"eplb_config": config, "redundant_experts": redundant}
+
+
+def check_sizes(args: Args, own: frozenset[str] = frozenset()) -> None:
+    """Check that the sizes of an engine go together. own: of `PREFILLS_OWN`, those of which the prefill engine has values of its own.
+
+    Raises:
+        UserError: they do not.
+    """
+    sizes = dict.fromkeys(PREFILLS_OWN, "") | dict.fromkeys(own, "prefill_")
+    found = {name: getattr(args, before + name) for name, before in sizes.items()}
+    flags = {name: _flag(before + name) for name, before in sizes.items()}
+    seqs, tokens, kept = (found[name] for name in ("max_num_seqs", "max_num_batched_tokens", "cache_tokens"))
+    if seqs is not None and tokens < seqs:
+        other = "" if not own or "max_num_seqs" in own else ", or give --prefill-max-num-seqs"
+        raise UserError(
+            f"{flags['max_num_batched_tokens']} is {tokens}, less than {flags['max_num_seqs']} {seqs}, so running requests would "
+            f"stall each other; raise the first or lower the second{other}"
+        )
+    if kept is not None and kept % args.page_size:
+        raise UserError(
+            f"{flags['cache_tokens']} is {kept}, which is no whole number of pages of {args.page_size} tokens (--page-size); "
+            f"give {-(-kept // args.page_size) * args.page_size}"
+        )
+
+
+def check_sides(args: Args) -> None:
+    """Whether the options of prefill apart from decode go together, and with all others.
+
+    Raises:
+        UserError: they do not. MeshError: a mesh cannot be.
+    """
+    if args.is_side:
+        if args.separated:
+            raise UserError(
+                f"--disaggregation-mode {args.disaggregation_mode} is one side of two, and --prefill-mesh has both; leave one out"
+            )
+        _check_transfers(args, f"--disaggregation-mode {args.disaggregation_mode}")
+        if args.disaggregation_mode == "prefill":
+            _check_prefills_alone(args)
+        check_installed(args.disaggregation_transfer_backend)
+    elif args.disaggregation_transfer_backend != type(args).disaggregation_transfer_backend:
+        raise UserError(
+            f"{FLAG} {args.disaggregation_transfer_backend} moves pages between processes, and no others are told of here; leave it out, "
+            "or give --disaggregation-mode too (dsjax dynamo)"
+        )
+    if args.prefill_mesh is None and args.decode_mesh is None:
+        _check_no_sides(args)
+        return
+    for given, other in (("prefill", "decode"), ("decode", "prefill")):
+        if getattr(args, f"{other}_mesh") is None:
+            raise UserError(f"--{given}-mesh is given without --{other}-mesh; give both, or --mesh alone")
+    from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+
+    for mesh in (args.prefill_mesh, args.decode_mesh):
+        MeshSpec.parse(mesh)
+    if args.mesh != type(args).mesh:
+        raise UserError(
+            f"--mesh {args.mesh} is given with --prefill-mesh and --decode-mesh, which name all devices; leave one out"
+        )
+    check_sizes(args, frozenset(_prefills_own(args)))
+    _check_transfers(args, "--prefill-mesh")
+    if args.coordinator_address is not None or (args.num_processes or 1) > 1:
+        raise UserError(
+            "--prefill-mesh and --decode-mesh are meshes of one process; leave --num-processes out, or give each side processes of its "
+            "own (dsjax dynamo --disaggregation-mode)"
+        )
+
+
+def _check_no_sides(args: Args) -> None:
+    """Whether an engine that has no two sides is given what only sides have."""
+    for name in _prefills_own(args):
+        raise UserError(
+            f"{_flag(f'prefill_{name}')} is given without --prefill-mesh and --decode-mesh; give them too, or {_flag(name)} alone"
+        )
+
+
+def _check_transfers(args: Args, flag: str) -> None:
+    """Whether this engine's pages can go to others, or theirs come here."""
+    if "CD" in (args.mla_prefill, args.mla_decode):
+        raise UserError(
+            f"{flag} moves pages of the latent cache, and the MLA form CD keeps none; use another --mla-prefill and --mla-decode"
+        )
+    if not args.enable_prefix_caching:
+        raise UserError(f"{flag} hands pages over through the prefix cache, which --no-enable-prefix-caching turns off")
+    if args.record_steps is not None:
+        raise UserError(
+            f"--record-steps does not go with {flag}: a recording would lack what pages from elsewhere held; leave one of them out"
+        )
+
+
+def _check_prefills_alone(args: Args) -> None:
+    """Whether an engine that computes prompts for other processes has what only a decode side has."""
+    for name in ("host_cache_bytes", "disk_cache", "kv_events_config"):
+        if getattr(args, name) != _DECODES_ALONE[name]:
+            raise UserError(
+                f"{_flag(name)} is not for --disaggregation-mode prefill, only for decode; leave it out there"
+            )
+
+
+def _prefills_own(args: Args) -> dict[str, Any]:
+    """Give those of `PREFILLS_OWN` of which the prefill engine has values of its own, by the options' own names."""
+    own = {name: getattr(args, f"prefill_{name}") for name in PREFILLS_OWN}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

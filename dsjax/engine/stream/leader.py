@@ -1,0 +1,252 @@
+"""`LeaderExecutor`: process 0's executor in a group of processes. What it is told, all others are told too, in the same order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from dsjax.engine.contract.commands import Command, Flush, Score, Step
+from dsjax.engine.contract.executor import Executor, ExecutorWrapper, Kind, Progress
+from dsjax.engine.transfer.page_transfer import Parcel, ParcelPort, Pull, PulledParcel
+from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.stream import StreamReader, StreamWriter
+
+_LOOK_SECONDS = 0.5
+_JOIN_SECONDS = 2.0
+
+
+class Launch(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
+    """Carry out a command, once `collected` results have been collected, counted from the start."""
+
+    collected: int
+    command: Command
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
+    """From the next launch on, bring the experts' counts to the host, or do not: that takes a program of its own."""
+
+    on: bool
+
+
+class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag="warm up"):
+    """Compile every program."""
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """Nothing more will come. reason: None where that is as it should be."""
+
+    reason: str | None = None
+
+
+Message = Launch | Record | WarmUp | End
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def decode(data: bytes) -> Message:
+    """A message of the stream.
+
+    Raises:
+        msgspec.ValidationError: these bytes are none.
+    """
+    return _decoder.decode(data)
+
+
+def is_collected(command: Command) -> bool:
+    """Whether a command's result is collected, in its turn."""
+    return isinstance(command, Step | Score | Flush)
+
+
+def pulled_stream(process_id: int) -> str:
+    """The name of the stream in which a process tells the leader what has come of the parcels that it pulls."""
+    return f"pulled/{process_id}"
+
+
+class Landings:
+    """What has come of parcels that several processes pull, each for its own devices of a rank: reported when all of them have said it.
+
+    processes: of each rank, those that have devices of it.
+    """
+
+    def __init__(self, processes: Sequence[Sequence[int]], report: Callable[[PulledParcel], None]):
+        self._processes, self._report = processes, report
+        self._heard: dict[tuple[int, int, int], list[bool]] = {}
+        self._lock = threading.Lock()
+
+    def enter(self, parcel: PulledParcel) -> None:
+        """One process has pulled a parcel, or could not. From any thread."""
+        key = parcel.rank, parcel.link, parcel.number
+        with self._lock:
+            heard = self._heard.setdefault(key, [])
+            heard.append(parcel.ok)
+            if len(heard) < len(self._processes[parcel.rank]):
+                return
+            del self._heard[key]
+        self._report(parcel._replace(ok=all(heard)))
+
+
+class LeaderExecutor(ExecutorWrapper):
+    """An executor that writes down each command for the other processes of a generation, and then carries it out itself.
+
+    What fails because a process is known to have gone away is a `GroupError` that names it. Nothing more is to be launched then: who
+    survives goes on in another generation, with another executor.
+
+    Attributes:
+        collected: how many results have been collected.
+    """
+
+    def __init__(self, inner: Executor, group: HostGroup):
+        super().__init__(inner)
+        self.group = group
+        self._stream = StreamWriter(group)
+        self.collected = 0
+        self._numbers: deque[int] = deque()
+        self._readers: list[tuple[StreamReader, threading.Thread]] = []
+        group.at_end(lambda reason: self._put(End(reason)))
+
+    def launch(self, command: Command) -> Any:
+        """Tell the others, and launch a command."""
+        self.group.check()
+        number = self._put(Launch(self.collected, command))
+        if is_collected(command):
+            self._numbers.append(number)
+        try:
+            return self._inner(self.inner.launch, command)
+        except (GroupError, RuntimeError):
+            raise  # it cannot be survived in this generation; whoever calls knows whether there is a next one
+        except BaseException as error:
+            # The others carry it out, and this process has not: nothing that comes after would be the same there.
+            self.group.leave(f"a command could not be launched ({type(error).__name__})")
+            raise
+
+    def wait(self, pending: Any) -> None:
+        """As the inner executor."""
+        self._inner(self.inner.wait, pending)
+
+    def collect(self, pending: Any) -> Any:
+        """As the inner executor. What all have done by then is deleted from the stream."""
+        results = self._inner(self.inner.collect, pending)
+        if is_collected(pending.command):
+            self.collected += 1
+            number = self._numbers.popleft()
+            if not isinstance(pending.command, Flush):  # which gathers nothing: somebody may not have read it yet
+                self._stream.forget(number)
+        return results
+
+    def set_recording(self, on: bool) -> None:
+        """Whether the experts' load is recorded from the next step on, for which all processes run a program more."""
+        self._put(Record(on))
+        self.inner.set_recording(on)
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """What the inner executor offers. Parcels are pulled by all processes, so what is reported of them is put together."""
+        port = self.inner.extension(kind)
+        return _LeaderPort(port, self) if kind is ParcelPort and port is not None else port
+
+    def listen(self, landings: Landings, process_ids: Iterable[int]) -> None:
+        """Hear what these processes have pulled, each in a thread."""
+        for process_id in sorted(set(process_ids) - {self.group.options.process_id}):
+            reader = StreamReader(self.group, pulled_stream(process_id), is_only=True, look=_LOOK_SECONDS)
+            thread = threading.Thread(
+                target=_read_pulled, args=(reader, landings), name="dsjax-pulled-elsewhere", daemon=True
+            )
+            self._readers.append((reader, thread))
+            thread.start()
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Have all processes compile every program, each its own; wait until all have.
+
+        Raises:
+            GroupError: another process could not. What `progress` raises ends this warm-up, and the others' when the group ends.
+        """
+        self._put(WarmUp())
+        self.inner.warm_up(progress)
+        self.group.ask("warm-up")
+
+    def retire(self) -> None:
+        """This generation is over: its stream is read no more."""
+        self._stream.drop()
+        for reader, _ in self._readers:
+            reader.closed.set()
+
+    def shutdown(self) -> None:
+        """End the others, and give back what the inner executor holds."""
+        self._put(End())
+        for reader, _ in self._readers:
+            reader.closed.set()
+        for _, thread in self._readers:  # what waits in C++ when Python ends aborts the process
+            thread.join(_JOIN_SECONDS)
+        self.inner.shutdown()
+        self.group.leave()
+
+    def _put(self, message: Message) -> int:
+        return self._stream.put(_encoder.encode(message))
+
+    def _inner(self, method: Any, argument: Any) -> Any:
+        try:
+            return method(argument)
+        except (
+            RuntimeError
+        ) as error:  # a collective that lost its other side, as may be known by now or soon (`Generations.after`)
+            self.group.check(error)
+            raise
+
+
+class _LeaderPort:
+    """The way to other engines of an executor that leads other processes."""
+
+    def __init__(self, port: ParcelPort, leader: LeaderExecutor):
+        self._port, self._leader = port, leader
+
+    @property
+    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of a parcel's arrays, by name."""
+        return self._port.parcel_shapes
+
+    @property
+    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
+        """The processes that have devices of each DP rank."""
+        return self._port.processes_of_ranks
+
+    def send_parcels(
+        self,
+        offer: Callable[[int, Parcel | None], None],
+        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
+    ) -> None:
+        """Have parcels offered, and dropped."""
+        self._port.send_parcels(offer, drop)
+
+    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
+        """Report a parcel when every process with devices of its rank has said what came of it there."""
+        processes = self._port.processes_of_ranks
+        landings = Landings(processes, report)
+        self._port.pull_parcels(pull, landings.enter)
+        self._leader.listen(landings, (each for own in processes for each in own))
+
+
+def _read_pulled(reader: StreamReader, landings: Landings) -> None:
+    try:
+        while (data := reader.next()) is not None:
+            if not reader.closed.is_set():
+                landings.enter(msgspec.msgpack.decode(data, type=PulledParcel))
+    except ConnectionError:  # the group knows
+        return
+
+
+__all__ = [
+    "End",
+    "GroupError",
+    "Landings",
+    "Launch",
+    "LeaderExecutor",
+    "Record",
+    "WarmUp",
+    "decode",
+    "is_collected",
+    "pulled_stream",
+]

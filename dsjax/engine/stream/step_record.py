@@ -1,0 +1,362 @@
+"""The stream of commands written to a file while an engine runs, and read back: `dsjax serve --record-steps FILE`.
+
+The file is eight bytes of `MAGIC`, then frames: the length of a message as four little-endian bytes, and the message in MessagePack. The
+first is the `Header`; then come, in the order in which the engine's thread did these things, a `Launched` for every command and a
+`Collected` for every result that was fetched. A step that was under way when another one was launched has its `Collected` behind the
+other's `Launched`, so a reader that follows the file repeats what was in flight together. The last is an `End`; a file without one, or that
+ends inside a frame, is of a process that was killed, and can be read up to there.
+
+It holds token ids of prompts and outputs: it is as confidential as they are, so it is created for its owner alone (mode 0600).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from dsjax.engine.contract.commands import VERSION, Command, Flush, Score, Step
+from dsjax.engine.contract.executor import (
+    Executor,
+    ExecutorLimits,
+    ExecutorWrapper,
+    RankResults,
+    RowResult,
+)
+from dsjax.errors import UserError
+
+MAGIC = b"dsjaxstp"
+FORMAT = 1
+"""Of the frames; the commands in them have a `VERSION` of their own."""
+DEFAULT_BYTES = 256 * 2**20
+
+_log = logging.getLogger(__name__)
+
+
+class RecordError(UserError):
+    """A recording that cannot be written, read or replayed."""
+
+
+class Header(msgspec.Struct, frozen=True, tag="header"):
+    """What the commands were computed by.
+
+    Attributes:
+        format, commands: `FORMAT`, and `VERSION` of `dsjax.engine.contract.commands`.
+        options: of `EngineArgs`, those that change what an executor computes.
+        limits: the executor's, as they came to be.
+        fingerprint: of the checkpoint; see `dsjax.checkpoint.fingerprint`.
+        platform: JAX's: `cpu`, `gpu` or `tpu`.
+        began: seconds since 1970.
+    """
+
+    format: int
+    commands: int
+    dsjax: str
+    jax: str
+    platform: str
+    device_kind: str
+    fingerprint: str
+    options: dict[str, Any]
+    limits: dict[str, int]
+    began: float
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """What a row yielded: its tokens, whether its logits were finite, and why it failed although they were."""
+
+    token_ids: list[int] = []
+    finite: bool = True
+    error: str | None = None
+
+
+RowOutcome = int | Outcome | None
+"""The one token of a row that made one, which is the usual case; None of a row that made none and did not fail."""
+
+
+class RankOutcomes(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's rows, as its `RankStep` has them."""
+
+    decodes: list[RowOutcome]
+    prefills: list[RowOutcome]
+
+
+class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
+    """A command was given to the executor. number: of the command, from 0. time: when, in seconds from the recording's begin."""
+
+    number: int
+    time: float
+    command: Command
+
+
+class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
+    """What came of command `number`.
+
+    Attributes:
+        done: when the engine saw that it was done, in seconds from the recording's begin.
+        ranks: of a `Step`.
+        greedy: of a `Score`, the most probable token behind each position; its logits are not kept.
+        finite: of a `Score`, whether all logits were.
+    """
+
+    number: int
+    done: float
+    ranks: list[RankOutcomes] = []
+    greedy: list[int] = []
+    finite: bool = True
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The recording ended as it should. reason: `shutdown`, or why nothing more was written."""
+
+    reason: str
+
+
+Frame = Launched | Collected | End
+
+_encoder = msgspec.msgpack.Encoder()
+_frames = msgspec.msgpack.Decoder(Frame)
+_header = msgspec.msgpack.Decoder(Header)
+_END_ROOM = 128
+
+
+def describe_recording(
+    options: dict[str, Any], limits: ExecutorLimits, fingerprint: str, *, jax: str, platform: str, device_kind: str
+) -> Header:
+    """The header of a recording that begins now."""
+    try:
+        own = importlib.metadata.version("dsjax")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"
+    sizes = {name: int(size) for name, size in dataclasses.asdict(limits).items()}
+    return Header(FORMAT, VERSION, own, jax, platform, device_kind, fingerprint, options, sizes, time.time())
+
+
+def check_writable(path: str | Path) -> None:
+    """Refuse a file that could not be recorded to, before anything expensive is done.
+
+    Raises:
+        RecordError: it exists, or its folder cannot be written.
+    """
+    path = Path(path)
+    if path.exists():
+        raise RecordError(f"--record-steps: {path} exists; give another name, or remove it if it is not needed")
+    if not os.access(path.parent, os.W_OK):
+        raise RecordError(f"--record-steps: {path.parent} is no folder that can be written; give another one")
+
+
+class StepFile:
+    """A recording that is being written. It never grows beyond its bound; what does not fit ends it, and nobody is disturbed.
+
+    Every frame is one write to the operating system, so that a process that is killed loses none.
+
+    Raises:
+        RecordError: the file exists or cannot be created, or the bound has no room for the header.
+    """
+
+    def __init__(self, path: str | Path, first: Header, max_bytes: int = DEFAULT_BYTES):
+        check_writable(path)
+        message = MAGIC + _frame(first)
+        if len(message) + _END_ROOM > max_bytes:
+            raise RecordError(
+                f"--record-steps-bytes is {max_bytes:,}; the header alone takes {len(message) + _END_ROOM:,}"
+            )
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise RecordError(f"--record-steps: {path} cannot be created: {error.strerror}") from error
+        self.path, self._max_bytes, self._used, self._number = Path(path), max_bytes, 0, 0
+        self._file: IO[bytes] | None = os.fdopen(descriptor, "wb", buffering=0)
+        self._put(message)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything more will be written."""
+        return self._file is not None
+
+    def write(self, frame: Launched | Collected) -> None:
+        """Add a frame, or end the recording where it does not fit."""
+        if self._file is None:
+            return
+        message = _frame(frame)
+        if self._used + len(message) + _END_ROOM > self._max_bytes:
+            _log.warning(
+                "The recording of steps %s has reached its bound of %d bytes (--record-steps-bytes) and ends here; "
+                "serving goes on.",
+                self.path,
+                self._max_bytes,
+            )
+            self.close("the bound was reached")
+            return
+        self._put(message)
+
+    def close(self, reason: str) -> None:
+        """End the recording. No-op if it has ended."""
+        if self._file is None:
+            return
+        self._put(_frame(End(reason)))
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _put(self, message: bytes) -> None:
+        view = memoryview(message)
+        try:
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            _log.warning(
+                "The recording of steps %s ends: it cannot be written (%s). Serving goes on.", self.path, error.strerror
+            )
+            self._file.close()
+            self._file = None
+        self._used += len(message)
+
+
+class RecordingExecutor(ExecutorWrapper):
+    """An executor that writes down what it is told, and what came of it.
+
+    It must be made before an engine uses `inner`: the recording begins with a `Flush`, so that it holds everything that the cache holds.
+    """
+
+    def __init__(self, inner: Executor, file: StepFile):
+        super().__init__(inner)
+        self.file = file
+        self._began = time.monotonic()
+        self._next = 0
+        self.collect(self.launch(Flush()))
+
+    def launch(self, command: Command) -> Any:
+        """Launch a command; it is written down while the device computes. One that fails is written down too."""
+        number, at = self._next, self._now()
+        self._next += 1
+        try:
+            return _Numbered(number, command, self.inner.launch(command))
+        finally:
+            self.file.write(Launched(number, at, command))
+
+    def wait(self, pending: Any) -> None:
+        """Wait for a command, and note when it was done."""
+        self.inner.wait(pending.inner)
+        if pending.done is None:
+            pending.done = self._now()
+
+    def collect(self, pending: Any) -> Any:
+        """Give what came of a command, and write it down."""
+        self.wait(pending)
+        results = self.inner.collect(pending.inner)
+        if self.file.is_open:
+            self.file.write(collected(pending.number, pending.done, pending.command, results))
+        return results
+
+    def shutdown(self) -> None:
+        """End the recording, and give back what the inner executor holds."""
+        self.file.close("shutdown")
+        self.inner.shutdown()
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+
+class _Numbered:
+    """A launched command with its number in the stream."""
+
+    __slots__ = ("command", "done", "inner", "number")
+
+    def __init__(self, number: int, command: Command, inner: Any):
+        self.number, self.command, self.inner = number, command, inner
+        self.done: float | None = None
+
+
+def collected(number: int, done: float, command: Command, results: Any) -> Collected:
+    """What a recording keeps of a command's results, as `Executor.collect` gives them."""
+    if isinstance(command, Step):
+        return Collected(number, done, [_rank(found) for found in results])
+    if isinstance(command, Score):
+        finite = bool((abs(results) < float("inf")).all())
+        return Collected(number, done, [], results.argmax(-1).tolist() if finite else [], finite)
+    return Collected(number, done)
+
+
+def _rank(found: RankResults) -> RankOutcomes:
+    return RankOutcomes(*(_rows(rows) for rows in found))
+
+
+def _rows(results: list[RowResult]) -> list[RowOutcome]:
+    # Once for each running request in every step; nearly all of them have made one token.
+    return [
+        tokens[0] if len(tokens := one.token_ids) == 1 and one.finite and one.error is None else _unusual(one)
+        for one in results
+    ]
+
+
+def _unusual(result: RowResult) -> RowOutcome:
+    if not result.token_ids and not result.failed:
+        return None
+    return Outcome(list(result.token_ids), result.finite, result.error)
+
+
+class StepRecord:
+    """A recording that is read. Iterating gives its frames, each time from the first.
+
+    Raises:
+        RecordError: not a recording, or one of another format or version of the commands.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                if file.read(len(MAGIC)) != MAGIC:
+                    raise RecordError(
+                        f"{self.path} is no recording of steps (dsjax serve --record-steps FILE makes one)"
+                    )
+                first = _read(file)
+        except OSError as error:
+            raise RecordError(f"{self.path} cannot be read: {error.strerror}") from error
+        if first is None:
+            raise RecordError(f"{self.path} ends inside its header, so nothing of it can be replayed")
+        self._start = len(MAGIC) + 4 + len(first)
+        self.header = self._checked(first)
+
+    def __iter__(self) -> Iterator[Frame]:
+        with self.path.open("rb") as file:
+            file.seek(self._start)
+            while (message := _read(file)) is not None:
+                try:
+                    yield _frames.decode(message)
+                except msgspec.DecodeError as error:
+                    raise RecordError(f"{self.path} is damaged before byte {file.tell():,}: {error}") from None
+
+    def _checked(self, first: bytes) -> Header:
+        try:
+            versions = msgspec.msgpack.decode(first)
+            found = (versions["format"], versions["commands"])
+            if found != (FORMAT, VERSION):
+                raise RecordError(
+                    f"{self.path} has format {found[0]} with commands of version {found[1]}, written by dsjax "
+                    f"{versions.get('dsjax')}; this dsjax reads format {FORMAT} with commands of version {VERSION}. "
+                    "Replay it with the dsjax that wrote it."
+                )
+            return _header.decode(first)
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise RecordError(f"{self.path} has a header that cannot be read: {error}") from None
+
+
+def _frame(message: msgspec.Struct) -> bytes:
+    data = _encoder.encode(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+def _read(file: IO[bytes]) -> bytes | None:
+    """The next message; None at the end, also where that is inside a frame."""
+    prefix = file.read(4)
+    size = int.from_bytes(prefix, "little")
+    message = file.read(size) if len(prefix) == 4 else b""
+    return message if len(prefix) == 4 and len(message) == size else None

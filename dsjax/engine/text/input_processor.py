@@ -1,0 +1,232 @@
+"""`InputProcessor`: prompts and parameters, checked and turned into requests and their logits' rules, before anything reaches a device."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
+from dsjax.engine.schedule.pages import extend_hashes
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.text.logit_rules import LogitRules, TokenRun
+from dsjax.engine.text.structured import GrammarCompiler
+from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.errors import UserError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
+
+
+class PromptError(UserError):
+    """A prompt that cannot be computed."""
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A checked request: one `Request` for each of its `n` completions, the index of each its place in the list."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    completions: list[Request]
+
+
+class InputProcessor:
+    """Makes requests. Has no other state than the generator of seeds for requests without one, and the sizes of now.
+
+    Attributes:
+        config, vocab_size, eos_token_ids: as given.
+        rules: makes what changes a request's logits.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        scheduler_config: SchedulerConfig,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+    ):
+        self._tokenizer = tokenizer
+        self.config = scheduler_config
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._seeds = random.Random(seed)
+        self.rules = RuleMaker(tokenizer, vocab_size, eos_token_ids)
+
+    def draw_seed(self) -> int:
+        """A uint32, for a request without a seed or for another process's processor."""
+        return self._seeds.getrandbits(32)
+
+    def change(self, scheduler_config: SchedulerConfig) -> None:
+        """Admit what another scheduler's sizes have room for, from now on."""
+        self.config = scheduler_config
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        arrival_time: float = 0.0,
+    ) -> PreparedRequest:
+        """Check everything that can be wrong with a request, and hash its pages, so that the engine's thread need not.
+
+        Raises:
+            PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.
+            SamplingError: a token id outside the vocabulary, a grammar that cannot be, or text asked for without a tokenizer.
+            AdmissionError: more tokens than model or cache hold.
+        """
+        text, token_ids = self._tokens(prompt)
+        stop_ids = self._stop_ids(params)
+        max_tokens = self._max_tokens(len(token_ids), params)
+        rules = self.rules.make(params, stop_ids)
+        base_seed = self.draw_seed() if params.seed is None else _uint32(params.seed)
+        others = options
+        if params.n > 1 and options.prefill is not None:  # what is computed already comes to the first one
+            others = replace(options, prefill={**options.prefill, "transfer": None})
+        completions = [
+            Request(
+                request_id=request_id if params.n == 1 else f"{index}_{request_id}",
+                token_ids=list(token_ids),
+                num_prompt_tokens=len(token_ids),
+                params=params,
+                max_tokens=max_tokens,
+                seed=(base_seed + index) % 2**32,
+                stop_ids=stop_ids,
+                arrival_time=arrival_time,
+                options=options if index == 0 else others,
+                rules=rules[index],
+            )
+            for index in range(params.n)
+        ]
+        if self.config.prefix_caching:
+            hashes = extend_hashes(completions[0], self.config.page_size)
+            for other in completions[1:]:
+                other.page_hashes = list(hashes)
+        return PreparedRequest(request_id, text, token_ids, params, completions)
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        if isinstance(prompt, Mapping):
+            known = {"prompt", "prompt_token_ids"} & prompt.keys()
+            if len(known) != 1 or len(prompt) != 1:
+                raise PromptError(
+                    f"the prompt has the keys {sorted(prompt)}, expected prompt or prompt_token_ids, one of them"
+                )
+            prompt = prompt[known.pop()]
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise PromptError("the prompt is text, but this model has no tokenizer; give prompt_token_ids")
+            text, token_ids = prompt, self._tokenizer.encode(prompt)
+        elif isinstance(prompt, Iterable):
+            token_ids = list(prompt)
+        else:
+            raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")
+        for position, token_id in enumerate(token_ids):
+            # A device would clamp a wrong id and go on, so it must not get there.
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                raise PromptError(
+                    f"the prompt's token {position} is {token_id!r}, expected an integer from 0 to {self.vocab_size - 1}"
+                )
+        if not token_ids:
+            raise PromptError("the prompt is empty, expected at least one token")
+        return text, token_ids
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        if params.stop and self._tokenizer is None:
+            raise SamplingError("stop", "this model has no tokenizer, so there is no text to look for stop strings in")
+        return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        if params.max_tokens is not None:
+            self.config.check_fits(num_prompt_tokens, params.max_tokens)
+            return params.max_tokens
+        self.config.check_fits(num_prompt_tokens, max(1, params.min_tokens))
+        return self.config.max_request_len - num_prompt_tokens
+
+
+def _uint32(seed: int) -> int:
+    """Fold a 64-bit seed into 32 bits; seeds below 2**32 stay as they are."""
+    seed %= 2**64
+    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+
+
+__all__ = ["AdmissionError", "InputProcessor", "PreparedRequest", "Prompt", "PromptError"]
+
+
+class RuleMaker:
+    """Makes of a request's parameters the rules for its logits.
+
+    Any thread may call it. A grammar takes up to some 20 ms to compile, so a server calls it outside its event loop."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+
+    def make(self, params: SamplingParams, stop_ids: frozenset[int] = frozenset()) -> list[LogitRules | None]:
+        """Rules for each of the `n` completions; None where nothing but seed, temperature and truncation matter.
+
+        stop_ids: what `min_tokens` holds back.
+
+        Raises:
+            SamplingError: a token id outside the vocabulary, or a grammar that cannot be.
+        """
+        check_token_ids(params, self._vocab_size)
+        structured = params.structured_outputs
+        plain = not (params.penalises or params.logit_bias or params.bad_words or params.min_tokens)
+        if plain and structured is None and params.allowed_token_ids is None:
+            return [None] * params.n
+        bad_words = bad_word_runs(params.bad_words, self._tokenizer)
+        return [
+            LogitRules(
+                params,
+                self._vocab_size,
+                stop_ids,
+                bad_words,
+                None if structured is None else self._grammars.compile(structured),
+            )
+            for _ in range(params.n)
+        ]
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Check every token id of every field against the vocabulary: a device would clamp a wrong one and go on.
+
+    Raises:
+        SamplingError: naming the field, and the first id that is outside.
+    """
+    fields = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+    }
+    if params.structured_outputs is not None and params.structured_outputs.structured_after is not None:
+        fields["structured_outputs.structured_after"] = (params.structured_outputs.structured_after,)
+    for name, token_ids in fields.items():
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise SamplingError(name, f"found {token_id}, expected 0 to {vocab_size - 1}")
+
+
+def bad_word_runs(words: Iterable[str], tokenizer: Tokenizer | None) -> tuple[TokenRun, ...]:
+    """The runs of tokens that spell a bad word; an output must not complete one of them.
+
+    A word is tokenised as it is written at the start of a text, and with a space before it where that gives as many
+    tokens. This is vLLM's rule, so one word bans at most two runs of tokens; other ways to spell the same text stay possible.
+
+    Raises:
+        SamplingError: the model has no tokenizer.
+    """
+    runs: list[TokenRun] = []
+    for word in words:
+        if tokenizer is None:
+            raise SamplingError("bad_words", "this model has no tokenizer; use logit_bias with token ids")
+        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        runs.append(bare)
+        if spaced[0] != bare[0] and len(spaced) == len(bare):
+            runs.append(spaced)
+    return tuple(dict.fromkeys(runs))

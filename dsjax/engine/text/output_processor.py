@@ -1,0 +1,360 @@
+"""`OutputProcessor`: a step's tokens to text, stop strings, log-probabilities and `RequestOutput`s.
+
+Text comes piece by piece: never half a character, and nothing from a stop string on. The two functions that look for markers in a
+text which is not whole yet serve the server's parsers of reasoning and tool calls as well.
+"""
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from dsjax.engine.contract.executor import ErrorKind, RowResult
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.text.input_processor import PreparedRequest
+from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from dsjax.engine.text.tokenizer import Tokenizer
+
+NON_FINITE = "the model gave values that are not finite for this request"
+
+
+class Completion:
+    """Takes a completion's updates one by one; `take` gives what the caller asked to see."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None):
+        self.index = index
+        self.request = request
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self._error: ErrorKind | None = None
+        params = request.params
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._detokenizer = (
+            IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens) if self._tokenizer else None
+        )
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        self._token_ids: list[int] = []
+        self._text = ""
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        # Of the prompt: a token's entry stands at its place, and nothing predicts the first.
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self._taken_tokens = 0
+        self._taken_text = 0
+
+    def append(self, update: Update) -> None:
+        """Enter what a step did. Sets `finish_reason` when the completion has ended, by a stop string too.
+
+        Of several tokens, those behind a stop string are not the completion's any more.
+        """
+        _, result, reason = update
+        if result is not None and result.prompt_scores:
+            self.prompt_logprobs += [self._token_logprobs(*entry) for entry in result.prompt_scores]
+        tokens = () if result is None else result.token_ids
+        for place, token_id in enumerate(tokens):
+            self._token_ids.append(token_id)
+            if self._logprobs is not None:
+                entry = result.scores[place]
+                self._logprobs.append(self._token_logprobs(*entry))
+                self._cumulative_logprob += entry[1]
+            if self._detokenizer is not None:
+                self._append_text(token_id, reason if place == len(tokens) - 1 else None)
+                if self._stops.matched is not None:
+                    break
+        if self._stops.matched is not None:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, self._stops.matched
+        elif reason is not None:
+            self._finish(reason, result)
+
+    def is_due(self, interval: int) -> bool:
+        """Whether a stream is told now: with the first token, with every `interval` new ones, and at the end."""
+        new = len(self._token_ids) - self._taken_tokens
+        return new >= interval or self._taken_tokens == 0 or self.finish_reason is not None
+
+    def take(self, kind: OutputKind) -> CompletionOutput:
+        """What the caller sees now: all so far, or with `DELTA` what came since the last time."""
+        first_token, first_char = (self._taken_tokens, self._taken_text) if kind is OutputKind.DELTA else (0, 0)
+        self._taken_tokens, self._taken_text = len(self._token_ids), len(self._text)
+        return CompletionOutput(
+            self.index,
+            self._text[first_char:],
+            self._token_ids[first_token:],
+            self._cumulative_logprob,
+            None if self._logprobs is None else self._logprobs[first_token:],
+            self.finish_reason,
+            self._stop_reason,
+            self._error,
+        )
+
+    def _append_text(self, token_id: int, reason: FinishReason | None) -> None:
+        params = self.request.params
+        text = ""
+        if reason is not FinishReason.STOP or params.include_stop_str_in_output:
+            text = self._detokenizer.push(token_id)
+        if reason is not None:
+            text += self._detokenizer.flush()
+        if len(self._token_ids) <= params.min_tokens:
+            self._text += self._stops.flush() + text  # stop strings do not count yet
+        else:
+            self._text += self._stops.push(text)
+
+    def _finish(self, reason: FinishReason, result: RowResult | None) -> None:
+        self.finish_reason = reason
+        self._text += self._stops.flush()
+        if reason is FinishReason.ERROR:
+            self._error = error_kind(self.request.params, result)
+            self._stop_reason = NON_FINITE if self._error is ErrorKind.NON_FINITE else result.error
+        elif reason is FinishReason.STOP and result.token_ids[-1] in self.request.params.stop_token_ids:
+            self._stop_reason = result.token_ids[-1]
+
+    def _token_logprobs(
+        self, token_id: int, logprob: float, place: int | None, top: Sequence[tuple[int, float]]
+    ) -> TokenLogprobs:
+        """The token taken first, then the most probable ones; in a tie the token taken keeps its own entry."""
+        ranked = {token: rank for rank, (token, _) in enumerate(top, start=1)}
+        place = place if place is not None else ranked.get(token_id)
+        found = {token_id: Logprob(logprob, place, self._token_text(token_id))}
+        for token, value in top:
+            if token not in found:
+                found[token] = Logprob(value, ranked[token], self._token_text(token))
+        return found
+
+    def _token_text(self, token_id: int) -> str | None:
+        return self._tokenizer.token_text(token_id) if self._tokenizer else None
+
+
+def error_kind(params: SamplingParams, result: RowResult | None) -> ErrorKind:
+    """Why a request with these parameters failed with this result; without a result the step itself was not finite."""
+    if result is None or result.error is None:
+        return ErrorKind.NON_FINITE
+    if result.kind is not None:
+        return result.kind
+    return ErrorKind.NO_TOKEN_ALLOWED if params.structured_outputs is None else ErrorKind.STRUCTURED_OUTPUT
+
+
+class _Group:
+    """The completions of one request."""
+
+    def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None):
+        self.prepared = prepared
+        self.completions = [Completion(index, r, tokenizer) for index, r in enumerate(prepared.completions)]
+        self.open = len(self.completions)
+        self._told_prompt = False
+
+    def output(self, changed: list[Completion]) -> RequestOutput:
+        """Tell of the completions that changed, or of all with `FINAL_ONLY`."""
+        prepared = self.prepared
+        if prepared.params.output_kind is OutputKind.FINAL_ONLY:
+            changed = self.completions
+        return RequestOutput(
+            request_id=prepared.request_id,
+            prompt=prepared.prompt,
+            prompt_token_ids=prepared.prompt_token_ids,
+            outputs=[completion.take(prepared.params.output_kind) for completion in changed],
+            finished=self.open == 0,
+            metrics=self._metrics(),
+            num_cached_tokens=prepared.completions[0].num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs(changed[0]),
+        )
+
+    def _prompt_logprobs(self, completion: Completion) -> list[TokenLogprobs | None] | None:
+        """Those of a completion that has a token, and so a whole prompt; with `DELTA` in the first output alone."""
+        told, self._told_prompt = self._told_prompt, True
+        return None if told and self.prepared.params.output_kind is OutputKind.DELTA else completion.prompt_logprobs
+
+    def _metrics(self) -> RequestMetrics:
+        requests = self.prepared.completions
+        first = requests[0]
+        if len(requests) == 1:  # the usual case, once for each token of every stream
+            scheduled, token, preemptions = first.first_scheduled_time, first.first_token_time, first.num_preemptions
+            finished = first.finish_time
+        else:
+            scheduled = _least(r.first_scheduled_time for r in requests)
+            token = _least(r.first_token_time for r in requests)
+            preemptions = sum(r.num_preemptions for r in requests)
+            finished = max(r.finish_time or 0.0 for r in requests)
+        return RequestMetrics(
+            arrival_time=first.arrival_time,
+            first_scheduled_time=scheduled,
+            first_token_time=token,
+            finish_time=(finished or 0.0) if self.open == 0 else None,
+            num_preemptions=preemptions,
+            num_prompt_tokens=first.num_prompt_tokens,
+            num_cached_tokens=first.num_cached_tokens or 0,
+        )
+
+
+class OutputProcessor:
+    """Follows every request from its admission to its last token. May run in another thread than the engine's core.
+
+    A stop string is found here, after the core has gone on; `process` names the requests that the core must then end,
+    and passes over whatever it has made of them since.
+
+    Attributes:
+        stream_interval: tokens of a completion after which its request gives an output again, as of `EngineArgs`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
+        self._tokenizer = tokenizer
+        self.stream_interval = stream_interval
+        self._groups: dict[str, _Group] = {}
+        self._by_completion: dict[str, tuple[_Group, Completion]] = {}
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """Follow a request.
+
+        Raises:
+            ValueError: its id is taken by an unfinished request.
+        """
+        ids = [prepared.request_id, *(request.request_id for request in prepared.completions)]
+        if prepared.request_id in self._groups or any(i in self._by_completion for i in ids):
+            raise ValueError(f"request id {prepared.request_id!r} is in use")
+        group = self._groups[prepared.request_id] = _Group(prepared, self._tokenizer)
+        for completion in group.completions:
+            self._by_completion[completion.request.request_id] = (group, completion)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._groups)
+
+    def unfinished(self, request_id: str) -> list[Request]:
+        """A request's completions that have not ended; none where it is unknown or has ended."""
+        group = self._groups.get(request_id)
+        return [c.request for c in group.completions if c.finish_reason is None] if group else []
+
+    def completion_ids(self, request_id: str) -> list[str]:
+        """The core's ids of a request's unfinished completions; none where it is unknown or has ended."""
+        return [request.request_id for request in self.unfinished(request_id)]
+
+    def follows(self, request: Request) -> bool:
+        """Whether this completion has not ended for its caller: the core may be a step behind."""
+        found = self._by_completion.get(request.request_id)
+        return found is not None and found[1].request is request
+
+    def forget(self, request_id: str) -> None:
+        """Follow a request no longer; nobody wants its output."""
+        group = self._groups.pop(request_id, None)
+        for completion in group.completions if group else ():
+            self._by_completion.pop(completion.request.request_id, None)
+
+    def process(self, updates: Iterable[Update]) -> tuple[list[RequestOutput], list[str]]:
+        """Give the outputs to pass on, and the core's ids of requests that a stop string has ended."""
+        changed: dict[_Group, list[Completion]] = {}
+        to_abort: list[str] = []
+        for update in updates:
+            request, result, reason = update
+            found = self._by_completion.get(request.request_id)
+            if found is None or found[1].request is not request:
+                continue
+            group, completion = found
+            completion.append(update)
+            if completion.finish_reason is not None:
+                if reason is None:
+                    to_abort.append(request.request_id)
+                del self._by_completion[request.request_id]
+                group.open -= 1
+            elif result is not None and not result.token_ids:
+                continue  # a part of the prompt's log-probabilities: told of with the first token
+            elif not completion.is_due(self.stream_interval):
+                continue
+            if group in changed:
+                changed[group].append(completion)
+            else:
+                changed[group] = [completion]
+        outputs: list[RequestOutput] = []
+        for group, completions in changed.items():
+            params = group.prepared.params
+            if group.open == 0:
+                del self._groups[group.prepared.request_id]
+            elif params.output_kind is OutputKind.FINAL_ONLY:
+                continue
+            outputs.append(group.output(completions))
+        return outputs, to_abort
+
+
+def _least(times: Iterable[float | None]) -> float | None:
+    return min((time for time in times if time is not None), default=None)
+
+
+class IncrementalDetokenizer:
+    """Turns a stream of tokens into text pieces whose concatenation is `tokenizer.decode` of all of them.
+
+    A byte-level token is a run of bytes, which may end inside a character; such bytes are held back until the character is
+    whole, or certain never to be (then it is U+FFFD).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._within_character = False
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain after this token."""
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return ""
+        piece = self._tokenizer.token_bytes(token_id)
+        if not self._within_character and piece.isascii():
+            return piece.decode("ascii")
+        text = self._decoder.decode(piece)
+        self._within_character = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        """The text of bytes still held back: U+FFFD, or nothing. The stream has ended."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopStrings:
+    """Passes a stream of text on until one of the stop strings is complete.
+
+    What could still become a stop string is held back. The result does not depend on how the text is cut into pieces:
+    the first stop string to be complete counts, and of several complete at the same character the longest.
+    """
+
+    def __init__(self, stops: Sequence[str], include_in_output: bool = False):
+        self._stops = tuple(stops)
+        self._include_in_output = include_in_output
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that is certain to be before any stop string; sets `matched` when one is complete."""
+        if not self._stops:
+            return text
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, self.matched = min(found)
+            self._held = ""
+            return text[: end if self._include_in_output else start]
+        keep = num_undecided(text, self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text held back. The stream has ended, or stop strings begin to count only after this point."""
+        held, self._held = self._held, ""
+        return held
+
+
+def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """Where the first of the markers begins, and which it is; of several at one place it is the longest."""
+    found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if not found:
+        return None
+    at, _, marker = min(found)
+    return at, marker
+
+
+def num_undecided(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of `text` with which one of the markers begins.
+
+    Only the text that follows can show whether it becomes that marker, so this end has to be held back.
+    """
+    longest = max(map(len, markers), default=0)
+    for length in range(min(len(text), longest - 1), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0

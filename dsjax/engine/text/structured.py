@@ -1,0 +1,217 @@
+"""Structured output: grammars compiled by llguidance, and followed token by token. See ``docs/sampling.md``."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from dsjax.engine.contract.structured_params import SamplingError, StructuredOutputs
+from dsjax.engine.text.tokenizer import Tokenizer
+
+KEPT_GRAMMARS = 64
+"""Compiled grammars that are kept for the next request with the same one."""
+
+COMPILE_STACK = 256 * 2**20
+"""Bytes of stack for compiling. llguidance descends once a rule, and a chain of the 7,500 rules that fit a grammar's text
+overran the usual 8 MB, which ends the process; with 64 MB none did. Only what is used is ever backed by memory."""
+
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
+"""Between JSON's parts one blank, or a line break and an indentation: both usual ways to write it, and no way to fall into blanks."""
+
+COMPACT_JSON_OPTIONS: dict[str, Any] = {"whitespace_flexible": False}
+"""No blanks between JSON's parts, for `disable_any_whitespace`."""
+
+
+def parser_limits() -> LLParserLimits:
+    """What a grammar may cost: by llguidance's figures some 20 ms to compile, and 5 ms a token."""
+    return LLParserLimits(
+        max_items_in_row=1_000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,  # up to 2 kB each
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+class Constraint:
+    """One completion's place in its grammar.
+
+    Attributes:
+        active: whether the grammar rules the next token; not while tokens before ``structured_after`` are free.
+    """
+
+    def __init__(self, matcher: LLMatcher, after: int | None):
+        self._matcher = matcher
+        self._after = after
+        self.active = after is None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return self.active and self._matcher.is_stopped()
+
+    def preview(self, drafts: Sequence[int], words: int) -> tuple[np.ndarray, str | None]:
+        """``[1 + usable, words]`` int32: which tokens may come next, and after each of the drafts that the grammar allows.
+
+        Bit ``t % 32`` of word ``t // 32`` stands for token t. The second value is the reason where the grammar cannot go on. The
+        constraint stays where it is.
+        """
+        masks = np.full((1 + len(drafts), words), -1, np.int32)
+        active, consumed, usable = self.active, 0, 0
+        for place in range(1 + len(drafts)):
+            if active:
+                self._matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, masks[place].nbytes)
+                if self._matcher.is_error():
+                    break
+            if place == len(drafts):
+                break
+            draft = drafts[place]
+            if not active:
+                active = draft == self._after
+            elif masks[place, draft // 32] >> (draft % 32) & 1 and not self._matcher.is_stopped():
+                self._matcher.consume_token(draft)
+                consumed += 1
+                if self._matcher.is_stopped():  # an end: nothing comes behind it
+                    break
+            else:
+                break
+            usable += 1
+        error = self._error()
+        if consumed and error is None:
+            self._matcher.rollback(consumed)
+        return masks[: 1 + usable], error
+
+    def take(self, token_id: int) -> str | None:
+        """Follow a token; gives the reason where the grammar cannot go on."""
+        if not self.active:
+            self.active = token_id == self._after
+            return None
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+        return self._error()
+
+    def _error(self) -> str | None:
+        if not self._matcher.is_error():
+            return None
+        return (
+            f"structured output cannot go on ({self._matcher.stop_reason()}): {_first_line(self._matcher.get_error())}"
+        )
+
+
+class GrammarCompiler:
+    """Makes constraints for one model's tokens. Any thread may call it.
+
+    The table of tokens is made for the first request that wants one: with 129,280 tokens that takes about half a second,
+    which servers without such requests need not spend.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
+        self._tokens: LLTokenizer | None = None
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, outputs: StructuredOutputs) -> Constraint:
+        """A constraint at its beginning.
+
+        Raises:
+            SamplingError: a grammar that is wrong, impossible or too costly, or a model without tokenizer or end of sequence.
+        """
+        param = f"structured_outputs.{outputs.form}"
+        if self._tokenizer is None or not self._eos:
+            missing = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
+            raise SamplingError(param, f"this model has no {missing}, which structured output needs")
+        try:
+            grammar = grammar_text(outputs)
+        except ValueError as error:
+            raise SamplingError(param, _first_line(str(error))) from error
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = self._make_tokens()
+            found = self._kept.get(grammar)
+            if found is not None:
+                self._kept.move_to_end(grammar)
+        if found is None:
+            found = self._in_deep_stack(lambda: self._compiled(grammar, param))
+            with self._lock:
+                self._kept[grammar] = found
+                if len(self._kept) > KEPT_GRAMMARS:
+                    self._kept.popitem(last=False)
+        return Constraint(found.deep_copy(), outputs.structured_after)
+
+    def _in_deep_stack(self, compile: Callable[[], LLMatcher]) -> LLMatcher:
+        done: Future[LLMatcher] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(compile())
+            except BaseException as error:
+                done.set_exception(error)
+
+        thread = threading.Thread(target=run, name="dsjax-grammar")
+        with self._lock:  # the size is the process's: it holds for the threads that start until it is set back
+            before = threading.stack_size(COMPILE_STACK)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
+        return done.result()
+
+    def _compiled(self, grammar: str, param: str) -> LLMatcher:
+        """A matcher at its beginning, which has made one mask: some impossible grammars show only then."""
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
+        trial = matcher.deep_copy()
+        if not matcher.is_error():
+            words = np.zeros(-(-self._vocab_size // 32), np.int32)
+            trial.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if trial.is_error():
+            reason = _first_line(trial.get_error())
+            raise SamplingError(param, "no text has this form" if reason.startswith("NoExtension") else reason)
+        return matcher
+
+    def _make_tokens(self) -> LLTokenizer:
+        return LLTokenizer(
+            TokenizerWrapper(_TokenTable(self._tokenizer, self._vocab_size, self._eos)), eos_token=self._eos
+        )
+
+
+class _TokenTable:
+    """What llguidance reads of a tokenizer; ids that only pad the model's vocabulary stand for nothing and never match."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = eos_token_ids[0], tokenizer.bos_id
+        known = range(min(vocab_size, tokenizer.vocab_size))
+        self.tokens = [tokenizer.token_bytes(i) for i in known] + [b""] * (vocab_size - len(known))
+        self.special_token_ids = sorted({i for i in known if tokenizer.is_special(i)} | set(eos_token_ids))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def grammar_text(outputs: StructuredOutputs) -> str:
+    """The grammar as llguidance reads it."""
+    options = COMPACT_JSON_OPTIONS if outputs.disable_any_whitespace else JSON_OPTIONS
+    if outputs.json is not None:
+        return LLMatcher.grammar_from_json_schema(outputs.json, overrides=options)
+    if outputs.json_object:
+        return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=options)
+    if outputs.regex is not None:
+        return LLMatcher.grammar_from_regex(outputs.regex)
+    if outputs.choice is not None:
+        return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
+    return LLMatcher.grammar_from_lark(outputs.grammar)
+
+
+def _first_line(message: str) -> str:
+    return (message.strip().splitlines() or ["unknown reason"])[0][:300]

@@ -1,0 +1,248 @@
+"""`Tokenizer`: a model directory's `tokenizer.json` and `tokenizer_config.json`, as Hugging Face reads them.
+
+`ChatTemplate` is its template for conversations, which is the model's own, in Jinja's immutable sandbox.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+
+from dsjax.errors import UserError
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class TokenizerError(UserError):
+    """Tokenizer files that are missing, unreadable, or of a kind that is not read here."""
+
+
+class TextError(UserError):
+    """A string that is no text."""
+
+
+class ChatTemplateError(UserError):
+    """A template that is broken, or that refuses these messages."""
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer with its special tokens and chat template.
+
+    Attributes:
+        bos_id, eos_id: ids of the begin- and end-of-sequence tokens; None where there is none.
+        vocab_size: one more than the largest token id. A model's vocabulary may be padded beyond it.
+        chat_template: None where the directory has none.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
+        self._backend = backend
+        self._config = config = dict(config or {})
+        _check_byte_level(backend)
+        self._bytes: dict[int, bytes] = {}
+        self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_tokens = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name)))}
+        self.bos_id = self._special_id("bos_token")
+        self.eos_id = self._special_id("eos_token")
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.chat_template = ChatTemplate.from_config(config.get("chat_template"), self.special_tokens)
+        self._prepends_bos = self._bos_is_ours(config)
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> "Tokenizer":
+        """Read `tokenizer.json`, `tokenizer_config.json` (may be absent) and `chat_template.jinja` (may be absent).
+
+        Raises:
+            TokenizerError: a file is missing or unreadable.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                f"found no tokenizer.json in {directory}; put the model's tokenizer beside its weights"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {error}") from error
+        config: dict[str, Any] = {}
+        config_path = directory / "tokenizer_config.json"
+        if config_path.is_file():
+            try:
+                config = json.loads(config_path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise TokenizerError(f"{config_path} is not JSON: {error}") from error
+        template_path = directory / "chat_template.jinja"
+        if template_path.is_file():
+            config["chat_template"] = template_path.read_text(encoding="utf-8")
+        return cls(backend, config)
+
+    def to_texts(self) -> tuple[str, dict[str, Any]]:
+        """What `from_texts` makes the same tokenizer of: `tokenizer.json`'s text, and the configuration with its template."""
+        return self._backend.to_str(), self._config
+
+    @classmethod
+    def from_texts(cls, backend: str, config: Mapping[str, Any]) -> "Tokenizer":
+        """Make a tokenizer of what `to_texts` gave, in another process."""
+        return cls(tokenizers.Tokenizer.from_str(backend), config)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; with the begin-of-sequence token in front where the tokenizer's configuration says so.
+
+        Raises:
+            TextError: half a surrogate pair, which JSON's escapes can smuggle in.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TextError(
+                f"the text has half a surrogate pair at character {error.start}; send whole characters"
+            ) from error
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return [self.bos_id, *ids] if add_special_tokens and self._prepends_bos else ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of a whole token sequence. Ids beyond the vocabulary are passed over."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is left out of the text when special tokens are skipped."""
+        return token_id in self._special_ids
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token written so in tokenizer.json, e.g. of `</think>`; None where there is none."""
+        return self._backend.token_to_id(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; none for an id beyond the vocabulary."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = _bytes_of(self._backend.id_to_token(token_id))
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """A token alone as text, special or not; bytes that are no whole character are U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        if text is None:
+            return None
+        token_id = self._backend.token_to_id(text)
+        if token_id is None:
+            raise TokenizerError(
+                f"tokenizer_config.json names {text!r} as {name}, but tokenizer.json has no such token"
+            )
+        return token_id
+
+    def _bos_is_ours(self, config: Mapping[str, Any]) -> bool:
+        """Whether `encode` must add the begin-of-sequence token, because tokenizer.json's own post-processor does not.
+
+        transformers' Llama tokenizer classes, which DeepSeek's configurations name, add it unless told otherwise.
+        """
+        default = str(config.get("tokenizer_class", "")).startswith("LlamaTokenizer")
+        if self.bos_id is None or not config.get("add_bos_token", default):
+            return False
+        return self.bos_id not in self._backend.encode("", add_special_tokens=True).ids
+
+
+def _token_text(entry: Any) -> str | None:
+    """A special token's text: Hugging Face writes a string, or an AddedToken as a mapping."""
+    return entry.get("content") if isinstance(entry, Mapping) else entry
+
+
+def _check_byte_level(backend: tokenizers.Tokenizer) -> None:
+    decoder = (json.loads(backend.to_str()).get("decoder")) or {}
+    kinds = [part["type"] for part in decoder.get("decoders", [decoder] if decoder else [])]
+    if kinds != ["ByteLevel"]:
+        raise TokenizerError(
+            f"tokenizer.json has the decoder {kinds or 'none'}, expected ByteLevel: the DeepSeek family's tokenizers are "
+            "byte-level BPE, and text is streamed byte by byte here; convert the tokenizer to byte-level BPE"
+        )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes, as byte-level BPE writes its vocabulary."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _bytes_of(token: str | None) -> bytes:
+    """A vocabulary entry's bytes. Added tokens are written as plain text: one character outside the alphabet shows it."""
+    if token is None:
+        return b""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode("utf-8")
+
+
+class ChatTemplate:
+    """A chat template as Hugging Face renders it: same environment, same globals, same variables.
+
+    Templates come from the model's directory alone; none is ever taken from a request. `source` is the template's text.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template is not a Jinja template: {error}") from error
+
+    @classmethod
+    def from_config(cls, entry: Any, special_tokens: Mapping[str, str]) -> "ChatTemplate | None":
+        """From `chat_template` of tokenizer_config.json: a string, or a list of named ones, of which `default` is taken."""
+        if entry is None:
+            return None
+        if isinstance(entry, str):
+            return cls(entry, special_tokens)
+        named = {item["name"]: item["template"] for item in entry}
+        if "default" not in named:
+            raise ChatTemplateError(
+                f"tokenizer_config.json has the chat templates {sorted(named)}, expected one named default"
+            )
+        return cls(named["default"], special_tokens)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
+
+        Raises:
+            ChatTemplateError: the template refuses these messages.
+        """
+        known = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(known)
+        except Exception as error:  # whatever a sandboxed template raises is about the messages that it was given
+            raise ChatTemplateError(f"the model's chat template does not accept these messages: {error}") from error
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Jinja's own `tojson` escapes HTML characters, which a prompt must not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

@@ -1,0 +1,1 @@
+"""Offload tiers: host memory and the disk, and the events of pages."""

@@ -1,0 +1,214 @@
+"""`DiskPages`: threads that write pages to the disk, read and delete them, so that no step waits for any of it."""
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import IO
+
+from dsjax.engine.tiers.page_files import Page, PageFileError, PageFiles
+from dsjax.engine.tiers.page_tiers import PageReports
+
+LISTING_SECONDS = 10.0
+"""Loading waits so long for the list of pages at most. The listing then goes on beside serving, and until it is done nothing is written."""
+READERS = 4
+"""Threads that read."""
+END_SECONDS = 5.0
+"""At shutdown pages that are still to be written are waited for so long at most."""
+
+_log = logging.getLogger(__name__)
+
+
+class DiskPages:
+    """What the executor does with the disk. All methods are of the engine's thread, and return at once but where they say so.
+
+    Writing and deleting happen in one thread, in the order in which they were asked for; reading in `READERS` others. A reading has a
+    number of its rank, under which it is reported, and under which its page is kept until it is taken or dropped. What goes wrong
+    is a report, and the first time of each kind a warning.
+
+    Args:
+        lock: of the folder; it is given back at the end.
+        max_bytes: that all pages of the folder may take. When an earlier run has left more, what is least recently used goes, and pages of
+            other models (or dtypes, page sizes, …) first.
+    """
+
+    def __init__(self, files: PageFiles, max_bytes: int, lock: IO[bytes]):
+        self._files, self._max_bytes, self._folder_lock = files, max_bytes, lock
+        self._lock = threading.Lock()
+        self._reported = threading.Condition(self._lock)
+        self._read: list[tuple[int, int, bool]] = []
+        self._written: list[tuple[int, bool]] = []
+        self._found: list[bytes] | None = None
+        self._pages: dict[tuple[int, int], Page | None] = {}  # None: being read
+        self._others: list[tuple[float, str, int]] = []
+        self._own = self._other_bytes = 0
+        self._warned: set[str] = set()
+        self._writing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._reading: queue.SimpleQueue[tuple[int, int, bytes] | None] = queue.SimpleQueue()
+        self._listed = threading.Event()
+        self._writing.put(self._list)
+        self._writer = threading.Thread(target=self._write_on, name="dsjax-page-writer", daemon=True)
+        self._writer.start()
+        for index in range(READERS):
+            threading.Thread(target=self._read_on, name=f"dsjax-page-reader-{index}", daemon=True).start()
+        if not self._listed.wait(LISTING_SECONDS):
+            _log.warning(
+                "--disk-cache: %s has so many pages that listing them takes more than %.0f s; it goes on while serving, and until it is "
+                "done no page of it is found, and none is written.",
+                files.root,
+                LISTING_SECONDS,
+            )
+
+    def write(self, number: int, name: bytes, page: Page) -> None:
+        """Write a page, which is not changed any more."""
+        self._writing.put(lambda: self._write(number, name, page))
+
+    def drop(self, everything: bool, names: list[bytes]) -> None:
+        """Delete all pages, and then those of these names, after what was to be written before."""
+        self._writing.put(lambda: self._delete(everything, names))
+
+    def read(self, rank: int, number: int, name: bytes) -> None:
+        """Read a page."""
+        with self._lock:
+            self._pages[rank, number] = None
+        self._reading.put((rank, number, name))
+
+    def take(self, rank: int, number: int) -> Page:
+        """A page that was reported as read; it is kept no longer."""
+        with self._lock:
+            page = self._pages.pop((rank, number))
+        assert page is not None, "only pages that have come are taken"
+        return page
+
+    def forget(self, rank: int, number: int) -> None:
+        """Keep a page no longer that was read, or is being read."""
+        with self._lock:
+            self._pages.pop((rank, number), None)
+
+    def reports(self, seconds: float = 0.0) -> PageReports:
+        """What has come of all that since the last time; where that is nothing, wait so long for the first of it."""
+        with self._lock:
+            if seconds and not (self._read or self._written or self._found):
+                self._reported.wait(seconds)
+            found = PageReports(self._read, self._written, self._found)
+            self._read, self._written, self._found = [], [], None
+        return found
+
+    def close(self) -> None:
+        """End the threads, when what is to be written is, or `END_SECONDS` have passed."""
+        self._writing.put(None)
+        for _ in range(READERS):
+            self._reading.put(None)
+        self._writer.join(END_SECONDS)
+        if self._writer.is_alive():
+            _log.warning(
+                "--disk-cache: some pages were not written in the %.0f s after the end; they are lost.", END_SECONDS
+            )
+        self._folder_lock.close()
+
+    # In the writer's thread.
+
+    def _write_on(self) -> None:
+        while (task := self._writing.get()) is not None:
+            task()
+
+    def _list(self) -> None:
+        try:
+            listing = self._files.list()
+        except Exception as error:
+            self._warn("list", "its pages cannot be listed (%s); none of an earlier run is found", error)
+            names: list[bytes] = []
+        else:
+            names, self._others = listing.names, listing.others
+            self._other_bytes = sum(size for _, _, size in self._others)
+            _log.info(
+                "--disk-cache: %s has %d pages of this model, %.2f GB, and %.2f GB of others; listed in %.2f s",
+                self._files.root,
+                len(names),
+                len(names) * self._files.page_bytes / 1e9,
+                self._other_bytes / 1e9,
+                listing.seconds,
+            )
+        self._own = len(names)
+        excess = len(names) - self._max_bytes // self._files.page_bytes
+        if excess > 0:
+            self._delete(False, names[:excess])
+            names = names[excess:]
+        self._make_room(0)
+        with self._reported:
+            self._found = names
+            self._reported.notify()
+        self._listed.set()
+
+    def _make_room(self, pages: int) -> None:
+        """Delete others' pages until so many of this model have room. What of its own has to go, the scheduler has told before."""
+        while self._others and (self._own + pages) * self._files.page_bytes + self._other_bytes > self._max_bytes:
+            _, path, size = self._others.pop(0)
+            self._other_bytes -= size
+            try:
+                os.unlink(path)
+            except OSError as error:
+                self._warn(
+                    "delete", "a page cannot be deleted (%s); the folder may grow beyond --disk-cache-bytes", error
+                )
+
+    def _write(self, number: int, name: bytes, page: Page) -> None:
+        try:
+            self._make_room(1)
+            self._files.write(name, page)
+            self._own += 1
+            ok = True
+        except Exception as error:  # whatever it is, the scheduler waits for a report, and serving goes on
+            self._warn("write", "a page cannot be written (%s); it is tried again later", error)
+            ok = False
+        with self._reported:
+            self._written.append((number, ok))
+            self._reported.notify()
+
+    def _delete(self, everything: bool, names: list[bytes]) -> None:
+        try:
+            if everything:
+                self._files.delete_all()
+                self._own = 0
+            for name in names:
+                self._own -= self._files.delete(name)
+        except Exception as error:
+            self._warn("delete", "a page cannot be deleted (%s); the folder may grow beyond --disk-cache-bytes", error)
+
+    # In a reader's.
+
+    def _read_on(self) -> None:
+        while (task := self._reading.get()) is not None:
+            rank, number, name = task
+            with self._lock:
+                if (rank, number) not in self._pages:  # dropped meanwhile
+                    continue
+            page = self._read_page(name)
+            with self._reported:
+                if (rank, number) in self._pages:
+                    if page is None:
+                        del self._pages[rank, number]
+                    else:
+                        self._pages[rank, number] = page
+                    self._read.append((rank, number, page is not None))
+                    self._reported.notify()
+
+    def _read_page(self, name: bytes) -> Page | None:
+        try:
+            return self._files.read(name)
+        except PageFileError as error:
+            self._warn("damage", "%s; it is deleted, and its tokens are computed again", error)
+        except FileNotFoundError:  # evicted since it was asked for
+            pass
+        except Exception as error:
+            self._warn("read", "a page cannot be read (%s); its tokens are computed again", error)
+        return None
+
+    def _warn(self, kind: str, message: str, error: Exception) -> None:
+        with self._lock:
+            if kind in self._warned:
+                return
+            self._warned.add(kind)
+        what = getattr(error, "strerror", None) or error
+        _log.warning("--disk-cache: " + message + ". Serving goes on; this is said once.", what)

@@ -1,0 +1,1 @@
+"""Pages of the latent cache from one engine to another: remote prefill."""

@@ -1,0 +1,267 @@
+"""`ChunkServer` and `RemoteChunks`: transfer chunks from any process of a prefill side straight to any process of a decode side."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
+from dsjax.engine.transfer.page_transfer import Parcel, ParcelGoneError, PullDone, PullRequest, PullResponse
+from dsjax.engine.transfer.transport import Shapes, Transport
+
+_log = logging.getLogger(__name__)
+_MOST_DROPPED = 4096
+
+
+class FollowerSendBuffers:
+    """Holds the chunks of a prefill side's process that is not its first, in one generation. The first process counts them, and says
+    when they go.
+
+    timeout: seconds for which `take` waits for a chunk that was offered before this process has computed it.
+    """
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._chunks: dict[int, Parcel] = {}
+        self._dropped: OrderedDict[int, None] = OrderedDict()
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def ready(self, number: int, chunk: Parcel | None) -> None:
+        """Hold a chunk that is complete. None: another process holds it."""
+        if chunk is not None:
+            with self._changed:
+                self._chunks[number] = chunk
+                self._changed.notify_all()
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Hold chunks no longer."""
+        with self._changed:
+            for number in numbers:
+                self._chunks.pop(number, None)
+                self._dropped[number] = None
+            while len(self._dropped) > _MOST_DROPPED:
+                self._dropped.popitem(last=False)
+            self._changed.notify_all()
+
+    def take(self, number: int) -> Parcel:
+        """Return a chunk that was offered.
+
+        Raises:
+            ParcelGoneError: it is not held any more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._chunks or number in self._dropped, self._timeout)
+            if number not in self._chunks:
+                raise ParcelGoneError(f"parcel {number} is not kept any more")
+            return self._chunks[number]
+
+
+class ChunkServer:
+    """Lets other processes pull this one's chunks.
+
+    Args:
+        take: returns a chunk, or raises `ParcelGoneError`.
+        space: what both sides must have alike (`Greeting.space`).
+        timeout: seconds after which a chunk that was published and not pulled is withdrawn.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[int], Parcel],
+        transport: Transport,
+        space: dict[str, Any],
+        host: str,
+        timeout: float,
+    ):
+        self.take, self.transport, self.timeout = take, transport, timeout
+        self.pull_numbers = itertools.count(1)
+        self.listener = TransferListener(
+            lambda connection: _ClientConnection(self, connection), space, host, transport=transport.address
+        )
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT`, as offers have it."""
+        return self.listener.address
+
+    def close(self) -> None:
+        """End the connections."""
+        self.listener.close()
+
+
+class _ClientConnection:
+    """The connection of a server to one process of a decode side, and what is published for that process."""
+
+    def __init__(self, server: ChunkServer, connection: socket.socket):
+        self._server = server
+        self._published: dict[int, tuple[float, Parcel]] = {}
+        self.channel = TransferChannel(connection, self._receive, self._leave)
+
+    def _receive(self, message: Any) -> None:
+        self._withdraw(time.monotonic() - self._server.timeout)
+        if isinstance(message, PullRequest):
+            self.channel.send(self._publish(message.number))
+        elif isinstance(message, PullDone) and message.pull in self._published:
+            _, chunk = self._published.pop(message.pull)
+            self._server.transport.withdraw(message.pull, chunk, pulled=True)
+
+    def _publish(self, number: int) -> PullResponse:
+        server = self._server
+        try:
+            chunk = server.take(number)
+        except ParcelGoneError:
+            return PullResponse(number, 0)
+        pull = next(server.pull_numbers)
+        try:
+            ticket = server.transport.publish(pull, chunk)
+        except Exception:  # the transport's; the other side computes these pages by itself
+            _log.exception("A parcel of pages could not be published.")
+            return PullResponse(number, 0)
+        self._published[pull] = time.monotonic(), chunk
+        return PullResponse(number, pull, ticket)
+
+    def _withdraw(self, before: float) -> None:
+        """Withdraw what was published before this moment and is still not pulled."""
+        for pull, (since, chunk) in list(self._published.items()):
+            if since < before:
+                del self._published[pull]
+                self._server.transport.withdraw(pull, chunk, pulled=False)
+
+    def _leave(self) -> None:
+        self._withdraw(float("inf"))
+        self._server.listener.forget(self)
+
+
+class RemoteChunks:
+    """Pulls chunks of other processes, by their addresses. It connects when something is pulled, and again after a loss.
+
+    Args:
+        space: what both sides must have alike (`Greeting.space`).
+        shapes: of a chunk's arrays.
+        timeout: seconds after which a process that does not answer is given up.
+    """
+
+    def __init__(self, transport: Transport, space: dict[str, Any], shapes: Shapes, timeout: float):
+        self._transport, self._space, self._shapes, self._timeout = transport, space, shapes, timeout
+        self._connections: dict[str, Future[_ServerConnection]] = {}
+        self._lock = threading.Lock()
+
+    def pull(self, address: str, number: int, device: Any) -> Parcel:
+        """Return a chunk on this device, complete.
+
+        Raises:
+            ParcelGoneError: it is not held any more, or its process cannot be reached.
+        """
+        connection = self._connection(address)
+        response = connection.request(number, self._timeout)
+        pulled: Future[Parcel] = Future()
+        arguments = connection.transport, response, device, pulled
+        threading.Thread(target=self._pull, args=arguments, name="dsjax-pull", daemon=True).start()
+        try:
+            chunk = pulled.result(self._timeout)
+        except FutureTimeoutError:
+            raise ParcelGoneError(f"{address} does not send parcel {number}") from None
+        except Exception as error:  # the transport's
+            raise ParcelGoneError(f"parcel {number} could not be pulled from {address}: {error}") from error
+        connection.channel.send(PullDone(response.pull))
+        return chunk
+
+    def close(self) -> None:
+        """End the connections."""
+        with self._lock:
+            connections = list(self._connections.values())
+        for connection in connections:
+            if connection.done() and connection.exception() is None:
+                connection.result().channel.close()
+
+    def _connection(self, address: str) -> _ServerConnection:
+        """Return the connection to an address, which one thread makes while others that want it wait; those of other addresses do not."""
+        with self._lock:
+            made = self._connections.get(address)
+            if connects := made is None:
+                made = self._connections[address] = Future()
+        if connects:
+            try:
+                lost = lambda connection: self._forget(address, made, connection)  # noqa: E731
+                made.set_result(_ServerConnection(address, self._space, lost))
+            except Exception as error:  # whatever it is: others may wait for this
+                self._forget(address, made)
+                made.set_exception(ParcelGoneError(f"{address} cannot be reached: {error}"))
+        return made.result()
+
+    def _forget(
+        self, address: str, made: Future[_ServerConnection], connection: _ServerConnection | None = None
+    ) -> None:
+        """Forget a connection that is lost, or could not be made. The transport forgets its process too, which may never come back."""
+        with self._lock:
+            if self._connections.get(address) is made:
+                del self._connections[address]
+        if connection is not None:
+            self._transport.disconnect(connection.transport)
+
+    def _pull(self, peer: str, response: PullResponse, device: Any, pulled: Future[Parcel]) -> None:
+        try:
+            pulled.set_result(self._transport.pull(peer, response.pull, response.ticket, self._shapes, device))
+        except BaseException as error:
+            pulled.set_exception(error)
+
+
+class _ServerConnection:
+    """The connection to a process that holds chunks.
+
+    lost: is called when it ends.
+
+    Attributes:
+        transport: address of that process's transport.
+    """
+
+    def __init__(self, address: str, space: dict[str, Any], lost: Callable[[_ServerConnection], None]):
+        self._address, self._report_lost, self.is_lost = address, lost, False
+        self._requested: dict[int, Future[PullResponse]] = {}
+        connection, self.transport = connect_to(address, space)
+        self.channel = TransferChannel(connection, self._receive, self._lost)
+        self.channel.start()
+
+    def request(self, number: int, timeout: float) -> PullResponse:
+        """Have a chunk published.
+
+        Raises:
+            ParcelGoneError: it is not held any more, or nothing is answered in time.
+        """
+        answer = self._requested[number] = Future()
+        self.channel.send(PullRequest(number))
+        try:
+            response = PullResponse(number, 0) if self.is_lost else answer.result(timeout)
+        except FutureTimeoutError:
+            raise ParcelGoneError(f"{self._address} does not answer") from None
+        finally:
+            self._requested.pop(number, None)
+        if not response.pull:
+            raise ParcelGoneError(f"parcel {number} is not kept any more at {self._address}")
+        return response
+
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, PullResponse):
+            self._answer(message)
+
+    def _lost(self) -> None:
+        self.is_lost = True
+        for number in list(self._requested):
+            self._answer(PullResponse(number, 0))
+        self._report_lost(self)
+
+    def _answer(self, response: PullResponse) -> None:
+        answer = self._requested.get(response.number)
+        if answer is not None and not answer.done():
+            answer.set_result(response)

@@ -1,0 +1,60 @@
+"""`JaxTransport`: transfer chunks by JAX's transfer server."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from dsjax.engine.transfer.page_transfer import Parcel
+from dsjax.engine.transfer.transport import Shapes
+
+
+class JaxTransport:
+    """`jax.experimental.transfer`. A number that nobody has published hangs there, and what nobody pulls stays pinned.
+
+    device: gives the client whose arrays are sent. host: the address that others connect to.
+    """
+
+    def __init__(self, device: Any, host: str):
+        from jax.experimental.transfer import start_transfer_server
+
+        bind = f"[{host}]:0" if ":" in host else f"{host}:0"
+        self._server = start_transfer_server(device.client, bind, [bind])
+        self.address = self._server.address()
+        self._device = device
+        self._connections: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, number: int, chunk: Parcel) -> bytes:
+        """Let a chunk be pulled, once. The number is all that a puller needs."""
+        self._server.await_pull(number, chunk)
+        return b""
+
+    def withdraw(self, number: int, chunk: Parcel, *, pulled: bool) -> None:
+        """Pull a chunk here that nobody has pulled, in a thread: should another process pull it at this moment, one of the two hangs."""
+        if pulled:
+            return
+        shapes = {name: (array.shape, array.dtype) for name, array in chunk.items()}
+        pull = lambda: self.pull(self.address, number, b"", shapes, self._device)  # noqa: E731
+        threading.Thread(target=pull, name="dsjax-drain", daemon=True).start()
+
+    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Parcel:
+        """Return a chunk that was published."""
+        import jax
+
+        with self._lock:
+            if address not in self._connections:
+                self._connections[address] = self._server.connect(address)
+            connection = self._connections[address]
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        wanted = {name: jax.ShapeDtypeStruct(*own, sharding=sharding) for name, own in shapes.items()}
+        try:
+            return jax.block_until_ready(connection.pull(number, wanted))
+        except BaseException:
+            self.disconnect(address)
+            raise
+
+    def disconnect(self, address: str) -> None:
+        """Keep no connection to a process that has gone."""
+        with self._lock:
+            self._connections.pop(address, None)

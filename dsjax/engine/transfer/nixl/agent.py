@@ -1,0 +1,160 @@
+"""`Agent`: NIXL's agent of this process, for memory that it registers and memory of other processes that it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dsjax.engine.transfer.transport import FLAG
+from dsjax.errors import UserError
+
+HOST, DEVICE = "DRAM", "VRAM"
+"""Kinds of memory, in NIXL's words."""
+
+_PLUGIN = "UCX"
+_PROGRESS_MICROSECONDS = 10_000
+"""The longest time for which NIXL's thread sleeps, unless something comes for which this process has to do its part."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
+"""Seconds between two looks at whether a read is done; each is longer than the last one."""
+
+
+class Region(NamedTuple):
+    """A piece of memory. device: its number among the GPUs of its process; 0 in host memory."""
+
+    address: int
+    size: int
+    device: int = 0
+
+
+class Memory(NamedTuple):
+    """Pieces of memory of one kind."""
+
+    kind: str
+    regions: list[Region]
+
+
+@dataclass
+class _Peer:
+    """What is known of another process's agent: which of its memory, and how many threads read from it at this moment."""
+
+    known: set[int] = field(default_factory=set)
+    readers: int = 0
+    has_gone: bool = False
+
+
+class Agent:
+    """An agent with the UCX plugin, which takes shared memory, TCP, InfiniBand or NVLink, as `UCX_TLS` and `UCX_NET_DEVICES` allow.
+
+    Raises:
+        UserError: NIXL cannot run here.
+
+    Attributes:
+        name: unique among all processes.
+    """
+
+    def __init__(self):
+        try:
+            self._nixl = nixl = _load_bindings()
+            config = nixl.nixlAgentConfig()
+            config.useProgThread, config.pthrDelay = True, _PROGRESS_MICROSECONDS
+            config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
+            self.name = uuid.uuid4().hex
+            self._agent = nixl.nixlAgent(self.name, config)
+            parameters, _ = self._agent.getPluginParams(_PLUGIN)
+            self._plugins = [self._agent.createBackend(_PLUGIN, parameters)]
+        except Exception as error:  # a library that is missing, or whatever NIXL's own code raises
+            raise UserError(f"{FLAG} nixl cannot start NIXL's agent here: {type(error).__name__}: {error}") from error
+        self._peers: dict[str, _Peer] = {}
+        self._lock = threading.Lock()
+
+    def register(self, memory: Memory) -> Any:
+        """Register memory, which must stay where it is until `deregister` is called with what this returns."""
+        found = self._nixl.nixlRegDList(self._kind(memory), [(*region, b"") for region in memory.regions])
+        self._agent.registerMem(found, self._plugins)
+        return found
+
+    def deregister(self, registered: Any) -> None:
+        """End a registration."""
+        self._agent.deregisterMem(registered, self._plugins)
+
+    def describe(self, registered: Any) -> bytes:
+        """Return what another agent must know to read registered memory, the way to this agent included."""
+        return self._agent.getLocalPartialMD(registered, True, self._plugins)
+
+    @contextlib.contextmanager
+    def reading(self, name: str, memory: int, descriptions: Sequence[bytes]):
+        """Be connected to another agent, and know memory of it, by its number there, while the body reads.
+
+        Raises:
+            ConnectionError: the other agent is just being disconnected. NIXL's own errors: it cannot be reached.
+        """
+        with self._lock:
+            peer = self._peers.setdefault(name, _Peer())
+            if peer.has_gone:
+                raise ConnectionError(f"the agent {name} is being disconnected")
+            if memory not in peer.known:
+                for description in descriptions:
+                    self._agent.loadRemoteMD(description)
+                peer.known.add(memory)
+            peer.readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                peer.readers -= 1
+                self._end(name, peer)
+
+    def read(self, name: str, theirs: Memory, ours: Memory) -> None:
+        """Read memory of another agent into registered memory here, region by region; it is there when this returns.
+
+        It waits for as long as UCX takes to find out that the other process has gone: until then memory here may be written to.
+
+        Raises:
+            ConnectionError: the memory could not be read. NIXL's own errors: the other process has gone, for one.
+        """
+        nixl, agent = self._nixl, self._agent
+        local, remote = (nixl.nixlXferDList(self._kind(one), list(map(tuple, one.regions))) for one in (ours, theirs))
+        handle = agent.createXferReq(nixl.NIXL_READ, local, remote, name, b"", self._plugins)
+        try:
+            state, pause = agent.postXferReq(handle, b""), _SHORTEST_PAUSE
+            while state == nixl.NIXL_IN_PROG:
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_PAUSE)
+                state = agent.getXferStatus(handle)
+        finally:
+            agent.releaseXferReq(handle)
+        if state != nixl.NIXL_SUCCESS:
+            raise ConnectionError(f"NIXL could not read memory of the agent {name}")
+
+    def disconnect(self, name: str) -> None:
+        """Know nothing of another agent any more, as soon as nobody reads from it."""
+        with self._lock:
+            peer = self._peers.get(name)
+            if peer is not None:
+                peer.has_gone = True
+                self._end(name, peer)
+
+    def _kind(self, memory: Memory) -> Any:
+        return self._nixl.DRAM_SEG if memory.kind == HOST else self._nixl.VRAM_SEG
+
+    def _end(self, name: str, peer: _Peer) -> None:
+        if peer.has_gone and not peer.readers and self._peers.get(name) is peer:
+            del self._peers[name]
+            with contextlib.suppress(Exception):  # NIXL itself has dropped an agent whose process has ended
+                self._agent.invalidateRemoteMD(name)
+
+
+def _load_bindings() -> Any:
+    """Load NIXL.
+
+    These are the bindings that its class `nixl_agent` wraps. That class has its progress thread poll without a pause, which costs a core.
+    The package `nixl` would choose among those for several versions of CUDA by PyTorch's; this is the one for JAX's (`dsjax[cuda]`).
+    """
+    from nixl_cu13 import _bindings
+
+    return _bindings

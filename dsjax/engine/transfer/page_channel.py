@@ -1,0 +1,242 @@
+"""`TransferChannel`, `TransferListener`, `connect_to`: connections between processes that transfer pages, and how each begins."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dsjax.engine.transfer.page_transfer import (
+    Ask,
+    Cancel,
+    Failed,
+    Forget,
+    Offer,
+    PullDone,
+    PullRequest,
+    PullResponse,
+    Release,
+    UnderWay,
+)
+from dsjax.errors import UserError
+from dsjax.hosts.wire import keep_alive, receive_frame, send_frame, split_address
+
+VERSION = 4
+"""Version of the messages. It changes whenever an older side could misunderstand a newer one."""
+
+_log = logging.getLogger(__name__)
+_MOST_BYTES = 64 << 20
+_CONNECT_SECONDS = 5.0
+_GONE_SECONDS = 30
+"""Seconds after which a host that has gone without a word, as when it loses power, is known to be gone."""
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """The decode side's first message.
+
+    Attributes:
+        space: what both sides must have alike: everything that a page's values depend on beside its tokens, and the transport.
+    """
+
+    version: int
+    space: dict[str, Any]
+
+
+class GreetingAnswer(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """The prefill side's answer.
+
+    Attributes:
+        transport: address of its transport, from which chunks are pulled.
+        error: why there is no connection; empty where there is one.
+    """
+
+    transport: str = ""
+    error: str = ""
+
+
+_decoder = msgspec.msgpack.Decoder(
+    Greeting
+    | GreetingAnswer
+    | PullRequest
+    | PullResponse
+    | PullDone
+    | Ask
+    | Cancel
+    | Release
+    | Forget
+    | Offer
+    | UnderWay
+    | Failed
+)
+
+
+class TransferChannel:
+    """Sends messages over a connection without waiting, and hands over in a thread those that come."""
+
+    def __init__(self, connection: socket.socket, receive: Callable[[Any], None], closed: Callable[[], None]):
+        keep_alive(connection, _GONE_SECONDS)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # the same where something was sent and is not acknowledged
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_SECONDS * 1000)
+        self._connection, self._receive, self._closed = connection, receive, closed
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Begin to read and write."""
+        for run, name in ((self._read, "read"), (self._write, "write")):
+            threading.Thread(target=run, name=f"dsjax-transfer-{name}", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Queue a message."""
+        self._queue.put(message)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._queue.put(None)
+        with contextlib.suppress(OSError):  # it has gone
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _write(self) -> None:
+        try:
+            while (message := self._queue.get()) is not None:
+                write(self._connection, message)
+        except OSError:  # the reader finds out too
+            pass
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._receive(read(self._connection))
+        except (OSError, EOFError):
+            pass
+        except msgspec.MsgspecError as error:
+            _log.warning("A connection for pages was closed, because what came over it is no message: %s", error)
+        self.close()
+        self._closed()
+
+
+class TransferListener:
+    """Listens at an address where processes of the other side greet this one, and holds the connections to those that may come.
+
+    Args:
+        serve: makes the owner of a connection, whose `channel` is started then.
+        space: as in `Greeting`. transport: as in `GreetingAnswer`.
+        port: 0 takes a free one.
+
+    Attributes:
+        address: `HOST:PORT`.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[[socket.socket], Any],
+        space: dict[str, Any],
+        host: str,
+        port: int = 0,
+        transport: str = "",
+    ):
+        self._serve, self._space, self._transport = serve, plain(space), transport
+        try:
+            self._listener = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
+        except OSError as error:
+            raise UserError(f"the address {host}:{port} for pages cannot be used: {error.strerror or error}") from error
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{shown}:{self._listener.getsockname()[1]}"
+        self._clients: set[Any] = set()
+        threading.Thread(target=self._accept, name="dsjax-transfer", daemon=True).start()
+
+    def forget(self, client: Any) -> None:
+        """Forget a connection that has ended."""
+        self._clients.discard(client)
+
+    def close(self) -> None:
+        """End the connections, and let nobody come any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # to close it alone would wake no thread that waits in `accept`
+        self._listener.close()
+        for client in list(self._clients):
+            client.channel.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._greet, args=(connection,), name="dsjax-transfer", daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_CONNECT_SECONDS)
+            error = self._objection(read(connection))
+            write(connection, GreetingAnswer(self._transport, error))
+            if error:
+                connection.close()
+                return
+            connection.settimeout(None)
+        except (OSError, EOFError, msgspec.MsgspecError):
+            connection.close()
+            return
+        client = self._serve(connection)
+        self._clients.add(client)
+        client.channel.start()
+
+    def _objection(self, hello: Any) -> str:
+        if not isinstance(hello, Greeting) or hello.version != VERSION:
+            return f"the other side speaks another version of these messages than {VERSION}; use the same dsjax on both sides"
+        different = sorted(
+            k for k in self._space.keys() | hello.space.keys() if self._space.get(k) != hello.space.get(k)
+        )
+        if different:
+            found = ", ".join(
+                f"{key} ({self._space.get(key)!r} here, {hello.space.get(key)!r} there)" for key in different
+            )
+            return f"pages of the two sides differ in {found}; start both with the same model and options"
+        return ""
+
+
+def connect_to(address: str, space: dict[str, Any]) -> tuple[socket.socket, str]:
+    """Connect to a listener and greet it. Return the connection, and the address of the other side's transport.
+
+    Raises:
+        OSError, EOFError, msgspec.MsgspecError: it cannot be reached, or is something else. UserError: the address is none, or it refuses.
+    """
+    connection = socket.create_connection(split_address(address), _CONNECT_SECONDS)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        write(connection, Greeting(VERSION, plain(space)))
+        answer = read(connection)
+        if not isinstance(answer, GreetingAnswer) or answer.error:
+            raise UserError(answer.error if isinstance(answer, GreetingAnswer) else "it is no prefill engine")
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection, answer.transport
+
+
+def write(connection: socket.socket, message: Any) -> None:
+    """Send a message in a frame with its length."""
+    send_frame(connection, msgspec.msgpack.encode(message))
+
+
+def read(connection: socket.socket) -> Any:
+    """Wait for a message.
+
+    Raises:
+        EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
+    """
+    return _decoder.decode(receive_frame(connection, _MOST_BYTES))
+
+
+def plain(space: dict[str, Any]) -> dict[str, Any]:
+    """Return a space as the other side reads it."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(space, enc_hook=str))

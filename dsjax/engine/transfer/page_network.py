@@ -1,0 +1,171 @@
+"""Prefill and decode in different processes: `PrefillServer` and `RemoteLink`, between which their messages go over TCP."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dsjax.engine.contract.commands import int32s
+from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
+from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
+from dsjax.engine.transfer.page_transfer import Ask, Cancel, Failed, Forget, Offer, Parcel, Release, ToPrefill, UnderWay
+from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
+from dsjax.hosts.wire import split_address
+
+if TYPE_CHECKING:
+    from dsjax.engine.contract.executor import Progress
+
+_log = logging.getLogger(__name__)
+
+
+class PrefillServer:
+    """A prefill engine that decode engines of other processes reach at an address. Parcels are pulled elsewhere.
+
+    space: as in `Greeting`. parcels: this process's, which ends with the engine.
+    """
+
+    def __init__(self, engine: PrefillEndpoint, parcels: ChunkServer, space: dict[str, Any], host: str, port: int = 0):
+        self.engine, self._parcels = engine, parcels
+        self.listener = TransferListener(lambda connection: _Client(self, connection), space, host, port)
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT`."""
+        return self.listener.address
+
+    def prefill(
+        self, token_ids: Sequence[int], *, salt: str | None = None, priority: int = 0, room: int | None = None
+    ) -> dict[str, str]:
+        """Begin to compute a prompt; what its decode engine has to be told, at once.
+
+        room: where the decode engine is told beforehand (`bootstrap_room`); it may have asked already.
+        """
+        params = handoff(self.address, room)
+        page_size = self.engine.page_size
+        end = (len(token_ids) - 1) // page_size
+        if end:
+            tokens = int32s(token_ids[: end * page_size + 1])
+            self.engine.post(Ask(params["transfer"], tokens, 0, end, salt, priority), None)
+        return params
+
+    def cancel(self, transfer: str) -> None:
+        """Nobody wants a prompt any more; the name as `prefill` gave it."""
+        self.engine.post(Cancel(transfer), None)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every shape before the first prompt, in all processes."""
+        self.engine.warm_up(progress)
+
+    def shutdown(self) -> None:
+        """End the connections and the engine."""
+        self.listener.close()
+        self.engine.shutdown()
+        self._parcels.close()
+
+
+class _Client:
+    """One decode engine, as a server sees it."""
+
+    def __init__(self, server: PrefillServer, connection: socket.socket):
+        self._server = server
+        self.channel = TransferChannel(connection, self._take, self._leave)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Ask | Cancel | Release | Forget):
+            self._server.engine.post(message, self.channel.send)
+
+    def _leave(self) -> None:
+        """The decode engine has gone: nobody wants what it asked for."""
+        self._server.engine.leave(self.channel.send)
+        self._server.listener.forget(self)
+
+
+class RemoteLink:
+    """A prefill engine of another process, as of `PrefillLink`. It connects when it is asked for something, and again after a loss.
+
+    parcels: by which its parcels are pulled, from whichever process keeps them. space: as in `Greeting`.
+    """
+
+    def __init__(self, address: str, parcels: RemoteChunks, space: dict[str, Any]):
+        split_address(address)
+        self.address, self._parcels, self._space = address, parcels, space
+        self._receive: Receive = lambda message: None
+        self._lock = threading.Lock()
+        self._outbox: list[ToPrefill] = []  # until it is connected
+        self._connecting = self._closed = False
+        self._channel: TransferChannel | None = None
+
+    def connect(self, receive: Receive) -> None:
+        """Have its messages handed to `receive`."""
+        self._receive = receive
+
+    def send(self, message: ToPrefill) -> None:
+        """Queue a message. Where there is no connection a thread makes one, and ends: a side that has gone for good costs none."""
+        with self._lock:
+            if self._channel is not None:
+                self._channel.send(message)
+            elif isinstance(message, Ask | Cancel) and not self._closed:
+                # Of all other messages the prefill side has forgotten what they are about.
+                self._outbox.append(message)
+                if not self._connecting:
+                    self._connecting = True
+                    threading.Thread(target=self._connect, name="dsjax-transfer", daemon=True).start()
+
+    def pull(self, number: int, device: Any, address: str = "") -> Parcel:
+        """A parcel on this device."""
+        return self._parcels.pull(address, number, device)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Its own process does that."""
+
+    def close(self) -> None:
+        """End the connections."""
+        with self._lock:
+            self._closed, channel, self._channel = True, self._channel, None
+        if channel is not None:
+            channel.close()
+        self._parcels.close()
+
+    def _connect(self) -> None:
+        channel, reason = None, ""
+        try:
+            connection, _ = connect_to(self.address, self._space)
+            channel = TransferChannel(connection, self._take, lambda: self._lost(channel))
+        except Exception as error:  # whatever it is: what was asked for must not wait for an answer
+            reason = f"the prefill engine at {self.address} cannot be reached: {error}"
+        with self._lock:
+            self._connecting, outbox, self._outbox = False, self._outbox, []
+            if channel is not None:
+                for message in outbox:
+                    channel.send(message)
+                if self._closed:
+                    channel.close()
+                else:
+                    self._channel = channel
+                    channel.start()
+        if reason:
+            # What was asked for until now is given up; what is asked for from now on has another connection tried.
+            _log.warning("%s. Prompts are computed where they are decoded.", reason)
+            self._receive(Failed("", reason))
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Offer | UnderWay | Failed):
+            self._receive(message)
+
+    def _lost(self, channel: TransferChannel) -> None:
+        with self._lock:
+            if self._channel is channel:
+                self._channel = None
+        self._receive(Failed("", f"the connection to the prefill engine at {self.address} is lost"))
+
+
+def handoff(address: str, room: int | None = None) -> dict[str, str]:
+    """What a decode engine has to be told of a prompt that a prefill engine computes for it: where, and under which name.
+
+    room: `bootstrap_room`, where both sides are told of the request at the same time; None: a new name.
+    """
+    return {"address": address, "transfer": f"room-{room}" if room is not None else uuid.uuid4().hex}

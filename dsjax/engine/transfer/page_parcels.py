@@ -1,0 +1,292 @@
+"""``PageParcels``: the executor's part in sending pages to other engines and pulling theirs, without a step waiting for either."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from dsjax.engine.contract.commands import DropParcels, PullPages, SendPages
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
+from dsjax.engine.device.device_state import MOVED_PAGES
+from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, Piece
+from dsjax.engine.transfer.page_transfer import Parcel, ParcelGoneError, ParcelPort, Pull, PulledParcel, Source
+
+PULLERS = 2
+"""Threads that pull: while one waits for a parcel, the other asks for the next."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Landing:
+    """A parcel that a rank pulls. Every process knows of it, for pages are staged by parcels, in the same order everywhere.
+
+    Attributes:
+        parcel: None until it has come, and where this process has no device of the rank.
+    """
+
+    rank: int
+    source: Source
+    number: int
+    pages: list[int]
+    parcel: Parcel | None = None
+
+
+def move_parcel(parcel: Parcel, device: jax.Device) -> Parcel:
+    """A parcel on another device of this process; complete when this returns."""
+    return jax.block_until_ready({name: jax.device_put(array, device) for name, array in parcel.items()})
+
+
+class PageParcels(DevicePart, PageStore):
+    """Pages go to parcels by the program that takes pages to host memory; a thread waits until they are there, and offers them.
+
+    A parcel is one device's part of what that program gives: the arrays of ``describe_moved`` for one DP rank, on one of its devices; with
+    a latent layout they all have the same. On a mesh of several processes, the one that has the first device of a rank keeps the
+    rank's parcels. Each that has a device of a rank pulls what the rank pulls, to the first device of it here, where it lies until
+    it is staged on all of them.
+
+    Attributes:
+        processes_of_ranks: of each rank those that have devices of it, in the order of the devices.
+    """
+
+    def __init__(self, device: DeviceAccess, staging: PageStaging):
+        self._device = device
+        self._described = device.programs.described_moved()
+        self._devices, self.processes_of_ranks = self._places_of_ranks()
+        self._offer: Callable[[int, Parcel | None], None] | None = None
+        self._drop: Callable[[Sequence[int]], None] = lambda numbers: None
+        self._pull: Pull | None = None
+        self._report: Callable[[PulledParcel], None] = lambda parcel: None
+        self._leaving: queue.SimpleQueue[tuple[int, Any, bool] | list[int] | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[Landing | None] = queue.SimpleQueue()
+        self._landed: dict[tuple[int, int], tuple[Landing, int]] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+        self._zeros: dict[tuple[str, jax.Device], Array] = {}
+        self._threads: list[threading.Thread] = []
+        staging.add(self)
+
+    def register(self, table: CommandTable) -> None:
+        """Add the commands that send pages to other engines, pull theirs, and drop what was sent."""
+        table.add(SendPages, Handler(self._send))
+        table.add(PullPages, Handler(self._begin_pulls))
+        table.add(DropParcels, Handler(self._drop_sent))
+
+    def extension(self, kind: type) -> Any:
+        """The way to other engines, for the scheduler's part in transfers."""
+        return self if kind is ParcelPort else None
+
+    @property
+    def parcel_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of a parcel's arrays, by name."""
+        return {name: ((1, *array.shape[1:]), np.dtype(array.dtype)) for name, array in self._described.items()}
+
+    def send_parcels(
+        self,
+        offer: Callable[[int, Parcel | None], None],
+        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
+    ) -> None:
+        """Have parcels offered as ``offer(number, parcel)``, and dropped, in a thread of their own. Others' have no parcel here."""
+        self._offer, self._drop = offer, drop
+        self._start(self._offer_on, "dsjax-parcels")
+
+    def pull_parcels(self, pull: Pull, report: Callable[[PulledParcel], None]) -> None:
+        """Pull parcels by this; what came of each is reported in a thread of its own."""
+        self._pull, self._report = pull, report
+        for _ in range(PULLERS):
+            self._start(self._pull_on, "dsjax-pull")
+
+    def _send(self, _: Pending, command: SendPages) -> Running:
+        """Copy pages to parcels."""
+        ranks = [_parcels(np.frombuffer(own, "<i4").reshape(-1, 2)) for own in command.ranks]
+        device = self._device
+        launches = []
+        for turn in range(max(map(len, ranks))):
+            own = [parcels[turn] if turn < len(parcels) else None for parcels in ranks]
+            packed = np.zeros((len(own), next(iter(self._described.values())).shape[1]), np.int32)
+            for rank, parcel in enumerate(own):
+                if parcel is not None:
+                    packed[rank, : len(parcel[1])] = parcel[1]
+            launches.append((own, device.send(packed)))
+
+        def run() -> Running:
+            for own, pages in launches:
+                taken = device.programs.take_pages()(device.state, pages)
+                for rank, parcel in enumerate(own):
+                    if parcel is not None:
+                        kept = self.processes_of_ranks[rank][0] == jax.process_index()
+                        self._leaving.put((parcel[0], self._part(taken, rank if kept else None), kept))
+                yield next(iter(taken.values()))
+
+        return run()
+
+    def _drop_sent(self, _: Pending, command: DropParcels) -> Running:
+        """Keep parcels no longer that `send` has made."""
+
+        def run() -> Running:
+            self._leaving.put(np.frombuffer(command.numbers, "<i4").tolist())
+            yield from ()
+
+        return run()
+
+    def _begin_pulls(self, _: Pending, command: PullPages) -> Running:
+        """Begin to pull what ranks with a device of this process are to have; of all others know that it is pulled.
+
+        That is known from here on, before earlier commands are done: a `FetchPages` may be laid out before they are.
+        """
+        landings: dict[tuple[int, int, int], Landing] = {}
+        for rank, own in enumerate(command.ranks):
+            for source, parcel, place, number in np.frombuffer(own, "<i4").reshape(-1, 4).tolist():
+                key = rank, source, parcel
+                if key not in landings:
+                    landings[key] = Landing(rank, Source(*command.sources[source]), parcel, [])
+                landings[key].pages.append(number)
+                with self._lock:
+                    self._landed[rank, number] = landings[key], place
+
+        def run() -> Running:
+            for landing in landings.values():
+                if landing.rank in self._devices:
+                    self._wanted.put(landing)
+            yield from ()
+
+        return run()
+
+    def take(self, wanted: Layout, places: Layout) -> tuple[list[Piece], Layout]:
+        """Pieces of the pages that have come in parcels, a parcel of each rank at a time, and the places of all others."""
+        rest: Layout = []
+        groups: list[list[tuple[Landing, np.ndarray]]] = []
+        for rank, (numbers, own) in enumerate(zip(wanted, places, strict=True)):
+            by_parcel: dict[int, tuple[Landing, np.ndarray]] = {}
+            others = []
+            for position in own.tolist():
+                number = int(numbers[position])
+                if (rank, number) not in self._landed:
+                    others.append(position)
+                    continue
+                landing, place = self._take(rank, number)
+                _, positions = by_parcel.setdefault(id(landing), (landing, np.full(MOVED_PAGES, -1, np.int32)))
+                positions[place] = position
+            rest.append(np.array(others, np.int32))
+            groups.append(list(by_parcel.values()))
+        pieces = []
+        for turn in range(max(map(len, groups))):
+            now = [own[turn] if turn < len(own) else None for own in groups]
+            layout = [np.full(MOVED_PAGES, -1, np.int32) if one is None else one[1] for one in now]
+            pieces.append(Piece(layout, partial(self.stage, [one and one[0] for one in now])))
+        return pieces, rest
+
+    def _take(self, rank: int, number: int) -> tuple[Landing, int]:
+        """The parcel of a page that was reported as come, and its place there; it is kept no longer."""
+        with self._lock:
+            landing, place = self._landed.pop((rank, number))
+        assert landing.parcel is not None or rank not in self._devices, "only pages that have come are taken"
+        return landing, place
+
+    def forget(self, rank: int, number: int) -> None:
+        """Keep a page no longer that was pulled, or is being pulled."""
+        with self._lock:
+            self._landed.pop((rank, number), None)
+
+    def stage(self, landings: Sequence[Landing | None]) -> dict[str, Array]:
+        """Parcels of all ranks as the program that places pages takes them; None: nothing of that rank."""
+        staged = {}
+        for name, described in self._described.items():
+            pieces = []
+            for device, index in described.sharding.addressable_devices_indices_map(described.shape).items():
+                landing = landings[index[0].indices(described.shape[0])[0]]
+                nothing = landing is None
+                pieces.append(self._nothing(name, device) if nothing else jax.device_put(landing.parcel[name], device))
+            staged[name] = jax.make_array_from_single_device_arrays(described.shape, described.sharding, pieces)
+        return staged
+
+    def close(self) -> None:
+        """End the threads. What is being pulled is not waited for, and not reported."""
+        with self._lock:
+            self._closed = True
+        self._leaving.put(None)
+        for _ in range(PULLERS):
+            self._wanted.put(None)
+
+    def _start(self, run: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _places_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
+        """The first device of each rank that has any here; and of each rank the processes that have one, in the order of the devices."""
+        described = next(iter(self._described.values()))
+        here: dict[int, jax.Device] = {}
+        processes: list[list[int]] = [[] for _ in range(described.shape[0])]
+        for device, index in described.sharding.devices_indices_map(described.shape).items():
+            rank = index[0].indices(described.shape[0])[0]
+            if device.process_index not in processes[rank]:
+                processes[rank].append(device.process_index)
+            if device.process_index == jax.process_index():
+                here.setdefault(rank, device)
+        return here, processes
+
+    def _part(self, taken: dict[str, Array], rank: int | None) -> Parcel:
+        """A rank's part of what was taken; None: of any rank, to wait for it."""
+        device = self._devices[rank] if rank is not None else next(iter(self._devices.values()))
+        return {
+            name: next(shard.data for shard in array.addressable_shards if shard.device == device)
+            for name, array in taken.items()
+        }
+
+    def _nothing(self, name: str, device: jax.Device) -> Array:
+        if (name, device) not in self._zeros:
+            described = self._described[name]
+            self._zeros[name, device] = jax.device_put(np.zeros((1, *described.shape[1:]), described.dtype), device)
+        return self._zeros[name, device]
+
+    # In threads of their own.
+
+    def _offer_on(self) -> None:
+        while (task := self._leaving.get()) is not None:
+            if isinstance(task, list):
+                self._drop(task)
+                continue
+            number, parcel, kept = task
+            try:
+                jax.block_until_ready(parcel)
+                self._offer(number, parcel if kept else None)
+            except Exception:  # the step that made it has failed, which the engine finds out by itself
+                _log.exception("A parcel of pages could not be offered.")
+
+    def _pull_on(self) -> None:
+        while (landing := self._wanted.get()) is not None:
+            rank, pages = landing.rank, landing.pages
+            with self._lock:
+                wanted = any((rank, page) in self._landed for page in pages)
+            landing.parcel = self._pulled(landing) if wanted else None
+            found = PulledParcel(rank, landing.source.link, landing.number, pages, landing.parcel is not None)
+            with self._lock:
+                if not self._closed:
+                    self._report(found)
+
+    def _pulled(self, landing: Landing) -> Parcel | None:
+        try:
+            return self._pull(landing.source, landing.number, self._devices[landing.rank])
+        except ParcelGoneError:  # its lease is over, or its transfer cancelled
+            return None
+        except Exception as error:
+            _log.warning("A parcel of pages could not be pulled, so they are computed again: %s", error)
+            return None
+
+
+def _parcels(pairs: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(number, pages) of the parcels, from the pairs of a `SendPages`."""
+    if not len(pairs):
+        return []
+    ends = np.flatnonzero(np.diff(pairs[:, 0])) + 1
+    return [(int(part[0, 0]), part[:, 1]) for part in np.split(pairs, ends)]

@@ -1,0 +1,96 @@
+"""`PageSends`: the page source of an engine that computes prompts for others: it takes pages as soon as they are computed, and gives none.
+
+Plain Python.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from dsjax.engine.contract.commands import Command, SendPages, int32s
+from dsjax.engine.schedule.page_source import PageSource, RankPages, Turn
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.transfer.page_transfer import PARCEL_PAGES, SentPages
+from dsjax.engine.transfer.send_buffers import PageSend, SendBuffers
+
+
+class PageSends(PageSource):
+    """Holds pages from when they are sealed until the plan that has them copied into a parcel.
+
+    Attributes:
+        waiting: of each rank (the transfer, the first page's number in it, pages), in the order of their sealing.
+    """
+
+    def __init__(self, buffers: SendBuffers):
+        self._buffers = buffers
+        self._sends: dict[Request, PageSend] = {}
+        self.waiting: list[deque[tuple[PageSend, int, list[int]]]] = []
+        self._sent: list[list[SentPages]] = []
+
+    def bind(self, ranks: Sequence[RankPages]) -> None:
+        """Begin with these ranks. What waited on those before is lost; transfers stay until they are ended."""
+        self.ranks = ranks
+        self.waiting = [deque() for _ in ranks]
+        self._sent = [[] for _ in ranks]
+
+    def begin(self, request: Request, send: PageSend) -> None:
+        """Send the pages of a request that is about to come."""
+        self._sends[request] = send
+
+    def ended(self, request: Request) -> None:
+        """Seal nothing more for a request. What waits is sent all the same."""
+        self._sends.pop(request, None)
+
+    def has_work(self) -> bool:
+        """Whether pages wait, and there is room for them in parcels."""
+        return any(waiting and self._buffers.room(rank) > 0 for rank, waiting in enumerate(self.waiting))
+
+    def has_waiting(self, send: PageSend) -> bool:
+        """Whether pages of a transfer wait."""
+        return any(own is send for waiting in self.waiting for own, _, _ in waiting)
+
+    def transfers_waiting(self) -> set[str]:
+        """Names of the transfers of which pages wait."""
+        return {send.transfer for waiting in self.waiting for send, _, _ in waiting}
+
+    def sealed(self, rank: int, request: Request) -> None:
+        """Hold the sealed pages of a request that another engine wants and that were not handed over yet."""
+        send = self._sends.get(request)
+        if send is None:
+            return
+        if send.cached is None:
+            send.cached = request.num_computed_tokens
+        end = min(request.num_sealed_pages, send.end)
+        if send.next < end:
+            pages = request.pages[send.next : end]
+            self.ranks[rank].pool.hold(pages)
+            self.waiting[rank].append((send, send.next, pages))
+            send.next = end
+
+    def begin_rank(self, rank: int, now: float) -> None:
+        """Put pages into parcels, as far as there is room. They are copied before anything else of this plan happens to them."""
+        waiting, pool = self.waiting[rank], self.ranks[rank].pool
+        while waiting and (room := self._buffers.room(rank)) > 0:
+            send, first, pages = waiting.popleft()
+            most = min(PARCEL_PAGES, room)
+            some, rest = pages[:most], pages[most:]
+            if rest:
+                waiting.appendleft((send, first + len(some), rest))
+            self._sent[rank].append(self._buffers.begin(rank, send, first, some))
+            pool.release(some)
+
+    def commands(self) -> Iterable[tuple[Turn, Command]]:
+        """Copy pages into parcels."""
+        sent, self._sent = self._sent, [[] for _ in self.ranks]
+        if any(sent):
+            pairs = [[(parcel.number, page) for parcel in own for page in parcel.pages] for own in sent]
+            yield Turn.SEND, SendPages([int32s(value for pair in own for value in pair) for own in pairs])
+
+    def drop(self, send: PageSend) -> None:
+        """Send nothing more of a transfer: nobody wants its pages any more."""
+        for rank, waiting in enumerate(self.waiting):
+            for own, _, pages in waiting:
+                if own is send:
+                    self.ranks[rank].pool.release(pages)
+            self.waiting[rank] = deque(entry for entry in waiting if entry[0] is not send)

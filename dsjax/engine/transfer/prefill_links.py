@@ -1,0 +1,177 @@
+"""`PrefillLinks`: the part of an engine's core that has prompts computed by prefill engines; `LocalLink`: the way to one of this process.
+
+Plain Python.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from dsjax.engine.contract.executor import Executor, Progress
+from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.transfer.page_transfer import (
+    TRANSFER_SECONDS,
+    Forget,
+    Parcel,
+    ParcelPort,
+    PrefillLink,
+    PulledParcel,
+    Release,
+    Source,
+    ToDecode,
+    ToPrefill,
+)
+from dsjax.engine.transfer.prefill_service import PrefillEndpoint
+from dsjax.engine.transfer.remote_prefill import RemotePrefills
+
+TRANSFER_WAIT = 0.01
+"""Seconds that the engine waits for prefill engines where every request does. It ends as soon as one has said something."""
+
+
+class PrefillLinks(Attachment):
+    """Belongs to the engine's thread. Prefill engines answer from threads of their own, and what they say waits until a step begins.
+
+    Args:
+        links: those that are there from the start; they are closed at the end.
+        connect: makes further ones, by the address that a request names.
+        local_tokens, timeout: as of `RemotePrefills`.
+
+    Attributes:
+        source: the account of transfers, which gives and takes the messages. links: by their numbers.
+        wake: set when a prefill engine has said something, or the executor has pulled something.
+    """
+
+    source: RemotePrefills
+    statistics_name = "transfers"
+
+    def __init__(
+        self,
+        links: Sequence[PrefillLink],
+        connect: Callable[[str], PrefillLink] | None = None,
+        *,
+        local_tokens: int = 1,
+        timeout: float = TRANSFER_SECONDS,
+    ):
+        self.source, self._connect = RemotePrefills(len(links), local_tokens, timeout), connect
+        if connect is not None:
+            self.source.connect = self.number_of
+        self._scheduler: Scheduler | None = None
+        self._addresses: dict[str, int] = {}
+        self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
+        self._pulled: queue.SimpleQueue[PulledParcel] = queue.SimpleQueue()
+        self.links: list[PrefillLink] = []
+        self.wake = threading.Event()
+        for link in links:
+            self._add(link)
+
+    def number_of(self, address: str) -> int:
+        """The number of the prefill engine at an address."""
+        if address not in self._addresses:
+            link = self._connect(address)
+            self._addresses[address] = self.source.add_link()
+            self._add(link)
+        return self._addresses[address]
+
+    def start(self, executor: Executor, config: SchedulerConfig) -> None:
+        """Have this executor pull what is ready."""
+        self.take_pulled()  # by the executor before
+        executor.extension(ParcelPort).pull_parcels(self.pull, self.report)
+
+    def scheduled(self, scheduler: Scheduler) -> None:
+        """Enter what has come into this scheduler."""
+        self._scheduler = scheduler
+
+    def begin_step(self, now: float) -> None:
+        """Hand on what prefill engines have said, and what was pulled."""
+        self.wake.clear()  # what comes from now on ends the next wait at once
+        while not self._inbox.empty():
+            self.source.receive(*self._inbox.get(), now)
+        for rank, _, _, numbers, ok in self.take_pulled():
+            self._scheduler.landed(rank, numbers, ok, now)
+
+    def wait(self) -> bool:
+        """Wait for prefill engines, if a request does."""
+        if self.source.num_under_way:
+            self.wake.wait(TRANSFER_WAIT)
+            return True
+        return False
+
+    def statistics(self) -> Any:
+        """What has come of transfers so far."""
+        return self.source.transfer_counts
+
+    def pull(self, source: Source, number: int, device: Any) -> Parcel:
+        """For the executor, from any thread: a parcel on this device."""
+        return self.links[source.link].pull(number, device, source.address)
+
+    def report(self, parcel: PulledParcel) -> None:
+        """For the executor, from any thread: what has come of a parcel."""
+        self._pulled.put(parcel)
+        self.wake.set()
+
+    def take_pulled(self) -> list[PulledParcel]:
+        """Parcels that have come, or could not, since the last time; their prefill engines need not keep them any more."""
+        found = []
+        while not self._pulled.empty():
+            found.append(self._pulled.get())
+            self.links[found[-1].link].send(Release(found[-1].number))
+        return found
+
+    def send(self) -> None:
+        """Send the prefill engines what the scheduler has for them."""
+        for link, message in self.source.take_messages():
+            self.links[link].send(message)
+
+    def flush(self) -> None:
+        """Have all prefill engines let no page be found that they have computed."""
+        self.send()
+        for link in self.links:
+            link.send(Forget())
+
+    def close(self, failed: bool) -> None:
+        """Ask and pull nothing more."""
+        for link in self.links:
+            link.close()
+
+    def _add(self, link: PrefillLink) -> None:
+        self.links.append(link)
+        link.connect(partial(self._receive, len(self.links) - 1))
+
+    def _receive(self, number: int, message: ToDecode) -> None:
+        self._inbox.put((number, message))
+        self.wake.set()
+
+
+class LocalLink:
+    """The way to a prefill engine of this process.
+
+    move: gives a parcel on another device.
+    """
+
+    def __init__(self, engine: PrefillEndpoint, move: Callable[[Parcel, Any], Parcel] = lambda parcel, device: parcel):
+        self.engine, self._move = engine, move
+        self._receive: Callable[[ToDecode], None] = lambda message: None
+
+    def connect(self, receive: Callable[[ToDecode], None]) -> None:
+        """Have its messages handed to `receive`."""
+        self._receive = receive
+
+    def send(self, message: ToPrefill) -> None:
+        """Tell it something."""
+        self.engine.post(message, self._receive)
+
+    def pull(self, number: int, device: Any, address: str = "") -> Parcel:
+        """A parcel on this device."""
+        return self._move(self.engine.buffers.take(number), device)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile its programs, before anything is asked of it."""
+        self.engine.warm_up(progress)
+
+    def close(self) -> None:
+        """End the engine, which is this link's alone."""
+        self.engine.shutdown()

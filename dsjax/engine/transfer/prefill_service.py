@@ -1,0 +1,273 @@
+"""`PrefillService`: the part of an engine's core that computes prompts for other engines, and keeps their pages until they are pulled.
+
+Plain Python.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from dsjax.engine.contract.commands import DropParcels, from_int32s, int32s
+from dsjax.engine.contract.executor import Executor
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status
+from dsjax.engine.schedule.scheduler import Scheduler, Update
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.transfer.page_sends import PageSends
+from dsjax.engine.transfer.page_transfer import (
+    Ask,
+    Cancel,
+    Failed,
+    Forget,
+    Offer,
+    ParcelPort,
+    ToDecode,
+    ToPrefill,
+    UnderWay,
+)
+from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
+
+Receive = Callable[[ToDecode], None]
+Keepers = Callable[[Executor], Sequence[Keeper]]
+
+_MOST_RECENT = 4096
+_LOOK_SECONDS = 0.25
+"""How often buffers are looked at where nothing else happens, and decode is told what is under way; more often with a short timeout."""
+
+
+class PrefillEndpoint(Protocol):
+    """What a link or a server of this or another process needs of a prefill engine."""
+
+    buffers: SendBuffers
+
+    def post(self, message: ToPrefill, receive: Receive | None) -> None:
+        """Take a message from any thread; what becomes of it is told to `receive`, from any thread.
+
+        A transfer may be asked for twice: by whoever has its prompt (`receive` is None), and by its decode engine, in either order.
+        """
+
+    def leave(self, receive: Receive) -> None:
+        """Cancel everything that was asked for with this `receive`."""
+
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Compile every shape before the first prompt, in all processes."""
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """End the engine. Transfers that are under way fail."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+
+
+class PrefillCounts(NamedTuple):
+    """What a prefill engine has done since its start: tokens of prompts computed, and seconds in which it computed."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Job:
+    request: Request
+    send: PageSend
+    receive: Receive | None
+
+    def tell(self, message: ToDecode) -> None:
+        """Send a message to the decode engine that has asked, if one has yet."""
+        if self.receive is not None:
+            self.receive(message)
+
+
+class PrefillService(Attachment):
+    """Computes what is asked of it, and keeps the pages in buffers until they are pulled. Everything happens in the engine's thread.
+
+    Args:
+        timeout: seconds after which a buffer that nobody has pulled is dropped, and its transfer with it.
+        keepers: gives which process keeps the buffers of each of an executor's ranks; None: all are this one's.
+
+    Attributes:
+        buffers: the pages that wait to be pulled. counts: replaced after each step, so that any thread may read them.
+        flush_core: flushes the core's prefix cache, when a decode engine's was flushed.
+        reason: why transfers fail when the engine ends.
+    """
+
+    source: PageSends
+
+    def __init__(self, *, timeout: float, keepers: Keepers | None = None):
+        self._keepers = keepers or (lambda executor: [Keeper()] * executor.limits.num_ranks)
+        self.buffers = SendBuffers([], timeout, self._offer, time.monotonic)
+        self.source = PageSends(self.buffers)
+        self.counts = PrefillCounts()
+        self.flush_core: Callable[[], Any] = lambda: None
+        self.reason = "the prefill engine has ended"
+        self._look_seconds = min(_LOOK_SECONDS, timeout / 4)
+        self._executor: Executor | None = None
+        self._scheduler: Scheduler | None = None
+        self._jobs: dict[str, _Job] = {}
+        self._recent: OrderedDict[str, None] = OrderedDict()  # ended: who has the prompt may ask after the end
+        self._told_at = 0.0  # when decode was told what is under way
+
+    @property
+    def num_jobs(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._jobs)
+
+    @property
+    def look_seconds(self) -> float | None:
+        """Look at the buffers as long as there are transfers."""
+        return self._look_seconds if self._jobs else None
+
+    def start(self, executor: Executor, config: SchedulerConfig) -> None:
+        """Begin with empty buffers. What was computed and kept on the executor before is void."""
+        self._executor = executor
+        self.buffers.reset(self._keepers(executor))
+        executor.extension(ParcelPort).send_parcels(self.buffers.ready)
+
+    def scheduled(self, scheduler: Scheduler) -> None:
+        """Fail the transfers of the scheduler before."""
+        self._scheduler = scheduler
+        for name in list(self._jobs):
+            self._fail(name, "the mesh of the prefill side has changed")
+
+    def begin_step(self, now: float) -> None:
+        """Drop what nobody has pulled in time, and tell decode what is under way."""
+        for send in self.buffers.expire():
+            self._fail(send.transfer, "its pages were not pulled in time")
+        gone = self.buffers.take_gone()
+        if gone:
+            self._executor.launch(DropParcels(int32s(gone)))
+        self._tell_under_way(now)
+
+    def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
+        """End requests whose pages are all sent or about to be: their last token is decode's to compute."""
+        tokens, before = self.counts
+        self.counts = PrefillCounts(tokens + plan.num_prompt_tokens, before + seconds)
+        for update in updates:
+            if update.finish_reason is FinishReason.ERROR:
+                self._fail(update.request.request_id, "its values are not finite")
+        for job in self._jobs.values():
+            if job.send.complete and job.request.status is not Status.FINISHED:
+                self._abort(job.request)
+
+    def close(self, failed: bool) -> None:
+        """Fail every transfer."""
+        for name in list(self._jobs):
+            self._fail(name, self.reason, aborts=False)
+
+    def enter(self, message: ToPrefill, receive: Receive | None) -> None:
+        """Carry out a message."""
+        if isinstance(message, Ask):
+            self._begin(message, receive)
+        elif isinstance(message, Cancel):
+            self._end(message.transfer)
+        elif isinstance(message, Forget):
+            self.flush_core()
+        else:
+            self.buffers.release(message.number)
+            for name in [name for name, job in self._jobs.items() if self._is_done(job)]:
+                self._forget(name)
+
+    def leave(self, receive: Receive) -> None:
+        """Cancel everything that was asked for with this `receive`: who asked is there no more."""
+        for name in [name for name, job in self._jobs.items() if job.receive == receive]:
+            self._end(name)
+
+    def _offer(self, offer: Offer) -> None:
+        job = self._jobs.get(offer.transfer)
+        if job is not None:
+            job.tell(offer)
+
+    def _begin(self, ask: Ask, receive: Receive | None) -> None:
+        job = self._jobs.get(ask.transfer)
+        if job is not None and receive is not None:
+            job.receive = receive
+            for offer in self.buffers.offers(job.send):
+                receive(offer)
+        if job is not None or (receive is None and ask.transfer in self._recent):
+            return
+        tokens = [] if len(ask.tokens) % 4 else list(from_int32s(ask.tokens))
+        objection = self._objection(ask, tokens)
+        if objection:
+            if receive is not None:
+                receive(Failed(ask.transfer, objection))
+            return
+        send = PageSend(ask.transfer, ask.first, ask.end)
+        params = SamplingParams(temperature=0, max_tokens=1)
+        options = RequestOptions(ask.priority, ask.salt)
+        request = Request(
+            ask.transfer,
+            tokens,
+            len(tokens),
+            params,
+            max_tokens=1,
+            seed=0,
+            arrival_time=time.monotonic(),
+            options=options,
+        )
+        self._jobs[ask.transfer] = _Job(request, send, receive)
+        self.source.begin(request, send)
+        try:
+            self._scheduler.add(request)
+        except (AdmissionError, ValueError) as error:
+            self.source.ended(request)
+            self._fail(ask.transfer, str(error))
+
+    def _objection(self, ask: Ask, tokens: list[int]) -> str:
+        """Why this cannot be computed: it may come from another process, and a device would take anything."""
+        page_size, vocabulary = self._scheduler.config.page_size, self._executor.limits.vocab_size
+        if not 0 <= ask.first < ask.end or len(tokens) != ask.end * page_size + 1:
+            return f"pages {ask.first} to {ask.end} of {page_size} tokens are asked for with {len(tokens)} tokens"
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            return f"a token is outside the vocabulary, 0 to {vocabulary - 1}"
+        return ""
+
+    def _tell_under_way(self, now: float) -> None:
+        """Tell decode which transfers are queued, being computed or waiting to be sent: a long queue is not a dead engine."""
+        if now - self._told_at < self._look_seconds:
+            return
+        self._told_at = now
+        waiting = self.source.transfers_waiting()
+        under_way: dict[Receive, list[str]] = {}
+        for name, job in self._jobs.items():
+            if job.receive is not None and (not job.send.complete or name in waiting):
+                under_way.setdefault(job.receive, []).append(name)
+        for receive, names in under_way.items():
+            receive(UnderWay(names))
+
+    def _is_done(self, job: _Job) -> bool:
+        return (
+            job.request.status is Status.FINISHED
+            and not self.source.has_waiting(job.send)
+            and not self.buffers.kept_for(job.send)
+        )
+
+    def _fail(self, name: str, reason: str, aborts: bool = True) -> None:
+        job = self._jobs.get(name)
+        if job is not None:
+            self._end(name, aborts)
+            job.tell(Failed(name, reason))
+
+    def _end(self, name: str, aborts: bool = True) -> None:
+        """Compute and keep nothing more of a transfer."""
+        job = self._forget(name)
+        if job is None:
+            return
+        if aborts:
+            if job.request.status is not Status.FINISHED:
+                self._abort(job.request)
+            self.source.drop(job.send)
+        self.buffers.cancel(job.send)
+
+    def _abort(self, request: Request) -> None:
+        self._scheduler.abort(request.request_id, time.monotonic())
+
+    def _forget(self, name: str) -> _Job | None:
+        self._recent[name] = None
+        if len(self._recent) > _MOST_RECENT:
+            self._recent.popitem(last=False)
+        return self._jobs.pop(name, None)

@@ -1,0 +1,426 @@
+"""`RemotePrefills`: the page source of a decode engine whose prompts other engines compute: what it has asked them for, what they have
+ready, and when it goes on without. Plain Python.
+"""
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dsjax.engine.contract.backoff import Backoff
+from dsjax.engine.contract.commands import Command, PullPages, int32s
+from dsjax.engine.schedule.page_source import Lookup, PageSource, RankPages, Turn
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.transfer.page_transfer import (
+    Ask,
+    Cancel,
+    Failed,
+    Offer,
+    PulledPages,
+    Release,
+    Source,
+    ToDecode,
+    ToPrefill,
+    UnderWay,
+)
+
+TIER = "prefill"
+"""The name of the tier that transferred pages come from."""
+
+
+class TransferCounts(NamedTuple):
+    """What has come of transfers since the start.
+
+    Attributes:
+        asked, completed, given_up: transfers; those that are neither completed nor given up are under way or were not wanted any more.
+        pages: that have come. under_way: transfers.
+        landed: pages that lie on the devices beside the cache, or are being pulled there, of all ranks.
+    """
+
+    asked: int = 0
+    completed: int = 0
+    given_up: int = 0
+    pages: int = 0
+    under_way: int = 0
+    landed: int = 0
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Pages that one prefill side computes for one rank.
+
+    Attributes:
+        names: of the pages, the first of which is page `first` of its requests.
+        awaited: names of those that have not come. pulling: by the number under which each lands.
+        owner: the request that it was asked for. requests: that wait for it; where there is none left it is cancelled. waiters: those of
+            them that need not be looked at before something has come.
+        since: when it was last heard of. began: when it was asked for.
+        cached: tokens that the prefill side had cached. seen: parcels that were offered; an offer may come twice.
+    """
+
+    name: str
+    link: int
+    rank: int
+    first: int
+    names: list[bytes]
+    began: float
+    since: float
+    awaited: set[bytes]
+    owner: Request
+    requests: set[Request] = field(default_factory=set)
+    waiters: set[Request] = field(default_factory=set)
+    offers: deque[Offer] = field(default_factory=deque)
+    pulling: dict[int, bytes] = field(default_factory=dict)
+    cached: int = 0
+    seen: set[int] = field(default_factory=set)
+
+    def wake(self) -> None:
+        """Have the requests that wait looked at again."""
+        for request in self.waiters:
+            request.is_loading = False
+        self.waiters.clear()
+
+
+class RemotePrefills(PageSource):
+    """The transfers of all ranks of a decode engine.
+
+    Whoever connects it with prefill engines sends them what `take_messages` gives, and hands what they say to `receive`.
+
+    Attributes:
+        connect: gives the number of the prefill engine at an address that a request names; None: any computes such a request.
+        awaited: of each prefill engine, pages that were asked of it and have not come.
+
+    Args:
+        num_links: prefill engines that any request may be sent to.
+        local_tokens: a request that lacks fewer tokens is computed here.
+        timeout: seconds after which a transfer that is not heard of is given up.
+    """
+
+    def __init__(self, num_links: int, local_tokens: int, timeout: float):
+        self.local_tokens, self.timeout = local_tokens, timeout
+        self.connect: Callable[[str], int] | None = None
+        self._counts = TransferCounts()
+        self._waits: list[tuple[str, float]] = []
+        self._transfers: dict[str, Transfer] = {}
+        self._expected: dict[tuple[int, bytes], Transfer] = {}
+        self._pulling: dict[tuple[int, int], Transfer] = {}
+        self._of: dict[Request, Transfer] = {}
+        self._links_of: dict[Request, int] = {}  # of requests that name a prefill engine
+        self._names_of: dict[
+            Request, str
+        ] = {}  # of those the transfer that computes their prompt, until it is asked for
+        self._computed_here: set[Request] = set()  # since a transfer for them was given up
+        self._any = range(num_links)
+        self.awaited = [0] * num_links
+        self._backoffs = [Backoff() for _ in range(num_links)]
+        self._messages: list[tuple[int, ToPrefill]] = []
+        self._pulls: list[list[PulledPages]] = []
+        self._prefix, self._numbers = os.urandom(6).hex(), itertools.count()
+
+    def bind(self, ranks: Sequence[RankPages]) -> None:
+        """Begin with these ranks. Every transfer to those before is given up; requests may have others asked for, on whichever rank."""
+        for transfer in list(self._transfers.values()):
+            self._give_up(transfer)
+        self._of.clear()
+        self._computed_here.clear()
+        self.ranks, self._pulls = ranks, [[] for _ in ranks]
+
+    def add_link(self) -> int:
+        """The number of another prefill engine, which only requests that name it are sent to."""
+        self._backoffs.append(Backoff())
+        self.awaited.append(0)
+        return len(self._backoffs) - 1
+
+    @property
+    def num_under_way(self) -> int:
+        """Number of transfers that have not ended."""
+        return len(self._transfers)
+
+    @property
+    def transfer_counts(self) -> TransferCounts:
+        """What has come of transfers so far."""
+        landed = sum(pages.landing.count(self) for pages in self.ranks)
+        return self._counts._replace(under_way=len(self._transfers), landed=landed)
+
+    def take_messages(self) -> list[tuple[int, ToPrefill]]:
+        """(prefill engine, message) that are to be sent; each is given once."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def added(self, request: Request) -> None:
+        """Note which prefill engine computes a request's prompt already, and under which name."""
+        prefill = request.options.prefill
+        if prefill is not None and self.connect is not None:
+            self._links_of[request] = self.connect(prefill["address"])
+            self._names_of[request] = prefill["transfer"]
+
+    def begin_step(self, now: float) -> None:
+        """Give up transfers that were not heard of for too long."""
+        for transfer in [one for one in self._transfers.values() if now - one.since > self.timeout]:
+            # Where what was offered has found no room here, that is not the link's fault.
+            if transfer.pulling or not transfer.offers:
+                self._backoffs[transfer.link].begin(now)
+            self._give_up(transfer)
+
+    def begin_rank(self, rank: int, now: float) -> None:
+        """Have what was offered to a rank pulled, as far as there is room for it to land."""
+        for transfer in [one for one in self._transfers.values() if one.rank == rank and one.offers]:
+            while transfer.offers and self._pull(transfer, transfer.offers[0], now):
+                transfer.offers.popleft()
+            if not transfer.awaited:
+                self._complete(transfer, now)
+
+    def awaits(self, rank: int, request: Request, name: bytes) -> bool:
+        """Whether a page is on its way to a rank; the request then waits for it, and need not be looked at before."""
+        transfer = self._expected.get((rank, name))
+        if transfer is None:
+            return False
+        self._join(request, transfer)
+        transfer.waiters.add(request)
+        request.is_loading = True
+        return True
+
+    def lookup(
+        self, rank: int, request: Request, names: Sequence[bytes], cached: Sequence[int], free_slots: int, now: float
+    ) -> Lookup:
+        """Ask a prefill engine for the pages behind the `cached` ones, if there is room for the request beside those that wait."""
+        joined = self._of.get(request)
+        if len(cached) >= len(names) or request in self._computed_here:
+            return Lookup.ABSENT
+        if joined is not None and joined.owner is request:
+            return Lookup.ABSENT
+        pool = self.ranks[rank].pool
+        lacking = len(request.token_ids) - len(cached) * pool.page_size
+        if lacking < self.local_tokens or not self._links(request, now):
+            return Lookup.ABSENT
+        requests, pages = self._reserved(rank)
+        missing = pool.pages_for(len(request.token_ids)) - len(cached)
+        if requests >= free_slots or not pool.can_hold(cached, missing + pages):
+            # Without other requests nothing comes back that could be waited for here.
+            return Lookup.FULL if requests else Lookup.ABSENT
+        self._ask(rank, request, len(cached), names, now)
+        return Lookup.WAIT
+
+    def receive(self, link: int, message: ToDecode, now: float) -> None:
+        """Take in what a prefill engine has said."""
+        if isinstance(message, Failed):
+            gone = [one for one in self._transfers.values() if one.link == link and message.transfer in ("", one.name)]
+            if not message.transfer:
+                self._backoffs[link].begin(now)
+            for transfer in gone:
+                self._give_up(transfer, tells=False)
+            return
+        if isinstance(message, UnderWay):
+            for name in message.transfers:
+                transfer = self._transfers.get(name)
+                if transfer is not None and not transfer.offers and not transfer.pulling:  # else it is this side's turn
+                    transfer.since = now
+            return
+        transfer = self._transfers.get(message.transfer)
+        places = range(message.first, message.first + message.count)
+        if transfer is not None and message.number in transfer.seen:
+            return
+        if transfer is None or places.stop <= transfer.first or transfer.first + len(transfer.names) <= places.start:
+            self._messages.append((link, Release(message.number)))
+            return
+        self._backoffs[link].end()
+        transfer.since = now
+        transfer.cached = message.cached
+        transfer.seen.add(message.number)
+        transfer.offers.append(message)
+
+    def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
+        """Enter that a page that was to be pulled has come, or could not be."""
+        transfer = self._pulling.pop((rank, number), None)
+        if transfer is None:
+            return
+        name = transfer.pulling.pop(number)
+        if not ok:
+            self._give_up(transfer)
+            return
+        self._arrived(transfer, name)
+        self._count(pages=1)
+        transfer.since = now
+        transfer.wake()
+        if not transfer.awaited:
+            self._complete(transfer, now)
+
+    def load_failed(self, rank: int, name: bytes, number: int) -> None:
+        """Have the executor keep nothing of a page that could not be pulled: another process may have its part of it."""
+        self.ranks[rank].landing.drop(number)
+
+    def release(self, rank: int, request: Request) -> None:
+        """Wait no longer on behalf of a request. What nobody else waits for is cancelled."""
+        name = self._names_of.pop(request, None)
+        if name is not None:  # it needs nothing of what is computed for it elsewhere
+            self._messages.append((self._links_of[request], Cancel(name)))
+        self._leave(request)
+
+    def preempted(self, request: Request) -> None:
+        """Let a request that waits again have its prompt computed elsewhere again."""
+        self._computed_here.discard(request)
+
+    def ended(self, request: Request) -> None:
+        """Forget a request."""
+        self._computed_here.discard(request)
+        self._links_of.pop(request, None)
+
+    def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
+        """How many of the pages that have come for a request its prefill engine had not cached."""
+        pages, transfer = loaded.get(TIER, 0), self._of.get(request)
+        if transfer is None:
+            return pages
+        page_size = self.ranks[transfer.rank].pool.page_size
+        return pages - min(pages, max(0, transfer.cached // page_size - transfer.first))
+
+    def cancel(self, rank: int) -> None:
+        """Give up every transfer to a rank: its pages are not to be found, or nobody knows what became of them."""
+        for transfer in [one for one in self._transfers.values() if one.rank == rank]:
+            self._give_up(transfer)
+
+    def commands(self) -> Iterable[tuple[Turn, Command]]:
+        """Pull what was offered and has room to land."""
+        pulls, self._pulls = self._pulls, [[] for _ in self.ranks]
+        if not any(pulls):
+            return
+        sources = list(dict.fromkeys(pulled.source for own in pulls for pulled in own))
+        quadruples = (
+            [
+                (sources.index(pulled.source), pulled.parcel, place, number)
+                for pulled in own
+                for place, number in pulled.pages
+            ]
+            for own in pulls
+        )
+        ranks = [int32s(value for quadruple in own for value in quadruple) for own in quadruples]
+        yield Turn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
+
+    def take_waits(self) -> list[tuple[str, float]]:
+        """Seconds from asking to the last page of completed transfers."""
+        waits, self._waits = self._waits, []
+        return waits
+
+    def _reserved(self, rank: int) -> tuple[int, int]:
+        """Requests of a rank that wait for transfers, and pages that they will need for what has not come."""
+        own = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
+        requests = sum(len(transfer.requests) for transfer in own)
+        return requests, sum(len(transfer.awaited) for transfer in own) + requests
+
+    def _ask(self, rank: int, request: Request, num_cached: int, names: Sequence[bytes], now: float) -> None:
+        link = min(self._links(request, now), key=lambda link: self.awaited[link])
+        rest = list(names[num_cached:])
+        handed = self._names_of.pop(request, None)
+        if handed in self._transfers:  # of another request; nobody would hear any more of what that one awaits
+            handed = None
+        name = handed or f"{self._prefix}-{next(self._numbers)}"
+        transfer = Transfer(name, link, rank, num_cached, rest, now, now, set(rest), request)
+        self._transfers[name] = transfer
+        self.awaited[link] += len(transfer.awaited)
+        for page_name in rest:
+            self._expected.setdefault((rank, page_name), transfer)
+        tokens = request.token_ids[: len(names) * self.ranks[rank].pool.page_size + 1]
+        salt, priority = request.options.cache_salt, request.options.priority
+        ask = Ask(name, int32s(tokens), num_cached, len(names), salt, priority)
+        self._messages.append((link, ask))
+        self._count(asked=1)
+        self.awaits(rank, request, rest[0])
+
+    def _links(self, request: Request, now: float) -> list[int]:
+        """Prefill engines that may be asked for a request now."""
+        named = self._links_of.get(request)
+        links = self._any if named is None else (named,)
+        return [link for link in links if not self._backoffs[link].holds(now)]
+
+    def _join(self, request: Request, transfer: Transfer) -> None:
+        before = self._of.get(request)
+        if before is not transfer:
+            if before is not None:
+                self.release(transfer.rank, request)
+            self._of[request] = transfer
+            transfer.requests.add(request)
+
+    def _leave(self, request: Request) -> None:
+        transfer = self._of.pop(request, None)
+        if transfer is None:
+            return
+        transfer.requests.discard(request)
+        transfer.waiters.discard(request)
+        if not transfer.requests and transfer.name in self._transfers:
+            self._end(transfer)
+
+    def _pull(self, transfer: Transfer, offer: Offer, now: float) -> bool:
+        """Pull what an offer has; False where there is no room for it."""
+        rank, (pool, landing, _) = transfer.rank, self.ranks[transfer.rank]
+        wanted = []
+        for place in range(offer.count):
+            page = offer.first - transfer.first + place
+            if not 0 <= page < len(transfer.names) or transfer.names[page] not in transfer.awaited:
+                continue
+            name = transfer.names[page]
+            if pool.find((name,)) or name in landing:  # it has come another way
+                self._arrived(transfer, name)
+                transfer.wake()
+            else:
+                wanted.append((place, name))
+        if not wanted:
+            self._messages.append((transfer.link, Release(offer.number)))
+            return True
+        if not landing.make_room(len(wanted), self._names_on_their_way(rank), now):
+            return False
+        pulled = []
+        for place, name in wanted:
+            number = landing.expect(name, self, TIER, now)
+            transfer.pulling[number] = name
+            self._pulling[rank, number] = transfer
+            pulled.append((place, number))
+        self._pulls[rank].append(PulledPages(Source(transfer.link, offer.address), offer.number, pulled))
+        return True
+
+    def _names_on_their_way(self, rank: int) -> set[bytes]:
+        return {name for transfer in self._transfers.values() if transfer.rank == rank for name in transfer.names}
+
+    def _arrived(self, transfer: Transfer, name: bytes) -> None:
+        if name in transfer.awaited:
+            transfer.awaited.remove(name)
+            self.awaited[transfer.link] -= 1
+        if self._expected.get((transfer.rank, name)) is not transfer:
+            return
+        del self._expected[transfer.rank, name]
+        for other in self._transfers.values():
+            if other.rank == transfer.rank and name in other.awaited:
+                self._expected[transfer.rank, name] = other
+                return
+
+    def _complete(self, transfer: Transfer, now: float) -> None:
+        self._count(completed=1)
+        self._waits.append((TIER, now - transfer.began))
+        for offer in transfer.offers:
+            self._messages.append((transfer.link, Release(offer.number)))
+        del self._transfers[transfer.name]
+        transfer.wake()
+
+    def _give_up(self, transfer: Transfer, tells: bool = True) -> None:
+        """Go on without what has not come: its requests compute the rest."""
+        self._count(given_up=1)
+        for request in transfer.requests:
+            self._computed_here.add(request)
+        self._end(transfer, tells)
+
+    def _end(self, transfer: Transfer, tells: bool = True) -> None:
+        del self._transfers[transfer.name]
+        for name in list(transfer.awaited):
+            self._arrived(transfer, name)
+        for number in transfer.pulling:
+            del self._pulling[transfer.rank, number]
+        self.ranks[transfer.rank].landing.give_up(transfer.pulling)
+        transfer.pulling = {}
+        if tells:
+            self._messages.append((transfer.link, Cancel(transfer.name)))
+        transfer.wake()
+
+    def _count(self, **more: int) -> None:
+        self._counts = self._counts._replace(
+            **{name: getattr(self._counts, name) + value for name, value in more.items()}
+        )

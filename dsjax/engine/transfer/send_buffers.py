@@ -1,0 +1,174 @@
+"""`SendBuffers`: the parcels that a prefill engine keeps for others, each until it was pulled, nobody wants it, or its time is over."""
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsjax.engine.transfer.page_transfer import MOST_KEPT, Offer, Parcel, ParcelGoneError, SentPages
+
+
+@dataclass(eq=False)
+class PageSend:
+    """The transfer that a request is computed for.
+
+    Attributes:
+        next: the first page that has not been handed to be sent. end: behind the last one wanted.
+        cached: tokens that its first admission found cached; None before.
+    """
+
+    transfer: str
+    next: int
+    end: int
+    cached: int | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every page is sent, or is about to be."""
+        return self.next >= self.end
+
+
+class Keeper(NamedTuple):
+    """Which process keeps the parcels of a rank.
+
+    Attributes:
+        address: where others pull from it; empty in one process. elsewhere: whether it is another one than this.
+    """
+
+    address: str = ""
+    elsewhere: bool = False
+
+
+@dataclass(eq=False)
+class _Buffer:
+    rank: int
+    sending: PageSend
+    offer: Offer
+    until: float
+    parcel: Parcel | None = None
+    is_ready: bool = False
+
+
+class SendBuffers:
+    """Counts a rank's pages in parcels, from the plan that has them gathered until the parcel goes.
+
+    The engine's thread begins, cancels and expires; the executor's thread says what is ready; those who pull take and release from threads
+    of their own.
+
+    Args:
+        keepers: of each rank. offer: told of each parcel that can be pulled. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        keepers: Sequence[Keeper],
+        timeout: float,
+        offer: Callable[[Offer], None],
+        clock: Callable[[], float],
+        most_kept: int = MOST_KEPT,
+    ):
+        self.timeout = timeout
+        self._offer, self._clock = offer, clock
+        self._most_kept = most_kept
+        self._gone: list[int] = []
+        self._buffers: dict[int, _Buffer] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self.pages_sent = self.expired = 0
+        self.reset(keepers)
+
+    def reset(self, keepers: Sequence[Keeper]) -> None:
+        """Keep no parcel any longer: another executor is to make them, on ranks with these keepers."""
+        with self._lock:
+            self._keepers, self._room = list(keepers), [self._most_kept] * len(keepers)
+            self._buffers.clear()
+            self._gone.clear()
+
+    @property
+    def num_kept(self) -> int:
+        """Parcels that have not gone."""
+        return len(self._buffers)
+
+    @property
+    def num_pages_kept(self) -> int:
+        """Pages of all ranks in parcels that have not gone."""
+        return self._most_kept * len(self._room) - sum(self._room)
+
+    def room(self, rank: int) -> int:
+        """How many further pages of a rank may go into parcels now."""
+        return self._room[rank]
+
+    def begin(self, rank: int, sending: PageSend, first: int, pages: list[int]) -> SentPages:
+        """Pages go into a new parcel; the number by which it is known."""
+        with self._lock:
+            number = next(self._numbers) % 2**31
+            self._room[rank] -= len(pages)
+            address = self._keepers[rank].address
+            offer = Offer(sending.transfer, number, first, len(pages), sending.cached or 0, address)
+            self._buffers[number] = _Buffer(rank, sending, offer, self._clock() + self.timeout)
+        return SentPages(number, pages)
+
+    def ready(self, number: int, parcel: Parcel | None) -> None:
+        """A parcel is complete; it is offered, and its time begins, unless nobody wants it any more. None: another process keeps it."""
+        with self._lock:
+            buffer = self._buffers.get(number)
+            if buffer is None:
+                return
+            buffer.parcel, buffer.is_ready, buffer.until = parcel, True, self._clock() + self.timeout
+            self.pages_sent += buffer.offer.count
+        self._offer(buffer.offer)
+
+    def take(self, number: int) -> Parcel:
+        """A parcel that was offered. It is kept until it is released.
+
+        Raises:
+            ParcelGoneError: it is not kept any more.
+        """
+        with self._lock:
+            buffer = self._buffers.get(number)
+            if buffer is None or buffer.parcel is None:
+                raise ParcelGoneError(f"parcel {number} is not kept any more")
+            return buffer.parcel
+
+    def release(self, number: int) -> None:
+        """Keep a parcel no longer."""
+        with self._lock:
+            self._drop(number)
+
+    def cancel(self, sending: PageSend) -> None:
+        """Keep no parcel of a transfer any longer."""
+        with self._lock:
+            for number in [number for number, buffer in self._buffers.items() if buffer.sending is sending]:
+                self._drop(number)
+
+    def expire(self) -> list[PageSend]:
+        """Transfers of which a parcel was not pulled in time. Whoever asks cancels them."""
+        now = self._clock()
+        with self._lock:
+            late = [buffer for buffer in self._buffers.values() if buffer.until < now]
+            self.expired += len(late)
+        return list(dict.fromkeys(buffer.sending for buffer in late))
+
+    def offers(self, sending: PageSend) -> list[Offer]:
+        """Of a transfer, what can be pulled now."""
+        with self._lock:
+            return [buffer.offer for buffer in self._buffers.values() if buffer.sending is sending and buffer.is_ready]
+
+    def take_gone(self) -> list[int]:
+        """Parcels that other processes keep and need not keep any more; each is told of once."""
+        with self._lock:
+            gone, self._gone = self._gone, []
+            return gone
+
+    def kept_for(self, sending: PageSend) -> bool:
+        """Whether a parcel of a transfer is kept."""
+        with self._lock:
+            return any(buffer.sending is sending for buffer in self._buffers.values())
+
+    def _drop(self, number: int) -> None:
+        buffer = self._buffers.pop(number, None)
+        if buffer is not None:
+            self._room[buffer.rank] += buffer.offer.count
+            if self._keepers[buffer.rank].elsewhere:
+                self._gone.append(number)

@@ -1,0 +1,87 @@
+"""`Transport`: moves transfer chunks between processes; and the table of those there are (`--disaggregation-transfer-backend`)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from dsjax.engine.transfer.page_transfer import Parcel
+from dsjax.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FLAG = "--disaggregation-transfer-backend"
+
+Shapes = Mapping[str, tuple[tuple[int, ...], "np.dtype"]]
+"""Shape and dtype of a transfer chunk's arrays, by name."""
+
+
+class Transport(Protocol):
+    """Moves transfer chunks from the process that keeps them to the one that needs them. Its methods are called from any thread.
+
+    Attributes:
+        address: the name by which other processes' transports know this one.
+    """
+
+    address: str
+
+    def publish(self, number: int, chunk: Parcel) -> bytes:
+        """Let another process pull a complete chunk, once, under a positive number. Return the ticket that it pulls by."""
+
+    def withdraw(self, number: int, chunk: Parcel, *, pulled: bool) -> None:
+        """End what `publish` began, and free what it took: the chunk was pulled, or nobody will pull it any more."""
+
+    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Parcel:
+        """Return a chunk that the process at this address has published, complete, on this device. It may raise anything, and may hang.
+
+        A chunk that was withdrawn before it was here must never be returned.
+        """
+
+    def disconnect(self, address: str) -> None:
+        """Keep nothing for the process at this address, which has gone."""
+
+
+class Backend(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        implementation: `module:class`, called with a device of this process and the address by which others reach this host.
+        package: module that must be installed. extra: what installs it.
+    """
+
+    implementation: str
+    package: str = "jax"
+    extra: str = ""
+
+
+BACKENDS = {
+    "jax": Backend("dsjax.engine.transfer.jax_transport:JaxTransport"),
+    "nixl": Backend("dsjax.engine.transfer.nixl.nixl_transport:NixlTransport", "nixl_cu13", "nixl"),
+}
+"""Transports by the option's value. The two sides must use the same one."""
+
+
+def check_installed(name: str) -> None:
+    """Check that a transport's package is installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    backend = BACKENDS[name]
+    if importlib.util.find_spec(backend.package) is None:
+        raise UserError(
+            f"{FLAG} {name} needs the package {backend.package}, which is not installed: pip install 'dsjax[{backend.extra}]'"
+        )
+
+
+def open_transport(name: str, device: Any, host: str) -> Transport:
+    """Start a transport of the table in this process.
+
+    Raises:
+        UserError: it cannot run here.
+    """
+    module, _, implementation = BACKENDS[name].implementation.partition(":")
+    return getattr(importlib.import_module(module), implementation)(device, host)

@@ -1,0 +1,44 @@
+"""Options as dataclasses: fields that say what they are, which a command line shows and which are checked when one is made."""
+
+import dataclasses
+from typing import Any
+
+from dsjax.errors import UserError
+
+
+class OptionError(UserError):
+    """An option that cannot be, or not beside another."""
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A field that is a command-line option.
+
+    Args:
+        default: its value when it is not given.
+        help: a line for `--help`.
+        metadata: `choices`; `flag`, where it is not the field's name; `alias`, another flag; `switch`: a bool that has no `--no-` form;
+            `envvar`; `least`, `above`: bounds of numbers, checked when the dataclass is made; `min`: the least number that the command
+            line takes, which `--help` shows; `show_default`: what `--help` shows as the default, where that is not the field's.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+class Checked:
+    """Checks a dataclass's fields against the choices and bounds that they declare."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, facts = getattr(self, field.name), field.metadata
+            if value is None:
+                continue
+            if "choices" in facts and value not in facts["choices"]:
+                raise OptionError(f"{flag_of(field)} is {value!r}, expected one of {', '.join(facts['choices'])}")
+            if "least" in facts and not value >= facts["least"]:
+                raise OptionError(f"{flag_of(field)} is {value}, expected at least {facts['least']}")
+            if "above" in facts and not value > facts["above"]:
+                raise OptionError(f"{flag_of(field)} is {value}, expected more than {facts['above']}")
+
+
+def flag_of(field: dataclasses.Field) -> str:
+    """`--name-of-the-field`."""
+    return field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"

@@ -1,0 +1,317 @@
+"""`PlanArgs`: the options of `dsjax plan`, each once, checked when made; and the question that they ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsjax.errors import UserError
+from dsjax.options import option
+
+if TYPE_CHECKING:
+    from dsjax.plan.cluster import Cluster
+    from dsjax.plan.engine import Engine
+    from dsjax.plan.measured import Measured
+    from dsjax.plan.operator_tables import OperatorTables
+    from dsjax.plan.percentiles import Slo
+    from dsjax.plan.question import Question
+    from dsjax.plan.workload import Pins, PlanOptions, Workload
+
+_MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}
+STATIC_MODES = ("static", "static_ctx", "static_gen")
+"""One batch of every layout in place of a service: of both phases, of prompts alone, of decodes alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArgs:
+    """The options of a plan, which the command line shows as they are declared here."""
+
+    model: str = option("deepseek-v3", "Bundled name, or a directory with config.json.")
+    cluster: str | None = option(
+        None,
+        "Bundled name (configs/clusters), a TOML file, or this-machine with --measured. "
+        "Default: the device of --measured, else h100-32.",
+    )
+    hosts: int | None = option(None, "Another number of hosts than the cluster's.", min=1)
+    input_tokens: str | None = option(
+        None, "Prompt tokens: mean, or mean:variation.", flag="--input", show_default="2000"
+    )
+    output_tokens: str | None = option(
+        None, "Output tokens: mean, or mean:variation.", flag="--output", show_default="500"
+    )
+    classes: list[str] | None = option(
+        None,
+        "NAME=SHARE,INPUT,OUTPUT instead of --input and --output: a mixture of lengths; repeatable: "
+        "short=0.8,512:0.2,256.",
+        flag="--class",
+    )
+    slo: list[str] | None = option(
+        None,
+        "Percentile that must hold, in ms: ttft-p95=370, tpot-p99=60, e2e-p50=9000, or of a class: short:ttft-p95=370; "
+        "p50, p90, p95 or p99; repeatable. The best deployments are played (--num-prompts, --seed).",
+    )
+    concurrency: float | None = option(None, "Requests in flight; default: as many as pays.")
+    rate: float | None = option(None, "Requests a second that must be kept up with.")
+    prefix_hit: float = option(0.0, "Share of prompt tokens found in the cache.")
+    ttft_ms: float | None = option(None, "Objective: mean time to first token.")
+    tpot_ms: float | None = option(None, "Objective: mean time per output token.")
+    throughput: float | None = option(None, "Objective: output tokens a second, all together.")
+    measured: Path | None = option(None, "JSON of dsjax bench modules: its times in place of published tables.")
+    network: Path | None = option(
+        None, "JSON of dsjax bench network: its times of collectives in place of assumptions about links."
+    )
+    precision: str = option(
+        "auto", "fp8, bf16, int8, nvfp4 or nvfp4-bf16 (bf16 attention); auto: fp8, or what --measured was taken with."
+    )
+    kv_cache_dtype: str = option("auto", "Latent cache: auto, bf16 or fp8.")
+    mtp: int = option(0, "Tokens drafted by the MTP module a step.")
+    mtp_acceptance: float = option(0.85, "Chance that a draft is accepted.")
+    redundant_experts: int | None = option(None, "Physical minus logical; default: tried.")
+    enable_shared_experts_fusion: bool = option(
+        False, "The shared expert is one more routed one, with a copy on each device.", switch=True
+    )
+    expert_skew: str = option(
+        "default",
+        "default, uniform, zipf:S, or a JSON file of tokens per expert, as dsjax serve records them; "
+        "EARLIER.json,LATER.json: what a balancer has seen, and what it then served.",
+    )
+    engine: str = option(
+        "dsjax",
+        "dsjax: what dsjax serve can do; published: kernels, overlaps and transfers of SGLang and TensorRT-LLM; vllm, sglang, "
+        "tensorrt-llm: the same in layouts that this engine can run, with its own commands.",
+    )
+    dispatch: str | None = option(
+        None, "deepep (as published), or dsjax's own: auto, gather, padded, ragged. Default: the engine's."
+    )
+    compiled: list[Path] | None = option(
+        None, "JSON of dsjax dryrun: its figures in place of assumptions where it is of a layout; repeatable."
+    )
+    operators: Path | None = option(None, "Folder of your own tables of operations, in the form of configs/operators.")
+    host_scheduling: str = option(
+        "overlapped", "overlapped with the device's work, or serial: the device waits for it."
+    )
+    two_batch_overlap: str = option("auto", "auto, on or off.")
+    mode: str = option("both", "aggregated, separated, both; or static, static_ctx, static_gen: one batch.")
+    batch: int | None = option(None, "Static modes: requests of a DP rank; default: all that fit.", min=1)
+    context: int | None = option(
+        None, "--mode static_gen: cached tokens of every request; default: as --input and --output make them.", min=1
+    )
+    prefill_tokens: int = option(16384, "Most prompt tokens of a DP rank in a step.")
+    mesh: str | None = option(None, "Plan with instances of this mesh only: dp=32, or dp=4,tp=8.")
+    prefill_mesh: str | None = option(None, "Separated: mesh of a prefill instance.")
+    decode_mesh: str | None = option(None, "Separated: mesh of a decode instance.")
+    prefill_instances: int | None = option(None, "Separated: how many of them.")
+    decode_instances: int | None = option(None, "Separated: how many of them.")
+    max_devices: int | None = option(None, "Use no more devices than this.")
+    max_devices_per_instance: int | None = option(None, "No instance is wider than this: what one failure takes down.")
+    price_per_hour: float | None = option(
+        None, "Of one device, in any currency: the cost of a million output tokens follows."
+    )
+    explain: str | None = option(
+        None, "Derivation of the best, and which assumptions widen it most: tpot, ttft, throughput or memory."
+    )
+    sweep: list[str] | None = option(
+        None,
+        "latency, bandwidth, loss-of-hosts, hosts or concurrency, or at your own points: latency=1,10,100; hosts=8:400,16:800 "
+        "with so many requests in flight; repeatable.",
+    )
+    simulate: bool = option(False, "Play arrivals through on the best: percentiles, goodput.", switch=True)
+    num_prompts: int = option(1000, "--simulate: requests that are measured.", min=1)
+    request_rate: str | None = option(
+        None,
+        "--simulate: inf starts as benchmarks do, all users at once, and nobody comes after the last. Default: a steady service.",
+    )
+    warmup: int | None = option(
+        None, "--simulate: requests left out at the start. Default: none with --request-rate inf, else a stay's.", min=0
+    )
+    burstiness: float = option(1.0, "--simulate: 1 is Poisson, less is burstier, as vllm bench serve has it.")
+    seed: int = option(0, "--simulate: of lengths and arrivals.", min=0)
+    rows: int = option(8, "Rows of the table.", min=1)
+    pareto: Path | None = option(None, "Write the Pareto front: .html, or a picture.")
+    plots: Path | None = option(None, "Folder for the sweeps' pictures.")
+    recipe_file: Path | None = option(
+        None,
+        "Write the winner's recipe: FILE.json, FILE.sh with the commands of --engine vllm, sglang or tensorrt-llm, FILE.yaml for "
+        "NVIDIA Dynamo's operator, or a folder with a kustomize overlay for Kubernetes.",
+        flag="--recipe",
+    )
+    json_file: str | None = option(None, "Write JSON to this file instead; - for standard output.", flag="--json")
+
+    def __post_init__(self):
+        if self.mode not in (*_MODES, *STATIC_MODES):
+            raise UserError(f"--mode is {self.mode!r}, expected one of {', '.join((*_MODES, *STATIC_MODES))}")
+        if self.explain is not None:
+            from dsjax.plan.explain import EXPLAINED
+
+            if self.explain not in EXPLAINED:
+                raise UserError(f"--explain is {self.explain!r}, expected one of {', '.join(EXPLAINED)}")
+        self._check_arrivals()
+        self._check_batch()
+        if self.plots and not self.sweep:
+            raise UserError(
+                "--plots draws sweeps, and there is none; give --sweep latency or another, or --pareto FILE.png for the front"
+            )
+        if self.explain and self.json_file is not None:
+            raise UserError("--explain is for reading, --json writes data in its place; give one of them")
+        if self.classes and (self.input_tokens or self.output_tokens):
+            raise UserError("--class has lengths of its own, in place of --input and --output; give one or the other")
+
+    def _check_arrivals(self) -> None:
+        if not 0 < self.burstiness < math.inf:
+            raise UserError(f"--burstiness is {self.burstiness:g}, expected a number above 0")
+        if self.burstiness != 1 and (self.concurrency is not None or self.request_rate):
+            raise UserError(
+                "--burstiness is of arrivals at a rate; with --concurrency and --request-rate inf each request follows one that ended"
+            )
+        if self.request_rate not in (None, "inf"):
+            raise UserError(
+                f"--request-rate is {self.request_rate!r}, expected inf: all users at once; give --rate for requests a second"
+            )
+        if (self.request_rate or self.warmup is not None) and not self.simulate:
+            raise UserError("--request-rate and --warmup are of --simulate; give it too")
+        if self.request_rate and self.rate is not None:
+            raise UserError("--request-rate inf starts a fixed number of users at once; give --concurrency, not --rate")
+
+    def _check_batch(self) -> None:
+        mode = self.mode
+        if self.batch is not None and not self.is_static:
+            raise UserError(f"--batch is for --mode {', '.join(STATIC_MODES)}; with --mode {mode} give --concurrency")
+        if self.context is not None and mode != "static_gen":
+            raise UserError(
+                f"--context is of decode steps alone, --mode {mode} follows from --input and --output; give --mode static_gen"
+            )
+        given = next((name for name in _OF_A_SERVICE if not _is_absent(getattr(self, name))), None)
+        if self.is_static and given:
+            flag = "--recipe" if given == "recipe_file" else f"--{given.replace('_', '-')}"
+            raise UserError(
+                f"{flag} is of a service, --mode {mode} is one batch of every layout; give aggregated, separated or both"
+            )
+
+    @property
+    def is_static(self) -> bool:
+        """Whether one batch of every layout is asked for, and no service."""
+        return self.mode in STATIC_MODES
+
+    def question(self) -> tuple[Question, list[Slo]]:
+        """The question that is asked, and the percentiles that must hold.
+
+        Raises:
+            UserError: a file that cannot be read, or values that do not go together.
+        """
+        from dsjax.config import load_config
+        from dsjax.plan.engine import find_engine
+        from dsjax.plan.measured import read_measured
+        from dsjax.plan.operator_tables import operator_tables
+        from dsjax.plan.own_cluster import find_cluster, with_tables
+        from dsjax.plan.question import Question
+        from dsjax.plan.recipe import check_recipe
+        from dsjax.plan.sweep import read_sweep
+        from dsjax.plan.workload import Objective
+
+        engine = find_engine(self.engine)
+        check_recipe(self.recipe_file, engine.name)
+        for text in self.sweep or ():
+            read_sweep(text)
+        config = load_config(self.model)
+        measured = read_measured(self.measured, config) if self.measured else None
+        cluster, tables = find_cluster(self.cluster, measured), operator_tables(self.operators)
+        if measured is None:
+            cluster, tables = with_tables(cluster, tables)
+        cluster, workload = self._priced(self._timed(cluster)), self._workload()
+        objective = Objective(self.ttft_ms and self.ttft_ms / 1e3, self.tpot_ms and self.tpot_ms / 1e3, self.throughput)
+        if self.context is not None:
+            workload = dataclasses.replace(workload, decoding_at=float(self.context))
+        slos = []
+        if self.slo:  # what plays requests brings the engine's scheduler in, a third of a second
+            from dsjax.plan.percentiles import Slo, guide
+
+            slos = [Slo.parse(text, workload) for text in self.slo]
+            objective = guide(objective, slos, workload)
+        cluster = cluster.resized(self.hosts) if self.hosts else cluster
+        return Question(config, cluster, workload, objective, self._options(engine, measured, tables)), slos
+
+    def _timed(self, cluster: Cluster) -> Cluster:
+        """The cluster with the times of its collectives that were measured."""
+        from dsjax.plan.measured_network import check_device, read_network
+
+        if self.network is None:
+            return cluster
+        network = read_network(self.network)
+        check_device(network, cluster.hardware, cluster.name)
+        return dataclasses.replace(cluster, measured=network)
+
+    def _priced(self, cluster: Cluster) -> Cluster:
+        """The cluster with the price of its devices."""
+        price = self.price_per_hour
+        if price is None:
+            return cluster
+        if not 0 < price < math.inf:
+            raise UserError(f"--price-per-hour is {price:g}, expected a number above 0")
+        if cluster.prefill is not None:
+            raise UserError(
+                f"--price-per-hour is of one kind of device, and {cluster.name} has two; give price_per_hour in the file of each of them"
+            )
+        return dataclasses.replace(cluster, hardware=dataclasses.replace(cluster.hardware, price_per_hour=price))
+
+    def _workload(self) -> Workload:
+        from dsjax.plan.workload import Lengths, RequestClass, Workload
+
+        load: dict[str, Any] = {"concurrency": self.concurrency, "rate": self.rate, "prefix_hit": self.prefix_hit}
+        if self.classes:
+            return Workload.of_classes([RequestClass.parse(text) for text in self.classes], **load)
+        prompt = Lengths.parse(self.input_tokens or "2000", "--input")
+        return Workload(prompt, Lengths.parse(self.output_tokens or "500", "--output"), **load)
+
+    def _options(self, engine: Engine, measured: Measured | None, tables: OperatorTables) -> PlanOptions:
+        from dsjax.plan.compiled import read_dry_run
+        from dsjax.plan.own_cluster import choose_precision
+        from dsjax.plan.skew import read_skew
+        from dsjax.plan.workload import PlanOptions
+
+        return PlanOptions(
+            precision=engine.precision(choose_precision(self.precision, self.kv_cache_dtype, measured)),
+            drafts=self.mtp,
+            acceptance=self.mtp_acceptance,
+            redundant=self.redundant_experts,
+            skew=read_skew(self.expert_skew),
+            overlap=self.two_batch_overlap,
+            modes=_MODES.get(self.mode, _MODES["both"]),
+            prefill_tokens=self.prefill_tokens,
+            max_devices=self.max_devices,
+            dispatch=self.dispatch or engine.dispatch,
+            compiled=tuple(read_dry_run(path) for path in self.compiled or ()),
+            mesh=_mesh(self.mesh),
+            measured=measured,
+            operators=tables,
+            host=self.host_scheduling,
+            engine=engine,
+            pins=self._pins(),
+            widest=self.max_devices_per_instance,
+            fused=self.enable_shared_experts_fusion,
+        )
+
+    def _pins(self) -> Pins:
+        from dsjax.plan.workload import Pins
+
+        prefill, decode = _mesh(self.prefill_mesh), _mesh(self.decode_mesh)
+        return Pins(prefill, decode, self.prefill_instances, self.decode_instances)
+
+
+_OF_A_SERVICE = (
+    "explain", "pareto", "sweep", "recipe_file", "slo", "concurrency", "rate", "ttft_ms", "tpot_ms", "throughput", "prefill_mesh",
+    "decode_mesh", "prefill_instances", "decode_instances", "price_per_hour", "simulate",
+)  # fmt: skip
+"""Options that one batch of every layout does not have."""
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or value is False or value == []
+
+
+def _mesh(text: str | None) -> Any:
+    from sharding.mesh import MeshSpec
+
+    return MeshSpec.parse(text) if text else None

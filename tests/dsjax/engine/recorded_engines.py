@@ -1,0 +1,450 @@
+"""Engines whose commands are recorded: how they are made, and the few verbs by which `recorded_scenarios.py` speaks to them.
+
+When a constructor of the engine changes, this file changes; the scenarios and the goldens do not.
+
+Everything is one thread on a virtual clock: time passes by what a step takes and between turns, and the disk, the parcels and the links are
+scripted (`recorded_executor.py`).
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from unittest import mock
+
+import msgspec
+import numpy as np
+from recorded_executor import Clock, DeviceLostError, LaunchFailedError, Line, ScriptedExecutor, line_of
+
+from dsjax.engine.contract.commands import int32s
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.engine.core import EngineCore
+from dsjax.engine.engine import attachments_of
+from dsjax.engine.experts.eplb import EplbConfig
+from dsjax.engine.experts.expert_balancer import ExpertBalancer
+from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.schedule.request import Request, RequestOptions
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.text.logit_rules import LogitRules
+from dsjax.engine.transfer.page_transfer import Ask, Failed
+from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
+from dsjax.engine.transfer.send_buffers import Keeper
+
+VOCABULARY = 300
+
+
+def make_executor(
+    run: "Run", name: str, *, disk=None, max_in_flight=2, moves_experts=False, **limits
+) -> ScriptedExecutor:
+    """An executor whose commands go to the stream of this name."""
+    sizes = {"max_rows_decode": 6, "max_rows_prefill": 3, "max_chunk": 8, "page_size": 4, "pages_per_rank": 33}
+    sizes |= {"num_ranks": 1, "max_model_len": 128, "vocab_size": VOCABULARY, **limits}
+    stream = run.streams.setdefault(name, [])
+    made = ScriptedExecutor(
+        ExecutorLimits(**sizes), stream, run.clock, disk=disk, max_in_flight=max_in_flight, moves_experts=moves_experts
+    )
+    run.executors.append(made)
+    return made
+
+
+def make_config(executor: ScriptedExecutor, *, drafts=None, budget=16, **options) -> SchedulerConfig:
+    """A scheduler's sizes. drafts: the table of drafts by running requests."""
+    speculation = None if drafts is None else SpeculativeConfig(
+        method="mtp", num_speculative_tokens=4, num_speculative_tokens_per_batch_size=drafts
+    )  # fmt: skip
+    return SchedulerConfig.from_limits(
+        executor.limits, max_num_batched_tokens=budget, speculation=speculation, **options
+    )
+
+
+def make_balancer(run: "Run", executor: ScriptedExecutor, **options) -> ExpertBalancer:
+    """A balancer that decides at once: `Run` has its thread's work done where it is asked for."""
+    return ExpertBalancer(EplbConfig(**({"window_size": 3, "step_interval": 6} | options)), run.clock)
+
+
+def make_core(
+    run: "Run",
+    name: str,
+    executor: ScriptedExecutor,
+    config: SchedulerConfig,
+    *,
+    balancer: ExpertBalancer | None = None,
+    events: bool = False,
+    links: "list[ScriptedLink] | None" = None,
+    connect: "Callable[[str], ScriptedLink] | None" = None,
+    timeout: float = 1.0,
+    local_tokens: int = 1,
+    **options,
+) -> "Engine":
+    """An engine that decodes, and computes prompts itself or has them computed behind these links."""
+    parts = attachments_of(config, sink=EventStream(run, name) if events else None)
+    if links is not None:
+        parts.append(PolledLinks(links, connect, local_tokens=local_tokens, timeout=timeout))
+    if balancer is not None:
+        parts.append(balancer)
+    return Engine(run, name, EngineCore(executor, config, attachments=parts, **options))
+
+
+class PolledLinks(PrefillLinks):
+    """Links of an executor that reports when it is looked at, since nothing runs beside it."""
+
+    def start(self, executor, config):
+        """Look at this executor from now on."""
+        self.executor = executor
+        super().start(executor, config)
+
+    def wait(self):
+        """Wait for nothing: whoever could be waited for has its turn next."""
+        return bool(self.source.num_under_way)
+
+    def begin_step(self, now):
+        """Look at the executor, and hand on what there is."""
+        if not self.executor.limits.disk_pages:
+            self.executor.page_reports()
+        super().begin_step(now)
+
+
+def make_prefill(
+    run: "Run",
+    name: str,
+    executor: ScriptedExecutor,
+    config: SchedulerConfig,
+    *,
+    balancer: ExpertBalancer | None = None,
+    events: bool = False,
+    timeout: float = 1.0,
+) -> "Prefill":
+    """An engine that computes prompts for others."""
+
+    def keepers(executor):
+        ranks = range(executor.limits.num_ranks)
+        return [Keeper(f"host-{rank}:1", True) if rank in executor.keeps_elsewhere else Keeper() for rank in ranks]
+
+    parts = attachments_of(config, sink=EventStream(run, name) if events else None)
+    if balancer is not None:
+        parts.append(balancer)
+    return Prefill(run, PrefillEngine(executor, config, timeout=timeout, attachments=parts, keepers=keepers))
+
+
+def make_request(name: str, tokens: list[int], kind: str, max_tokens: int, seed: int, now: float, **options) -> Request:
+    """A request of a kind. options: priority, cache_salt, session, dp_rank, prefill."""
+    params, words, constraint = SamplingParams(**PARAMETERS[kind]), (), None
+    stop_ids = frozenset({7, 8, 9}) if kind in STOPPED else frozenset()
+    if kind == "biased":
+        words = ((7,), (1, 2, 9), (3, 3))
+    if kind == "structured":
+        constraint = Digits()
+    rules = LogitRules(params, VOCABULARY, stop_ids, words, constraint) if kind in RULED else None
+    return Request(
+        name,
+        list(tokens),
+        len(tokens),
+        params,
+        max_tokens,
+        seed,
+        stop_ids,
+        arrival_time=now,
+        options=RequestOptions(**options),
+        rules=rules,
+    )
+
+
+def make_generation(executor: ScriptedExecutor, config: SchedulerConfig) -> SimpleNamespace:
+    """What a change of the mesh gives the core."""
+    return SimpleNamespace(executor=executor, config=config, facts=None)
+
+
+PARAMETERS: dict[str, dict] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
+    "penalised": {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.125},
+    "biased": {
+        "temperature": 1.0,
+        "logit_bias": {5: 3.0, 9: -100.0},
+        "min_tokens": 3,
+        "allowed_token_ids": list(range(290)),
+    },
+    "logprobs": {"temperature": 0, "logprobs": 2},
+    "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 1},
+    "structured": {"temperature": 0.5, "min_tokens": 2},
+    "open": {"temperature": 0, "max_tokens": None},
+}
+STOPPED = ("sampled", "biased", "structured", "penalised")
+RULED = ("penalised", "biased", "structured")
+
+
+class Digits:
+    """A grammar: tokens in turn from 20 to 39, 40 to 59 and 60 to 79, where the draws of the model never lead to an end."""
+
+    active, complete = True, False
+
+    def __init__(self):
+        self._made = 0
+
+    def preview(self, drafts, words):
+        """The masks of the next token, and of those behind the drafts that fit."""
+        masks = []
+        for place, draft in enumerate([*drafts, None]):
+            bits = np.zeros(32 * words, bool)
+            first = 20 + 20 * ((self._made + place) % 3)
+            bits[first : first + 20] = True
+            masks.append(np.packbits(bits, bitorder="little").view(np.int32))
+            if draft is None or not first <= draft < first + 20:
+                break
+        return np.array(masks), None
+
+    def take(self, token):
+        """Follow a token."""
+        fits = token // 20 == 1 + self._made % 3
+        self._made += 1
+        return None if fits else f"token {token} is not allowed at {self._made}"
+
+
+class EventStream:
+    """Writes down what is told of pages, many events a line."""
+
+    def __init__(self, run: "Run", name: str):
+        self._lines = run.streams.setdefault(f"{name}-events", [])
+        self._events: list[bytes] = []
+
+    def publish(self, rank: int, events) -> None:
+        """These happened on a rank."""
+        for event in events:
+            self._events.append(msgspec.msgpack.encode((rank, event)))
+            if len(self._events) == 64:
+                self._write()
+
+    def close(self) -> None:
+        """Nothing follows."""
+        self._write()
+
+    def _write(self) -> None:
+        self._lines.append(line_of(f"events-{len(self._events)}", b"".join(self._events)))
+        self._events = []
+
+
+class Engine:
+    """An engine that takes requests, by its verbs."""
+
+    def __init__(self, run: "Run", name: str, core: EngineCore):
+        self._run, self._core, self._late = run, core, []
+        self._requests: list[Request] = []
+        self._outcomes = run.streams.setdefault(f"{name}-requests", [])
+        run.engines.append(self)
+
+    @property
+    def executor(self) -> ScriptedExecutor:
+        """The one of now."""
+        return self._core.executor
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has anything to do."""
+        return self._core.has_unfinished or bool(self._late)
+
+    def add(
+        self, name: str, tokens: list[int], kind: str = "greedy", max_tokens: int = 6, seed: int = 0, **options
+    ) -> Request:
+        """Give it a request."""
+        request = make_request(name, tokens, kind, max_tokens, seed, self._run.clock(), **options)
+        try:
+            self._core.add(request)
+            self._requests.append(request)
+        except AdmissionError as error:  # it was drawn for another mesh
+            self._outcomes.append(line_of(f"{name}:refused", str(error).encode()))
+        return request
+
+    def add_meanwhile(self, *arguments, **options) -> None:
+        """Give it a request while the next step computes."""
+        self._late.append(lambda: self.add(*arguments, **options))
+
+    def abort(self, name: str) -> None:
+        """End a request, if it has not ended."""
+        self._core.abort(name)
+
+    def abort_meanwhile(self, name: str) -> None:
+        """End a request while the next step computes."""
+        self._late.append(lambda: self.abort(name))
+
+    def flush(self) -> None:
+        """Empty the prefix cache."""
+        self._core.flush_prefix_cache()
+
+    def rebalance(self) -> None:
+        """Move experts now."""
+        self._core.part(ExpertBalancer).rebalance_now()
+
+    def change(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
+        """Go on with another executor."""
+        self._core.change(lambda: make_generation(executor, config))
+
+    def survive_with(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
+        """Go on with another executor when a step fails."""
+        self._core.generations = SimpleNamespace(after=lambda error: make_generation(executor, config))
+
+    def turn(self) -> None:
+        """A step of it."""
+        ahead = self._core.has_unfinished
+        try:
+            self._core.step(self._meanwhile, ahead=ahead)
+        except DeviceLostError as error:
+            self._core.survive(error)
+        except LaunchFailedError:
+            pass  # whoever steps goes on after an interrupt
+        self._meanwhile()
+
+    def end(self) -> None:
+        """End it, and write down what became of its requests."""
+        self._core.finish()
+        self._core.shutdown()
+        for request in self._requests:
+            tokens = int32s(request.token_ids)
+            reason = "unfinished" if request.finish_reason is None else request.finish_reason.value
+            kind = f"{request.request_id}:{reason}:{request.num_cached_tokens}:{request.num_preemptions}"
+            self._outcomes.append(line_of(kind, tokens))
+
+    def _meanwhile(self) -> None:
+        self._run.pump()  # others' threads do not wait for this one
+        late, self._late = self._late, []
+        for function in late:
+            function()
+
+
+class Prefill:
+    """An engine that computes prompts for others, by its verbs."""
+
+    def __init__(self, run: "Run", engine: PrefillEngine):
+        self._run, self.engine, self._goes_on = run, engine, True
+        run.prefills.append(self)
+
+    @property
+    def executor(self) -> ScriptedExecutor:
+        """The one of now."""
+        return self.engine.core.executor
+
+    def turn(self) -> None:
+        """Take what was said, and a step."""
+        self._goes_on = self._goes_on and self.engine.turn(wait=False)
+
+    def hand(self, transfer: str, tokens: list[int]) -> None:
+        """Have a prompt computed that its decode engine will name by this transfer."""
+        pages = (len(tokens) - 1) // 4
+        self.engine.post(Ask(transfer, int32s(tokens[: pages * 4 + 1]), 0, pages), None)
+
+    def survive_with(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
+        """Go on with another executor when a step fails."""
+        made = make_generation(executor, config)
+        self.engine.follow(SimpleNamespace(after=lambda error: made, due=False))
+
+    def end(self) -> None:
+        """End it, unless its decode engine has."""
+        if self._goes_on:
+            self.engine.core.finish()
+            self.engine.core.shutdown()
+
+
+class ScriptedLink:
+    """A prefill engine of this process as a decode engine sees it.
+
+    Attributes:
+        lost: kinds of messages that do not reach the prefill engine.
+    """
+
+    def __init__(self, prefill: Prefill):
+        self._link, self._receive = LocalLink(prefill.engine), lambda message: None
+        self.lost: tuple[type, ...] = ()
+
+    def connect(self, receive) -> None:
+        """Have messages handed over."""
+        self._receive = receive
+        self._link.connect(receive)
+
+    def send(self, message) -> None:
+        """Tell the prefill engine something."""
+        if not isinstance(message, self.lost):
+            self._link.send(message)
+
+    def pull(self, number, device, address=""):
+        """A parcel; what another process keeps is always there."""
+        if address:
+            return {}
+        return self._link.pull(number, device)
+
+    def fail(self, transfer: str = "") -> None:
+        """Tell decode that a transfer has failed; by default all have."""
+        self._receive(Failed(transfer, "scripted"))
+
+    def warm_up(self, progress=None) -> None:
+        """Nothing is compiled."""
+
+    def close(self) -> None:
+        """Nothing more is asked."""
+        self._link.close()
+
+
+@dataclass
+class Run:
+    """One run of a scenario.
+
+    Attributes:
+        streams: the lines of each stream, by its name.
+    """
+
+    clock: Clock = field(default_factory=Clock)
+    streams: dict[str, list[Line]] = field(default_factory=dict)
+    executors: list[ScriptedExecutor] = field(default_factory=list)
+    engines: list[Engine] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+
+    def play(self, actions: Mapping[int, list[Callable[[], object]]], *, least: int = 0) -> None:
+        """Turn after turn, with what happens before each, until nothing is left to be done."""
+        last = max([least, *actions])
+        for turn in range(4000):
+            for action in actions.get(turn, ()):
+                action()
+            self.turn()
+            if turn >= last and not any(engine.busy for engine in self.engines):
+                return
+        raise AssertionError("nothing moves any more")
+
+    def pump(self) -> None:
+        """Move parcels that are due."""
+        for executor in self.executors:
+            executor.pump()
+
+    def turn(self) -> None:
+        """A step of each engine."""
+        self.pump()
+        for prefill in self.prefills:
+            prefill.turn()
+        for engine in self.engines:
+            engine.turn()
+        self.clock.advance(0.003)
+
+    def end(self) -> None:
+        """End all engines."""
+        for engine in self.engines:
+            engine.end()
+        for _ in range(5):  # what was given up comes to its end
+            for prefill in self.prefills:
+                prefill.turn()
+        for prefill in self.prefills:
+            prefill.end()
+
+
+def _at_once(self, function, /, *arguments, **options) -> Future:
+    done: Future = Future()
+    done.set_result(function(*arguments, **options))
+    return done
+
+
+def record(scenario: Callable[[Run], None]) -> dict[str, list[Line]]:
+    """The streams of a scenario."""
+    run = Run()
+    with mock.patch.object(time, "monotonic", run.clock), mock.patch.object(ThreadPoolExecutor, "submit", _at_once):
+        scenario(run)
+        run.end()
+    return run.streams

@@ -1,0 +1,70 @@
+"""What dsjax and sharding import is declared, and what is private of others is imported in one place."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "zmq": "pyzmq", "dynamo": "ai-dynamo"}
+"""The distribution of what is imported under another name."""
+PRIVATE = {
+    "jax._src": ["sharding/jax_internals.py"],
+    "uvicorn.protocols": ["dsjax/serve/bodies.py", "dsjax/serve/connections.py"],
+}
+"""Which files may reach into the modules that a package does not promise to keep."""
+
+
+def imports() -> dict[str, set[str]]:
+    """Which files import each module, as `package.module` and `package.module.name`."""
+    modules: dict[str, set[str]] = {}
+    for path in [*(ROOT / "dsjax").rglob("*.py"), *(ROOT / "sharding").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            else:
+                continue
+            for name in names:
+                modules.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+    return modules
+
+
+def normal(name: str) -> str:
+    """A distribution's name as indices compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared() -> dict[str, str]:
+    """The requirement of each distribution: of the project, or of one of its extras that is not for tests."""
+    extras = [one for name, group in PROJECT["optional-dependencies"].items() if name != "test" for one in group]
+    requirements = [*extras, *PROJECT["dependencies"]]
+    return {normal(re.match(r"[\w.-]+", one)[0]): one for one in requirements}
+
+
+def test_every_package_that_is_imported_is_declared():
+    own = {*sys.stdlib_module_names, "dsjax", "sharding"}
+    packages = {name.partition(".")[0] for name in imports()} - own
+    assert {"jax", "fastapi", "zmq"} <= packages
+    assert {name for name in packages if normal(DISTRIBUTIONS.get(name, name)) not in declared()} == set()
+
+
+@pytest.mark.parametrize("package", PRIVATE)
+def test_private_modules_are_imported_in_one_place(package):
+    files = {file for name, files in imports().items() if f"{name}.".startswith(f"{package}.") for file in files}
+    assert sorted(files) == PRIVATE[package]
+
+
+def test_no_other_private_module_of_a_dependency_is_imported():
+    private = [name for name in imports() if any(re.match(r"_[a-z]", part) for part in name.split(".")[:-1])]
+    assert {name for name in private if not name.startswith(("jax._src", "dsjax", "sharding", "__future__"))} == set()
+
+
+@pytest.mark.parametrize("package", ["jax", "jaxlib", "fastapi", "starlette", "uvicorn"])
+def test_what_is_reached_into_has_an_upper_bound(package):
+    assert "<" in declared()[package]

@@ -1,0 +1,130 @@
+"""The house: which room may import which. The table here is what the README's "The house" and "The engine's rooms" show."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+HOUSE = (
+    ("dsjax.serve", "dsjax.dynamo", "dsjax.bench", "dsjax.top", "dsjax.cli"),
+    ("dsjax.plan", "dsjax.dryrun"),
+    ("dsjax.engine",),
+    ("dsjax.hosts",),
+    ("dsjax.checkpoint",),
+    ("dsjax.model",),
+    ("dsjax.kernels",),
+    ("dsjax.config", "dsjax.hardware"),
+    ("sharding",),
+)
+"""Each line may import those below it, never those above."""
+
+ENGINE = ("", "elastic", "setup", "stream", "transfer", "tiers", "experts", "device", "text", "schedule", "contract")
+"""The engine's rooms, the front first: each may import those behind it, never those before it."""
+
+MOST_LINES = 4000
+"""A room that has more is two."""
+
+JAX_FREE = ("schedule", "contract", "text")
+"""The engine's rooms that neither import JAX nor NumPy at their top."""
+
+
+def modules(package: str) -> Iterator[tuple[str, Path]]:
+    """(dotted name, file) of a package's modules."""
+    for path in sorted((ROOT / package.replace(".", "/")).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), path
+
+
+def imported(path: Path) -> set[str]:
+    """Everything that a file imports, wherever in it: lazily, and for types only too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room_of(name: str, rooms: tuple[str, ...]) -> str | None:
+    """The engine's room that a module is in; None where it is not in the engine."""
+    if not (name + ".").startswith("dsjax.engine."):
+        return None
+    part = name.split(".")[2] if name.count(".") > 1 else ""
+    return part if part in rooms else ""
+
+
+def upward(package: str) -> Iterator[str]:
+    """Imports of the engine that point upward, as `importer -> imported`."""
+    for name, path in modules(package):
+        here = ENGINE.index(room_of(name, ENGINE))
+        for other in imported(path):
+            room = room_of(other, ENGINE)
+            if room is not None and ENGINE.index(room) < here:
+                importer, owner = (part.removeprefix("dsjax.engine.") for part in (name, other.rpartition(".")[0]))
+                yield f"{importer} -> {owner}"
+
+
+def test_the_engines_rooms_import_only_what_is_below_them():
+    assert sorted(upward("dsjax.engine")) == []
+
+
+def test_the_programs_rooms_import_only_what_is_below_them():
+    floors = {package: floor for floor, packages in enumerate(HOUSE) for package in packages}
+    found = []
+    for package, floor in floors.items():
+        for name, path in modules(package):
+            if path.name == "__main__.py":  # `python -m dsjax.plan` is the command line
+                continue
+            for other in imported(path):
+                above = next((own for own in floors if (other + ".").startswith(own + ".")), None)
+                if above is not None and floors[above] < floor:
+                    found.append(f"{name} -> {other}")
+    assert found == []
+
+
+def test_no_modules_of_the_engine_import_each_other_in_a_circle():
+    files = dict(modules("dsjax.engine"))
+
+    def within(name: str) -> set[str]:
+        found = set()
+        for other in imported(files[name]):
+            found |= {own for own in (other, other.rpartition(".")[0]) if own in files and own != name}
+        return found
+
+    edges = {name: within(name) for name in files}
+    done: set[str] = set()
+
+    def circle(name: str, way: tuple[str, ...]) -> tuple[str, ...] | None:
+        if name in way:
+            return (*way[way.index(name) :], name)
+        if name in done:
+            return None
+        found = next(filter(None, (circle(other, (*way, name)) for other in sorted(edges[name]))), None)
+        done.add(name)
+        return found
+
+    assert [path for name in edges if (path := circle(name, ()))] == []
+
+
+@pytest.mark.parametrize("room", ENGINE)
+def test_a_room_is_no_larger_than_one_can_know(room: str):
+    folder = ROOT / "dsjax" / "engine" / room
+    files = folder.glob("*.py")
+    assert sum(len(path.read_text().splitlines()) for path in files) <= MOST_LINES
+
+
+@pytest.mark.parametrize("room", JAX_FREE)
+def test_rooms_without_jax_import_none(room: str):
+    for name, path in modules(f"dsjax.engine.{room}"):
+        assert not {other for other in imported(path) if other.split(".")[0] in ("jax", "jaxlib", "flax")}, name
+
+
+def test_the_readme_shows_this_house():
+    text = (ROOT / "README.md").read_text().partition("## The house")[2].partition("\n## ")[0]
+    shown = re.findall(r"^dsjax/engine/(\w*)/? ", text, re.MULTILINE)
+    assert shown == list(ENGINE)
