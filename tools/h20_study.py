@@ -433,9 +433,9 @@ def page() -> str:
     light = aggregated(lone, 1, SESSIONS / 16, best_step(lone, SESSIONS / 16, lone.prefill_sizes(chunks=True)))
     return f"""# DeepSeek-V3 on 32 × H20: the plan in circulation, worked through
 
-A plan for 4 hosts of 8 H20 (96 GB) with 25 Gb/s RoCE is passed around: 200 sessions of 32 K tokens, a goal of 50,000 tokens a
-second ({PLAN}; read: commit 70308a9). This page does its arithmetic again. Exact figures have no range; estimates are **middle** (low – high), where the interval combines
-the ranges of the assumptions of [plan.md](plan.md). Made by `python tools/h20_study.py`.
+This page checks a published plan for 4 hosts of 8 H20 (96 GB) with 25 Gb/s RoCE, 200 sessions of 32 K tokens and a goal of 50,000 tokens a
+second ({PLAN}; read: commit 70308a9). Exact figures have no range; estimates are **middle** (low – high), where the interval combines
+the ranges of the assumptions of [plan.md](plan.md). A layout is written `dp=4,tp=8`: 4 attention replicas of 8 devices each; `ep` devices share whole experts, and `+32` adds 32 redundant experts. `python tools/h20_study.py` writes this page.
 
 | | in circulation | here | why it differs |
 |---|---|---|---|
@@ -551,8 +551,7 @@ And over the sessions in flight, `--sweep concurrency=1,10,50,200,500`, a closed
 
 {sweeps["concurrency"]}
 
-Where the objectives are missed the deployment that misses them least is shown. With 200 sessions in flight and 4 K prompts none keeps both; the winner unchanged has more tokens a second
-there, and a first token after more than 3 s.
+Where the objectives are missed, the deployment that misses them least is shown.
 
 "Cannot run": more sessions than the caches hold; or an EP group that spans the lost host has lost experts: with whole hosts gone the service must be laid out again, which is the "best layout"
 column. The cluster file takes 25 Gb/s as one card a GPU, the most favourable reading; with one card a host see the decode table.

@@ -113,10 +113,10 @@ def page() -> str:
     narrow = int(left // (narrowest.cache_per_token * (PROMPT + OUTPUT)))
     return f"""# "32-way data parallelism is compute-bound", at home: 32 × RTX 4090
 
-A note on DeepSeek-R1 that is passed around
+This page checks a published claim about 32 RTX 4090 at home. A note on DeepSeek-R1
 ([noooop/wde](https://github.com/noooop/wde), `docs/performance_tuning_for_deepseek_v3.md`, read: commit 1c65804) reasons: a token goes to 8 of 256 experts, and 256 ÷ 8 = 32, so at
 least 32-way data parallelism makes expert parallelism compute-bound; it sets out to try that on 32 RTX 4090. Exact figures have no range; estimates are **middle** (low – high), with the
-assumptions of [plan.md](plan.md). Made by `python tools/home_study.py`.
+assumptions of [plan.md](plan.md). Layouts are written `dp=4,tp=8`: 4 attention replicas of 8 devices each. `python tools/home_study.py` writes this page.
 
 ## What 256 ÷ 8 says
 
