@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-VERSION = 6
+VERSION = 7
 """Of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
