@@ -95,7 +95,7 @@ def test_integers_come_back_from_their_bytes(values):
 
 def test_the_bytes_of_a_command_are_pinned_to_their_version():
     # Whoever changes these bytes changes what older readers see, and must raise VERSION.
-    assert commands.VERSION == 6
+    assert commands.VERSION == 7
     row = PrefillRow(1, 2, int32s([7]), commands.TOKEN_MADE, 16)
     own = RankStep([Admission(1, 2, 7, Sampling(3, 9))], [PageChange(1, 0, [5])], int32s([0, 16]), [row], [])
     assert encode(Step([own], 0, 0)).hex() == (
@@ -105,7 +105,7 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
     )
     moving = (ReadLoads(), StageExperts(1, b""), PlaceExperts(1, b"", b""))
     moving += (StorePages([b""], [b""]), FetchPages([b""]), ReadPages([b""], [b""], [b""]), DropPages(False))
-    moving += (PlacePages([b""]), SendPages([b""]), PullPages([b""]), commands.DropChunks(b""))
+    moving += (PlacePages([b""]), SendPages([b""]), PullPages([b""]), commands.DropChunks(b""), Custom("k", [b""]))
     assert [encode(command).hex() for command in (Copy([b""]), Clear([b""]), Score(b"", b""), Flush(), *moving)] == [
         "92a4636f707991c400",
         "92a5636c65617291c400",
@@ -121,7 +121,8 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
         "93ab706c6163655f706167657391c40000",
         "92aa73656e645f706167657391c400",
         "93aa70756c6c5f706167657391c40090",
-        "92ac64726f705f70617263656c73c400",
+        "92ab64726f705f6368756e6b73c400",
+        "94a6637573746f6da16b91c40090",
     ]
 
 
