@@ -49,7 +49,7 @@ class Instance:
 
     @cached_property
     def memory(self) -> Memory:
-        """Of one device."""
+        """What the memory of one device holds."""
         bytes_of_device = self.cluster.hardware.memory_bytes
         precision, drafts = self.options.precision, self.options.drafts > 0
         return memory(self.config, self.layout, precision, bytes_of_device, drafts, self.dry_runs, self.places_by_load)

@@ -51,7 +51,8 @@ def _executor(setting: Setting, rows: int) -> MeshExecutor:
     )
     small = {path: jnp.zeros((1,), info.storage_dtype) for path, info in setting.step.table.infos.items()}
     executor = MeshExecutor(setting.step, small, limits, Buckets((rows,), (Rectangle(1, 16),), False))
-    executor.state = jax.tree.map(lambda array: jnp.zeros((1,), array.dtype), executor.state)
+    device = executor.device
+    device.state = jax.tree.map(lambda array: jnp.zeros((1,), array.dtype), device.state)
     own: Programs = executor.programs
     shape = own.shape(Rectangle(rows, 1), None)
     handed_on = StepRows.packed_width(shape.sampled)
@@ -70,7 +71,5 @@ def _executor(setting: Setting, rows: int) -> MeshExecutor:
 
     packed = jax.device_put(np.zeros((1, shape.packed_width), np.int32), own.rows)
     program = jax.jit(nothing, donate_argnums=1, keep_unused=True).lower(small, executor.state, packed).compile()
-    executor.programs = SimpleNamespace(
-        shape=own.shape, step=lambda shape, scored: program, rows=own.rows, shared=False
-    )
+    device.programs = SimpleNamespace(shape=own.shape, step=lambda shape, scored: program, rows=own.rows, shared=False)
     return executor

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 import msgspec
 
 VERSION = 7
-"""Of the stream. It changes whenever an older reader could misunderstand a newer command."""
+"""The version of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
 """`until` of a bias that holds for every token."""
 NAME_BYTES = 32
-"""Of a page's name (`extend_hashes` of `dsjax/engine/schedule/pages.py`)."""
+"""Bytes of a page's name (`extend_hashes` of `dsjax/engine/schedule/pages.py`)."""
 TOKEN_MADE = -1
 """`PrefillRow.next_token` where the prompt ends with the row: what follows is the token that the row makes."""
 

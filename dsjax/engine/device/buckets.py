@@ -23,7 +23,7 @@ CPU_LAUNCH_TOKENS = 16
 """What a launch costs besides its tokens, in tokens of a rank: the demo on dp=32 takes 85 ms for 8, 1,000 for 256."""
 
 ACCELERATOR_LAUNCH_TOKENS = 256
-"""The same where every launch reads the weights: an H200 reads a bf16 weight in the time of 206 tokens' operations with it."""
+"""What a launch costs where every launch reads the weights: an H200 reads a bf16 weight in the time of 206 tokens' operations with it."""
 
 
 class Rectangle(NamedTuple):

@@ -26,7 +26,7 @@ MOST_COUNTED = 32_000
 MOVED_PAGES = 16
 """Pages of a rank that one program takes to host memory or brings from it."""
 PagesOnTheWay = dict[str, Array]
-"""As of ``describe_moved``."""
+"""Arrays as ``describe_moved`` describes them."""
 
 
 @jax.tree_util.register_dataclass

@@ -12,10 +12,10 @@ from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pend
 from dsjax.engine.device.device_state import MOVED_PAGES, PagesOnTheWay
 
 Layout = list[np.ndarray]
-"""Of each rank int32: which of the pages of a command stands at each place of a piece; −1: none."""
+"""For each rank int32: which of the pages of a command stands at each place of a piece; −1: none."""
 
 
-class Piece(NamedTuple):
+class StagedPiece(NamedTuple):
     """As many pages of each rank as a program places at once.
 
     Attributes:
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 class PageStore:
     """Where pages lie that are named by numbers in `FetchPages`: slots of host memory, or pages that have landed."""
 
-    def take(self, wanted: Layout, places: Layout) -> tuple[list[Piece], Layout]:
+    def take(self, wanted: Layout, places: Layout) -> tuple[list[StagedPiece], Layout]:
         """Pieces for the pages that are here, and the places of all others.
 
         wanted: of each rank the numbers of a `FetchPages`. places: of each rank those of them that nobody has taken yet.
@@ -68,7 +68,7 @@ class PageStaging:
         """Send pages to the devices, and stage them there."""
         wanted = [np.frombuffer(own, "<i4") for own in command.ranks]
         places = [np.arange(len(own), dtype=np.int32) for own in wanted]
-        pieces: list[Piece] = []
+        pieces: list[StagedPiece] = []
         for store in self._stores:
             found, places = store.take(wanted, places)
             pieces += found

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class _ReadLast(threading.local):
-    """Of a thread: the compiled program that JAX's cache gave last, as bytes."""
+    """Keeps for each thread the compiled program that JAX's cache gave last, as bytes."""
 
     data: bytes | None = None
 
@@ -98,7 +98,7 @@ class ProgramLibrary:
 
     @property
     def num_bytes(self) -> int:
-        """Of all programs."""
+        """Bytes of all programs together."""
         with self._lock:
             return sum(len(kept.data) for shelf in self._kept.values() for kept in shelf.values())
 

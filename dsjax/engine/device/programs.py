@@ -25,7 +25,7 @@ from dsjax.model.step import ModelStep
 from sharding.arrays import put
 
 _SELDOM_WANTED = {"step": 5, "drafting step": 3, "draw": 2, "drafts": 1}
-"""Of each program, the place from which on its results are wanted seldom, and gathered by a program of their own."""
+"""For each program, the place from which on its results are wanted seldom, and gathered by a program of their own."""
 
 
 class Programs(TracedPrograms):
@@ -141,11 +141,11 @@ class Programs(TracedPrograms):
         return self._get(("put pages",), self._lower_put_pages)
 
     def stage_experts(self, layers: ExpertLayers) -> Compiled:
-        """As of ``expert_programs.lower_stage``."""
+        """The program that ``expert_programs.lower_stage`` describes."""
         return self._get(("stage experts", layers.stack), lambda: self._lower_stage(layers))
 
     def place_experts(self, layers: ExpertLayers) -> Compiled:
-        """As of ``expert_programs.lower_place``."""
+        """The program that ``expert_programs.lower_place`` describes."""
         return self._get(("place experts", layers.stack), lambda: self._lower_place(layers))
 
     def read_loads(self) -> Compiled:

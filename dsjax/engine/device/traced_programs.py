@@ -269,7 +269,7 @@ def launches(buckets: Buckets) -> list[Launch]:
 
 
 def positions(sampled: tuple[int, int, int]) -> int:
-    """Of a rank that make a token, of ``LaunchShape.sampled``."""
+    """Number of positions of a DP rank that sample a token, given ``LaunchShape.sampled``."""
     R, C, R2 = sampled
     return R * C + R2
 

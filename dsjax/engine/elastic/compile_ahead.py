@@ -48,7 +48,7 @@ class MeshCandidate:
 
 
 class CompileAhead:
-    """Of one process, over all generations. Programs go to the library; which devices a mesh will have does not matter for them.
+    """Compiles for one process, over all generations. Programs go to the library; which devices a mesh will have does not matter for them.
 
     Attributes:
         done, total: programs that are there, and that are wanted, of the meshes that may come next.

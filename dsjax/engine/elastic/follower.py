@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.stream.leader import End, Launch, Message, Record, WarmUp, decode, is_collected
+from dsjax.engine.stream.leader import EndMessage, LaunchMessage, Message, Record, WarmUp, decode, is_collected
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.stream import StreamReader
@@ -188,11 +188,11 @@ class Follower:
             if data is None:
                 return
             message = decode(data)
-            if isinstance(message, End):
+            if isinstance(message, EndMessage):
                 self.reason = message.reason
                 self._ended.set()
             work.inbox.put(message)
-            if isinstance(message, End):
+            if isinstance(message, EndMessage):
                 # Where the leader ended in the middle of a step, this process may wait for it in a collective for ever.
                 if not self._over.wait(_END_SECONDS):
                     self._give_up()
@@ -225,7 +225,7 @@ class _Work:
             message = self.inbox.get()
             if self._changed.is_set():
                 return False  # what is left can never be done, or is done: the leader has waited for it
-            if isinstance(message, End):
+            if isinstance(message, EndMessage):
                 return True
             self._carry_out(message)
             if executor.max_in_flight > 1:
@@ -240,7 +240,7 @@ class _Work:
             self._warm_up()
         elif isinstance(message, Record):
             executor.set_recording(message.on)
-        elif isinstance(message, Launch):
+        elif isinstance(message, LaunchMessage):
             follower.phase = "ready"
             while self._collected < message.collected:
                 executor.collect(self._under_way.popleft())

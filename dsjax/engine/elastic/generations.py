@@ -294,7 +294,7 @@ class Generations:
             devices = devices[: spec.num_devices - spec.tp_size]
 
     def _devices(self) -> list[jax.Device]:
-        """Of processes that live, by process and id."""
+        """The devices of processes that live, by process and id."""
         live = None if self._group is None else {member.process_id for member in self._group.live}
         found = [device for device in jax.devices() if live is None or device.process_index in live]
         return sorted(found, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))

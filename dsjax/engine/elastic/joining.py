@@ -79,7 +79,7 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that every process must have alike, by name as messages have it."""
+    """The versions of the packages that every process must have alike, by name as messages have it."""
     return {f"the version of {name}": _version(name) for name in ("dsjax", "jax", "jaxlib")}
 
 

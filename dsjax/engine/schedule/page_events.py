@@ -170,7 +170,7 @@ class PageEvents:
 
 
 class RankEvents:
-    """Of one rank: what its pool and its tiers tell. The disk's own comings and goings the scheduler tells `PageEvents`."""
+    """Takes what the pool and the tiers of one rank tell. What all ranks share, such as the disk, is told `PageEvents`."""
 
     def __init__(self, events: PageEvents, rank: int):
         self._events, self._rank = events, rank

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dsjax.engine.contract.commands import Command, FetchPages, PlacePages, ReadPages, int32s
 from dsjax.engine.schedule.landing_area import LandingArea
 from dsjax.engine.schedule.page_events import PageEvents, RankEvents
-from dsjax.engine.schedule.page_source import Lookup, PageSource, RankPages, Turn
+from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.pages import PagePool
 from dsjax.engine.schedule.request import Request
 
@@ -21,7 +21,7 @@ MOST_LOADED = 64
 """Pages that a rank loads before one step."""
 
 
-class Admission(enum.Enum):
+class Admittance(enum.Enum):
     """What becomes of a waiting request once its missing pages have been looked up."""
 
     START = "start"  # it computes what it lacks
@@ -30,7 +30,7 @@ class Admission(enum.Enum):
     HELD = "held"  # it waits, and so do all behind it
 
 
-class PageLoad(NamedTuple):
+class LoadUnderWay(NamedTuple):
     """Pages on their way into the cache.
 
     Attributes:
@@ -61,7 +61,7 @@ class PageLoads:
     def __init__(self, pool: PagePool, source: PageSource, rank: int):
         self._pool, self._source, self._rank = pool, source, rank
         self.landing = LandingArea()
-        self.under_way: list[PageLoad] = []
+        self.under_way: list[LoadUnderWay] = []
         self.waits: list[tuple[str, float]] = []
         self._loaded: dict[Request, Counter[str]] = {}  # of waiting requests the pages that have come, by tier
         self._places: list[int] = []
@@ -89,14 +89,14 @@ class PageLoads:
             self._places += load.pages
         self._source.begin_rank(self._rank, now)
 
-    def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admission:
+    def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admittance:
         """Look up the pages that a request lacks, behind the `cached` ones. names: of all pages that it may read."""
         rest = names[len(cached) :]
         if rest and self._source.awaits(self._rank, request, rest[0]):
             self._hold(request, cached)
-            return Admission.PASSED
+            return Admittance.PASSED
         if rest and any(rest[0] in load.names for load in self.under_way):
-            return Admission.PASSED  # somebody else has it loaded; the next plan finds it
+            return Admittance.PASSED  # somebody else has it loaded; the next plan finds it
         missing = self._pool.pages_for(len(request.token_ids)) - len(cached)
         if (
             rest
@@ -104,14 +104,14 @@ class PageLoads:
             and self._pool.can_hold(cached, missing)
             and self._load(request, rest, cached, now)
         ):
-            return Admission.PASSED
+            return Admittance.PASSED
         if rest and self._can_load(rest[0]):
-            return Admission.START  # there was no room for it
+            return Admittance.START  # there was no room for it
         answer = self._source.lookup(self._rank, request, names, cached, free_slots, now)
         if answer is Lookup.WAIT:
             self._hold(request, cached)
-            return Admission.REMOTE
-        return Admission.HELD if answer is Lookup.FULL else Admission.START
+            return Admittance.REMOTE
+        return Admittance.HELD if answer is Lookup.FULL else Admittance.START
 
     def loaded(self, request: Request) -> Mapping[str, int]:
         """How many pages have been loaded for a waiting request, by tier. A page can have come twice."""
@@ -223,7 +223,7 @@ class PageLoads:
         self._staged += [load.number for load in loads]
         pages = self._pool.allocate(len(loads))
         tiers = [load.tier for load in loads]
-        self.under_way.append(PageLoad(request, pages, len(cached), names[: len(loads)], tiers, now))
+        self.under_way.append(LoadUnderWay(request, pages, len(cached), names[: len(loads)], tiers, now))
         return True
 
     def _wait(self, request: Request, cached: list[int]) -> None:
@@ -260,16 +260,16 @@ class SourcedPages:
         """What goes before the step that was planned just now, in its order."""
         taken = [loads.take() for loads in self.ranks]
         landings = [loads.landing.take() for loads in self.ranks]
-        found: list[tuple[Turn, Command]] = []
+        found: list[tuple[CommandTurn, Command]] = []
         if any(places for places, _ in taken):
-            found.append((Turn.PLACE, PlacePages([int32s(places) for places, _ in taken], self._num_staged)))
+            found.append((CommandTurn.PLACE, PlacePages([int32s(places) for places, _ in taken], self._num_staged)))
         if any(staged for _, staged in taken):
             self._num_staged += 1
-            found.append((Turn.STAGE, FetchPages([int32s(staged) for _, staged in taken], self._num_staged)))
+            found.append((CommandTurn.STAGE, FetchPages([int32s(staged) for _, staged in taken], self._num_staged)))
         if any(requests or drops for requests, drops in landings):
             found.append(
                 (
-                    Turn.REQUEST,
+                    CommandTurn.REQUEST,
                     ReadPages(
                         [int32s(number for number, _ in requests) for requests, _ in landings],
                         [b"".join(name for _, name in requests) for requests, _ in landings],

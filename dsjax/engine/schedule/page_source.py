@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsjax.engine.schedule.request import Request
 
 
-class Turn(enum.IntEnum):
+class CommandTurn(enum.IntEnum):
     """When a command about pages is carried out, among those that go before one step."""
 
     DELETE = 0  # what is stored anew under the same name must not be deleted
@@ -173,7 +173,7 @@ class PageSource:
 
     # For the executor, and for who watches.
 
-    def commands(self) -> Iterable[tuple[Turn, Command]]:
+    def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
         """What goes before the step that was planned just now; each is given once."""
         return ()
 
@@ -332,7 +332,7 @@ class SourceChain(PageSource):
         for source in self.sources:
             source.withdrawn()
 
-    def commands(self) -> Iterable[tuple[Turn, Command]]:
+    def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
         """The commands of all."""
         return [command for source in self.sources for command in source.commands()]
 

@@ -7,7 +7,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from dsjax.engine.schedule.page_loads import Admission, PageLoads
+from dsjax.engine.schedule.page_loads import Admittance, PageLoads
 from dsjax.engine.schedule.pages import PagePool, extend_hashes
 from dsjax.engine.schedule.plan import RankPlan, ScheduledRow
 from dsjax.engine.schedule.request import Request, Status
@@ -55,9 +55,9 @@ class NoLoads:
     def begin(self, now: float) -> None:
         """Place nothing."""
 
-    def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admission:
+    def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admittance:
         """Let every request start."""
-        return Admission.START
+        return Admittance.START
 
     def hits(self, request: Request) -> dict[str, int]:
         """Count all cached tokens for the device."""
@@ -307,10 +307,10 @@ class Rank:
                 at += 1
                 continue
             admission = self.loads.look(request, names, cached, len(self._free_slots), now)
-            if admission is not Admission.START:
-                if admission is Admission.HELD:
+            if admission is not Admittance.START:
+                if admission is Admittance.HELD:
                     break
-                if admission is Admission.REMOTE:
+                if admission is Admittance.REMOTE:
                     self._set_backlog(request, len(request.token_ids) - len(names) * self.pool.page_size)
                     num_loading += 1
                 at += 1

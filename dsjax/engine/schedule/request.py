@@ -68,7 +68,7 @@ class RequestOptions:
 DEFAULT_OPTIONS = RequestOptions()
 
 
-class Rules(Protocol):
+class RequestRules(Protocol):
     """What changes a request's logits before a token is taken; `LogitRules` implements it.
 
     Attributes:
@@ -106,7 +106,7 @@ class Request:
         max_tokens: `params.max_tokens`, with None resolved to what model and cache hold.
         seed: uint32, resolved.
         stop_ids: tokens that end the request: `params.stop_token_ids`, and the model's end-of-sequence tokens unless
-            `ignore_eos`. Rules hold them back before `params.min_tokens`.
+            `ignore_eos`. RequestRules hold them back before `params.min_tokens`.
         arrival_time: seconds on the engine's clock.
         options: what the caller said of it beside that.
         rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
@@ -145,7 +145,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     arrival_time: float = 0.0
     options: RequestOptions = DEFAULT_OPTIONS
-    rules: Rules | None = None
+    rules: RequestRules | None = None
 
     order: tuple[int, float, int] = (0, 0.0, 0)
     status: Status = Status.WAITING

@@ -214,7 +214,7 @@ class Scheduler:
             self.ranks[rank].loads.landed(number, ok, now)
 
     def take_dirty(self) -> list[list[int]] | None:
-        """Of each rank the pages that must be cleared before the next step; None where there are none. Each is told of once."""
+        """The pages of each rank that must be cleared before the next step; None where there are none. Each is told of once."""
         if not any(rank.dirty for rank in self.ranks):
             return None
         found = [rank.dirty for rank in self.ranks]

@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.5
 _JOIN_SECONDS = 2.0
 
 
-class Launch(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
+class LaunchMessage(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
     """Carry out a command, once `collected` results have been collected, counted from the start."""
 
     collected: int
@@ -36,13 +36,13 @@ class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag="warm up"):
     """Compile every program."""
 
 
-class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+class EndMessage(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """Nothing more will come. reason: None where that is as it should be."""
 
     reason: str | None = None
 
 
-Message = Launch | Record | WarmUp | End
+Message = LaunchMessage | Record | WarmUp | EndMessage
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -107,12 +107,12 @@ class LeaderExecutor(ExecutorWrapper):
         self.collected = 0
         self._numbers: deque[int] = deque()
         self._readers: list[tuple[StreamReader, threading.Thread]] = []
-        group.at_end(lambda reason: self._put(End(reason)))
+        group.at_end(lambda reason: self._put(EndMessage(reason)))
 
     def launch(self, command: Command) -> Any:
         """Tell the others, and launch a command."""
         self.group.check()
-        number = self._put(Launch(self.collected, command))
+        number = self._put(LaunchMessage(self.collected, command))
         if is_collected(command):
             self._numbers.append(number)
         try:
@@ -175,8 +175,8 @@ class LeaderExecutor(ExecutorWrapper):
             reader.closed.set()
 
     def shutdown(self) -> None:
-        """End the others, and give back what the inner executor holds."""
-        self._put(End())
+        """EndMessage the others, and give back what the inner executor holds."""
+        self._put(EndMessage())
         for reader, _ in self._readers:
             reader.closed.set()
         for _, thread in self._readers:  # what waits in C++ when Python ends aborts the process
@@ -239,10 +239,10 @@ def _read_pulled(reader: StreamReader, landings: Landings) -> None:
 
 
 __all__ = [
-    "End",
+    "EndMessage",
     "GroupError",
     "Landings",
-    "Launch",
+    "LaunchMessage",
     "LeaderExecutor",
     "Record",
     "WarmUp",

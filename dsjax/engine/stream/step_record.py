@@ -34,7 +34,7 @@ from dsjax.errors import UserError
 
 MAGIC = b"dsjaxstp"
 FORMAT = 1
-"""Of the frames; the commands in them have a `VERSION` of their own."""
+"""The version of the frames; the commands in them have a `VERSION` of their own."""
 DEFAULT_BYTES = 256 * 2**20
 
 _log = logging.getLogger(__name__)

@@ -15,13 +15,13 @@ from jaxtyping import Array
 from dsjax.engine.contract.commands import DropPages, StorePages, names_of
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import PagesOnTheWay
-from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, Piece, cut, packed
+from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, StagedPiece, cut, packed
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.page_files import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
-"""Of a page's arrays, of all shards together: shape and dtype by name."""
+"""Shape and dtype of a page's arrays, by name; of all shards together."""
 Shard = tuple[int, tuple[slice, ...], np.ndarray]
 """First rank, where the shard lies in a page's array, and its values ``[ranks, MOVED_PAGES, …]``."""
 
@@ -123,12 +123,12 @@ class HostPages(DevicePart, PageStore):
             self._land(waiting=True)
             self._disk.close()
 
-    def take(self, wanted: Layout, places: Layout) -> tuple[list[Piece], Layout]:
+    def take(self, wanted: Layout, places: Layout) -> tuple[list[StagedPiece], Layout]:
         """Pieces of all these pages, which lie in slots or were read from the disk."""
         pieces = []
         for piece in cut(places):
             numbers = [own[at] for own, at in zip(wanted, piece, strict=True)]
-            pieces.append(Piece(piece, partial(self._sent, numbers)))
+            pieces.append(StagedPiece(piece, partial(self._sent, numbers)))
         return pieces, [own[:0] for own in places]
 
     def forget(self, rank: int, number: int) -> None:

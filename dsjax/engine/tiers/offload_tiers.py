@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dsjax.engine.contract.commands import Command, DropPages, StorePages, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.schedule.attachment import Attachment
-from dsjax.engine.schedule.page_source import Lookup, PageLoad, PageSource, RankPages, Turn
+from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageLoad, PageSource, RankPages
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.tiers.disk_tier import DiskTier
@@ -241,15 +241,15 @@ class OffloadTiers(PageSource):
         if self.disk is not None:
             self.disk.drop_again(*self._dropped)
 
-    def commands(self) -> Iterable[tuple[Turn, Command]]:
+    def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
         """Delete what the disk has lost, and store what was evicted."""
         if self.disk is not None:
             self._dropped = self.disk.take_dropped()
             if any(self._dropped):
-                yield Turn.DELETE, drop_command(*self._dropped)
+                yield CommandTurn.DELETE, drop_command(*self._dropped)
         stores, self._stores = self._stores, [[] for _ in self.ranks]
         if any(stores):
-            yield Turn.STORE, store_command(stores)
+            yield CommandTurn.STORE, store_command(stores)
 
     def take_waits(self) -> list[tuple[str, float]]:
         """Seconds that requests have waited for the disk."""
@@ -277,7 +277,7 @@ class OffloadTiers(PageSource):
                     self._events.removed(None, "disk", (name,), told=False)
 
     def write_cached(self, most: int, now: float) -> list[list[StoredPage]]:
-        """Of each rank the most recently used cached pages that the disk has not, `most` in all, to be written; the engine ends.
+        """Begin to write the most recently used cached pages that the disk has not, `most` in all; give each rank's. The engine ends.
 
         The last used comes last, as it would have come to the disk.
         """

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 PROTECTED_SHARE = 0.75
-"""Of a tier's pages, at most so many are ones that were asked for again."""
+"""The share of a tier's pages, at most, that are protected because they were asked for again."""
 STEPS_TO_STORE = 2
 """Planned steps after which a stored page can be fetched: by then it has left the device, and nobody waits for it."""
 

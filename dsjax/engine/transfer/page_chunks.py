@@ -17,7 +17,7 @@ from jaxtyping import Array
 from dsjax.engine.contract.commands import DropChunks, PullPages, SendPages
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import MOVED_PAGES
-from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, Piece
+from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, StagedPiece
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, ChunkPort, Pull, PulledChunk, Source
 
 PULLERS = 2
@@ -161,7 +161,7 @@ class PageChunks(DevicePart, PageStore):
 
         return run()
 
-    def take(self, wanted: Layout, places: Layout) -> tuple[list[Piece], Layout]:
+    def take(self, wanted: Layout, places: Layout) -> tuple[list[StagedPiece], Layout]:
         """Pieces of the pages that have come in chunks, a chunk of each rank at a time, and the places of all others."""
         rest: Layout = []
         groups: list[list[tuple[Landing, np.ndarray]]] = []
@@ -182,7 +182,7 @@ class PageChunks(DevicePart, PageStore):
         for turn in range(max(map(len, groups))):
             now = [own[turn] if turn < len(own) else None for own in groups]
             layout = [np.full(MOVED_PAGES, -1, np.int32) if one is None else one[1] for one in now]
-            pieces.append(Piece(layout, partial(self.stage, [one and one[0] for one in now])))
+            pieces.append(StagedPiece(layout, partial(self.stage, [one and one[0] for one in now])))
         return pieces, rest
 
     def _take(self, rank: int, number: int) -> tuple[Landing, int]:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from dsjax.engine.contract.commands import Command, SendPages, int32s
-from dsjax.engine.schedule.page_source import PageSource, RankPages, Turn
+from dsjax.engine.schedule.page_source import CommandTurn, PageSource, RankPages
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.transfer.messages import CHUNK_PAGES, SentPages
 from dsjax.engine.transfer.send_buffers import PageSend, SendBuffers
@@ -80,12 +80,12 @@ class PageSends(PageSource):
             self._sent[rank].append(self._buffers.begin(rank, send, first, some))
             pool.release(some)
 
-    def commands(self) -> Iterable[tuple[Turn, Command]]:
+    def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
         """Copy pages into chunks."""
         sent, self._sent = self._sent, [[] for _ in self.ranks]
         if any(sent):
             pairs = [[(chunk.number, page) for chunk in own for page in chunk.pages] for own in sent]
-            yield Turn.SEND, SendPages([int32s(value for pair in own for value in pair) for own in pairs])
+            yield CommandTurn.SEND, SendPages([int32s(value for pair in own for value in pair) for own in pairs])
 
     def drop(self, send: PageSend) -> None:
         """Send nothing more of a transfer: nobody wants its pages any more."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dsjax.engine.contract.backoff import Backoff
 from dsjax.engine.contract.commands import Command, PullPages, int32s
-from dsjax.engine.schedule.page_source import Lookup, PageSource, RankPages, Turn
+from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.transfer.messages import (
     CancelTransfer,
@@ -281,7 +281,7 @@ class RemotePrefills(PageSource):
         for transfer in [one for one in self._transfers.values() if one.rank == rank]:
             self._give_up(transfer)
 
-    def commands(self) -> Iterable[tuple[Turn, Command]]:
+    def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
         """Pull what was offered and has room to land."""
         pulls, self._pulls = self._pulls, [[] for _ in self.ranks]
         if not any(pulls):
@@ -296,7 +296,7 @@ class RemotePrefills(PageSource):
             for own in pulls
         )
         ranks = [int32s(value for quadruple in own for value in quadruple) for own in quadruples]
-        yield Turn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
+        yield CommandTurn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
 
     def take_waits(self) -> list[tuple[str, float]]:
         """Seconds from asking to the last page of completed transfers."""

@@ -151,7 +151,7 @@ class SendBuffers:
         return list(dict.fromkeys(buffer.sending for buffer in late))
 
     def offers(self, sending: PageSend) -> list[ChunkReady]:
-        """Of a transfer, what can be pulled now."""
+        """What can be pulled of a transfer now."""
         with self._lock:
             return [buffer.offer for buffer in self._buffers.values() if buffer.sending is sending and buffer.is_ready]
 

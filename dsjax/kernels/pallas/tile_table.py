@@ -21,7 +21,7 @@ _OF_BOTH = {"rows": _POWERS, "warps": (1, 2, 4, 8, 16), "stages": tuple(range(1,
 SIZES = {**_OF_BOTH, "columns": _POWERS, "depth": _POWERS, "splits": tuple(range(1, 133))}
 """What each field of a product's tile may be: powers of two that Triton takes and that divide a block of 128."""
 ATTENTION_SIZES = {**_OF_BOTH, "positions": _POWERS}
-"""The same of attention's."""
+"""What each field of the attention kernel's tile may be."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def test_a_prompt_that_is_not_finite_fails_at_its_first_chunk_and_alone(llm, sco
     try:
         bad = {"prompt_token_ids": [5, poison, *prompt(90)["prompt_token_ids"]]}
         steps, step = [], llm.engine.core.step
-        llm.engine.core.step = lambda **how: steps.append(step(**how)) or steps[-1]
+        llm.engine.core.step = lambda *given, **how: steps.append(step(*given, **how)) or steps[-1]
         failed, *others = llm.generate(
             [bad, *good], [SamplingParams(temperature=0, max_tokens=3, **scored), params, params]
         )

@@ -49,7 +49,7 @@ def main() -> None:
     group = join_group(first, host_options(first))
     from dsjax.engine.elastic.follower import Follower
     from dsjax.engine.setup.loading import load_model
-    from dsjax.engine.stream.leader import End
+    from dsjax.engine.stream.leader import EndMessage
 
     found = []
     for generation, (mesh, dispatch, sampled, options) in enumerate(layouts):
@@ -75,7 +75,7 @@ def main() -> None:
                 ],
             }
         )
-        loaded.executor._put(End())
+        loaded.executor._put(EndMessage())
         loaded.executor.inner.shutdown()
     if group.is_leader:
         print("found", json.dumps(found), flush=True)
