@@ -160,7 +160,7 @@ class ThreadedEngine:
                 result, error = function(self.core), None
             except Exception as caught:
                 result, error = None, caught
-            self._loop.call_soon_threadsafe(_settle, future, result, error)
+            self._loop.call_soon_threadsafe(_resolve, future, result, error)
 
         self._thread.between_steps(run)
         return await future
@@ -211,7 +211,7 @@ class ThreadedEngine:
 
     def _fail_calls(self) -> None:
         for future in list(self._calls):
-            _settle(future, None, EngineDeadError("the engine has ended"))
+            _resolve(future, None, EngineDeadError("the engine has ended"))
 
 
 class AsyncEngine(ThreadedEngine):
@@ -293,7 +293,7 @@ class _Listener:
         self._engine._loop.call_soon_threadsafe(self._engine.fail, error)
 
 
-def _settle(future: asyncio.Future, result: object, error: Exception | None) -> None:
+def _resolve(future: asyncio.Future, result: object, error: Exception | None) -> None:
     """Give a future its result, unless it has one, or nobody waits any more."""
     if future.done():
         return

@@ -162,7 +162,7 @@ class Rank:
             self.waiting.remove(request)
             self.waiting_tokens -= len(request.token_ids)
             self.loads.release(request)
-        self._settle(request)
+        self._clear_backlog(request)
         self.load -= len(request.token_ids)
 
     def remove_finished(self, finished: list[Request]) -> None:
@@ -172,18 +172,18 @@ class Rank:
             self._seal(request)
             if not request.num_rows_under_way:
                 self._take_back(request)
-            self._settle(request)
+            self._clear_backlog(request)
             self.load -= len(request.token_ids)
 
     def drop(self, request: Request, finite: bool) -> None:
-        """A row of a request that has ended is done; nobody wants what it made."""
+        """Take notice that a row of a request that has ended is done; nobody wants what it made."""
         if not finite and request.num_clean_pages is None:
             request.num_clean_pages = request.num_sealed_pages
         if not request.num_rows_under_way:
             self._take_back(request)
 
-    def spoil(self, request: Request) -> None:
-        """A request's values are not finite: nobody may find any of its pages any more.
+    def invalidate_request(self, request: Request) -> None:
+        """Let nobody find any page of a request any more, since its values are not finite.
 
         What it read of others was finite when it was computed. Yet should it be at fault, it must not fail the next one too.
         """
@@ -217,7 +217,7 @@ class Rank:
         if left:
             self._set_backlog(request, left)
         else:
-            self._settle(request)
+            self._clear_backlog(request)
 
     def schedule(self, now: float, num_drafts: int = 0) -> RankPlan:
         """Decodes first, then prompts under way, then new ones, within the token budget, which does not count drafts.
@@ -333,7 +333,7 @@ class Rank:
             if copied:
                 plan.copies.append((copied[0], request.pages[-1]))
             if left == 1:
-                self._settle(request)
+                self._clear_backlog(request)
                 start = request.num_computed_tokens
                 plan.decodes.append(ScheduledRow(request, start, 1))
                 request.num_in_flight = request.num_rows_under_way = request.num_due = 1
@@ -404,7 +404,7 @@ class Rank:
     def _preempt(self, request: Request) -> None:
         self._seal(request)
         self._take_back(request)
-        self._settle(request)
+        self._clear_backlog(request)
         request.status = Status.WAITING
         request.must_leave = False
         self.loads.preempted(request)
@@ -450,8 +450,8 @@ class Rank:
         request.num_sealed_pages = 0
         request.slot = -1
 
-    def _settle(self, request: Request) -> None:
-        """Its prompt is computed, or it is gone: it promises no page and is no backlog."""
+    def _clear_backlog(self, request: Request) -> None:
+        """Remove a request from the backlog and from the pages that are promised: its prompt is computed, or it is gone."""
         self._set_backlog(request, 0)
         for name in request.page_hashes[: request.num_promised]:
             if self.promised[name] == 1:

@@ -358,14 +358,14 @@ def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple
         if reason is not None:
             scores = None if result.scores is None else result.scores[:count]
             if not result.finite:  # what came behind the end
-                rank.spoil(request)
+                rank.invalidate_request(request)
             result = result._replace(token_ids=result.token_ids[:count], scores=scores, finite=True, error=None)
             break
     else:
         if result.failed:
             reason = FinishReason.ERROR
             if not result.finite:
-                rank.spoil(request)
+                rank.invalidate_request(request)
     if reason is not None:
         _finish(request, reason, now)
     return result, reason

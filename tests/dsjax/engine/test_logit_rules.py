@@ -210,7 +210,7 @@ def test_rules_are_active_only_while_they_change_something():
     wants = lambda: bool(table._wants[0, 0])  # noqa: E731
     for tokens, still in (((5,), True), ((6,), False)):
         assert wants()
-        table.settle(step, [RankResults([RowResult(tokens)], [])])
+        table.commit(step, [RankResults([RowResult(tokens)], [])])
         assert wants() == still
 
 
