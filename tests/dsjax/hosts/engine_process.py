@@ -61,7 +61,6 @@ def main() -> None:
             continue
         config = args.scheduler_config(loaded.executor.limits)
         engine = LLMEngine(EngineParts(loaded.executor, None, config, eplb=args.eplb))
-        balance = engine.core.statistics().get("balance")
         found.append(
             {
                 "greedy": [
@@ -69,7 +68,7 @@ def main() -> None:
                     for each in ([PROMPTS, OTHERS, PROMPTS] if options else [PROMPTS])
                 ],
                 "sampled": continuations(engine, PROMPTS[:2], SAMPLED) if sampled else None,
-                "rebalances": balance and balance.rebalances,
+                "rebalances": getattr(engine.core.statistics().get("balance"), "rebalances", None),
                 "fetched": [
                     load.tiers["host"].fetched if "host" in load.tiers else None for load in engine.core.loads()
                 ],
