@@ -56,7 +56,7 @@ class DsjaxEngine(Worker):
         self._metrics = metrics_of(self._llm, self._options.names[0])
         self._engine = engine = AsyncEngine(self._llm.parts)
         self._loads = LoadPublisher(facts.dp_ranks, engine)
-        engine.observers += [self._metrics, self._loads]
+        engine.observers.extend([self._metrics, self._loads])
         engine.on_change.append(
             lambda new: self._metrics.on_change(new.facts.dp_ranks, new.facts.physical_experts_per_device)
         )

@@ -9,6 +9,7 @@ from goldens.our_model import bound, hf_tensors, logits_of
 from goldens.random_weights import RandomWeights
 from layouts import DISPATCHES, LAYOUTS, TINY, difference, prompts, wide, write_checkpoint
 from layouts import answer as answer_of
+from rounding_edges import Edges
 
 from dsjax.config import ModelConfig
 
@@ -112,6 +113,12 @@ def one_device_with_fp8_products(wide_checkpoint):
 def test_layouts_give_it_with_fp8_products_too(
     wide_checkpoint, one_device_with_fp8_products, layout, dispatch, prefill, decode
 ):
-    # Exact while no activation lies within float32's rounding of the middle between two FP8 numbers: none of these does.
-    found = answer(wide_checkpoint, layout, dispatch, prefill, decode, weights="fp8", activation_scheme="dynamic")
-    assert difference(found, one_device_with_fp8_products) is None
+    # Exact while no activation lies within float32's rounding of the middle between two FP8 numbers. Whether one does depends on the
+    # processor's instructions; where one does, the run without rounding must be equal.
+    run = functools.partial(answer, wide_checkpoint, layout, dispatch, prefill, decode)
+    kept = {"weights": "fp8", "activation_scheme": "dynamic"}
+    different = difference(run(**kept), one_device_with_fp8_products)
+    if different is not None:
+        one_device = functools.partial(answer, wide_checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
+        is_edge, text = Edges(one_device, kept).explain(run, different)
+        assert is_edge, text
