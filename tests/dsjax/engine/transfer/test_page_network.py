@@ -60,7 +60,7 @@ class PrefillProcess:
             **OPTIONS,
             **options,
         }
-        root = str(Path(__file__).parents[3])
+        root = str(Path(__file__).parents[4])
         environment = os.environ | {
             "PYTHONPATH": root,
             "JAX_PLATFORMS": "cpu",
