@@ -8,7 +8,7 @@ import jax
 import msgspec
 
 from dsjax.engine.transfer.messages import Chunk
-from dsjax.engine.transfer.nixl.agent import Agent, Memory
+from dsjax.engine.transfer.nixl.agent import Agent, MemoryRegions
 from dsjax.engine.transfer.nixl.registered_buffer import BufferPool, RegisteredBuffer
 from dsjax.engine.transfer.transport import FLAG, Shapes
 from dsjax.errors import UserError
@@ -28,8 +28,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
     buffer: int
     descriptions: list[bytes]
-    memory: Memory
-    mark: Memory
+    memory: MemoryRegions
+    mark: MemoryRegions
 
 
 _decoder = msgspec.msgpack.Decoder(Ticket)
