@@ -74,9 +74,9 @@ class Agent:
 
     def register(self, memory: MemoryRegions) -> Any:
         """Register memory, which must stay where it is until `deregister` is called with what this returns."""
-        found = self._nixl.nixlRegDList(self._kind(memory), [(*region, b"") for region in memory.regions])
-        self._agent.registerMem(found, self._plugins)
-        return found
+        registered = self._nixl.nixlRegDList(self._kind(memory), [(*region, b"") for region in memory.regions])
+        self._agent.registerMem(registered, self._plugins)
+        return registered
 
     def deregister(self, registered: Any) -> None:
         """End a registration."""

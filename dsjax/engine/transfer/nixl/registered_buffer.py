@@ -45,7 +45,7 @@ class RegisteredBuffer:
     def __init__(self, agent: Agent, number: int, shapes: Shapes, device: jax.Device):
         self.number, self._agent, self._device, self.key = number, agent, device, _key(shapes, device)
         self.arrays: Chunk = jax.block_until_ready(
-            {name: jnp.zeros(*own, device=device) for name, own in sorted(shapes.items())}
+            {name: jnp.zeros(*shape, device=device) for name, shape in sorted(shapes.items())}
         )
         self.mark = np.zeros(1, np.uint64)
         self.memory, self.mark_memory = (
