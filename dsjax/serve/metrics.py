@@ -1,6 +1,6 @@
 """`Metrics`: what the engine does, counted under vLLM's names and ours. docs/observability.md lists them all.
 
-`RequestMetrics` has tokens and latencies of each completion, from the updates that the event loop receives.
+`CompletionMetrics` has tokens and latencies of each completion, from the updates that the event loop receives.
 """
 
 import time
@@ -97,7 +97,7 @@ class Metrics:
         self._loads: Sequence[RankLoad] = ()
         self._compilations = 0
         labels = ("model_name", "engine")
-        self._requests = RequestMetrics(self.registry, self._ranks, max_model_len, clock)
+        self._requests = CompletionMetrics(self.registry, self._ranks, max_model_len, clock)
         add_load_metrics(self.registry, self._ranks, lambda: self._loads)
         self._tiers = TierMetrics(self.registry, self._ranks, lambda: self._loads, page_bytes)
         registry = self.registry
@@ -257,7 +257,7 @@ class _Track:
         self.tokens = 0
 
 
-class RequestMetrics:
+class CompletionMetrics:
     """Follows completions by the core's id. Each of the `n` completions of a request counts, as in vLLM.
 
     With t_1 … t_n the times at which the event loop received a completion's tokens:

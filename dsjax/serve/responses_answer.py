@@ -11,7 +11,7 @@ from dsjax.serve.bodies import EventStream, to_json
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
-from dsjax.serve.responses_request import ChosenFunction, ResponsesRequest
+from dsjax.serve.responses_request import NamedFunction, ResponsesRequest
 from dsjax.serve.serving import Serving
 
 Event = dict[str, Any]
@@ -199,7 +199,7 @@ class ResponsesAnswer:
     def _response(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         body = self._body
         form = body.text.format if body.text and body.text.format else None
-        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, ChosenFunction) else body.tool_choice
+        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedFunction) else body.tool_choice
         return {
             "id": self.id,
             "object": "response",

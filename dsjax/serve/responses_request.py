@@ -134,7 +134,7 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
 
-class ChosenFunction(StrictModel):
+class NamedFunction(StrictModel):
     """The function that must be called."""
 
     type: Literal["function"]
@@ -185,7 +185,7 @@ class ResponsesRequest(OpenAIFields):
     stream: bool | None = False
     stream_options: ResponsesStreamOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=bounds.MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: Count | None = Field(None, description="of built-in tools, of which there are none")
     text: TextOptions | None = None
@@ -244,7 +244,7 @@ class ResponsesRequest(OpenAIFields):
             },
             **{name: getattr(self, name) for name in OpenAIFields.model_fields},
         }
-        if isinstance(self.tool_choice, ChosenFunction):
+        if isinstance(self.tool_choice, NamedFunction):
             chat["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
         if self.tool_choice is not None and not self.tools:
             chat["tool_choice"] = None if self.tool_choice in ("auto", "none") else chat["tool_choice"]

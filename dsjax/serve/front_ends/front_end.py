@@ -35,7 +35,7 @@ from dsjax.serve.front_ends.messages import (
     Add,
     Channel,
     Count,
-    End,
+    EndProcess,
     EndStreams,
     Failed,
     FromEngine,
@@ -46,7 +46,7 @@ from dsjax.serve.front_ends.messages import (
     PhaseIs,
     Resized,
     Snapshot,
-    Tokens,
+    StepUpdates,
     UpdateEntry,
     Verdict,
     Welcome,
@@ -303,7 +303,7 @@ class FrontEndServer(Server):
 
     def _receive(self, message: Any) -> None:
         match message:
-            case Tokens():
+            case StepUpdates():
                 self._remote.enter(message.updates)
             case Verdict():
                 self._remote.settle(message)
@@ -319,7 +319,7 @@ class FrontEndServer(Server):
                 self._channel.send(Count(message.number, self._serving.abort(message.request_id)))
             case EndStreams():
                 self._remote.abort_all()
-            case End():
+            case EndProcess():
                 self.should_exit = True
             case Failed():
                 self._remote.lose()
