@@ -208,8 +208,8 @@ def serve_model(
 
 def metrics_of(model: "LLM", name: str) -> "Metrics":
     """What counts a loaded model's work. name: as clients know it."""
-    from dsjax.serve.device_memory import device_memory
     from dsjax.serve.metrics import Metrics
+    from dsjax.serve.metrics_parts import device_memory
 
     facts = model.facts
     return Metrics(
