@@ -17,7 +17,7 @@ from rich.console import Console
 from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
-from dsjax.serve.bodies import JsonResponse
+from dsjax.serve.connections import JsonResponse
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_parts import add_memory_metrics, device_memory
 

@@ -7,8 +7,8 @@ from typing import Any
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.text.outputs import RequestOutput
-from dsjax.serve.bodies import EventStream, to_json
 from dsjax.serve.chat import ChatAnswer
+from dsjax.serve.connections import EventStream, to_json
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
 from dsjax.serve.responses_request import NamedFunction, ResponsesRequest
@@ -120,11 +120,6 @@ class ResponsesAnswer:
         self._items = OutputItems()
         self._sequence = 0
         self._finish_reason: str | None = None
-
-    @property
-    def session(self) -> str | None:
-        """As the chat answer's."""
-        return self._chat.session
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""

@@ -6,10 +6,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.serve import bounds
-from dsjax.serve.bodies import StrictModel
 from dsjax.serve.chat_fields import ChatRequest, FunctionName
 from dsjax.serve.errors import ApiError
-from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields
+from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields, StrictModel
 
 _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 

@@ -13,7 +13,7 @@ from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.text.outputs import EngineDeadError
-from dsjax.serve.bodies import JsonResponse
+from dsjax.serve.connections import JsonResponse
 from dsjax.serve.errors import ApiError
 from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, ServerInfo, State, Version, errors
 from dsjax.serve.serving import Phase, Serving
