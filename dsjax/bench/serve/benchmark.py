@@ -6,24 +6,79 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from dsjax.bench.serve.arrivals import arrival_times
 from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.datasets import Dataset
-from dsjax.bench.serve.datasets.prefix_repetition import PrefixRepetition
-from dsjax.bench.serve.drafts import Counters, DraftFigures, read_counters
-from dsjax.bench.serve.load import run_load
+from dsjax.bench.serve.load import arrival_times, run_load
 from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
 from dsjax.bench.serve.progress import PointProgress
-from dsjax.bench.serve.prompt_form import PromptSource
-from dsjax.bench.serve.prompts import count_tokens
+from dsjax.bench.serve.prompts import PromptSource, count_tokens
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.bench.serve.report import LoadPoint
 from dsjax.bench.serve.result_files import PointResult
-from dsjax.bench.serve.search import Search
-from dsjax.bench.serve.server_facts import ServerError, ServerFacts, ask_server, server_url
+from dsjax.bench.serve.server_facts import (
+    Counters,
+    DraftFigures,
+    ServerError,
+    ServerFacts,
+    ask_server,
+    read_counters,
+    server_url,
+)
 from dsjax.bench.serve.statistics import summarise
-from dsjax.bench.serve.workload import draw_requests, make_dataset
 from dsjax.options import OptionError
+
+_TOLERANCE = 0.05
+"""The search ends where the load that fails is at most so much more than the one that meets."""
+
+_MOST = {"concurrency": 65_536, "rate": 100_000.0}
+_LEAST_RATE = 1 / 1024
+
+
+@dataclass
+class Search:
+    """Which load to try next, and what is known so far.
+
+    Attributes:
+        quantity: `concurrency` (whole numbers) or `rate` (requests a second).
+        best: the largest load that met the objectives; None as long as there is none.
+        failed: the smallest that did not.
+    """
+
+    quantity: str
+    best: float | None = None
+    failed: float | None = None
+
+    def next(self) -> float | None:
+        """The load to try; None when the answer is known."""
+        best, failed, whole = self.best, self.failed, self.quantity == "concurrency"
+        if best is None and failed is None:
+            return 1
+        if failed is None:
+            return best * 2 if best * 2 <= _MOST[self.quantity] else None
+        if best is None:
+            return None if whole or failed <= _LEAST_RATE else failed / 2
+        if whole:
+            between = (int(best) + int(failed)) // 2
+            return between if failed - best > max(1, _TOLERANCE * best) else None
+        return (best + failed) / 2 if failed - best > _TOLERANCE * best else None
+
+    def enter(self, load: float, share: float | None, wanted: float) -> None:
+        """What came of a load: the share of its requests that met every objective; None where none was answered."""
+        if share is not None and share >= wanted:
+            self.best = load if self.best is None else max(self.best, load)
+        else:
+            self.failed = load if self.failed is None else min(self.failed, load)
+
+    def sentence(self, wanted: float, objectives: dict[str, float]) -> str:
+        """The answer."""
+        said = " ".join(f"{name} ≤ {limit:g} ms" for name, limit in objectives.items())
+        goal = f"at which {wanted:.0%} of the requests have {said}"
+        if self.best is None:
+            return f"no {self.quantity} was found {goal}; the least that was tried is {self.failed or 0:g}"
+        more = f"{self.failed:g} does not" if self.failed is not None else "none that was tried does not"
+        unit = " requests/s" if self.quantity == "rate" else ""
+        return f"largest {self.quantity} {goal}: {self.best:.4g}{unit} ({more})"
+
 
 _WARM_UP_DRAW = 0
 
@@ -126,8 +181,8 @@ class Benchmark:
         """The dataset with prompts in the first form that a test request of two tokens is answered in."""
         refused = ""
         for prompts in source.forms(self.server.prompt_form, self.server.endpoint):
-            dataset = make_dataset(self.workload, prompts, source)
-            requests, _ = draw_requests(dataset, self.workload, _WARM_UP_DRAW, facts.max_model_len)
+            dataset = Dataset(self.workload, prompts, source)
+            requests, _ = dataset.draw(_WARM_UP_DRAW, facts.max_model_len)
             record = await client.send(replace(requests[0], output_tokens=min(2, requests[0].output_tokens)))
             if record.succeeded:
                 return dataset
@@ -140,8 +195,7 @@ class Benchmark:
         count = self.load.num_warmups
         if not count:
             return
-        options = replace(self.workload, num_prompts=count)
-        requests, _ = draw_requests(dataset, options, _WARM_UP_DRAW, facts.max_model_len)
+        requests, _ = dataset.draw(_WARM_UP_DRAW, facts.max_model_len, count)
         concurrency = max((n for _, n in self.load.points() if n), default=None)
         with self.progress("warm-up", len(requests)) as bar:
             await run_load(client, requests, [0.0] * len(requests), concurrency, stop=stop, on_done=bar.advance)
@@ -157,7 +211,7 @@ class Benchmark:
         concurrency: int | None,
         read_drafts: Callable[[], Awaitable[Counters | None]],
     ) -> PointResult:
-        requests, left_out = draw_requests(dataset, self.workload, number, facts.max_model_len)
+        requests, left_out = dataset.draw(number, facts.max_model_len)
         if left_out:
             self.say(f"{left_out} requests are longer than the server's {facts.max_model_len:,} tokens and left out")
         arrivals = self._arrivals(requests, rate)
@@ -174,13 +228,12 @@ class Benchmark:
                 f"all {len(requests)} requests were answered before --duration {duration:g} s; raise --num-prompts"
             )
         statistics = summarise(result, self.report.percentiles, self.report.objectives)
-        bound = dataset.cached_share_bound(len(requests)) if isinstance(dataset, PrefixRepetition) else None
         point = LoadPoint(
             len(result.records) if duration is not None else len(requests),
             rate,
             self.load.burstiness,
             concurrency,
-            bound,
+            dataset.cached_share_bound(len(requests)),
         )
         return PointResult(point, result, statistics, drafts)
 

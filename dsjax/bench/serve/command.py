@@ -35,7 +35,7 @@ def serve(
 
     Ctrl-C prints what is done so far; a second one ends at once.
     """
-    from dsjax.bench.serve.event_loop import run
+    from dsjax.bench.serve.client import run
     from dsjax.bench.serve.picture import check_picture
 
     report = _with_more_goodput(report, more_goodput or [])
@@ -111,8 +111,8 @@ def _write(
 ) -> None:
     """The files that were asked for, and the table of a sweep."""
     from dsjax.bench.serve.picture import draw
+    from dsjax.bench.serve.report import sweep_table
     from dsjax.bench.serve.result_files import result_json, write_points_csv, write_requests_csv
-    from dsjax.bench.serve.sweep_table import sweep_table
 
     devices = server.devices or facts.num_devices
     head = _head(facts, server, workload)

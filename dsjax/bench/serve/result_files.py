@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsjax.bench.serve.drafts import DraftFigures
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.report import LATENCIES, LoadPoint
+from dsjax.bench.serve.server_facts import DraftFigures
 from dsjax.bench.serve.statistics import Statistics
 from dsjax.errors import UserError
 
