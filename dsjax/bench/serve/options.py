@@ -167,6 +167,8 @@ class ReportOptions(Checked):
     def __post_init__(self):
         super().__post_init__()
         _ = self.latencies, self.percentiles, self.objectives  # each raises for what cannot be
+        if self.plot and not self.plot.endswith((".png", ".svg", ".pdf")):
+            raise OptionError(f"--plot is {self.plot!r}, expected a name that ends in .png, .svg or .pdf")
 
     @property
     def latencies(self) -> list[str]:

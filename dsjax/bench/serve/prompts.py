@@ -1,8 +1,9 @@
 """Prompts of a wanted length: token ids where the server takes them, else text of words of a tokenizer."""
 
+import functools
 import importlib.resources
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -161,15 +162,14 @@ class PromptSource:
         Raises:
             PromptError: the named one does not exist.
         """
-        if tokenizer is not None:
-            found = read_tokenizer(tokenizer)
-            return cls(found, size or vocab_size(found))
-        for where in filter(None, (facts.root, facts.model)):
+        for where in filter(None, (tokenizer,) if tokenizer is not None else (facts.root, facts.model)):
             try:
-                found = read_tokenizer(where)
+                read = read_tokenizer(where)
             except UnmakablePromptError:
+                if tokenizer is not None:
+                    raise
                 continue
-            return cls(found, size or vocab_size(found))
+            return cls(read, size or vocab_size(read))
         return cls(None, size)
 
     def forms(self, wanted: PromptForm, endpoint: Endpoint) -> list[PromptMaker]:
@@ -193,6 +193,11 @@ class PromptSource:
                 f"Hugging Face repository){also}"
             )
         return makers
+
+    @property
+    def token_counter(self) -> Callable[[str], int] | None:
+        """Count the tokens of a text; None without a tokenizer."""
+        return None if self.tokenizer is None else functools.partial(count_tokens, self.tokenizer)
 
     def need_tokenizer(self, dataset: str) -> tokenizers.Tokenizer:
         """The tokenizer.

@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from dsjax.bench.serve.server_facts import DraftFigures
-from dsjax.bench.serve.statistics import Statistics
+from dsjax.bench.serve.statistics import DraftFigures, Statistics
 
 _WIDTH = 50
 _MOST_ERRORS = 10
@@ -109,7 +108,9 @@ def _draft_lines(drafts: DraftFigures) -> list[str]:
         _line("Accepted tokens:", drafts.accepted_tokens),
         "Per-position acceptance (%):",
     ]
-    return lines + [_line(f"  Position {i}:", share * 100) for i, share in enumerate(drafts.per_position)]
+    return lines + [
+        _line(f"  Position {i}:", share * 100) for i, share in enumerate(drafts.per_position_acceptance_rates)
+    ]
 
 
 def _line(label: str, value: float | None) -> str:
