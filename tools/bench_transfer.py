@@ -107,6 +107,8 @@ def measure_bytes(args, console: Console) -> None:
 
     from dsjax import LLM, SamplingParams
     from dsjax.engine.contract.commands import FetchPages, PlacePages, PullPages, SendPages, int32s
+    from dsjax.engine.setup.args import EngineArgs
+    from dsjax.engine.setup.loading import load_model
     from dsjax.engine.transfer.messages import CHUNK_PAGES, ChunkPort
     from dsjax.engine.transfer.page_chunks import move_chunk
 
@@ -130,33 +132,35 @@ def measure_bytes(args, console: Console) -> None:
 
     pages = range(1, 1 + CHUNK_PAGES)
     kept = []
-    sender = llm.engine.prefills[0].engine.core.executor
-    sender.extension(ChunkPort)._offer = lambda number, own: kept.append(own)
+    options = {"mesh": "dp=1", "max_num_seqs": 8, "max_model_len": 2048, "disaggregation_mode": "prefill"}
+    apart = load_model(
+        EngineArgs.from_options(model=args.model, **options)
+    ).executor  # no engine sends or pulls with it
+    apart.extension(ChunkPort).send_chunks(lambda number, taken: kept.append(taken))
     gather = SendPages([int32s(value for page in pages for value in (1, page))])
 
     def take():
-        pending = sender.launch(gather)
+        pending = apart.launch(gather)
         while not kept:
             time.sleep(0)
         kept.clear()
-        sender.wait(pending) if not pending.done else None
+        apart.wait(pending) if not pending.done else None
 
     row("taken off the cache, until it can be offered", seconds(take))
-    landed = executor.extension(ChunkPort)
     come = queue.SimpleQueue()
-    landed._pull, landed._report = lambda source, number, device: move_chunk(chunk, device), come.put
+    apart.extension(ChunkPort).pull_chunks(lambda source, number, device: move_chunk(chunk, device), come.put)
     counter = iter(range(1, 10**6))
 
     def land():
         quadruples = int32s(value for place in range(CHUNK_PAGES) for value in (0, 1, place, place))
-        executor.launch(PullPages([quadruples], [(0, "")]))
+        apart.launch(PullPages([quadruples], [(0, "")]))
         come.get()
 
     def place():
         number = next(counter)
-        executor.launch(FetchPages([int32s(range(CHUNK_PAGES))], number))
-        executor.launch(PlacePages([int32s(pages)], number))
-        jax.block_until_ready(executor.state.start)
+        apart.launch(FetchPages([int32s(range(CHUNK_PAGES))], number))
+        apart.launch(PlacePages([int32s(pages)], number))
+        jax.block_until_ready(apart.state.start)
 
     placed = []
     for _ in range(REPEATS):
@@ -179,6 +183,7 @@ def measure_bytes(args, console: Console) -> None:
             f"for comparison: a decode step of {running}", f"{1e3 * (time.perf_counter() - began) / steps:.3f}", ""
         )
     console.print(table)
+    apart.shutdown()
     llm.shutdown()
 
 

@@ -213,8 +213,8 @@ class EngineCore:
         return self._renew(make)
 
     def survive(self, error: Exception) -> list[Update]:
-        """Go on after a step failed, where that is because of a process that is gone. The steps under way are void: no token of theirs is
-        entered, and no page that they wrote is found again. Gives what was entered before, and what became of requests.
+        """Go on after a step failed, where that is because of a process that is gone; give what was entered before, and what became of
+        requests. The steps under way are dropped: no token of theirs is entered, and no page that they wrote is found again.
 
         Raises:
             the error itself, where nothing goes on.

@@ -49,7 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """A request gets a slot. Whatever the slot held before is void.
+    """A request gets a slot. What the slot held before is forgotten.
 
     Attributes:
         start: tokens of the request that are in the cache.
@@ -252,7 +252,7 @@ class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
-    """Zero the cache and void all slots, as at the start. No request has a slot."""
+    """Zero the cache and reset all slots, as at the start. No request has a slot."""
 
 
 class ReadLoads(msgspec.Struct, frozen=True, array_like=True, tag="read_loads"):

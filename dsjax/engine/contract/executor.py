@@ -151,10 +151,7 @@ class Executor(Protocol):
     max_in_flight: int
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """What the executor offers beside commands, by the type that a part of the engine knows it by; None: nothing of the kind.
-
-        `PageReporter` of the offload tiers, `ChunkPort` of transfers and `ExpertMover` of balancing are such types.
-        """
+        """What the executor offers beside commands, by the type that a part of the engine knows it by; None: nothing of the kind."""
 
     def launch(self, command: Command) -> Any:
         """Take a command, and return while the device computes. The command is executed after all those before it."""

@@ -36,7 +36,7 @@ def split_page_changes(step: Step, room: int) -> tuple[list[list[PageEntry]], li
 def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.ndarray]:
     """``[B, ADMIT_WIDTH]`` int32 inputs of the admission program, as many as it takes; none where there is nothing to do.
 
-    An admission voids what its slot had, so page changes and counts begin with the run that has the last admissions.
+    An admission resets what its slot had, so page changes and counts begin with the run that has the last admissions.
     """
     counts = [
         [

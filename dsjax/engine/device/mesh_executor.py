@@ -118,10 +118,6 @@ class MeshExecutor:
         """The compiled programs."""
         return self.device.programs
 
-    def part(self, kind: type[Kind]) -> Kind | None:
-        """The optional part of this class; None without one."""
-        return next((part for part in self._parts if isinstance(part, kind)), None)
-
     def extension(self, kind: type[Kind]) -> Kind | None:
         """What a part offers of this kind; None: nothing does."""
         return next((found for part in self._parts if (found := part.extension(kind)) is not None), None)

@@ -11,25 +11,31 @@ from dsjax.engine.contract.commands import FetchPages, PlacePages, ReadPages, na
 from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pending, Running
 from dsjax.engine.device.device_state import MOVED_PAGES, PagesOnTheWay
 
-Layout = list[np.ndarray]
-"""For each rank int32: which of the pages of a command stands at each place of a piece; −1: none."""
+RankArrays = list[np.ndarray]
+"""One int32 array for each rank: numbers of pages, or places of pages among those of a command."""
 
 
 class StagedPiece(NamedTuple):
     """As many pages of each rank as a program places at once.
 
     Attributes:
-        layout: which pages. make: sends them to the devices.
+        layout: of each rank, which page of the command stands at each place of the piece; −1: none. make: sends them to the devices.
     """
 
-    layout: Layout
+    layout: RankArrays
     make: Callable[[], PagesOnTheWay]
 
 
 class PageStore:
-    """Where pages lie that are named by numbers in `FetchPages`: slots of host memory, or pages that have landed."""
+    """Where pages lie that are named by numbers in `FetchPages`: slots of host memory, or pages that have landed.
 
-    def take(self, wanted: Layout, places: Layout) -> tuple[list[StagedPiece], Layout]:
+    Attributes:
+        read: begins to bring a page, given its rank, number and name; None: the store cannot be asked for pages by name.
+    """
+
+    read: Callable[[int, int, bytes], None] | None = None
+
+    def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
         """Pieces for the pages that are here, and the places of all others.
 
         wanted: of each rank the numbers of a `FetchPages`. places: of each rank those of them that nobody has taken yet.
@@ -41,25 +47,22 @@ class PageStore:
 
 
 class PageStaging:
-    """Carries out `FetchPages` and `PlacePages` for all stores, and tells them which landed pages are wanted no more.
-
-    Attributes:
-        read: begins to bring a page, given its rank, number and name; None: no store reads pages.
-    """
+    """Carries out `FetchPages`, `PlacePages` and `ReadPages` for all stores. Without a store it carries out nothing."""
 
     def __init__(self, device: DeviceAccess):
         self._device = device
         self._stores: list[PageStore] = []
         self._staged: dict[int, list[PagesOnTheWay]] = {}
-        self._layouts: dict[int, list[Layout]] = {}
-        self.read: Callable[[int, int, bytes], None] | None = None
+        self._layouts: dict[int, list[RankArrays]] = {}
 
     def add(self, store: PageStore) -> None:
         """Look for pages in this store too, behind those that were added before."""
         self._stores.append(store)
 
     def register(self, table: CommandTable) -> None:
-        """Add the commands that it carries out."""
+        """Add the commands that it carries out, if there is a store to carry them out with."""
+        if not self._stores:
+            return
         table.add(FetchPages, Handler(self._fetch))
         table.add(PlacePages, Handler(self._place, keeps_last=False))
         table.add(ReadPages, Handler(self._request))
@@ -70,8 +73,14 @@ class PageStaging:
         places = [np.arange(len(own), dtype=np.int32) for own in wanted]
         pieces: list[StagedPiece] = []
         for store in self._stores:
-            found, places = store.take(wanted, places)
-            pieces += found
+            stored_pieces, places = store.take(wanted, places)
+            pieces += stored_pieces
+        for rank, missing in enumerate(places):
+            if len(missing):
+                numbers = wanted[rank][missing].tolist()
+                raise ValueError(
+                    f"FetchPages names the pages {numbers} of rank {rank}, which no page store of this executor has"
+                )
         self._layouts[command.number] = [piece.layout for piece in pieces]
 
         def run() -> Running:
@@ -113,6 +122,9 @@ class PageStaging:
 
     def _request(self, _: Pending, command: ReadPages) -> Running:
         """Forget pages that are wanted no more, and begin to read others."""
+        read = next((store.read for store in self._stores if store.read is not None), None)
+        if read is None and any(command.ranks):
+            raise ValueError("ReadPages asks for pages by their names, and no page store of this executor can read any")
 
         def run() -> Running:
             for rank, (numbers, names, drops) in enumerate(
@@ -122,7 +134,7 @@ class PageStaging:
                     for store in self._stores:
                         store.forget(rank, int(number))
                 for number, name in zip(np.frombuffer(numbers, "<i4"), names_of(names), strict=True):
-                    self.read(rank, int(number), name)
+                    read(rank, int(number), name)
             yield from ()
 
         return run()

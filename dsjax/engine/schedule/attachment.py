@@ -31,7 +31,7 @@ class Attachment:
         self.source = source
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with an executor: the first one, or one that was made anew. What the one before was asked for is void.
+        """Begin with an executor: the first one, or one that was made anew. What the one before was asked for is lost.
 
         The scheduler with this configuration is made after this, and binds `source`.
         """

@@ -170,7 +170,7 @@ class Scheduler:
     def successor(self, config: SchedulerConfig, num_ranks: int, now: float = 0.0) -> tuple["Scheduler", list[Update]]:
         """A scheduler for an executor made anew, with this one's requests; and an `Update` for each that the new one cannot hold.
 
-        Slots, pages and what was computed are void, so every request that ran waits again, in its old order, as a preempted one
+        Slots, pages and what was computed are lost, so every request that ran waits again, in its old order, as a preempted one
         does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
         """
         new = Scheduler(

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from dsjax.engine.contract.commands import DropPages, StorePages, names_of
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import PagesOnTheWay
-from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, StagedPiece, cut, packed
+from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece, cut, packed
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.page_files import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
@@ -28,17 +28,15 @@ Shard = tuple[int, tuple[slice, ...], np.ndarray]
 """First rank, where the shard lies in a page's array, and its values ``[ranks, MOVED_PAGES, …]``."""
 
 
-class _Leaving(NamedTuple):
-    """Pages that have been taken off the devices.
+class _Landing(NamedTuple):
+    """Work of the host that waits for arrays of the devices, and for all such work before it.
 
     Attributes:
-        slots: of each rank int32, where each page goes; −1: not to host memory.
-        writes: (rank, place among the rank's pages, number, name) of those that are written to the disk.
+        awaited: the arrays; none where only the order matters. land: does the work once they are on the host.
     """
 
-    slots: list[np.ndarray]
-    writes: list[tuple[int, int, int, bytes]]
-    taken: PagesOnTheWay
+    awaited: list[Array]
+    land: Callable[[], None]
 
 
 class OffloadedPages(DevicePart, PageStore):
@@ -65,15 +63,16 @@ class OffloadedPages(DevicePart, PageStore):
         # Zeros are not in memory before they are written: room that is never used, and other processes' ranks, cost nothing.
         self._memory = {name: np.zeros((ranks, slots, *a.shape[2:]), a.dtype) for name, a in described.items()}
         self._described = described
-        self._leaving: deque[_Leaving | DropPages] = deque()
+        self._landings: deque[_Landing] = deque()
         staging.add(self)
         if self._disk is not None:
-            staging.read = self._disk.read
+            self.read = self._disk.read
 
     def register(self, table: CommandTable) -> None:
-        """Add the commands that store pages and delete them."""
+        """Add the commands that store pages and, where there is a disk, delete them."""
         table.add(StorePages, Handler(self._store))
-        table.add(DropPages, Handler(self._drop))
+        if self._disk is not None:
+            table.add(DropPages, Handler(self._drop))
 
     def extension(self, kind: type) -> Any:
         """What came of the disk, for the offload tiers of the scheduler."""
@@ -99,7 +98,7 @@ class OffloadedPages(DevicePart, PageStore):
                 taken = self._device.programs.take_pages()(self._device.state, pages)
                 for array in taken.values():
                     array.copy_to_host_async()
-                self._leaving.append(_Leaving(slots, writes, taken))
+                self._landings.append(_Landing(list(taken.values()), partial(self._keep, taken, slots, writes)))
                 yield next(iter(taken.values()))
 
         return run()
@@ -108,7 +107,8 @@ class OffloadedPages(DevicePart, PageStore):
         """Delete pages from the disk, when what was stored before has been written."""
 
         def run() -> Running:
-            self._leaving.append(command)
+            delete = partial(self._disk.drop, command.everything, names_of(command.names))
+            self._landings.append(_Landing([], delete))
             self._land(waiting=False)
             yield from ()
 
@@ -125,7 +125,7 @@ class OffloadedPages(DevicePart, PageStore):
             self._land(waiting=True)
             self._disk.close()
 
-    def take(self, wanted: Layout, places: Layout) -> tuple[list[StagedPiece], Layout]:
+    def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
         """Pieces of all these pages, which lie in slots or were read from the disk."""
         pieces = []
         for piece in cut(places):
@@ -140,28 +140,31 @@ class OffloadedPages(DevicePart, PageStore):
 
     def _land(self, waiting: bool) -> None:
         """Write to memory and disk what has left the devices; ``waiting``: also what is still on its way."""
-        while self._leaving:
-            head = self._leaving[0]
-            if isinstance(head, DropPages):
-                self._disk.drop(head.everything, names_of(head.names))
-                self._leaving.popleft()
-                continue
-            if not waiting and not all(array.is_ready() for array in head.taken.values()):
+        while self._landings:
+            head = self._landings[0]
+            if not waiting and not all(array.is_ready() for array in head.awaited):
                 return
-            self._leaving.popleft()
-            shards = {name: list(_shards(array)) for name, array in head.taken.items()}
-            for name, own in shards.items():
-                for first, rest, values in own:
-                    for rank, block in enumerate(values, start=first):
-                        slots = head.slots[rank]
-                        if (slots >= 0).all():  # the usual case, without another copy
-                            self._memory[name][(rank, slots, *rest)] = block[: len(slots)]
-                        else:
-                            kept = np.flatnonzero(slots >= 0)
-                            self._memory[name][(rank, slots[kept], *rest)] = block[kept]
-            for rank, place, number, page_name in head.writes:
-                # A copy: what was taken has room for `MOVED_PAGES` of each rank, and must not wait for a slow disk for the sake of one.
-                self._disk.write(number, page_name, self._page(shards, rank, place))
+            self._landings.popleft()
+            head.land()
+
+    def _keep(self, taken: PagesOnTheWay, slots: list[np.ndarray], writes: list[tuple[int, int, int, bytes]]) -> None:
+        """Keep pages that have left the devices.
+
+        slots: of each rank int32, where each page goes; −1: not to host memory. writes: (rank, place among the rank's pages, number,
+        name) of those that are written to the disk.
+        """
+        shards = {name: list(_shards(array)) for name, array in taken.items()}
+        for name, array_shards in shards.items():
+            for first, rest, values in array_shards:
+                for rank, block in enumerate(values, start=first):
+                    if (slots[rank] >= 0).all():  # the usual case, without another copy
+                        self._memory[name][(rank, slots[rank], *rest)] = block[: len(slots[rank])]
+                    else:
+                        kept = np.flatnonzero(slots[rank] >= 0)
+                        self._memory[name][(rank, slots[rank][kept], *rest)] = block[kept]
+        for rank, place, number, page_name in writes:
+            # A copy: what was taken has room for `MOVED_PAGES` of each rank, and must not wait for a slow disk for the sake of one.
+            self._disk.write(number, page_name, self._page(shards, rank, place))
 
     def _page(self, shards: dict[str, list[Shard]], rank: int, place: int) -> Page:
         """One page out of what has left the devices, its shards put together."""

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from dsjax.engine.contract.commands import DropChunks, PullPages, SendPages
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import MOVED_PAGES
-from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, StagedPiece
+from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, ChunkPort, Pull, PulledChunk, Source
 
 PULLERS = 2
@@ -161,9 +161,9 @@ class PageChunks(DevicePart, PageStore):
 
         return run()
 
-    def take(self, wanted: Layout, places: Layout) -> tuple[list[StagedPiece], Layout]:
+    def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
         """Pieces of the pages that have come in chunks, a chunk of each rank at a time, and the places of all others."""
-        rest: Layout = []
+        rest: RankArrays = []
         groups: list[list[tuple[Landing, np.ndarray]]] = []
         for rank, (numbers, own) in enumerate(zip(wanted, places, strict=True)):
             by_chunk: dict[int, tuple[Landing, np.ndarray]] = {}
