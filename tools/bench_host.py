@@ -141,7 +141,7 @@ def measure_gaps(mesh: str, requests: int, rounds: int, steps: int) -> None:
 
 def _inputs(executor, pending):
     """The packed rows of a step that has been computed."""
-    from dsjax.engine.device.launch_inputs import pack_launch
+    from dsjax.engine.device.launch_rows import pack_launch
 
     outcome, ranks = pending.outcomes[0], len(pending.command.ranks)
     packed = pack_launch(pending.command, outcome.launch, outcome.shape, [[] for _ in range(ranks)], [{}] * ranks)

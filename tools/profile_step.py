@@ -122,7 +122,7 @@ def compare_placements(llm, run, rows: int, steps: int) -> None:
     for turn in range(WARM + steps):
         for name in list(forms)[:: 1 if turn % 2 else -1]:  # who comes first changes
             (key,) = [key for key in programs.compiled if key[0] == "step"]
-            programs._compiled[key] = forms[name]
+            programs.store.compiled[key] = forms[name]
             start, processor = time.perf_counter(), time.process_time()
             run()
             if turn >= WARM:

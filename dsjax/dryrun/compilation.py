@@ -21,8 +21,8 @@ from dsjax.engine.device import device_state, expert_programs
 from dsjax.engine.device.buckets import Rectangle
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.process import without_compile_cache
+from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
-from dsjax.engine.device.traced_programs import TracedPrograms
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.errors import UserError
 from dsjax.model.step import ModelStep
@@ -125,7 +125,7 @@ def compile_step(
     moved = experts_per_exchange(engine, step)
     params = step.abstract_parameters()
     state = device_state.describe(step, limits, most_drafts, counts_loads=moved > 0)
-    programs = TracedPrograms(step, params, state, limits)
+    programs = Programs(step, params, state, limits)
     rectangle = Rectangle(args.rows, args.chunk)
     shape = programs.shape(rectangle, None) if args.step == "decode" else programs.shape(None, rectangle)
     main = _compile(lambda: programs.lower_step(shape), args.target, mesh)

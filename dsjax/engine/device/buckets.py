@@ -33,7 +33,7 @@ class Rectangle(NamedTuple):
     chunk: int
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """A part of a prefill row: which of its rank's rows it is of, and which of the row's tokens."""
 
     row: int
@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 
     decode: Rectangle | None
     prefill: Rectangle | None
-    pieces: list[Sequence[Piece]]
+    pieces: list[Sequence[RowPiece]]
     scored: bool = False
 
 
@@ -134,12 +134,12 @@ class Buckets:
         scored = [[(i, row) for i, row in enumerate(rank.prefills) if row.scored] for rank in ranks]
         waiting = [
             sorted(
-                (Piece(i, 0, row.length) for i, row in enumerate(rank.prefills) if not row.scored),
+                (RowPiece(i, 0, row.length) for i, row in enumerate(rank.prefills) if not row.scored),
                 key=lambda piece: -piece.length,
             )
             for rank in ranks
         ]
-        nothing: list[Sequence[Piece]] = [()] * len(ranks)
+        nothing: list[Sequence[RowPiece]] = [()] * len(ranks)
         most_decodes = max(num_decodes(rank) for rank in ranks)
         launches = []
         for rectangle, taken in self._lay(waiting):
@@ -155,7 +155,7 @@ class Buckets:
         chunk = self.scored.chunk
         pieces = [
             [
-                Piece(index, first, min(chunk, row.length - first))
+                RowPiece(index, first, min(chunk, row.length - first))
                 for index, row in rows
                 for first in range(0, row.length, chunk)
             ]
@@ -169,7 +169,7 @@ class Buckets:
     def _drafts(self, running: int) -> int:
         return 0 if self.speculation is None else self.speculation.drafts(running)
 
-    def _lay(self, waiting: list[list[Piece]]) -> list[tuple[Rectangle, list[list[Piece]]]]:
+    def _lay(self, waiting: list[list[RowPiece]]) -> list[tuple[Rectangle, list[list[RowPiece]]]]:
         """Rectangles, and the pieces of each rank in them. Single rows are used where that costs less for the whole step."""
         found = self._lay_with(self.prefill + self.single, waiting)
         if any(rectangle not in self.prefill for rectangle, _ in found):
@@ -178,8 +178,8 @@ class Buckets:
         return found
 
     def _lay_with(
-        self, rectangles: Sequence[Rectangle], waiting: list[list[Piece]]
-    ) -> list[tuple[Rectangle, list[list[Piece]]]]:
+        self, rectangles: Sequence[Rectangle], waiting: list[list[RowPiece]]
+    ) -> list[tuple[Rectangle, list[list[RowPiece]]]]:
         found = []
         while any(waiting):
             rectangle = self._cheapest(rectangles, max(own[0].length for own in waiting if own), max(map(len, waiting)))
@@ -187,7 +187,7 @@ class Buckets:
             waiting = [own[rectangle.rows :] for own in waiting]
         return found
 
-    def _cost(self, laid: list[tuple[Rectangle, list[list[Piece]]]]) -> int:
+    def _cost(self, laid: list[tuple[Rectangle, list[list[RowPiece]]]]) -> int:
         return sum(self._tokens_of_a_launch + rectangle.rows * rectangle.chunk for rectangle, _ in laid)
 
     def _cheapest(self, rectangles: Sequence[Rectangle], length: int, rows: int) -> Rectangle:

@@ -27,7 +27,7 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def pieces(biases: Sequence[np.ndarray], num_rows: int) -> Iterator[np.ndarray]:
+def bias_pieces(biases: Sequence[np.ndarray], num_rows: int) -> Iterator[np.ndarray]:
     """``[B, E, 4]`` int32 pieces of each rank's ``[n, 4]`` biases; what is left of a piece names row −1, which none is."""
     width = bias_width(num_rows)
     for start in range(0, max((len(own) for own in biases), default=0), width):

@@ -19,14 +19,19 @@ from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, H
 from dsjax.engine.device.buckets import Buckets, Launch
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_recorder import ExpertRecorder
-from dsjax.engine.device.launch_inputs import pack_admissions, pack_launch, split_page_changes
-from dsjax.engine.device.launch_results import LaunchOutcome, read_step
+from dsjax.engine.device.launch_rows import (
+    LaunchOutcome,
+    RowRules,
+    SlotTable,
+    pack_admissions,
+    pack_launch,
+    read_step,
+    split_page_changes,
+)
 from dsjax.engine.device.page_staging import PageStaging
-from dsjax.engine.device.process import explained_out_of_memory
+from dsjax.engine.device.process import XLA_ERRORS, explain
 from dsjax.engine.device.program_library import ProgramLibrary
-from dsjax.engine.device.programs import Programs
-from dsjax.engine.device.slot_rules import RowRules, SlotTable
-from dsjax.engine.device.traced_programs import COPIES
+from dsjax.engine.device.programs import COPIES, Programs
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
 from sharding.layer_placement import LayerPlacements
@@ -126,7 +131,7 @@ class MeshExecutor:
         """Lay out and send a command's inputs, and start it if the devices may take it now."""
         pending = self._table.launch(command)
         self._queue.append(pending)
-        with explained_out_of_memory("a step was launched", SMALLER_STEPS):
+        try:
             if self.max_in_flight > 1:
                 pending.started = time.monotonic()
                 for array in pending.running:
@@ -135,11 +140,14 @@ class MeshExecutor:
                     pending.last = None  # a part of the state, which the next program takes
             elif len(self._queue) == 1:
                 self._advance()
+        except XLA_ERRORS as error:
+            explain(error, "a step was launched", SMALLER_STEPS)
+            raise
         return pending
 
     def wait(self, pending: Pending) -> None:
         """Wait until a command is done; start the next one."""
-        with explained_out_of_memory("a step was computed", SMALLER_STEPS):
+        try:
             while not pending.done:
                 head = self._queue[0]
                 self._finish(head)
@@ -147,6 +155,9 @@ class MeshExecutor:
                 if self._queue and self._queue[0].started:  # enqueued before, and begun only now
                     self._queue[0].started = max(self._queue[0].started, head.ended)
                 self._advance()
+        except XLA_ERRORS as error:
+            explain(error, "a step was computed", SMALLER_STEPS)
+            raise
 
     def collect(self, pending: Pending) -> Any:
         """Wait for a command, and give what came of it."""

@@ -85,6 +85,10 @@ _STATUS = re.compile(
 """How the text of an error of XLA's begins; wrong arguments are not among them."""
 
 
+XLA_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+"""As what JAX raises an error of XLA's."""
+
+
 class OutOfDeviceMemoryError(UserError):
     """A device's memory is too small for what was asked of it."""
 
@@ -100,21 +104,27 @@ def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
     """
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        is_status = type(error) is ValueError and _STATUS.match(str(error))
-        if is_status and "RESOURCE_EXHAUSTED" not in str(error):
-            raise jax.errors.JaxRuntimeError(str(error)) from error
-        if "RESOURCE_EXHAUSTED" not in str(error) or (isinstance(error, ValueError) and not is_status):
-            raise
-        wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", str(error))
-        stats = jax.local_devices()[0].memory_stats() or {}
-        state = (
-            f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
-            if {"bytes_limit", "bytes_in_use"} <= stats.keys()
-            else ""
-        )
-        size = f" for {wanted.group(1)}" if wanted else ""
-        raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
+    except XLA_ERRORS as error:
+        explain(error, doing, advice)
+        raise
+
+
+def explain(error: Exception, doing: str, advice: str) -> None:
+    """Raise what `explained_out_of_memory` does in place of one of `XLA_ERRORS`; nothing where there is nothing to explain."""
+    is_status = type(error) is ValueError and _STATUS.match(str(error))
+    if is_status and "RESOURCE_EXHAUSTED" not in str(error):
+        raise jax.errors.JaxRuntimeError(str(error)) from error
+    if "RESOURCE_EXHAUSTED" not in str(error) or (isinstance(error, ValueError) and not is_status):
+        return
+    wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", str(error))
+    stats = jax.local_devices()[0].memory_stats() or {}
+    state = (
+        f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
+        if {"bytes_limit", "bytes_in_use"} <= stats.keys()
+        else ""
+    )
+    size = f" for {wanted.group(1)}" if wanted else ""
+    raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
 
 
 def keep_freed_memory() -> bool:

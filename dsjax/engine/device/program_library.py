@@ -1,4 +1,5 @@
-"""``ProgramLibrary``: the compiled programs of meshes that an engine has had, or may come to have, for whichever devices they are needed.
+"""``CompiledPrograms``: the compiled programs of one executor. ``ProgramLibrary``: those of meshes that an engine has had, or may come to
+have, for whichever devices they are needed.
 
 A program names its devices by their place in the mesh. Which devices those are is said apart from it, when it is loaded: a program
 that was compiled for a mesh of one order of devices is loaded for another in milliseconds, without being traced or compiled again.
@@ -11,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import os
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +23,91 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
-from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.contract.executor import ExecutorLimits, Progress
 from sharding import jax_internals
 
 _LEAST_SHARE_OF_PAGES = 0.95
 """A cache smaller than it could be by more than this costs more than compiling programs for the larger one."""
 
+ProgramKey = tuple[Hashable, ...]
+"""A program's kind, and what distinguishes it from others of its kind."""
+
 _log = logging.getLogger(__name__)
+
+
+class CompiledPrograms:
+    """Compiles each program once, or takes it from a shelf of the library.
+
+    Args:
+        lower: traces the program of a key. meet: waits for the other processes of the mesh.
+
+    Attributes:
+        compiled: the programs that exist, by key. shelf: where they are kept beyond this executor; None: nowhere.
+    """
+
+    def __init__(self, lower: Callable[[ProgramKey], Lowered], meet: Callable[[], object], shelf: Shelf | None):
+        self._lower, self._meet, self.shelf = lower, meet, shelf
+        self.compiled: dict[ProgramKey, Compiled] = {}
+
+    def get(self, key: ProgramKey, lower: Callable[[], Lowered]) -> Compiled:
+        """A program, which ``lower`` traces where it is neither compiled nor kept."""
+        if key not in self.compiled:
+            self.compile(key, lower)
+            self._meet()  # also where it was found: another process may have compiled it
+        return self.compiled[key]
+
+    def compile(self, key: ProgramKey, lower: Callable[[], Lowered]) -> None:
+        """Have a program, from the shelf or by compiling it."""
+        if not self._find(key):
+            self._compile(key, lower())
+
+    def compile_all(
+        self, labels: Mapping[ProgramKey, str], report: Progress, after: Callable[[ProgramKey], None]
+    ) -> None:
+        """Compile programs on all cores at once; ``after`` is called with each in turn when all are there."""
+        pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
+        try:
+            list(pool.map(self._find, labels))
+            missing = [key for key in labels if key not in self.compiled]
+            num_there = len(labels) - len(missing)
+            if not missing:
+                report(num_there, num_there, "all")
+            pending: dict[Future[None], str] = {}
+            for key in missing:
+                report(num_there, len(labels), labels[key])
+                pending[pool.submit(self._compile, key, self._lower(key))] = labels[key]
+            for done, future in enumerate(as_completed(pending), num_there + 1):
+                future.result()
+                report(done, len(labels), pending[future])
+            for key in labels:
+                after(key)
+        finally:
+            # An end before all is compiled must not wait for what is queued.
+            pool.shutdown(cancel_futures=True)
+
+    def compile_ahead(
+        self, labels: Mapping[ProgramKey, str], go_on: Callable[[int, str], bool], after: Callable[[ProgramKey], None]
+    ) -> bool:
+        """Compile programs one after the other in this thread, and keep them on the shelf alone; whether all of them are there."""
+        for done, (key, label) in enumerate(labels.items()):
+            if not go_on(done, label):
+                return False
+            if key not in self.shelf:
+                self._compile(key, self._lower(key))
+                after(key)
+            self.compiled.clear()  # a program that is loaded takes memory of the devices
+        return go_on(len(labels), "all")
+
+    def _find(self, key: ProgramKey) -> bool:
+        """Take a program from the shelf; whether it is there."""
+        if key not in self.compiled and self.shelf is not None:
+            kept = self.shelf.find(key)
+            if kept is not None:
+                self.compiled[key] = kept
+        return key in self.compiled
+
+    def _compile(self, key: ProgramKey, lowered: Lowered) -> None:
+        self.compiled[key] = lowered.compile() if self.shelf is None else self.shelf.compile(key, lowered)
 
 
 class _ReadLast(threading.local):

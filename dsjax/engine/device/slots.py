@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -76,38 +77,41 @@ class StepRows:
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Static shape of a launch: its row groups, and which of them are there. Everything about a packed input follows from it."""
+    """Static shape of a launch: its row groups, and which of them are there. Everything about a packed input follows from it.
+
+    What follows is derived once: a launch asks for it again and again.
+    """
 
     decode: GroupShape | None
     prefill: GroupShape | None
     page_size: int
 
-    @property
+    @cached_property
     def groups(self) -> tuple[GroupShape, ...]:
         """The row groups, decodes first."""
         return tuple(group for group in (self.decode, self.prefill) if group)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Token slots on one DP rank."""
         return sum(group.tokens for group in self.groups)
 
-    @property
+    @cached_property
     def decode_rows(self) -> tuple[int, int]:
         """Rows and width of the decode group; no rows where there is none."""
         return (self.decode.rows, self.decode.chunk) if self.decode else (0, 1)
 
-    @property
+    @cached_property
     def prefill_rows(self) -> tuple[int, int]:
         """Rows and width of the prefill group; no rows where there is none."""
         return (self.prefill.rows, self.prefill.chunk) if self.prefill else (0, 1)
 
-    @property
+    @cached_property
     def sampled(self) -> tuple[int, int, int]:
         """What the sampling programs depend on: decode rows, their width, prefill rows."""
         return (*self.decode_rows, self.prefill_rows[0])
 
-    @property
+    @cached_property
     def page_changes(self) -> int:
         """Changes of page tables that its input has room for: a page for each decode row, a chunk's pages for each prefill row."""
         rows, chunk = self.prefill_rows
@@ -119,7 +123,7 @@ class LaunchShape:
         first = 3 * R + 5 * R2
         return packed[:, first : first + R2 * C2].reshape(packed.shape[0], R2, C2)
 
-    @property
+    @cached_property
     def packed_width(self) -> int:
         """Integers of its input on one DP rank."""
         return 3 * self.decode_rows[0] + self.prefill_rows[0] * (5 + self.prefill_rows[1]) + 3 * self.page_changes

@@ -14,7 +14,7 @@ from dsjax.engine.device import device_state
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.process import available_bytes
-from dsjax.engine.device.traced_programs import TracedPrograms
+from dsjax.engine.device.programs import Programs
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.model.parameters import device_bytes
@@ -71,7 +71,7 @@ def beside_the_cache(
     cache. ``limits`` may have any number of pages: none of this depends on it.
     """
     state = device_state.describe(step, limits, num_drafts)
-    programs = TracedPrograms(step, params, state, limits)
+    programs = Programs(step, params, state, limits)
     shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
     largest = max(shapes, key=lambda shape: shape.tokens)
     stats = programs.lower_step(largest).compile().memory_analysis()

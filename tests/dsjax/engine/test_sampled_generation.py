@@ -14,7 +14,7 @@ from dsjax.engine.contract.sampling_params import OutputKind, SamplingError
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.device import buckets
 from dsjax.engine.device.buckets import Buckets, Rectangle
-from dsjax.engine.device.launch_results import NOTHING_ALLOWED
+from dsjax.engine.device.launch_rows import NOTHING_ALLOWED
 from dsjax.engine.schedule.request import FinishReason
 
 MESH = "dp=2,tp=2"

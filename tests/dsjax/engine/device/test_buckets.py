@@ -17,7 +17,7 @@ from dsjax.engine.device.buckets import (
     Rectangle,
     num_decodes,
 )
-from dsjax.engine.device.launch_inputs import makes_token
+from dsjax.engine.device.launch_rows import makes_token
 
 
 def row(length: int, **more) -> PrefillRow:

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from dsjax.engine.contract.commands import TOKEN_MADE, from_int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.device.buckets import Launch, Piece, Rectangle
-from dsjax.engine.device.launch_inputs import pack_admissions, pack_launch, split_page_changes
+from dsjax.engine.device.buckets import Launch, Rectangle, RowPiece
+from dsjax.engine.device.launch_rows import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.device.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
 from dsjax.engine.schedule.plan import RankPlan, ScheduledRow, StepPlan
 from dsjax.engine.schedule.request import Request
@@ -173,7 +173,7 @@ def test_a_launch_s_integers_are_its_rows_and_the_pages_that_they_gained():
     within, before = split_page_changes(step, shape.page_changes)
     assert within == [[(2, 2, 9)], []]
     assert before == [[], [(1, 0, 5), (1, 1, 6), (1, 2, 8)]]  # a slot's new owner has its table before the launch
-    launch = Launch(Rectangle(2, 1), Rectangle(1, 4), [[], [Piece(0, 4, 3)]])
+    launch = Launch(Rectangle(2, 1), Rectangle(1, 4), [[], [RowPiece(0, 4, 3)]])
     first, second = pack_launch(step, launch, shape, within, [{}, {}])
     assert first.size == second.size == shape.packed_width
     widths = (2, 2, 2, 1, 1, 1, 1, 1, 4, 3 * shape.page_changes)

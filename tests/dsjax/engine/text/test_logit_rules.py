@@ -12,16 +12,16 @@ from dsjax.engine.contract.commands import ALWAYS, Admission, RankStep, Sampling
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.device.launch_rows import SlotRules, SlotTable
 from dsjax.engine.device.logit_edits import (
     BIASES_PER_ROW,
     add_biases,
     allowed,
+    bias_pieces,
     counts_along_drafts,
     mask_words,
     penalise,
-    pieces,
 )
-from dsjax.engine.device.slot_rules import SlotRules, SlotTable
 from dsjax.engine.text.input_processor import RuleMaker, bad_word_runs
 from dsjax.engine.text.logit_rules import LogitRules, completing
 from dsjax.engine.text.structured import GrammarCompiler
@@ -72,7 +72,7 @@ def changed(logits, rows):
             biases.append(np.insert(one.rules.biases(), 0, row, axis=1))
             presence[row], frequency[row] = one.params.presence_penalty, one.params.frequency_penalty
             repetition[row] = one.params.repetition_penalty
-    for (piece,) in pieces([np.concatenate(biases)], count):
+    for (piece,) in bias_pieces([np.concatenate(biases)], count):
         logits = add(logits, place, np.arange(count), piece)
     logits = penalised(logits, counts, presence, frequency, repetition)
     return np.asarray(np.where(allowed(mask, V), logits, -np.inf))
@@ -127,7 +127,7 @@ def test_more_biases_than_one_run_has_room_for_are_applied_in_several_and_on_the
     biases = {token: float(token % 7) for token in range(vocab - 3)}
     rules = LogitRules(SamplingParams(logit_bias=biases), vocab)
     entries = np.insert(rules.biases(), 0, 0, axis=1)
-    runs = list(pieces([entries, entries[:0]], 1))
+    runs = list(bias_pieces([entries, entries[:0]], 1))
     assert len(runs) == 5
     found, zero = logits.copy(), np.zeros(1, np.int32)
     for piece in runs:

@@ -1,0 +1,442 @@
+"""The host's side of a launch, in NumPy: its rows laid into the integers that the programs take, what each row's sampling needs beside the
+logits, and the results read from the devices and sorted out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from dsjax.engine.contract.commands import (
+    ALWAYS,
+    TOKEN_MADE,
+    Admission,
+    PrefillRow,
+    RankStep,
+    Sampling,
+    Step,
+    from_int32s,
+)
+from dsjax.engine.contract.executor import RankResults, RowResult, TokenScore
+from dsjax.engine.device.buckets import Launch, num_decodes
+from dsjax.engine.device.logit_edits import bias_pieces, mask_words
+from dsjax.engine.device.sampler import NONE_ALLOWED, NOT_FINITE, Scores, Wanted
+from dsjax.engine.device.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
+
+PageEntry = tuple[int, int, int]
+"""Slot, index in its page table, page."""
+
+
+NOTHING_ALLOWED = (
+    "no token is allowed next: allowed tokens, bad words, minimum length and structured output exclude each other"
+)
+
+
+def split_page_changes(step: Step, room: int) -> tuple[list[list[PageEntry]], list[list[PageEntry]]]:
+    """Each rank's changes of page tables: those that go with the first launch, and those that must be made before it.
+
+    room: changes of a rank that the launch takes. A slot that is given to a request in this step has all of its changes made before.
+    """
+    within, before = [], []
+    for rank in step.ranks:
+        admitted = {admission.slot for admission in rank.admissions}
+        with_launch: list[PageEntry] = []
+        ahead: list[PageEntry] = []
+        for slot, first, pages in ((change.slot, change.first, change.pages) for change in rank.pages):
+            entries = [(slot, index, page) for index, page in enumerate(pages, start=first)]
+            fits = slot not in admitted and len(with_launch) + len(entries) <= room
+            (with_launch if fits else ahead).extend(entries)
+        within.append(with_launch)
+        before.append(ahead)
+    return within, before
+
+
+def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.ndarray]:
+    """``[B, ADMIT_WIDTH]`` int32 inputs of the admission program, as many as it takes; none where there is nothing to do.
+
+    An admission resets what its slot had, so page changes and counts begin with the run that has the last admissions.
+    """
+    counts = [
+        [
+            np.insert(np.frombuffer(admission.counts, "<i4").reshape(-1, 2), 0, admission.slot, axis=1)
+            for admission in rank.admissions
+            if admission.counts
+        ]
+        for rank in step.ranks
+    ]
+    joined = [np.concatenate(own) if own else np.zeros((0, 3), np.int32) for own in counts]
+    admitting = max(-(-len(rank.admissions) // ADMISSIONS) for rank in step.ranks)
+    filling = max(
+        max(-(-len(own_changes) // PAGE_CHANGES), -(-len(own_counts) // COUNTED))
+        for own_changes, own_counts in zip(changes, joined, strict=True)
+    )
+    first = max(admitting - 1, 0)
+    runs = max(admitting, first + filling)
+    for run in range(runs):
+        admissions = np.full((len(step.ranks), ADMISSIONS, ADMISSION_WIDTH), -1, np.int32)
+        pages = np.full((len(step.ranks), PAGE_CHANGES, 3), -1, np.int32)
+        counted = np.full((len(step.ranks), COUNTED, 3), -1, np.int32)
+        for rank, (own, own_changes, own_counts) in enumerate(zip(step.ranks, changes, joined, strict=True)):
+            for place, admission in enumerate(own.admissions[run * ADMISSIONS : (run + 1) * ADMISSIONS]):
+                admissions[rank, place] = _admission(admission)
+            if run < first:
+                continue
+            part = own_changes[(run - first) * PAGE_CHANGES : (run - first + 1) * PAGE_CHANGES]
+            if part:
+                pages[rank, : len(part)] = part
+            part = own_counts[(run - first) * COUNTED : (run - first + 1) * COUNTED]
+            counted[rank, : len(part)] = part
+        yield np.concatenate([a.reshape(len(step.ranks), -1) for a in (admissions, pages, counted)], axis=1)
+
+
+def pack_launch(
+    step: Step, launch: Launch, shape: LaunchShape, changes: list[list[PageEntry]], most_drafts: list[dict[int, int]]
+) -> np.ndarray:
+    """``[B, W]`` int32 of one launch's rows and page changes.
+
+    most_drafts: of each rank, how many drafts of a slot may be verified, where that is not all.
+    """
+    ranks = len(step.ranks)
+    (R, _), (R2, C2) = shape.decode_rows, shape.prefill_rows
+    slot, limit = np.full((ranks, R), -1, np.int32), np.zeros((ranks, R), np.int32)
+    most = np.full((ranks, R), step.num_drafts, np.int32)
+    prefill = np.zeros((5, ranks, R2), np.int32)
+    prefill[0] = -1
+    tokens = np.zeros((ranks, R2, C2), np.int32)
+    pages = np.full((ranks, shape.page_changes, 3), -1, np.int32)
+    for rank, (own, pieces, own_changes, own_most) in enumerate(
+        zip(step.ranks, launch.pieces, changes, most_drafts, strict=True)
+    ):
+        if launch.decode and own.decodes:
+            rows = np.frombuffer(own.decodes, "<i4").reshape(-1, 2)
+            slot[rank, : len(rows)], limit[rank, : len(rows)] = rows.T
+            for place in np.flatnonzero(np.isin(rows[:, 0], list(own_most))) if own_most else ():
+                most[rank, place] = own_most[int(rows[place, 0])]
+        for place, (index, first, length) in enumerate(pieces):
+            row = own.prefills[index]
+            known = np.frombuffer(row.tokens, "<i4")
+            tokens[rank, place, :length] = known[first : first + length]
+            following = row.next_token if first + length == len(known) else known[first + length]
+            prefill[:, rank, place] = row.slot, row.start + first, length, row.limit, following
+        if own_changes:
+            pages[rank, : len(own_changes)] = own_changes
+    parts: Sequence[np.ndarray] = (slot, limit, most, *prefill, tokens, pages)
+    return np.concatenate([a.reshape(ranks, -1) for a in parts], axis=1)
+
+
+def makes_token(row: PrefillRow, first: int, length: int) -> bool:
+    """Whether this piece of a prefill row ends with a token being made."""
+    return row.next_token == TOKEN_MADE and first + length == row.length
+
+
+def decode_slots(rank: RankStep) -> np.ndarray:
+    """The slots of a rank's decode rows."""
+    return np.frombuffer(rank.decodes, "<i4")[::2]
+
+
+def _admission(admission: Admission) -> np.ndarray:
+    sampling = admission.sampling
+    values = np.empty(ADMISSION_WIDTH, np.int32)
+    values[:4] = admission.slot, admission.start, admission.token, sampling.num_prompt_tokens
+    values[4:5] = np.array([sampling.seed], np.uint32).view(np.int32)
+    values[5] = sampling.top_k
+    values[6:12] = np.array(
+        [
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            sampling.repetition_penalty,
+        ],
+        np.float32,
+    ).view(np.int32)
+    values[12] = sampling.penalises
+    return values
+
+
+@dataclass(eq=False)
+class SlotRules:
+    """One request's sampling, as its admission has it.
+
+    Attributes:
+        until: tokens of the output after which the most probable token is enough; 0: always, `ALWAYS`: never.
+        made: tokens made so far, as results have confirmed.
+    """
+
+    sampling: Sampling
+    biases: np.ndarray
+    allowed: np.ndarray | None
+    guided: bool
+    until: int
+    made: int = 0
+    guide: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, admission: Admission) -> SlotRules:
+        """Read an admission."""
+        sampling = admission.sampling
+        biases = np.frombuffer(admission.biases, "<i4").reshape(-1, 3)
+        allowed = np.frombuffer(admission.allowed, "<i4") if admission.allowed else None
+        always = sampling.temperature > 0 or sampling.logprobs >= 0 or sampling.penalises
+        always = always or allowed is not None or admission.guided
+        until = ALWAYS if always else int(biases[:, 2].max(initial=0))
+        made = max(0, admission.start + 1 - sampling.num_prompt_tokens)
+        return cls(sampling, biases, allowed, admission.guided, until, made)
+
+
+class RowRules(NamedTuple):
+    """What the sampling of one launch needs beside the logits.
+
+    Attributes:
+        wanted: None where every row's most probable token is enough.
+        biases: ``[B, E, 4]`` pieces. masks: ``[B, J, W]``, None where all tokens are allowed everywhere.
+        slots: of each (rank, is prefill, row of the launch) that wants more than its token, its slot's rules.
+    """
+
+    wanted: Wanted | None
+    biases: list[np.ndarray]
+    masks: np.ndarray | None
+    slots: dict[tuple[int, bool, int], SlotRules]
+
+
+class SlotTable:
+    """The rules of every slot. Commands must be shown to it in their order."""
+
+    def __init__(self, num_ranks: int, num_slots: int, vocab_size: int):
+        self._words = mask_words(vocab_size)
+        self._rules: list[list[SlotRules | None]] = [[None] * num_slots for _ in range(num_ranks)]
+        # Whether a slot wants more than the most probable token; asked of all rows of every step at once.
+        self._wants = np.zeros((num_ranks, num_slots), bool)
+        self._settling: set[tuple[int, int]] = set()
+
+    def reset(self) -> None:
+        """Take every slot from its owner."""
+        for own in self._rules:
+            own[:] = [None] * len(own)
+        self._wants[:] = False
+        self._settling.clear()
+
+    def admit(self, step: Step) -> None:
+        """Enter a step's admissions, and its guides."""
+        for index, rank in enumerate(step.ranks):
+            for admission in rank.admissions:
+                rules = self._rules[index][admission.slot] = SlotRules.of(admission)
+                self._wants[index, admission.slot] = rules.made < rules.until
+                self._settling.discard((index, admission.slot))
+                if 0 < rules.until < ALWAYS:
+                    self._settling.add((index, admission.slot))
+            for guide in rank.guides:
+                self._rules[index][guide.slot].guide = np.frombuffer(guide.masks, "<i4")
+
+    def most_drafts(self, rank: RankStep) -> dict[int, int]:
+        """How many drafts of a slot may be verified, where its guide says so: one less than it has masks."""
+        return {guide.slot: len(guide.masks) // (4 * self._words) - 1 for guide in rank.guides}
+
+    def commit(self, step: Step, results: Sequence[RankResults]) -> None:
+        """Count the tokens of slots that want more only until they have made so many."""
+        if not self._settling:
+            return
+        for index, (rank, found) in enumerate(zip(step.ranks, results, strict=True)):
+            rows = list(zip(decode_slots(rank).tolist(), found.decodes, strict=True))
+            rows += [(row.slot, result) for row, result in zip(rank.prefills, found.prefills, strict=True)]
+            for slot, result in rows:
+                if (index, slot) in self._settling:
+                    rules = self._rules[index][slot]
+                    rules.made += len(result.token_ids)
+                    if rules.made >= rules.until:
+                        self._wants[index, slot] = False
+                        self._settling.discard((index, slot))
+
+    def rules_of(self, step: Step, launch: Launch, shape: LaunchShape) -> RowRules:
+        """What the rows of a launch want."""
+        found: dict[tuple[int, bool, int], SlotRules] = {}
+        for index, rank in enumerate(step.ranks):
+            own = self._rules[index]
+            if launch.decode and rank.decodes:
+                slots = decode_slots(rank)
+                for row in np.flatnonzero(self._wants[index, slots]).tolist():
+                    found[index, False, row] = own[slots[row]]
+            for place, (row, first, length) in enumerate(launch.pieces[index]):
+                slot = rank.prefills[row].slot
+                if self._wants[index, slot] and makes_token(rank.prefills[row], first, length):
+                    found[index, True, place] = own[slot]
+        if not found:
+            return RowRules(None, [], None, found)
+        sampling = [rules.sampling for rules in found.values()]
+        masks = self._masks(found, len(step.ranks), shape)
+        wanted = Wanted(
+            np.array(any(s.top_k > 0 or s.top_p < 1 for s in sampling)),
+            np.array(any(s.logprobs >= 0 for s in sampling)),
+            np.array(any(s.penalises for s in sampling)),
+            np.array(masks is not None),
+        )
+        return RowRules(wanted, self._biases(found, len(step.ranks), shape), masks, found)
+
+    def _biases(
+        self, found: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
+    ) -> list[np.ndarray]:
+        own: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+        rows = shape.decode_rows[0]
+        for (rank, is_prefill, row), rules in found.items():
+            if len(rules.biases):
+                own[rank].append(np.insert(rules.biases, 0, rows + row if is_prefill else row, axis=1))
+        if not any(own):
+            return []
+        joined = [np.concatenate(each) if each else np.zeros((0, 4), np.int32) for each in own]
+        return list(bias_pieces(joined, rows + shape.prefill_rows[0]))
+
+    def _masks(
+        self, found: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
+    ) -> np.ndarray | None:
+        masked = {
+            at: rules.allowed if rules.guide is None else rules.guide
+            for at, rules in found.items()
+            if rules.allowed is not None or rules.guide is not None
+        }
+        if not masked:
+            return None
+        R, C = shape.decode_rows
+        words = self._words
+        masks = np.full((ranks, R * C + shape.prefill_rows[0], words), -1, np.int32)
+        for (rank, is_prefill, row), mask in masked.items():
+            of_position = mask.reshape(-1, words)
+            if is_prefill:
+                masks[rank, R * C + row] = of_position[0]
+            elif found[rank, is_prefill, row].guide is None:
+                masks[rank, row * C : (row + 1) * C] = of_position[0]
+            else:
+                masks[rank, row * C : row * C + len(of_position)] = of_position
+        for rules in found.values():
+            rules.guide = None
+        return masks
+
+
+class LaunchOutcome(NamedTuple):
+    """What a launch gave, on the devices.
+
+    Attributes:
+        outcome: ``[B, J + 2R]``: tokens of all positions that make one, and of each decode row how many were made and computed.
+        scores: of those positions; prompt_scores: of all token slots of a scored launch. None where nobody asked.
+        drafts: ``[B, R + R2, n]``; None where none were proposed.
+    """
+
+    launch: Launch
+    shape: LaunchShape
+    outcome: Array
+    scores: Scores | None
+    prompt_scores: Scores | None
+    drafts: Array | None
+    reports: Mapping[str, Array]
+    rules: RowRules
+
+
+def read_step(step: Step, outcomes: Sequence[LaunchOutcome]) -> list[RankResults]:
+    """Results of all rows of a step. Waits for what is not there yet."""
+    results = [RankResults([], [RowResult()] * len(rank.prefills)) for rank in step.ranks]
+    for found in outcomes:
+        tokens = np.asarray(found.outcome)
+        scores = None if found.scores is None else jax.device_get(found.scores)
+        drafts = None if found.drafts is None else np.asarray(found.drafts)
+        prompt_scores = None if found.prompt_scores is None else jax.device_get(found.prompt_scores)
+        for rank, (own, result) in enumerate(zip(step.ranks, results, strict=True)):
+            reader = _RankReader(rank, found, tokens[rank], scores, drafts)
+            if found.launch.decode:
+                result.decodes.extend(reader.decodes(num_decodes(own)))
+            for place, (index, first, length) in enumerate(found.launch.pieces[rank]):
+                row = own.prefills[index]
+                one = reader.prefill(place, makes_token(row, first, length))
+                if prompt_scores is not None:
+                    earlier = result.prefills[index]
+                    entries = _prompt_entries(row, first, length, prompt_scores, rank)
+                    one = one._replace(prompt_scores=[*(earlier.prompt_scores or []), *entries])
+                    one = one if earlier.finite else earlier
+                result.prefills[index] = one
+    return results
+
+
+class _RankReader(NamedTuple):
+    """One rank's part of a launch's outcome, on the host."""
+
+    rank: int
+    found: LaunchOutcome
+    outcome: np.ndarray
+    scores: Scores | None
+    drafts: np.ndarray | None
+
+    def decodes(self, count: int) -> list[RowResult]:
+        """Results of the first ``count`` decode rows."""
+        R, C = self.found.shape.decode_rows
+        J = R * C + self.found.shape.prefill_rows[0]
+        rules = self.found.rules.slots
+        if C == 1:
+            # The usual case, once for each running request in every step.
+            results = [RowResult((t,)) if t >= 0 else _failed((), t) for t in self.outcome[:count].tolist()]
+            for row in range(count) if rules else ():
+                if (self.rank, False, row) in rules and results[row].token_ids:
+                    results[row] = self._detailed(results[row], rules[self.rank, False, row], row, row)
+            return results
+        tokens = self.outcome[: R * C].reshape(R, C).tolist()
+        made, computed = self.outcome[J : J + R].tolist(), self.outcome[J + R :].tolist()
+        results = []
+        for row in range(count):
+            run = tokens[row][: made[row]]
+            if not run:  # the step before made the request's last tokens
+                results.append(RowResult())
+                continue
+            result = RowResult(run) if run[-1] >= 0 else _failed(run[:-1], run[-1])
+            result = result._replace(num_drafts=computed[row] - 1)
+            own = rules.get((self.rank, False, row))
+            results.append(result if own is None else self._detailed(result, own, row, row * C))
+        return results
+
+    def prefill(self, row: int, sampled: bool) -> RowResult:
+        """The result of a row of the prefill group."""
+        R, C = self.found.shape.decode_rows
+        position = R * C + row
+        token = int(self.outcome[position])
+        if not sampled:
+            return RowResult() if token != NOT_FINITE else _failed((), token)
+        if token < 0:
+            return _failed((), token)
+        own = self.found.rules.slots.get((self.rank, True, row))
+        result = RowResult((token,))
+        return result if own is None else self._detailed(result, own, R + row, position)
+
+    def _detailed(self, result: RowResult, rules: SlotRules, row: int, position: int) -> RowResult:
+        """Add the log-probabilities of tokens made from ``position`` on, and drafts, where the slot wants them."""
+        if rules.sampling.logprobs >= 0:
+            scores = [
+                read_score(self.scores, (self.rank, position + i), token, rules.sampling.logprobs)
+                for i, token in enumerate(result.token_ids)
+            ]
+            result = result._replace(scores=scores)
+        if rules.guided and self.drafts is not None:
+            drafts = self.drafts[self.rank, row].tolist()
+            result = result._replace(drafts=drafts[: next((i for i, d in enumerate(drafts) if d < 0), len(drafts))])
+        return result
+
+
+def _failed(before: Sequence[int], token: int) -> RowResult:
+    """A row whose next token could not be drawn; ``before``: those that could."""
+    if token == NONE_ALLOWED:
+        return RowResult(tuple(before), error=NOTHING_ALLOWED)
+    return RowResult(tuple(before), finite=False)
+
+
+def _prompt_entries(row: PrefillRow, first: int, length: int, scores: Scores, rank: int) -> list[TokenScore]:
+    """Scores of the prompt's tokens behind the positions of one piece of a row."""
+    tokens = [*from_int32s(row.tokens), row.next_token]
+    last = min(first + length, row.scored)
+    return [read_score(scores, (rank, at - first), tokens[at + 1], row.top_scores) for at in range(first, last)]
+
+
+def read_score(scores: Scores, at: tuple[int, int], token: int, count: int) -> TokenScore:
+    """One position of scores that are on the host: token, log-probability, place, and ``count`` most probable tokens."""
+    top = zip(scores.top_tokens[at][:count].tolist(), scores.top_logprobs[at][:count].tolist(), strict=True)
+    return token, float(scores.logprobs[at]), int(scores.ranks[at]), list(top)
