@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dsjax.engine.contract.commands import Flush, Step
 from dsjax.engine.contract.executor import Executor, RankResults
-from dsjax.engine.schedule.attachment import Attachment, statistics_of
+from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_source import PageSource, SourceChain
-from dsjax.engine.schedule.plan import RankPlan, StepPlan
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.schedule.request import Request, Status
+from dsjax.engine.schedule.request import RankPlan, Request, Status, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.schedule.step_writer import StepWriter, clear_command
@@ -251,7 +250,8 @@ class EngineCore:
 
     def statistics(self) -> Mapping[str, Any]:
         """What the attachments have done so far, and hold, by their names: `disk`, `transfers`, `balance`."""
-        return statistics_of(self.attachments)
+        named = {part.statistics_name: part.statistics() for part in self.attachments if part.statistics_name}
+        return {name: counts for name, counts in named.items() if counts is not None}
 
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it. Running requests keep what they read.

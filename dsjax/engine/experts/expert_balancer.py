@@ -26,7 +26,7 @@ from dsjax.engine.experts.eplb import (
     RebalanceUnderWayError,
 )
 from dsjax.engine.schedule.attachment import Attachment
-from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.request import StepPlan
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from sharding.balancing import balancedness_of_ranks, by_host, experts_moved, keep_in_place, rank_loads, rebalance

@@ -1,11 +1,10 @@
 """`Attachment`: an optional part of an engine's core, which is told when steps begin and end, and when the mesh changes."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.schedule.page_source import PageSource
-from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.request import StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
@@ -75,9 +74,3 @@ class Attachment:
 
     def close(self, failed: bool) -> None:
         """End. failed: after an error, when the devices must not be waited for."""
-
-
-def statistics_of(attachments: "list[Attachment]") -> Mapping[str, Any]:
-    """What each part has to say, by its name."""
-    found = {part.statistics_name: part.statistics() for part in attachments if part.statistics_name}
-    return {name: value for name, value in found.items() if value is not None}

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from dsjax.engine.schedule.page_loads import Admittance, PageLoads
 from dsjax.engine.schedule.pages import PagePool, extend_hashes
-from dsjax.engine.schedule.plan import RankPlan, ScheduledRow
-from dsjax.engine.schedule.request import Request, Status
+from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, Status
 
 _by_order = attrgetter("order")
 _MOST_PASSED = 16

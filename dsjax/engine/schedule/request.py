@@ -1,10 +1,13 @@
-"""One completion being made: its tokens, where it runs, and how much of it is computed."""
+"""`Request`: one completion being made: its tokens, where it runs, and how much of it is computed. `StepPlan`: which of its tokens a step
+computes.
+"""
 
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from dsjax.engine.contract.commands import Command
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.errors import UserError
 from dsjax.hosts.wire import split_address
@@ -194,6 +197,21 @@ class Request:
         self.num_computed_tokens = self.num_in_flight = self.num_rows_under_way = self.num_due = 0
         self.drafts, self.must_leave, self.num_clean_pages = (), False, None
 
+    def finish(self, reason: FinishReason, now: float) -> None:
+        """End for this reason."""
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.finish_time = now
+
+    def finish_reason_after(self, token_id: int) -> FinishReason | None:
+        """Whether the token just appended ends the request. Stop strings are found later, where the text is made.
+
+        Rules hold stop tokens back before `min_tokens`, except where a structured output is complete and allows nothing else.
+        """
+        if token_id in self.stop_ids and (self.rules is not None or self.num_output_tokens > self.params.min_tokens):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_total_tokens else None
+
     @property
     def prompt_token_ids(self) -> list[int]:
         """A copy of the prompt's tokens."""
@@ -223,3 +241,60 @@ class Request:
     def max_cached_tokens(self) -> int:
         """The most tokens that it can ever have in the cache: its last one is never computed."""
         return max(self.num_prompt_tokens, self.max_total_tokens - 1)
+
+
+class ScheduledRow(NamedTuple):
+    """Tokens of a request to be computed in this step.
+
+    Attributes:
+        start: the first one's position; of a decode row whose request has a row under way, the most that it can be.
+        length: how many at most: of a decode row 1 and the drafts.
+        sampled: whether the row makes a token.
+    """
+
+    request: Request
+    start: int
+    length: int
+    sampled: bool = True
+
+
+class RankPlan(NamedTuple):
+    """One rank's work in a step. Both lists are empty on an idle rank, which still takes part.
+
+    `decodes` are rows that compute a request's last token and make the next one; `prefills` are all other rows. `copies` are pairs of
+    pages (from, to) to be copied before.
+    """
+
+    decodes: list[ScheduledRow]
+    prefills: list[ScheduledRow]
+    copies: list[tuple[int, int]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens computed, padding not counted."""
+        return sum(row.length for rows in (self.decodes, self.prefills) for row in rows)
+
+
+class StepPlan(NamedTuple):
+    """One step's work: one `RankPlan` for every DP rank, idle ones included.
+
+    Attributes:
+        num_drafts: drafts that a decode row verifies at most.
+        proposes: drafts to be made for the next step.
+        page_commands: what goes before all else, for pages that come from a source or go there.
+    """
+
+    ranks: list[RankPlan]
+    num_drafts: int = 0
+    proposes: int = 0
+    page_commands: Sequence[Command] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of prompts that the step computes on all ranks."""
+        return sum(row.length for rank in self.ranks for row in rank.prefills)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has anything to compute. Pages may have to be moved all the same."""
+        return not any(rank.decodes or rank.prefills for rank in self.ranks)

@@ -1,5 +1,9 @@
-"""`Scheduler`: which tokens of which requests every DP rank computes in the next step. Plain Python, no JAX."""
+"""`Scheduler`: which tokens of which requests every DP rank computes in the next step. `Router`: on which rank a request runs.
 
+Plain Python, no JAX.
+"""
+
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -9,11 +13,17 @@ from dsjax.engine.schedule.page_events import Event, PageEvents, RankEvents
 from dsjax.engine.schedule.page_loads import SourcedPages
 from dsjax.engine.schedule.page_source import PageSource
 from dsjax.engine.schedule.pages import PagePool
-from dsjax.engine.schedule.plan import ScheduledRow, StepPlan
 from dsjax.engine.schedule.rank import Rank, RankLoad
-from dsjax.engine.schedule.request import FinishReason, Request, Status
-from dsjax.engine.schedule.routing import Router, standing_cost
+from dsjax.engine.schedule.request import FinishReason, Request, ScheduledRow, Status, StepPlan
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+
+CONTEXT_WEIGHT = 1 / 16
+"""Tokens to be computed that one token of running context is worth. In V3 a decode spends 1/4,300 of a token's computation on
+reading one token of context; over some 270 decodes that is 1/16."""
+REQUEST_WEIGHT = 32
+"""Tokens to be computed that one more row in every step is worth."""
+MOST_SESSIONS = 65_536
+"""Sessions remembered; the one heard of least recently is forgotten first."""
 
 
 class Update(NamedTuple):
@@ -131,7 +141,7 @@ class Scheduler:
             rank.flush()
 
     def add(self, request: Request) -> None:
-        """Queue a request on the rank of the lowest cost (`dsjax/engine/schedule/routing.py`), or on its session's.
+        """Queue a request on the rank that its `Router` chooses, or on its session's.
 
         Raises:
             AdmissionError: it could never finish.
@@ -164,7 +174,7 @@ class Scheduler:
         self.rank_of(request).remove(request)
         if self.source is not None:
             self.source.ended(request)
-        _finish(request, FinishReason.ABORT, now)
+        request.finish(FinishReason.ABORT, now)
         return Update(request, None, FinishReason.ABORT)
 
     def successor(self, config: SchedulerConfig, num_ranks: int, now: float = 0.0) -> tuple["Scheduler", list[Update]]:
@@ -322,7 +332,7 @@ def _check_fits(request: Request, config: SchedulerConfig) -> None:
 
 def refuse(request: Request, error: AdmissionError, now: float) -> Update:
     """End an accepted request that the mesh of now cannot hold."""
-    _finish(request, FinishReason.ERROR, now)
+    request.finish(FinishReason.ERROR, now)
     message = f"the server's mesh has changed, and {error}"
     return Update(request, RowResult(error=message, kind=ErrorKind.NO_ROOM), FinishReason.ERROR)
 
@@ -354,7 +364,7 @@ def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple
         tokens.append(token_id)
         if request.first_token_time is None:
             request.first_token_time = now
-        reason = _finish_reason(request, token_id)
+        reason = request.finish_reason_after(token_id)
         if reason is not None:
             scores = None if result.scores is None else result.scores[:count]
             if not result.finite:  # what came behind the end
@@ -367,23 +377,61 @@ def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple
             if not result.finite:
                 rank.invalidate_request(request)
     if reason is not None:
-        _finish(request, reason, now)
+        request.finish(reason, now)
     return result, reason
 
 
-def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
-    """Whether the token just appended ends the request. Stop strings are found later, where the text is made.
+class Router:
+    """Sends each request where it costs least: the prompt's tokens that are not cached there, and `standing_cost`.
 
-    Rules hold stop tokens back before `min_tokens`, except where a structured output is complete and allows nothing else.
+    Ranks without a free slot, or without free pages, for it come after those that have room. Ties go to the lowest rank. A
+    session stays on its rank, unless that has no room and a queue longer than all its slots, while another has room. What a router
+    outside has chosen (`RequestOptions.dp_rank`) holds, except for a rank that the mesh has not.
     """
-    if token_id in request.stop_ids and (
-        request.rules is not None or request.num_output_tokens > request.params.min_tokens
-    ):
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(request.token_ids) >= request.max_total_tokens else None
+
+    def __init__(self, ranks: Sequence[Rank]):
+        self._ranks = ranks
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+
+    def choose(self, request: Request) -> int:
+        """Choose the rank for a new request, and remember it for the session's next one."""
+        options = request.options
+        if options.dp_rank is not None and 0 <= options.dp_rank < len(self._ranks):
+            return options.dp_rank
+        if options.session is None:
+            return self._cheapest(request)
+        pinned = self._sessions.pop(options.session, None)
+        if pinned is None or self._hopeless(pinned):
+            pinned = self._cheapest(request)
+        self._sessions[options.session] = pinned
+        if len(self._sessions) > MOST_SESSIONS:
+            self._sessions.popitem(last=False)
+        return pinned
+
+    def _cheapest(self, request: Request) -> int:
+        if len(self._ranks) == 1:
+            return 0
+        return min(range(len(self._ranks)), key=lambda index: _cost(self._ranks[index], request))
+
+    def _hopeless(self, index: int) -> bool:
+        rank = self._ranks[index]
+        return len(rank.waiting) > rank.max_num_seqs and any(_has_slot(other) for other in self._ranks)
 
 
-def _finish(request: Request, reason: FinishReason, now: float) -> None:
-    request.status = Status.FINISHED
-    request.finish_reason = reason
-    request.finish_time = now
+def standing_cost(rank: Rank) -> float:
+    """What a rank has to do already, in tokens to be computed: its backlog, its context, and its rows."""
+    requests = len(rank.running) + len(rank.waiting)
+    context = rank.load - rank.waiting_tokens
+    return rank.backlog + context * CONTEXT_WEIGHT + requests * REQUEST_WEIGHT
+
+
+def _cost(rank: Rank, request: Request) -> tuple[bool, float]:
+    """Whether a rank is full for a request, and what the request costs there."""
+    uncached = rank.uncached(request)
+    free_tokens = rank.pool.num_free * rank.pool.page_size
+    full = not _has_slot(rank) or free_tokens < rank.backlog + uncached
+    return full, uncached + standing_cost(rank)
+
+
+def _has_slot(rank: Rank) -> bool:
+    return len(rank.running) + len(rank.waiting) < rank.max_num_seqs

@@ -17,8 +17,7 @@ from dsjax.engine.contract.commands import (
     Step,
     int32s,
 )
-from dsjax.engine.schedule.plan import RankPlan, ScheduledRow, StepPlan
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, StepPlan
 
 
 class StepWriter:

@@ -25,7 +25,7 @@ from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.json_option import is_integer, parse_json_option, wrong_field
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_events import AllBlocksCleared, Event, EventBatch, EventSink
-from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.request import StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError

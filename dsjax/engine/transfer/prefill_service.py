@@ -13,8 +13,7 @@ from dsjax.engine.contract.commands import DropChunks, from_int32s, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.attachment import Attachment
-from dsjax.engine.schedule.plan import StepPlan
-from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status
+from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.transfer.messages import (

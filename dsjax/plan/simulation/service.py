@@ -8,8 +8,7 @@ from collections import deque
 
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.schedule.plan import RankPlan
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.request import RankPlan, Request
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.simulation.load import Asked

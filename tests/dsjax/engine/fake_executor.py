@@ -25,7 +25,7 @@ from dsjax.engine.contract.commands import (
     names_of,
 )
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
-from dsjax.engine.schedule.plan import StepPlan
+from dsjax.engine.schedule.request import StepPlan
 from dsjax.engine.schedule.step_writer import StepWriter, clear_command
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 from dsjax.engine.transfer.messages import ChunkGoneError, ChunkPort, PulledChunk, Source

@@ -50,8 +50,8 @@ def generate(engine: LLMEngine, prompt="", **params):
 
 def test_the_engine_imports_no_jax():
     modules = (
-        "engine,text.input_processor,text.output_processor,schedule.scheduler,schedule.plan,text.tokenizer,setup.args,"
-        "async_engine,engine_thread,schedule.routing"
+        "engine,text.input_processor,text.output_processor,schedule.scheduler,text.tokenizer,setup.args,"
+        "async_engine,engine_thread"
     )
     imports = ";".join(f"import dsjax.engine.{name}" for name in modules.split(","))
     code = f"import sys;{imports};sys.exit('jax' in sys.modules)"

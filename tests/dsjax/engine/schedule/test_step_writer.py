@@ -9,8 +9,7 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.device.buckets import Launch, Rectangle, RowPiece
 from dsjax.engine.device.launch_rows import pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.device.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
-from dsjax.engine.schedule.plan import RankPlan, ScheduledRow, StepPlan
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, StepPlan
 from dsjax.engine.schedule.step_writer import StepWriter
 from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.model.rows import GroupShape
