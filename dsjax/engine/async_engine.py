@@ -85,7 +85,7 @@ class ThreadedEngine:
         self.on_change: list[Callable[["Generations"], None]] = []
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = EngineThread(parts.core, _Listener(self))
+        self._thread = EngineThread(parts.core, _LoopListener(self))
         self._calls: set[asyncio.Future] = set()  # whose result is not there yet
         self._closing = False
 
@@ -272,7 +272,7 @@ class AsyncEngine(ThreadedEngine):
         self._streams.fail(error)
 
 
-class _Listener:
+class _LoopListener:
     """Passes what happens in the engine's thread to the event loop."""
 
     def __init__(self, engine: ThreadedEngine):

@@ -331,13 +331,13 @@ def _source_of(attachments: Sequence[Attachment]) -> PageSource | None:
 
 def _follow_rules(plan: StepPlan, command: Step, results: Sequence[RankResults]) -> None:
     """Let the rules of guided rows follow the tokens that were made; where a grammar cannot go on, the result says so."""
-    for rank_plan, rank_command, found in zip(plan.ranks, command.ranks, results, strict=True):
+    for rank_plan, rank_command, rank_results in zip(plan.ranks, command.ranks, results, strict=True):
         if rank_command.guides:
-            _follow_rank(rank_plan, found)
+            _follow_rank(rank_plan, rank_results)
 
 
-def _follow_rank(plan: RankPlan, found: RankResults) -> None:
-    for rows, row_results in ((plan.decodes, found.decodes), (plan.prefills, found.prefills)):
+def _follow_rank(plan: RankPlan, results: RankResults) -> None:
+    for rows, row_results in ((plan.decodes, results.decodes), (plan.prefills, results.prefills)):
         for index, (row, result) in enumerate(zip(rows, row_results, strict=True)):
             request = row.request
             if request.rules is None or not row.sampled or request.status is not Status.RUNNING or not result.finite:

@@ -54,16 +54,16 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
     ]
     _check_prefill(args, meshes[1])
     loaded = load_model(decode_args(args), mesh=meshes[0], show_progress=show_progress)
-    own = prefill_args(args)
+    prefill_options = prefill_args(args)
     with _named_prefill(args):
-        model = load_model(own, mesh=meshes[1], is_later=True, show_progress=show_progress)
-    config = own.scheduler_config(model.executor.limits)
+        model = load_model(prefill_options, mesh=meshes[1], is_later=True, show_progress=show_progress)
+    config = prefill_options.scheduler_config(model.executor.limits)
     engine = PrefillEngine(
         model.executor,
         config,
         timeout=args.transfer_timeout,
         async_scheduling=args.async_scheduling,
-        attachments=attachments_of(config, eplb=own.eplb, page_source=own.page_source),
+        attachments=attachments_of(config, eplb=prefill_options.eplb, page_source=prefill_options.page_source),
     )
     engine.start()
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)], prefill_sizes=PrefillSizes.of(model.facts))
@@ -133,11 +133,11 @@ def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None
 
 def _devices(args: EngineArgs) -> list[jax.Device]:
     """Enough of them, by process and id."""
-    found = sorted(jax.devices(), key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
-    if len(found) < args.num_devices:
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
+    if len(devices) < args.num_devices:
         raise UserError(
             f"--decode-mesh {args.decode_mesh} and --prefill-mesh {args.prefill_mesh} want {args.num_devices} devices, "
-            f"found {len(found)} of platform {found[0].platform!r}; use smaller meshes, or set JAX_PLATFORMS=cpu to emulate them in "
+            f"found {len(devices)} of platform {devices[0].platform!r}; use smaller meshes, or set JAX_PLATFORMS=cpu to emulate them in "
             "a fresh process"
         )
-    return found
+    return devices

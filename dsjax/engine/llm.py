@@ -207,18 +207,18 @@ class LLM:
             raise UserError("logits() was called while requests are running; finish or abort them first")
         sequences = [self._checked(sequence) for sequence in token_ids]
         pool = self.engine.core.scheduler.ranks[0].pool
-        found = []
+        logits = []
         for sequence in sequences:
             pages = pool.allocate(pool.pages_for(len(sequence)), store=False)
             try:
                 score = self.executor.launch(Score(int32s(sequence), int32s(pages)))
-                found.append(self.executor.collect(score))
-                if not np.isfinite(found[-1]).all():
+                logits.append(self.executor.collect(score))
+                if not np.isfinite(logits[-1]).all():
                     others = [[]] * (self.executor.limits.num_ranks - 1)
                     self.executor.launch(clear_command([pages, *others]))
             finally:
                 pool.release(pages)
-        return found
+        return logits
 
     def warm_up(self, progress=None) -> None:
         """Compile every program now, so that no request waits for it."""

@@ -60,7 +60,7 @@ class PrefillEngine:
         self._inbox: queue.SimpleQueue[tuple[ToPrefill, Receive | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
-        self._thread = EngineThread(self.core, _Listener(self), "dsjax-prefill")
+        self._thread = EngineThread(self.core, _StepListener(self), "dsjax-prefill")
 
     def start(self) -> None:
         """Begin to take what is posted."""
@@ -149,7 +149,7 @@ class PrefillEngine:
                 receive(TransferFailed(message.transfer, self.service.reason))
 
 
-class _Listener:
+class _StepListener:
     """What the engine's thread tells of."""
 
     def __init__(self, engine: PrefillEngine):

@@ -100,12 +100,12 @@ class OutputStream:
 
     def _peek(self) -> list[tuple[int, RequestOutput]] | None:
         """What there is; None where something of it ends a request."""
-        found = []
+        indexed = []
         for output in self._ready:
             if isinstance(output, Exception) or output.finished:
                 return None
-            found.append((self._index[output.request_id], output))
-        return found
+            indexed.append((self._index[output.request_id], output))
+        return indexed
 
     def _take(self) -> tuple[int, RequestOutput]:
         output = self._ready.popleft()

@@ -338,10 +338,10 @@ def decode(data: bytes) -> Command:
 
 def int32s(values: Iterable[int]) -> bytes:
     """Integers as a command holds them."""
-    found = array("i", values)
+    integers = array("i", values)
     if sys.byteorder != "little":
-        found.byteswap()
-    return found.tobytes()
+        integers.byteswap()
+    return integers.tobytes()
 
 
 def names_of(data: bytes) -> list[bytes]:
@@ -351,8 +351,8 @@ def names_of(data: bytes) -> list[bytes]:
 
 def from_int32s(data: bytes) -> array:
     """The inverse of `int32s`."""
-    found = array("i")
-    found.frombytes(data)
+    integers = array("i")
+    integers.frombytes(data)
     if sys.byteorder != "little":
-        found.byteswap()
-    return found
+        integers.byteswap()
+    return integers

@@ -42,6 +42,6 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def wrong_field(flag: str, name: str, found: Any, expected: str) -> UserError:
+def wrong_field(flag: str, name: str, value: Any, expected: str) -> UserError:
     """What is said of a field whose value cannot be."""
-    return UserError(f"{flag} has {name} {json.dumps(found, default=repr)}; expected {expected}")
+    return UserError(f"{flag} has {name} {json.dumps(value, default=repr)}; expected {expected}")

@@ -51,7 +51,7 @@ class Pending:
     """A command that was launched.
 
     Attributes:
-        found: what the command's part keeps for `collect`. error: why it could not be carried out, where that is survived.
+        kept: what the command's part keeps for `collect`. error: why it could not be carried out, where that is survived.
         started, ended: seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
     """
 
@@ -59,7 +59,7 @@ class Pending:
         self.command, self.handler = command, handler
         self.running: Running | None = None
         self.last: Array | None = None
-        self.found: Any = None
+        self.kept: Any = None
         self.error: str | None = None
         self.done = False
         self.started = self.ended = 0.0

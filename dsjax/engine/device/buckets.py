@@ -116,14 +116,14 @@ class Buckets:
         every = sorted({self._drafts(running) for running in range(1, largest + 1)})
         proposed = self.proposals
         prompts = dict.fromkeys((*self.prefill, *self.single))
-        found = [(None, rectangle, proposed) for rectangle in prompts]
+        with_prompts = [(None, rectangle, proposed) for rectangle in prompts]
         if self.mixed:
-            found += [
+            with_prompts += [
                 (Rectangle(largest, 1 + count), rectangle, (count,) if count else ())
                 for rectangle in prompts
                 for count in every
             ]
-        return alone + found
+        return alone + with_prompts
 
     def launches(self, step: Step) -> list[Launch]:
         """Lay a step into rectangles; if ``mixed``, the decodes join the first prefill rectangle, if there is one.
@@ -162,7 +162,7 @@ class Buckets:
             for rows in scored
         ]
         return [
-            Launch(None, self.scored, [own[turn : turn + 1] for own in pieces], scored=True)
+            Launch(None, self.scored, [rank_pieces[turn : turn + 1] for rank_pieces in pieces], scored=True)
             for turn in range(max(map(len, pieces)))
         ]
 
@@ -171,21 +171,22 @@ class Buckets:
 
     def _lay(self, waiting: list[list[RowPiece]]) -> list[tuple[Rectangle, list[list[RowPiece]]]]:
         """Rectangles, and the pieces of each rank in them. Single rows are used where that costs less for the whole step."""
-        found = self._lay_with(self.prefill + self.single, waiting)
-        if any(rectangle not in self.prefill for rectangle, _ in found):
+        laid = self._lay_with(self.prefill + self.single, waiting)
+        if any(rectangle not in self.prefill for rectangle, _ in laid):
             # Each rectangle is the cheapest for what is waiting if all of that is as long; it need not be for what is left behind it.
-            found = min(found, self._lay_with(self.prefill, waiting), key=self._cost)
-        return found
+            laid = min(laid, self._lay_with(self.prefill, waiting), key=self._cost)
+        return laid
 
     def _lay_with(
         self, rectangles: Sequence[Rectangle], waiting: list[list[RowPiece]]
     ) -> list[tuple[Rectangle, list[list[RowPiece]]]]:
-        found = []
+        laid = []
         while any(waiting):
-            rectangle = self._cheapest(rectangles, max(own[0].length for own in waiting if own), max(map(len, waiting)))
-            found.append((rectangle, [own[: rectangle.rows] for own in waiting]))
-            waiting = [own[rectangle.rows :] for own in waiting]
-        return found
+            length = max(rank_pieces[0].length for rank_pieces in waiting if rank_pieces)
+            rectangle = self._cheapest(rectangles, length, max(map(len, waiting)))
+            laid.append((rectangle, [rank_pieces[: rectangle.rows] for rank_pieces in waiting]))
+            waiting = [rank_pieces[rectangle.rows :] for rank_pieces in waiting]
+        return laid
 
     def _cost(self, laid: list[tuple[Rectangle, list[list[RowPiece]]]]) -> int:
         return sum(self._tokens_of_a_launch + rectangle.rows * rectangle.chunk for rectangle, _ in laid)

@@ -137,15 +137,15 @@ def clear_pages(step: ModelStep, state: DeviceState, marked: Bool[Array, "B P"])
 def describe_moved(step: ModelStep, state: DeviceState) -> dict[str, jax.ShapeDtypeStruct]:
     """Pages on their way to host memory or from it: of each array that has pages ``[B, MOVED_PAGES, layers, page_size, …]``."""
     B, batch = step.spec.dp_size, step.spec.batch_axes
-    found = {}
+    moved = {}
     for name, array in state.cache.items():
         layers, _, *rest = array.shape
         sharding = NamedSharding(step.mesh, P(batch, None, None, *array.sharding.spec[2:]))
-        found[name] = jax.ShapeDtypeStruct((B, MOVED_PAGES, layers, *rest), array.dtype, sharding=sharding)
+        moved[name] = jax.ShapeDtypeStruct((B, MOVED_PAGES, layers, *rest), array.dtype, sharding=sharding)
     if state.filled is not None:
         shape = (B, MOVED_PAGES, *state.filled.shape[1:])
-        found["filled"] = jax.ShapeDtypeStruct(shape, bool, sharding=NamedSharding(step.mesh, P(batch)))
-    return found
+        moved["filled"] = jax.ShapeDtypeStruct(shape, bool, sharding=NamedSharding(step.mesh, P(batch)))
+    return moved
 
 
 def take_pages(step: ModelStep, state: DeviceState, pages: Int[Array, "B K"]) -> PagesOnTheWay:
@@ -176,8 +176,8 @@ def put_pages(step: ModelStep, state: DeviceState, moved: PagesOnTheWay, pages: 
 def _specs_of_moved(step: ModelStep, state: DeviceState) -> dict[str, P]:
     batch = step.spec.batch_axes
     cache = device_cache.describe(step, 2)
-    found = {name: P(batch, None, None, *array.sharding.spec[2:]) for name, array in cache.items()}
-    return found if state.filled is None else found | {"filled": P(batch)}
+    specs = {name: P(batch, None, None, *array.sharding.spec[2:]) for name, array in cache.items()}
+    return specs if state.filled is None else specs | {"filled": P(batch)}
 
 
 def _over_pages(step: ModelStep, state: DeviceState, local: Callable, out_specs, *further):

@@ -46,24 +46,24 @@ class ExpertLayers(NamedTuple):
 
 def expert_layers(step: ModelStep) -> list[ExpertLayers]:
     """The stacks that have experts."""
-    found, first = [], 0
+    stacks, first = [], 0
     for stack in STACKS:
         prefix = f"{stack}.moe.experts."
         names = {path.removeprefix(prefix): path for path in step.table.infos if path.startswith(prefix)}
         if names:
-            found.append(ExpertLayers(stack, names, first))
+            stacks.append(ExpertLayers(stack, names, first))
             first += step.table.infos[next(iter(names.values()))].shape[0]
-    return found
+    return stacks
 
 
 def describe_staging(step: ModelStep) -> Stack:
     """The buffer: a layer's experts as words of their width, ``[X, …]``, sharded as they are."""
-    found = {}
+    buffers = {}
     for name, path in expert_layers(step)[0].names.items():
         info = step.table.infos[path]
         sharding = step.rules.sharding(step.mesh, info.logical_axes[1:], info.shape[1:])
-        found[name] = jax.ShapeDtypeStruct(info.shape[1:], _word(info.storage_dtype), sharding=sharding)
-    return found
+        buffers[name] = jax.ShapeDtypeStruct(info.shape[1:], _word(info.storage_dtype), sharding=sharding)
+    return buffers
 
 
 def staging_bytes(step: ModelStep) -> int:
@@ -103,14 +103,14 @@ def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, e
     sends, (which, sent, lands) = packed[:, :experts], np.split(packed[:, experts:], 3, axis=1)
     chosen: list[list[int]] = [[] for _ in range(ranks)]
     for source, slot in moves:
-        (start, own), (end, target) = divmod(source, per_rank), divmod(slot, per_rank)
-        if own not in chosen[start]:
-            chosen[start].append(own)
+        (start, own_slot), (end, target) = divmod(source, per_rank), divmod(slot, per_rank)
+        if own_slot not in chosen[start]:
+            chosen[start].append(own_slot)
         if len(chosen[start]) > experts or sent[start, end]:
             raise ValueError(f"rank {start} sends more than {experts} experts, or two of them to rank {end}")
-        which[start, end], sent[start, end], lands[start, end] = chosen[start].index(own), 1, target
-    for rank, own in enumerate(chosen):
-        sends[rank, : len(own)] = own
+        which[start, end], sent[start, end], lands[start, end] = chosen[start].index(own_slot), 1, target
+    for rank, own_slot in enumerate(chosen):
+        sends[rank, : len(own_slot)] = own_slot
     return packed
 
 
@@ -120,9 +120,9 @@ def lower_stage(step: ModelStep, params: Mapping[str, Any], layers: ExpertLayers
     stack, staging, everywhere = layers.of(params), describe_staging(step), NamedSharding(step.mesh, P())
 
     def local(stack: Stack, staging: Stack, moves: Array, layer: Array):
-        own = moves[:, :experts][group.index()]
+        sent_slots = moves[:, :experts][group.index()]
         plan = moves[:, experts:].reshape(group.size, 3, group.size)
-        outgoing = {name: _rows(array, layer, own, experts) for name, array in stack.items()}
+        outgoing = {name: _rows(array, layer, sent_slots, experts) for name, array in stack.items()}
         return {name: _send(group, outgoing[name], staging[name], plan) for name in staging}
 
     specs = {name: array.sharding.spec for name, array in stack.items()}
@@ -188,8 +188,8 @@ def lower_place(
     stack, staging, everywhere = layers.of(params), describe_staging(step), NamedSharding(step.mesh, P())
 
     def local(stack: Stack, staging: Stack, marked: Array, layer: Array):
-        own = marked[group.index()]
-        slots = jnp.argsort(-own)
+        rank_marks = marked[group.index()]
+        slots = jnp.argsort(-rank_marks)
 
         def write(turn, stack: Stack) -> Stack:
             slot = slots[turn]
@@ -200,7 +200,7 @@ def lower_place(
                 changed[name] = lax.dynamic_update_slice(array, row, (layer, slot, *(0,) * (array.ndim - 2)))
             return changed
 
-        return lax.fori_loop(0, jnp.sum(own), write, stack)
+        return lax.fori_loop(0, jnp.sum(rank_marks), write, stack)
 
     specs = {name: array.sharding.spec for name, array in stack.items()}
     held = {name: array.sharding.spec for name, array in staging.items()}
@@ -209,7 +209,9 @@ def lower_place(
 
     def place(stack, staging, copies, loads, marked, tables, layer, row):
         changed = lax.with_sharding_constraint(run(stack, staging, marked, layer), shardings)
-        copies = jax.tree.map(lambda whole, own: lax.dynamic_update_index_in_dim(whole, own, row, 0), copies, tables)
+        copies = jax.tree.map(
+            lambda whole, layer_table: lax.dynamic_update_index_in_dim(whole, layer_table, row, 0), copies, tables
+        )
         retired = lax.dynamic_index_in_dim(loads, row, keepdims=False)
         loads = lax.dynamic_update_index_in_dim(loads, jnp.zeros_like(retired), row, 0)
         pinned = lax.with_sharding_constraint((copies, loads), jax.tree.map(lambda a: a.sharding, described))

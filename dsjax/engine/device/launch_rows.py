@@ -69,7 +69,7 @@ def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.n
         ]
         for rank in step.ranks
     ]
-    joined = [np.concatenate(own) if own else np.zeros((0, 3), np.int32) for own in counts]
+    joined = [np.concatenate(rank_step) if rank_step else np.zeros((0, 3), np.int32) for rank_step in counts]
     admitting = max(-(-len(rank.admissions) // ADMISSIONS) for rank in step.ranks)
     filling = max(
         max(-(-len(own_changes) // PAGE_CHANGES), -(-len(own_counts) // COUNTED))
@@ -81,8 +81,8 @@ def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.n
         admissions = np.full((len(step.ranks), ADMISSIONS, ADMISSION_WIDTH), -1, np.int32)
         pages = np.full((len(step.ranks), PAGE_CHANGES, 3), -1, np.int32)
         counted = np.full((len(step.ranks), COUNTED, 3), -1, np.int32)
-        for rank, (own, own_changes, own_counts) in enumerate(zip(step.ranks, changes, joined, strict=True)):
-            for place, admission in enumerate(own.admissions[run * ADMISSIONS : (run + 1) * ADMISSIONS]):
+        for rank, (rank_step, own_changes, own_counts) in enumerate(zip(step.ranks, changes, joined, strict=True)):
+            for place, admission in enumerate(rank_step.admissions[run * ADMISSIONS : (run + 1) * ADMISSIONS]):
                 admissions[rank, place] = _admission(admission)
             if run < first:
                 continue
@@ -109,22 +109,22 @@ def pack_launch(
     prefill[0] = -1
     tokens = np.zeros((ranks, R2, C2), np.int32)
     pages = np.full((ranks, shape.page_changes, 3), -1, np.int32)
-    for rank, (own, pieces, own_changes, own_most) in enumerate(
+    for rank, (rank_step, pieces, rank_changes, rank_most_drafts) in enumerate(
         zip(step.ranks, launch.pieces, changes, most_drafts, strict=True)
     ):
-        if launch.decode and own.decodes:
-            rows = np.frombuffer(own.decodes, "<i4").reshape(-1, 2)
+        if launch.decode and rank_step.decodes:
+            rows = np.frombuffer(rank_step.decodes, "<i4").reshape(-1, 2)
             slot[rank, : len(rows)], limit[rank, : len(rows)] = rows.T
-            for place in np.flatnonzero(np.isin(rows[:, 0], list(own_most))) if own_most else ():
-                most[rank, place] = own_most[int(rows[place, 0])]
+            for place in np.flatnonzero(np.isin(rows[:, 0], list(rank_most_drafts))) if rank_most_drafts else ():
+                most[rank, place] = rank_most_drafts[int(rows[place, 0])]
         for place, (index, first, length) in enumerate(pieces):
-            row = own.prefills[index]
+            row = rank_step.prefills[index]
             known = np.frombuffer(row.tokens, "<i4")
             tokens[rank, place, :length] = known[first : first + length]
             following = row.next_token if first + length == len(known) else known[first + length]
             prefill[:, rank, place] = row.slot, row.start + first, length, row.limit, following
-        if own_changes:
-            pages[rank, : len(own_changes)] = own_changes
+        if rank_changes:
+            pages[rank, : len(rank_changes)] = rank_changes
     parts: Sequence[np.ndarray] = (slot, limit, most, *prefill, tokens, pages)
     return np.concatenate([a.reshape(ranks, -1) for a in parts], axis=1)
 
@@ -217,8 +217,8 @@ class SlotTable:
 
     def reset(self) -> None:
         """Take every slot from its owner."""
-        for own in self._rules:
-            own[:] = [None] * len(own)
+        for slots in self._rules:
+            slots[:] = [None] * len(slots)
         self._wants[:] = False
         self._settling.clear()
 
@@ -242,9 +242,9 @@ class SlotTable:
         """Count the tokens of slots that want more only until they have made so many."""
         if not self._settling:
             return
-        for index, (rank, found) in enumerate(zip(step.ranks, results, strict=True)):
-            rows = list(zip(decode_slots(rank).tolist(), found.decodes, strict=True))
-            rows += [(row.slot, result) for row, result in zip(rank.prefills, found.prefills, strict=True)]
+        for index, (rank, rank_results) in enumerate(zip(step.ranks, results, strict=True)):
+            rows = list(zip(decode_slots(rank).tolist(), rank_results.decodes, strict=True))
+            rows += [(row.slot, result) for row, result in zip(rank.prefills, rank_results.prefills, strict=True)]
             for slot, result in rows:
                 if (index, slot) in self._settling:
                     rules = self._rules[index][slot]
@@ -255,48 +255,48 @@ class SlotTable:
 
     def rules_of(self, step: Step, launch: Launch, shape: LaunchShape) -> RowRules:
         """What the rows of a launch want."""
-        found: dict[tuple[int, bool, int], SlotRules] = {}
+        row_rules: dict[tuple[int, bool, int], SlotRules] = {}
         for index, rank in enumerate(step.ranks):
-            own = self._rules[index]
+            rank_rules = self._rules[index]
             if launch.decode and rank.decodes:
                 slots = decode_slots(rank)
                 for row in np.flatnonzero(self._wants[index, slots]).tolist():
-                    found[index, False, row] = own[slots[row]]
+                    row_rules[index, False, row] = rank_rules[slots[row]]
             for place, (row, first, length) in enumerate(launch.pieces[index]):
                 slot = rank.prefills[row].slot
                 if self._wants[index, slot] and makes_token(rank.prefills[row], first, length):
-                    found[index, True, place] = own[slot]
-        if not found:
-            return RowRules(None, [], None, found)
-        sampling = [rules.sampling for rules in found.values()]
-        masks = self._masks(found, len(step.ranks), shape)
+                    row_rules[index, True, place] = rank_rules[slot]
+        if not row_rules:
+            return RowRules(None, [], None, row_rules)
+        sampling = [rules.sampling for rules in row_rules.values()]
+        masks = self._masks(row_rules, len(step.ranks), shape)
         wanted = Wanted(
             np.array(any(s.top_k > 0 or s.top_p < 1 for s in sampling)),
             np.array(any(s.logprobs >= 0 for s in sampling)),
             np.array(any(s.penalises for s in sampling)),
             np.array(masks is not None),
         )
-        return RowRules(wanted, self._biases(found, len(step.ranks), shape), masks, found)
+        return RowRules(wanted, self._biases(row_rules, len(step.ranks), shape), masks, row_rules)
 
     def _biases(
-        self, found: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
+        self, row_rules: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
     ) -> list[np.ndarray]:
-        own: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+        rank_biases: list[list[np.ndarray]] = [[] for _ in range(ranks)]
         rows = shape.decode_rows[0]
-        for (rank, is_prefill, row), rules in found.items():
+        for (rank, is_prefill, row), rules in row_rules.items():
             if len(rules.biases):
-                own[rank].append(np.insert(rules.biases, 0, rows + row if is_prefill else row, axis=1))
-        if not any(own):
+                rank_biases[rank].append(np.insert(rules.biases, 0, rows + row if is_prefill else row, axis=1))
+        if not any(rank_biases):
             return []
-        joined = [np.concatenate(each) if each else np.zeros((0, 4), np.int32) for each in own]
+        joined = [np.concatenate(each) if each else np.zeros((0, 4), np.int32) for each in rank_biases]
         return list(bias_pieces(joined, rows + shape.prefill_rows[0]))
 
     def _masks(
-        self, found: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
+        self, row_rules: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
     ) -> np.ndarray | None:
         masked = {
             at: rules.allowed if rules.guide is None else rules.guide
-            for at, rules in found.items()
+            for at, rules in row_rules.items()
             if rules.allowed is not None or rules.guide is not None
         }
         if not masked:
@@ -308,11 +308,11 @@ class SlotTable:
             of_position = mask.reshape(-1, words)
             if is_prefill:
                 masks[rank, R * C + row] = of_position[0]
-            elif found[rank, is_prefill, row].guide is None:
+            elif row_rules[rank, is_prefill, row].guide is None:
                 masks[rank, row * C : (row + 1) * C] = of_position[0]
             else:
                 masks[rank, row * C : row * C + len(of_position)] = of_position
-        for rules in found.values():
+        for rules in row_rules.values():
             rules.guide = None
         return masks
 
@@ -339,17 +339,17 @@ class LaunchOutcome(NamedTuple):
 def read_step(step: Step, outcomes: Sequence[LaunchOutcome]) -> list[RankResults]:
     """Results of all rows of a step. Waits for what is not there yet."""
     results = [RankResults([], [RowResult()] * len(rank.prefills)) for rank in step.ranks]
-    for found in outcomes:
-        tokens = np.asarray(found.outcome)
-        scores = None if found.scores is None else jax.device_get(found.scores)
-        drafts = None if found.drafts is None else np.asarray(found.drafts)
-        prompt_scores = None if found.prompt_scores is None else jax.device_get(found.prompt_scores)
-        for rank, (own, result) in enumerate(zip(step.ranks, results, strict=True)):
-            reader = _RankReader(rank, found, tokens[rank], scores, drafts)
-            if found.launch.decode:
-                result.decodes.extend(reader.decodes(num_decodes(own)))
-            for place, (index, first, length) in enumerate(found.launch.pieces[rank]):
-                row = own.prefills[index]
+    for launched in outcomes:
+        tokens = np.asarray(launched.outcome)
+        scores = None if launched.scores is None else jax.device_get(launched.scores)
+        drafts = None if launched.drafts is None else np.asarray(launched.drafts)
+        prompt_scores = None if launched.prompt_scores is None else jax.device_get(launched.prompt_scores)
+        for rank, (rank_step, result) in enumerate(zip(step.ranks, results, strict=True)):
+            reader = _RankReader(rank, launched, tokens[rank], scores, drafts)
+            if launched.launch.decode:
+                result.decodes.extend(reader.decodes(num_decodes(rank_step)))
+            for place, (index, first, length) in enumerate(launched.launch.pieces[rank]):
+                row = rank_step.prefills[index]
                 one = reader.prefill(place, makes_token(row, first, length))
                 if prompt_scores is not None:
                     earlier = result.prefills[index]
@@ -364,16 +364,16 @@ class _RankReader(NamedTuple):
     """One rank's part of a launch's outcome, on the host."""
 
     rank: int
-    found: LaunchOutcome
+    launched: LaunchOutcome
     outcome: np.ndarray
     scores: Scores | None
     drafts: np.ndarray | None
 
     def decodes(self, count: int) -> list[RowResult]:
         """Results of the first ``count`` decode rows."""
-        R, C = self.found.shape.decode_rows
-        J = R * C + self.found.shape.prefill_rows[0]
-        rules = self.found.rules.slots
+        R, C = self.launched.shape.decode_rows
+        J = R * C + self.launched.shape.prefill_rows[0]
+        rules = self.launched.rules.slots
         if C == 1:
             # The usual case, once for each running request in every step.
             results = [RowResult((t,)) if t >= 0 else _failed((), t) for t in self.outcome[:count].tolist()]
@@ -391,22 +391,22 @@ class _RankReader(NamedTuple):
                 continue
             result = RowResult(run) if run[-1] >= 0 else _failed(run[:-1], run[-1])
             result = result._replace(num_drafts=computed[row] - 1)
-            own = rules.get((self.rank, False, row))
-            results.append(result if own is None else self._detailed(result, own, row, row * C))
+            rules_of_row = rules.get((self.rank, False, row))
+            results.append(result if rules_of_row is None else self._detailed(result, rules_of_row, row, row * C))
         return results
 
     def prefill(self, row: int, sampled: bool) -> RowResult:
         """The result of a row of the prefill group."""
-        R, C = self.found.shape.decode_rows
+        R, C = self.launched.shape.decode_rows
         position = R * C + row
         token = int(self.outcome[position])
         if not sampled:
             return RowResult() if token != NOT_FINITE else _failed((), token)
         if token < 0:
             return _failed((), token)
-        own = self.found.rules.slots.get((self.rank, True, row))
+        rules_of_row = self.launched.rules.slots.get((self.rank, True, row))
         result = RowResult((token,))
-        return result if own is None else self._detailed(result, own, R + row, position)
+        return result if rules_of_row is None else self._detailed(result, rules_of_row, R + row, position)
 
     def _detailed(self, result: RowResult, rules: SlotRules, row: int, position: int) -> RowResult:
         """Add the log-probabilities of tokens made from ``position`` on, and drafts, where the slot wants them."""

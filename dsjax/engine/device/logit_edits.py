@@ -30,10 +30,10 @@ def mask_words(vocab_size: int) -> int:
 def bias_pieces(biases: Sequence[np.ndarray], num_rows: int) -> Iterator[np.ndarray]:
     """``[B, E, 4]`` int32 pieces of each rank's ``[n, 4]`` biases; what is left of a piece names row −1, which none is."""
     width = bias_width(num_rows)
-    for start in range(0, max((len(own) for own in biases), default=0), width):
+    for start in range(0, max((len(rank_biases) for rank_biases in biases), default=0), width):
         piece = np.full((len(biases), width, 4), -1, np.int32)
-        for rank, own in enumerate(biases):
-            part = own[start : start + width]
+        for rank, rank_biases in enumerate(biases):
+            part = rank_biases[start : start + width]
             piece[rank, : len(part)] = part
         yield piece
 

@@ -43,7 +43,7 @@ SMALLER_STEPS = (
 """What to do where a step needs more memory than the cache has left it."""
 
 
-class _StepFound(NamedTuple):
+class _StepOutcomes(NamedTuple):
     """What a step's launches gave, on the devices, and where experts were when it began."""
 
     outcomes: list[LaunchOutcome]
@@ -125,7 +125,7 @@ class MeshExecutor:
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """What a part offers of this kind; None: nothing does."""
-        return next((found for part in self._parts if (found := part.extension(kind)) is not None), None)
+        return next((offered for part in self._parts if (offered := part.extension(kind)) is not None), None)
 
     def launch(self, command: Command) -> Pending:
         """Lay out and send a command's inputs, and start it if the devices may take it now."""
@@ -238,7 +238,7 @@ class MeshExecutor:
 
     def _step(self, pending: Pending, command: Step) -> Running:
         """Lay out and send a step's inputs; give its execution."""
-        pending.found = _StepFound([], [])
+        pending.kept = _StepOutcomes([], [])
         self._slots.admit(command)
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
@@ -263,7 +263,7 @@ class MeshExecutor:
     def _run_step(
         self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple], recording: bool
     ) -> Running:
-        pending.found.placements.append(self.device.placements)
+        pending.kept.placements.append(self.device.placements)
         for packed in admissions:
             self.device.state = self.programs.admit()(self.state, packed)
             yield self.state.start
@@ -284,8 +284,8 @@ class MeshExecutor:
             program = self.programs.drafting_step(shape, proposes)
             self.device.state, outcome, drafts, reports = program(self.params, self.state, packed)
             yield outcome
-            found = LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules)
-            yield from self._keep(pending, found, recording)
+            launched = LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules)
+            yield from self._keep(pending, launched, recording)
             return
         program = self.programs.step(shape, launch.scored)
         self.device.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(
@@ -306,33 +306,33 @@ class MeshExecutor:
             program = self.programs.drafts(shape, proposes)
             self.device.state, drafts = program(self.params, self.state, packed, rows, outcome, hidden)
             yield drafts
-        found = LaunchOutcome(
+        launched = LaunchOutcome(
             launch, shape, outcome, scores, prompt_scores[0] if prompt_scores else None, drafts, reports, rules
         )
-        yield from self._keep(pending, found, recording)
+        yield from self._keep(pending, launched, recording)
 
-    def _keep(self, pending: Pending, found: LaunchOutcome, recording: bool) -> Running:
+    def _keep(self, pending: Pending, launched: LaunchOutcome, recording: bool) -> Running:
         """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped."""
         if self.programs.shared:
-            slots_read = found.rules.slots.values()
+            slots_read = launched.rules.slots.values()
             wanted = {
-                "scores": found.scores is not None and any(own.sampling.logprobs >= 0 for own in slots_read),
-                "prompt_scores": found.prompt_scores is not None,
-                "drafts": found.drafts is not None and any(own.guided for own in slots_read),
-                "reports": recording and bool(found.reports),
+                "scores": launched.scores is not None and any(rules.sampling.logprobs >= 0 for rules in slots_read),
+                "prompt_scores": launched.prompt_scores is not None,
+                "drafts": launched.drafts is not None and any(rules.guided for rules in slots_read),
+                "reports": recording and bool(launched.reports),
             }
             for name, is_wanted in wanted.items():
                 gathered = (
-                    self.programs.gather(getattr(found, name)) if is_wanted else {} if name == "reports" else None
+                    self.programs.gather(getattr(launched, name)) if is_wanted else {} if name == "reports" else None
                 )
-                found = found._replace(**{name: gathered})
+                launched = launched._replace(**{name: gathered})
                 if is_wanted:
                     yield jax.tree.leaves(gathered)[0]
-        pending.found.outcomes.append(found)
+        pending.kept.outcomes.append(launched)
 
     def _score(self, pending: Pending, command: Score) -> Running:
         """Lay out one sequence in chunks, which go through pages of rank 0."""
-        pending.found = []
+        pending.kept = []
         tokens, pages = np.frombuffer(command.tokens, "<i4"), np.frombuffer(command.pages, "<i4")
         chunk, ranks = self.limits.max_chunk, self.limits.num_ranks
         inputs = []
@@ -347,18 +347,18 @@ class MeshExecutor:
         def run() -> Running:
             for packed in inputs:
                 self.device.state, logits = self.programs.every_token()(self.params, self.state, packed)
-                pending.found.append(logits)
+                pending.kept.append(logits)
                 yield logits
 
         return run()
 
     def _copy(self, _: Pending, command: Copy) -> Running:
-        pairs = [np.frombuffer(own, "<i4").reshape(-1, 2) for own in command.ranks]
+        pairs = [np.frombuffer(rank_pairs, "<i4").reshape(-1, 2) for rank_pairs in command.ranks]
         inputs = []
         for start in range(0, max(map(len, pairs)), COPIES):
             piece = np.zeros((len(pairs), COPIES, 2), np.int32)
-            for rank, own in enumerate(pairs):
-                part = own[start : start + COPIES]
+            for rank, rank_pairs in enumerate(pairs):
+                part = rank_pairs[start : start + COPIES]
                 piece[rank, : len(part)] = part
             inputs.append(self.device.send(piece))
 
@@ -370,7 +370,7 @@ class MeshExecutor:
         return run()
 
     def _clear(self, _: Pending, command: Clear) -> Running:
-        return self._zero([np.frombuffer(own, "<i4") for own in command.ranks])
+        return self._zero([np.frombuffer(rank_pages, "<i4") for rank_pages in command.ranks])
 
     def _flush(self, _: Pending, command: Flush) -> Running:
         self._slots.reset()
@@ -379,8 +379,8 @@ class MeshExecutor:
     def _zero(self, pages: list[np.ndarray]) -> Running:
         """Zero pages of each rank."""
         marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
-        for rank, own in enumerate(pages):
-            marked[rank, own] = True
+        for rank, rank_pages in enumerate(pages):
+            marked[rank, rank_pages] = True
         sent = self.device.send(marked)
 
         def run() -> Running:
@@ -399,7 +399,7 @@ class MeshExecutor:
 
     def _collect_step(self, pending: Pending) -> list[RankResults]:
         """What a step's rows yielded, which the slots follow."""
-        outcomes, [placements] = pending.found
+        outcomes, [placements] = pending.kept
         if self._recorder is not None:
             for outcome in outcomes:
                 self._recorder.add(outcome.reports, outcome.shape.tokens, placements)
@@ -409,4 +409,4 @@ class MeshExecutor:
 
 
 def _collect_score(pending: Pending) -> np.ndarray:
-    return np.concatenate([np.asarray(array) for array in pending.found])[: len(pending.command.tokens) // 4]
+    return np.concatenate([np.asarray(array) for array in pending.kept])[: len(pending.command.tokens) // 4]

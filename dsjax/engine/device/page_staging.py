@@ -69,8 +69,8 @@ class PageStaging:
 
     def _fetch(self, _: Pending, command: FetchPages) -> Running:
         """Send pages to the devices, and stage them there."""
-        wanted = [np.frombuffer(own, "<i4") for own in command.ranks]
-        places = [np.arange(len(own), dtype=np.int32) for own in wanted]
+        wanted = [np.frombuffer(numbers, "<i4") for numbers in command.ranks]
+        places = [np.arange(len(numbers), dtype=np.int32) for numbers in wanted]
         pieces: list[StagedPiece] = []
         for store in self._stores:
             stored_pieces, places = store.take(wanted, places)
@@ -93,15 +93,17 @@ class PageStaging:
 
     def _place(self, _: Pending, command: PlacePages) -> Running:
         """Write what was staged to pages."""
-        numbers = [np.frombuffer(own, "<i4") for own in command.ranks]
+        numbers = [np.frombuffer(numbers_of_rank, "<i4") for numbers_of_rank in command.ranks]
         layouts = self._layouts.get(command.number, [])
-        self._layouts = {number: own for number, own in self._layouts.items() if number > command.number}
+        self._layouts = {
+            number: numbers_of_rank for number, numbers_of_rank in self._layouts.items() if number > command.number
+        }
         pages = [
             self._device.send(
                 packed(
                     [
-                        np.where(places < 0, 0, own[places] if len(own) else 0)
-                        for places, own in zip(layout, numbers, strict=True)
+                        np.where(places < 0, 0, numbers_of_rank[places] if len(numbers_of_rank) else 0)
+                        for places, numbers_of_rank in zip(layout, numbers, strict=True)
                     ]
                 )
             )
@@ -142,13 +144,13 @@ class PageStaging:
 
 def packed(pages: Sequence[np.ndarray]) -> np.ndarray:
     """Page numbers of each rank as a program takes them: ``[B, MOVED_PAGES]``, 0 for none; of rows of several numbers the first ones."""
-    found = np.zeros((len(pages), MOVED_PAGES), np.int32)
-    for rank, own in enumerate(pages):
-        found[rank, : len(own)] = own if own.ndim == 1 else own[:, 0]
-    return found
+    packed_pages = np.zeros((len(pages), MOVED_PAGES), np.int32)
+    for rank, rank_pages in enumerate(pages):
+        packed_pages[rank, : len(rank_pages)] = rank_pages if rank_pages.ndim == 1 else rank_pages[:, 0]
+    return packed_pages
 
 
 def cut(ranks: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
     """At most ``MOVED_PAGES`` entries of each rank at a time."""
     for start in range(0, max(map(len, ranks)), MOVED_PAGES):
-        yield [own[start : start + MOVED_PAGES] for own in ranks]
+        yield [entries[start : start + MOVED_PAGES] for entries in ranks]

@@ -152,15 +152,15 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     Linux only; None elsewhere. What a container uses is not taken off its limit: most of that may be files' pages, which go
     when room is needed.
     """
-    found: list[int] = []
+    bounds: list[int] = []
     try:
         lines = (proc / "meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        bounds += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     except OSError:
         pass
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroup 2 and 1
         try:
-            found.append(int((cgroup / name).read_text()))
+            bounds.append(int((cgroup / name).read_text()))
         except (OSError, ValueError):  # no such file, or no limit: "max"
             continue
-    return min(found, default=None)
+    return min(bounds, default=None)

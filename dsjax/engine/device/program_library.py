@@ -127,9 +127,9 @@ def _listen_to_jax_cache() -> None:
         return
 
     def extract_and_note(entry: bytes) -> tuple[bytes, int]:
-        found = extract(entry)
-        _read_last.data = found[0]
-        return found
+        extracted = extract(entry)
+        _read_last.data = extracted[0]
+        return extracted
 
     extract_and_note.notes = True
     compilation_cache.extract_executable_and_time = extract_and_note
@@ -247,8 +247,12 @@ class _Writer(serialize_executable._JaxPjrtPickler):
         self._data = data
 
     def persistent_id(self, obj: Any) -> tuple | None:
-        found = super().persistent_id(obj)
-        return ("exec", self._data) if found is not None and found[0] == "exec" and self._data is not None else found
+        persistent = super().persistent_id(obj)
+        return (
+            ("exec", self._data)
+            if persistent is not None and persistent[0] == "exec" and self._data is not None
+            else persistent
+        )
 
 
 def _load(kept: _Kept, devices: list[jax.Device]) -> Compiled:

@@ -141,14 +141,14 @@ def _greatest_with(x: Float[Array, "B R V"], weights: Array, enough: Array) -> F
 
     keys = key(x)
 
-    def try_bit(i, found):
-        candidate = found | (sign >> i.astype(jnp.uint32))
+    def try_bit(i, threshold):
+        candidate = threshold | (sign >> i.astype(jnp.uint32))
         total = jnp.sum(jnp.where(keys >= candidate[..., None], weights, 0), axis=-1)
-        return jnp.where(total >= enough, candidate, found)
+        return jnp.where(total >= enough, candidate, threshold)
 
-    found = jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(x.shape[:-1], jnp.uint32))
-    found = jnp.maximum(found, key(jnp.float32(-jnp.inf)))
-    return jax.lax.bitcast_convert_type(jnp.where(found & sign != 0, found ^ sign, ~found), jnp.float32)
+    threshold = jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(x.shape[:-1], jnp.uint32))
+    threshold = jnp.maximum(threshold, key(jnp.float32(-jnp.inf)))
+    return jax.lax.bitcast_convert_type(jnp.where(threshold & sign != 0, threshold ^ sign, ~threshold), jnp.float32)
 
 
 def _uniform(rows: SamplingRows) -> Float[Array, "B R"]:

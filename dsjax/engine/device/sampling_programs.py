@@ -21,7 +21,7 @@ def add_biases(
     step: ModelStep, state: DeviceState, rows: StepRows, logits: Float[Array, "B J V"], biases: Int[Array, "B _ 4"]
 ) -> Float[Array, "B J V"]:
     """Logits with the biases of ``logit_edits.add_biases``; the vocabulary stays spread over ``tp``."""
-    spec, own = step.rules.spec(("ranks", None, "vocab")), P(step.spec.batch_axes)
+    spec, by_rank = step.rules.spec(("ranks", None, "vocab")), P(step.spec.batch_axes)
     R, C = rows.tokens.shape[1:]
 
     def local(logits, biases, place):
@@ -29,7 +29,7 @@ def add_biases(
         row = jnp.concatenate([jnp.repeat(jnp.arange(R), C), R + jnp.arange(logits.shape[1] - R * C)])
         return logit_edits.add_biases(logits[0], place[0], row, biases[0], first)[None]
 
-    run = jax.shard_map(local, mesh=step.mesh, in_specs=(spec, own, own), out_specs=spec, check_vma=False)
+    run = jax.shard_map(local, mesh=step.mesh, in_specs=(spec, by_rank, by_rank), out_specs=spec, check_vma=False)
     return run(logits, biases, _places(state, rows))
 
 
@@ -46,7 +46,7 @@ def draw(
 
     raw: the model's logits, which scores are of. Over ``tp`` all devices draw the same.
     """
-    own = P(step.spec.batch_axes)
+    by_rank = P(step.spec.batch_axes)
     R, C = rows.tokens.shape[1:]
 
     def local(sampling, counts, rows, place, raw, biased, masks, wanted):
@@ -70,12 +70,9 @@ def draw(
         settings = SamplingRows(
             of_slot.temperature, of_slot.top_p, of_slot.top_k, of_slot.min_p, of_slot.seed, jnp.maximum(place, 0)
         )
-        found = sample(raw[None], changed[None], jax.tree.map(lambda a: a[None], settings), wanted)
-        return found
+        return sample(raw[None], changed[None], jax.tree.map(lambda a: a[None], settings), wanted)
 
-    run = jax.shard_map(
-        local, mesh=step.mesh, in_specs=(own, own, own, own, own, own, own, P()), out_specs=own, check_vma=False
-    )
+    run = jax.shard_map(local, mesh=step.mesh, in_specs=(*[by_rank] * 7, P()), out_specs=by_rank, check_vma=False)
     tokens, scores = run(state.sampling, state.counts, rows, _places(state, rows), raw, biased, masks, wanted)
     state, outcome = commit(step, state, rows, tokens)
     return _count(step, state, rows, outcome, wanted), outcome, scores
@@ -83,9 +80,11 @@ def draw(
 
 def score_prompt(step: ModelStep, rows: StepRows, tokens: Int[Array, "B 1 T"], logits: Float[Array, "B T V"]) -> Scores:
     """Scores of the token behind each position of the only prefill row of a rank, whose ``tokens`` are given."""
-    own = P(step.spec.batch_axes)
+    by_rank = P(step.spec.batch_axes)
     targets = jnp.maximum(tokens_behind(rows, tokens, rows.next_token)[:, 0], 0)
-    return jax.shard_map(score, mesh=step.mesh, in_specs=(own, own), out_specs=own, check_vma=False)(logits, targets)
+    return jax.shard_map(score, mesh=step.mesh, in_specs=(by_rank, by_rank), out_specs=by_rank, check_vma=False)(
+        logits, targets
+    )
 
 
 def tokens_behind(
@@ -107,7 +106,7 @@ def _count(
     step: ModelStep, state: DeviceState, rows: StepRows, outcome: Int[Array, "B J+2R"], wanted: Wanted
 ) -> DeviceState:
     """Count the tokens made by slots that have penalties."""
-    own = P(step.spec.batch_axes)
+    by_rank = P(step.spec.batch_axes)
     R, C = rows.tokens.shape[1:]
 
     def local(counts, sampling: SlotSampling, rows, outcome, wanted):
@@ -130,5 +129,7 @@ def _count(
 
         return lax.cond(wanted.penalties, add, lambda counts: counts, counts)[None]
 
-    run = jax.shard_map(local, mesh=step.mesh, in_specs=(own, own, own, own, P()), out_specs=own, check_vma=False)
+    run = jax.shard_map(
+        local, mesh=step.mesh, in_specs=(by_rank, by_rank, by_rank, by_rank, P()), out_specs=by_rank, check_vma=False
+    )
     return dataclasses.replace(state, counts=run(state.counts, state.sampling, rows, outcome, wanted))

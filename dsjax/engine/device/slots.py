@@ -137,8 +137,8 @@ def _on_each_rank(step: ModelStep, function: Callable, *arguments):
     """``function`` on each DP rank's own arrays, their leading axis taken off and put back."""
 
     def local(*arguments):
-        own = jax.tree.map(lambda array: array[0], arguments)
-        return jax.tree.map(lambda array: array[None], function(*own))
+        rank_arrays = jax.tree.map(lambda array: array[0], arguments)
+        return jax.tree.map(lambda array: array[None], function(*rank_arrays))
 
     rows = P(step.spec.batch_axes)
     return jax.shard_map(local, mesh=step.mesh, in_specs=rows, out_specs=rows, check_vma=False)(*arguments)

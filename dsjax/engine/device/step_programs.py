@@ -68,8 +68,8 @@ def propose(
     if shape.prefill:
         prompt = shape.prefill_tokens(packed)
         groups.append(RowGroup(prompt, rows.prefill_start, rows.prefill_length, tables[:, R:], shape.prefill))
-        own = jnp.where(rows.next_token < 0, tokens[:, R * C :], rows.next_token)
-        behind = sampling_programs.tokens_behind(rows, prompt, own)
+        first_tokens = jnp.where(rows.next_token < 0, tokens[:, R * C :], rows.next_token)
+        behind = sampling_programs.tokens_behind(rows, prompt, first_tokens)
         follows.append(behind.reshape(behind.shape[0], -1))
     next_tokens = jnp.maximum(jnp.concatenate(follows, axis=1), 0)
     lengths = jnp.concatenate([made, rows.prefill_length], axis=1)

@@ -50,7 +50,7 @@ class ExpertExchange(DevicePart):
 
     def register(self, table: CommandTable) -> None:
         """Add the commands that read loads and move experts."""
-        table.add(ReadLoads, Handler(self._read, lambda pending: self._window(pending.found)))
+        table.add(ReadLoads, Handler(self._read, lambda pending: self._window(pending.kept)))
         table.add(StageExperts, Handler(self._stage, _exchanged))
         table.add(PlaceExperts, Handler(self._place, _exchanged))
 
@@ -144,7 +144,7 @@ class ExpertExchange(DevicePart):
         placements, retired, self._retired = self._device.placements, self._retired, []
         yield counts
         counts = self._device.programs.gather(counts)
-        pending.found = (placements, counts, retired)
+        pending.kept = (placements, counts, retired)
         yield counts
 
     def _window(self, taken: tuple[LayerPlacements, Array, list]) -> LoadWindow:

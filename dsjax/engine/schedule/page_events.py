@@ -110,8 +110,8 @@ class PageEvents:
         for index, name in enumerate(names):
             known = self._known.get(name)
             if known is None:
-                own = int32s(tokens[index * size : (index + 1) * size])
-                known = self._known[name] = _Known(names[index - 1] if index else parent, own, salt)
+                page_tokens = int32s(tokens[index * size : (index + 1) * size])
+                known = self._known[name] = _Known(names[index - 1] if index else parent, page_tokens, salt)
             known.places.add((rank, "device"))
         self._tell(rank, _stored(names, parent, list(tokens), size, "device", salt))
 
@@ -159,10 +159,10 @@ class PageEvents:
         if self._gone:
             gone, self._gone = self._gone, []
             self.removed(None, "disk", gone)
-        found = [(rank, events) for rank, events in enumerate(self._events) if events]
-        for rank, _ in found:
+        events_of_ranks = [(rank, events) for rank, events in enumerate(self._events) if events]
+        for rank, _ in events_of_ranks:
             self._events[rank] = []
-        return found
+        return events_of_ranks
 
     def _tell(self, rank: int | None, event: Event) -> None:
         for events in self._events if rank is None else (self._events[rank],):

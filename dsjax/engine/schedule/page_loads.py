@@ -124,11 +124,11 @@ class PageLoads:
         """
         page_size = self._pool.page_size
         loaded, left = self.loaded(request), request.num_cached_tokens
-        found = {}
+        hits = {}
         for tier in self._source.tiers:
-            found[tier] = min(left, loaded.get(tier, 0) * page_size)
-            left -= found[tier]
-        return {"device": left, **found}
+            hits[tier] = min(left, loaded.get(tier, 0) * page_size)
+            left -= hits[tier]
+        return {"device": left, **hits}
 
     def num_computed_elsewhere(self, request: Request) -> int:
         """How many of a request's pages were computed for it by another engine."""
@@ -251,7 +251,10 @@ class SourcedPages:
         self._num_staged = 0  # `FetchPages` so far
         told = [None if events is None else RankEvents(events, rank) for rank in range(len(pools))]
         source.bind(
-            [RankPages(pool, loads.landing, own) for pool, loads, own in zip(pools, self.ranks, told, strict=True)]
+            [
+                RankPages(pool, loads.landing, rank_events)
+                for pool, loads, rank_events in zip(pools, self.ranks, told, strict=True)
+            ]
         )
         for loads in self.ranks:
             loads.landing.first_number = source.slots
@@ -260,14 +263,14 @@ class SourcedPages:
         """What goes before the step that was planned just now, in its order."""
         taken = [loads.take() for loads in self.ranks]
         landings = [loads.landing.take() for loads in self.ranks]
-        found: list[tuple[CommandTurn, Command]] = []
+        commands: list[tuple[CommandTurn, Command]] = []
         if any(places for places, _ in taken):
-            found.append((CommandTurn.PLACE, PlacePages([int32s(places) for places, _ in taken], self._num_staged)))
+            commands.append((CommandTurn.PLACE, PlacePages([int32s(places) for places, _ in taken], self._num_staged)))
         if any(staged for _, staged in taken):
             self._num_staged += 1
-            found.append((CommandTurn.STAGE, FetchPages([int32s(staged) for _, staged in taken], self._num_staged)))
+            commands.append((CommandTurn.STAGE, FetchPages([int32s(staged) for _, staged in taken], self._num_staged)))
         if any(requests or drops for requests, drops in landings):
-            found.append(
+            commands.append(
                 (
                     CommandTurn.REQUEST,
                     ReadPages(
@@ -277,8 +280,8 @@ class SourcedPages:
                     ),
                 )
             )
-        found += self.source.commands()
-        return [command for _, command in sorted(found, key=lambda one: one[0])]
+        commands += self.source.commands()
+        return [command for _, command in sorted(commands, key=lambda one: one[0])]
 
     def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
         """A page that was to land on a rank has come, or could not."""

@@ -67,9 +67,9 @@ class PagePool:
         """Whether so many pages are free."""
         return count <= len(self._free) + len(self._idle)
 
-    def can_hold(self, found: Sequence[int], count: int) -> bool:
-        """Whether the pages `found` can be held and `count` others be allocated beside them."""
-        return self.can_allocate(count + sum(not self._holders[page] for page in found))
+    def can_hold(self, cached: Sequence[int], count: int) -> bool:
+        """Whether the pages `cached` can be held and `count` others be allocated beside them."""
+        return self.can_allocate(count + sum(not self._holders[page] for page in cached))
 
     def allocate(self, count: int, *, store: bool = True) -> list[int]:
         """Take pages. The caller has asked `can_allocate` before. store: whether cached ones among them are offered to `on_evict`."""
@@ -97,9 +97,9 @@ class PagePool:
         """The names of those of these pages that can be found."""
         return [self._hash_of[page] for page in pages if self._hash_of[page] is not None]
 
-    def hold(self, found: Iterable[int]) -> None:
+    def hold(self, pages: Iterable[int]) -> None:
         """Take pages that `find` gave, beside whoever holds them."""
-        for page in found:
+        for page in pages:
             if not self._holders[page]:
                 del self._idle[page]
             self._holders[page] += 1

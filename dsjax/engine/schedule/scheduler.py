@@ -227,10 +227,10 @@ class Scheduler:
         """The pages of each rank that must be cleared before the next step; None where there are none. Each is told of once."""
         if not any(rank.dirty for rank in self.ranks):
             return None
-        found = [rank.dirty for rank in self.ranks]
+        dirty = [rank.dirty for rank in self.ranks]
         for rank in self.ranks:
             rank.dirty = []
-        return found
+        return dirty
 
     def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
         """Enter a step's results; give an `Update` for each request that got a token or prompt log-probabilities, or failed.

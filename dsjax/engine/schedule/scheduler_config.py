@@ -98,14 +98,14 @@ class SchedulerConfig:
             AdmissionError: the model's length or the rank's pages cannot hold prompt + max_tokens.
         """
         total = num_prompt_tokens + max_tokens
-        found = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together {total}"
+        asked_for = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together {total}"
         if total > self.max_model_len:
             raise AdmissionError(
-                f"{found}, but the maximum context length of this model is {self.max_model_len} tokens; shorten the "
+                f"{asked_for}, but the maximum context length of this model is {self.max_model_len} tokens; shorten the "
                 "prompt or lower max_tokens"
             )
         if total > self.max_request_len:
             raise AdmissionError(
-                f"{found}, but the cache of a rank holds {self.max_tokens_in_cache} ({self.pages_per_rank - 1} pages "
+                f"{asked_for}, but the cache of a rank holds {self.max_tokens_in_cache} ({self.pages_per_rank - 1} pages "
                 f"of {self.page_size} tokens); shorten the prompt, lower max_tokens or raise --cache-tokens"
             )

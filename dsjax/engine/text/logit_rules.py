@@ -59,11 +59,11 @@ class LogitRules:
         entries += [(token, -np.inf, ALWAYS) for token in self._single]
         if params.min_tokens and self._constraint is None:  # under a grammar a finished text must be able to end
             entries += [(token, -np.inf, params.min_tokens) for token in sorted(self._stop_ids)]
-        found = np.zeros((len(entries), 3), np.int32)
+        rows = np.zeros((len(entries), 3), np.int32)
         if entries:
             tokens, biases, until = zip(*entries, strict=True)
-            found[:, 0], found[:, 1], found[:, 2] = tokens, np.array(biases, np.float32).view(np.int32), until
-        return found
+            rows[:, 0], rows[:, 1], rows[:, 2] = tokens, np.array(biases, np.float32).view(np.int32), until
+        return rows
 
     @property
     def allowed(self) -> np.ndarray | None:

@@ -113,11 +113,11 @@ class Completion:
         """The token taken first, then the most probable ones; in a tie the token taken keeps its own entry."""
         ranked = {token: rank for rank, (token, _) in enumerate(top, start=1)}
         place = place if place is not None else ranked.get(token_id)
-        found = {token_id: Logprob(logprob, place, self._token_text(token_id))}
+        logprobs = {token_id: Logprob(logprob, place, self._token_text(token_id))}
         for token, value in top:
-            if token not in found:
-                found[token] = Logprob(value, ranked[token], self._token_text(token))
-        return found
+            if token not in logprobs:
+                logprobs[token] = Logprob(value, ranked[token], self._token_text(token))
+        return logprobs
 
     def _token_text(self, token_id: int) -> str | None:
         return self._tokenizer.token_text(token_id) if self._tokenizer else None
@@ -229,8 +229,8 @@ class OutputProcessor:
 
     def follows(self, request: Request) -> bool:
         """Whether this completion has not ended for its caller: the core may be a step behind."""
-        found = self._by_completion.get(request.request_id)
-        return found is not None and found[1].request is request
+        followed = self._by_completion.get(request.request_id)
+        return followed is not None and followed[1].request is request
 
     def forget(self, request_id: str) -> None:
         """Follow a request no longer; nobody wants its output."""
@@ -244,10 +244,10 @@ class OutputProcessor:
         to_abort: list[str] = []
         for update in updates:
             request, result, reason = update
-            found = self._by_completion.get(request.request_id)
-            if found is None or found[1].request is not request:
+            followed = self._by_completion.get(request.request_id)
+            if followed is None or followed[1].request is not request:
                 continue
-            group, completion = found
+            group, completion = followed
             completion.append(update)
             if completion.finish_reason is not None:
                 if reason is None:
@@ -324,9 +324,9 @@ class StopStrings:
         if not self._stops:
             return text
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            end, start, self.matched = min(found)
+        complete = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if complete:
+            end, start, self.matched = min(complete)
             self._held = ""
             return text[: end if self._include_in_output else start]
         keep = num_undecided(text, self._stops)
@@ -341,10 +341,10 @@ class StopStrings:
 
 def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
     """Where the first of the markers begins, and which it is; of several at one place it is the longest."""
-    found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
-    if not found:
+    places = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if not places:
         return None
-    at, _, marker = min(found)
+    at, _, marker = min(places)
     return at, marker
 
 

@@ -137,16 +137,16 @@ class GrammarCompiler:
         with self._lock:
             if self._tokens is None:
                 self._tokens = self._make_tokens()
-            found = self._kept.get(grammar)
-            if found is not None:
+            matcher = self._kept.get(grammar)
+            if matcher is not None:
                 self._kept.move_to_end(grammar)
-        if found is None:
-            found = self._in_deep_stack(lambda: self._compiled(grammar, param))
+        if matcher is None:
+            matcher = self._in_deep_stack(lambda: self._compiled(grammar, param))
             with self._lock:
-                self._kept[grammar] = found
+                self._kept[grammar] = matcher
                 if len(self._kept) > KEPT_GRAMMARS:
                     self._kept.popitem(last=False)
-        return Constraint(found.deep_copy(), outputs.structured_after)
+        return Constraint(matcher.deep_copy(), outputs.structured_after)
 
     def _in_deep_stack(self, compile: Callable[[], LLMatcher]) -> LLMatcher:
         done: Future[LLMatcher] = Future()

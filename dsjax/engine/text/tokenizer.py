@@ -119,10 +119,10 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; none for an id beyond the vocabulary."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = _bytes_of(self._backend.id_to_token(token_id))
-        return found
+        known_bytes = self._bytes.get(token_id)
+        if known_bytes is None:
+            known_bytes = self._bytes[token_id] = _bytes_of(self._backend.id_to_token(token_id))
+        return known_bytes
 
     def token_text(self, token_id: int) -> str:
         """A token alone as text, special or not; bytes that are no whole character are U+FFFD."""
