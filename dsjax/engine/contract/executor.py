@@ -186,46 +186,10 @@ class Executor(Protocol):
 
 
 class ExecutorWrapper:
-    """An executor around another one. What it does not do otherwise, the inner executor does."""
+    """An executor around another one, `inner`. What it does not define itself, the inner executor has or does."""
 
     def __init__(self, inner: Executor):
         self.inner = inner
 
-    @property
-    def limits(self) -> ExecutorLimits:
-        """The inner executor's limits."""
-        return self.inner.limits
-
-    @property
-    def max_in_flight(self) -> int:
-        """How many steps the inner executor may be given before the first is waited for."""
-        return self.inner.max_in_flight
-
-    def extension(self, kind: type[Kind]) -> Kind | None:
-        """What the inner executor offers of this kind."""
-        return self.inner.extension(kind)
-
-    def wait(self, pending: Any) -> None:
-        """Wait until a launched command is done."""
-        self.inner.wait(pending)
-
-    def counts(self) -> ExecutorCounts:
-        """What the inner executor has counted."""
-        return self.inner.counts()
-
-    @property
-    def recording(self) -> bool:
-        """Whether the experts' load is recorded."""
-        return self.inner.recording
-
-    def set_recording(self, on: bool) -> None:
-        """Record the experts' load from the next step on, or do not."""
-        self.inner.set_recording(on)
-
-    def expert_counts(self) -> ExpertCounts | None:
-        """What was recorded since recording began."""
-        return self.inner.expert_counts()
-
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile the inner executor's programs."""
-        self.inner.warm_up(progress)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)

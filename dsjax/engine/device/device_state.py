@@ -114,24 +114,26 @@ def description(state: DeviceState) -> DeviceState:
 def copy_pages(step: ModelStep, state: DeviceState, pairs: Int[Array, "B K 2"]) -> DeviceState:
     """Copy pages (from, to) of each rank, in all layers; (0, 0) is nothing: nobody reads page 0."""
 
-    def copy(array: Array, pairs, axis: int) -> Array:
-        return (
-            array.at[:, pairs[:, 1]].set(array[:, pairs[:, 0]])
-            if axis
-            else array.at[pairs[:, 1]].set(array[pairs[:, 0]])
-        )
+    def local(cache, filled, pairs):
+        sources, targets = pairs[0].T
+        cache = {name: array.at[:, targets].set(array[:, sources]) for name, array in cache.items()}
+        return cache, None if filled is None else filled.at[targets].set(filled[sources])
 
-    return _change_pages_of_cache(step, state, pairs, copy)
+    return _change_pages(step, state, local, pairs)
 
 
 def clear_pages(step: ModelStep, state: DeviceState, marked: Bool[Array, "B P"]) -> DeviceState:
     """Zeros in the pages that are marked, rank by rank, in all layers."""
 
-    def clear(array: Array, marked, axis: int) -> Array:
-        at = marked.reshape([1] * axis + [-1] + [1] * (array.ndim - axis - 1))
-        return jnp.where(at, jnp.zeros((), array.dtype), array)
+    def local(cache, filled, marked):
+        def clear(array: Array, axis: int) -> Array:
+            at = marked[0].reshape([1] * axis + [-1] + [1] * (array.ndim - axis - 1))
+            return jnp.where(at, jnp.zeros((), array.dtype), array)
 
-    return _change_pages_of_cache(step, state, marked, clear)
+        cache = {name: clear(array, 1) for name, array in cache.items()}
+        return cache, None if filled is None else clear(filled, 0)
+
+    return _change_pages(step, state, local, marked)
 
 
 def describe_moved(step: ModelStep, state: DeviceState) -> dict[str, jax.ShapeDtypeStruct]:
@@ -155,7 +157,7 @@ def take_pages(step: ModelStep, state: DeviceState, pages: Int[Array, "B K"]) ->
         taken = {name: jnp.moveaxis(array[:, pages[0]], 1, 0)[None] for name, array in cache.items()}
         return taken if filled is None else taken | {"filled": filled[pages[0]][None]}
 
-    return _over_pages(step, state, local, _specs_of_moved(step, state))(state.cache, state.filled, pages)
+    return _over_pages(step, state, local, _specs_of_moved(step, state), pages)
 
 
 def put_pages(step: ModelStep, state: DeviceState, moved: PagesOnTheWay, pages: Int[Array, "B K"]) -> DeviceState:
@@ -165,41 +167,29 @@ def put_pages(step: ModelStep, state: DeviceState, moved: PagesOnTheWay, pages: 
         cache = {name: array.at[:, pages[0]].set(jnp.moveaxis(moved[name][0], 0, 1)) for name, array in cache.items()}
         return cache, None if filled is None else filled.at[pages[0]].set(moved["filled"][0])
 
-    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
-    out = (cache_specs, P(step.spec.batch_axes))
-    cache, filled = _over_pages(step, state, local, out, _specs_of_moved(step, state))(
-        state.cache, state.filled, pages, moved
-    )
-    return dataclasses.replace(state, cache=cache, filled=filled)
+    return _change_pages(step, state, local, pages, (moved, _specs_of_moved(step, state)))
+
+
+def _cache_specs(step: ModelStep) -> dict[str, P]:
+    return {name: array.sharding.spec for name, array in device_cache.describe(step, 2).items()}
 
 
 def _specs_of_moved(step: ModelStep, state: DeviceState) -> dict[str, P]:
     batch = step.spec.batch_axes
-    cache = device_cache.describe(step, 2)
-    specs = {name: P(batch, None, None, *array.sharding.spec[2:]) for name, array in cache.items()}
+    specs = {name: P(batch, None, None, *spec[2:]) for name, spec in _cache_specs(step).items()}
     return specs if state.filled is None else specs | {"filled": P(batch)}
 
 
-def _over_pages(step: ModelStep, state: DeviceState, local: Callable, out_specs, *further):
-    """``local`` on each rank's pages; its arguments are cache, filled, what each rank is given, and ``further`` as their specs say."""
-    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
-    rows = P(step.spec.batch_axes)
-    return jax.shard_map(
-        local, mesh=step.mesh, in_specs=(cache_specs, rows, rows, *further), out_specs=out_specs, check_vma=False
-    )
-
-
-def _change_pages_of_cache(step: ModelStep, state: DeviceState, argument: Array, change: Callable) -> DeviceState:
-    """``change(array, own argument, axis of its pages)`` on each rank's part of every array that has pages."""
-    cache_specs = jax.tree.map(lambda array: array.sharding.spec, device_cache.describe(step, 2))
-    rows = P(step.spec.batch_axes)
-
-    def local(cache, filled, argument):
-        cache = jax.tree.map(lambda array: change(array, argument[0], 1), cache)
-        return cache, None if filled is None else change(filled, argument[0], 0)
-
-    run = jax.shard_map(
-        local, mesh=step.mesh, in_specs=(cache_specs, rows, rows), out_specs=(cache_specs, rows), check_vma=False
-    )
-    cache, filled = run(state.cache, state.filled, argument)
+def _change_pages(step: ModelStep, state: DeviceState, local: Callable, argument: Array, *further) -> DeviceState:
+    """The state with the cache and the marks of filled pages that ``local`` makes, as ``_over_pages`` calls it."""
+    changed = _cache_specs(step), P(step.spec.batch_axes)
+    cache, filled = _over_pages(step, state, local, changed, argument, *further)
     return dataclasses.replace(state, cache=cache, filled=filled)
+
+
+def _over_pages(step: ModelStep, state: DeviceState, local: Callable, out_specs, argument: Array, *further):
+    """``local(cache, filled, argument, *further)`` on each rank's part of them; ``further``: pairs of what else it takes and its specs."""
+    rows = P(step.spec.batch_axes)
+    specs = _cache_specs(step), rows, rows, *(spec for _, spec in further)
+    run = jax.shard_map(local, mesh=step.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    return run(state.cache, state.filled, argument, *(value for value, _ in further))

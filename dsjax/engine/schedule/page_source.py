@@ -6,7 +6,7 @@ Host memory, a disk and another engine that computes prompts are such places. do
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.contract.commands import Command
@@ -185,9 +185,43 @@ class PageSource:
         """What the source holds of one rank, and has done for it, by tier."""
         return {}
 
-    def totals(self) -> Mapping[str, Any]:
-        """What the source holds, and has done, for all ranks together, by tier."""
-        return {}
+
+def _tell_each(method: str) -> Callable[..., None]:
+    """A chain's method that calls its sources' method of this name, in their order."""
+
+    def tell(self: SourceChain, *arguments: Any) -> None:
+        for source in self.sources:
+            getattr(source, method)(*arguments)
+
+    return tell
+
+
+def _ask_each(method: str) -> Callable[..., bool]:
+    """A chain's method that says whether the method of this name is true of one of its sources."""
+
+    def ask(self: SourceChain, *arguments: Any) -> bool:
+        return any(getattr(source, method)(*arguments) for source in self.sources)
+
+    return ask
+
+
+def _first_answer(method: str) -> Callable[..., Lookup]:
+    """A chain's method that gives the answer of the first of its sources that does not say `ABSENT`."""
+
+    def answer(self: SourceChain, *arguments: Any) -> Lookup:
+        answers = (getattr(source, method)(*arguments) for source in self.sources)
+        return next((answer for answer in answers if answer is not Lookup.ABSENT), Lookup.ABSENT)
+
+    return answer
+
+
+def _join(method: str) -> Callable[..., list[Any]]:
+    """A chain's method that gives what all of its sources' lists hold."""
+
+    def join(self: SourceChain) -> list[Any]:
+        return [entry for source in self.sources for entry in getattr(source, method)()]
+
+    return join
 
 
 class SourceChain(PageSource):
@@ -197,8 +231,19 @@ class SourceChain(PageSource):
         self.sources = list(sources)
         self.tiers = [tier for source in self.sources for tier in source.tiers]
 
+    begin_step, begin_rank = _tell_each("begin_step"), _tell_each("begin_rank")
+    has_work, has, awaits = _ask_each("has_work"), _ask_each("has"), _ask_each("awaits")
+    can_load = _ask_each("can_load")
+    prefetch, lookup = _first_answer("prefetch"), _first_answer("lookup")
+    evict, sealed, landed = _tell_each("evict"), _tell_each("sealed"), _tell_each("landed")
+    added, release, preempted = _tell_each("added"), _tell_each("release"), _tell_each("preempted")
+    ended = _tell_each("ended")
+    forget, cancel, clear = _tell_each("forget"), _tell_each("cancel"), _tell_each("clear")
+    invalidate, withdrawn = _tell_each("invalidate"), _tell_each("withdrawn")
+    commands, take_waits = _join("commands"), _join("take_waits")
+
     def bind(self, ranks: Sequence[RankPages]) -> None:
-        """Begin each with the same ranks."""
+        """Begin each with these ranks."""
         self.ranks = ranks
         for source in self.sources:
             source.bind(ranks)
@@ -220,130 +265,14 @@ class SourceChain(PageSource):
         """The tier of that source."""
         return next((source.slot_tier for source in self.sources if source.slots), "")
 
-    def begin_step(self, now: float) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.begin_step(now)
-
-    def begin_rank(self, rank: int, now: float) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.begin_rank(rank, now)
-
-    def has_work(self) -> bool:
-        """Whether one has."""
-        return any(source.has_work() for source in self.sources)
-
-    def has(self, rank: int, name: bytes) -> bool:
-        """Whether one has the page."""
-        return any(source.has(rank, name) for source in self.sources)
-
-    def awaits(self, rank: int, request: Request, name: bytes) -> bool:
-        """Whether one awaits the page."""
-        return any(source.awaits(rank, request, name) for source in self.sources)
-
-    def can_load(self, rank: int, name: bytes) -> bool:
-        """Whether one can load the page."""
-        return any(source.can_load(rank, name) for source in self.sources)
-
     def load(self, rank: int, name: bytes) -> PageLoad:
         """The load of the first that can."""
         return next(source for source in self.sources if source.can_load(rank, name)).load(rank, name)
-
-    def prefetch(self, rank: int, request: Request, names: Sequence[bytes], ready: bool, now: float) -> Lookup:
-        """The answer of the first that does not say `ABSENT`."""
-        for source in self.sources:
-            answer = source.prefetch(rank, request, names, ready, now)
-            if answer is not Lookup.ABSENT:
-                return answer
-        return Lookup.ABSENT
-
-    def lookup(
-        self, rank: int, request: Request, names: Sequence[bytes], cached: Sequence[int], free_slots: int, now: float
-    ) -> Lookup:
-        """The answer of the first that does not say `ABSENT`."""
-        for source in self.sources:
-            answer = source.lookup(rank, request, names, cached, free_slots, now)
-            if answer is not Lookup.ABSENT:
-                return answer
-        return Lookup.ABSENT
-
-    def evict(self, rank: int, page: int, name: bytes) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.evict(rank, page, name)
-
-    def sealed(self, rank: int, request: Request) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.sealed(rank, request)
-
-    def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.landed(rank, number, ok, now)
-
-    def added(self, request: Request) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.added(request)
-
-    def release(self, rank: int, request: Request) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.release(rank, request)
-
-    def preempted(self, request: Request) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.preempted(request)
-
-    def ended(self, request: Request) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.ended(request)
 
     def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
         """The sum over all."""
         return sum(source.num_computed(request, loaded) for source in self.sources)
 
-    def forget(self, rank: int, names: Sequence[bytes]) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.forget(rank, names)
-
-    def cancel(self, rank: int) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.cancel(rank)
-
-    def clear(self, rank: int) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.clear(rank)
-
-    def invalidate(self, rank: int) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.invalidate(rank)
-
-    def withdrawn(self) -> None:
-        """Tell each."""
-        for source in self.sources:
-            source.withdrawn()
-
-    def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
-        """The commands of all."""
-        return [command for source in self.sources for command in source.commands()]
-
-    def take_waits(self) -> list[tuple[str, float]]:
-        """The waits of all."""
-        return [wait for source in self.sources for wait in source.take_waits()]
-
     def counts(self, rank: int) -> Mapping[str, Any]:
         """The counts of all."""
         return {tier: count for source in self.sources for tier, count in source.counts(rank).items()}
-
-    def totals(self) -> Mapping[str, Any]:
-        """The totals of all."""
-        return {tier: total for source in self.sources for tier, total in source.totals().items()}

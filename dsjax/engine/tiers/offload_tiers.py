@@ -260,10 +260,6 @@ class OffloadTiers(PageSource):
         """What host memory holds of one rank, and has done for it."""
         return {"host": self.host[rank].counts()} if self.host else {}
 
-    def totals(self) -> Mapping[str, Any]:
-        """What the disk holds, and has done."""
-        return {} if self.disk is None else {"disk": self.disk.counts()}
-
     def enter(self, reports: PageReports, now: float) -> None:
         """Enter what came of pages that were written to the disk, and which ones an earlier run has left there."""
         if reports.found is not None:
