@@ -18,10 +18,8 @@ from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.llm import LLM
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.schedule.request import FinishReason, Request
-from dsjax.engine.schedule.scheduler import Update
-from dsjax.engine.stats import StepStats
-from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, RequestOutput
+from dsjax.engine.stats import EngineObserver, StepStats
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 from dsjax.serve.command import metrics_of
@@ -64,7 +62,7 @@ class DsjaxEngine(Worker):
         settle_interpreter()
         engine.start()
         self._loads.start()
-        self._watch_steps(asyncio.get_running_loop())
+        self._watchdog = Watchdog.over(engine, self._options.step_timeout)
         return registration(self._options, self._llm.executor.limits, self._llm.parts.inputs.config, facts)
 
     def _load(self) -> None:
@@ -157,19 +155,9 @@ class DsjaxEngine(Worker):
         tokenizer = self._llm.tokenizer
         return build_health_check_payload((tokenizer and tokenizer.bos_id) or 0)
 
-    def _watch_steps(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._options.step_timeout:
-            engine = self._engine
-            self._watchdog = Watchdog(
-                self._options.step_timeout,
-                engine.steppers,
-                tell_clients=lambda: loop.call_soon_threadsafe(engine.abort_all),
-            )
-            self._watchdog.start()
 
-
-class LoadPublisher:
-    """An `EngineObserver` that tells Dynamo how many pages each DP rank's requests hold.
+class LoadPublisher(EngineObserver):
+    """Tells Dynamo how many pages each DP rank's requests hold.
 
     Steps tell it. When they end while pages are held, by a request that is then aborted, it asks once a second until none are: a router
     would avoid a worker for ever that seems to be full.
@@ -216,18 +204,6 @@ class LoadPublisher:
                     self._tell(await self._engine.call(lambda core: core.loads()))
                 except EngineDeadError:
                     return
-
-    def on_updates(self, updates: Sequence[Update]) -> None:
-        """Nothing to tell."""
-
-    def on_ended(self, requests: Sequence[Request], reason: FinishReason) -> None:
-        """Nothing to tell: the pages are given back by the engine's thread."""
-
-    def on_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Nothing to tell."""
-
-    def on_rejected(self, reason: str) -> None:
-        """Nothing to tell."""
 
 
 def thinking_tokens(tokenizer: Tokenizer | None) -> ThinkingTokens | None:

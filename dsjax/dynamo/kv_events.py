@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 
@@ -139,15 +141,12 @@ def _blocks(event: BlockStored) -> list[BlockStored]:
     parents = [event.parent_block_hash, *event.block_hashes]
     size = event.block_size
     return [
-        BlockStored(
-            [block],
-            parents[place],
-            event.token_ids[place * size : (place + 1) * size],
-            size,
-            event.lora_id,
-            event.medium,
-            event.lora_name,
-            event.extra_keys[:1] if event.extra_keys and not place else None,
+        msgspec.structs.replace(
+            event,
+            block_hashes=[block],
+            parent_block_hash=parents[place],
+            token_ids=event.token_ids[place * size : (place + 1) * size],
+            extra_keys=event.extra_keys[:1] if event.extra_keys and not place else None,
         )
         for place, block in enumerate(event.block_hashes)
     ]

@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
             return
         settle_interpreter()
         self._engine.start()
-        self._watch_steps(asyncio.get_running_loop())
+        self._watchdog = Watchdog.over(self._engine, self._serving.options.step_timeout)
         self._serving.enter(Phase.READY)
         self._on_ready()
 
@@ -130,15 +130,6 @@ class Server(uvicorn.Server):
     def _check_going_on(self) -> None:
         if self.should_exit:
             raise _StoppedError
-
-    def _watch_steps(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._serving.options.step_timeout:
-            self._watchdog = Watchdog(
-                self._serving.options.step_timeout,
-                self._engine.steppers,
-                tell_clients=lambda: loop.call_soon_threadsafe(self._engine.abort_all),
-            )
-            self._watchdog.start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On the first signal, let finish what runs; on the second, whichever it is, end at once."""
