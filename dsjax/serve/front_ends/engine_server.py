@@ -53,8 +53,7 @@ class EngineServer(Server):
             serving.metrics.elsewhere = front_ends.families
 
         def resize(generations: Generations) -> None:
-            limits = dataclasses.asdict(parts.inputs.config)
-            front_ends.tell(Resized(limits, serving.max_model_len, generations.facts.dp_ranks))
+            front_ends.tell(Resized(parts.inputs.config, serving.max_model_len, generations.facts.dp_ranks))
 
         serving.engine.on_change.append(resize)
         return cls(serving, front_ends, **how)
@@ -94,15 +93,15 @@ def _welcome(serving: Serving, parts: EngineParts, log_level: str, log_json: boo
     options = serving.options
     limited = options.max_queued_requests is not None or options.max_queued_tokens is not None
     # Limits are the engine's to check, for all front ends together; it alone steps, and profiles.
-    own = dataclasses.replace(
+    options_of_front_end = dataclasses.replace(
         options, max_queued_requests=None, max_queued_tokens=None, step_timeout=0.0, profile_dir=None
     )
     starts = itertools.count()
 
     def make(index: int, address: str) -> Welcome:
         return Welcome(
-            options=dataclasses.asdict(own),
-            scheduler=dataclasses.asdict(inputs.config),
+            options=options_of_front_end,
+            scheduler=inputs.config,
             tokenizer=None if tokenizer is None else tokenizer.to_texts(),
             vocab_size=inputs.vocab_size,
             eos_token_ids=list(inputs.eos_token_ids),

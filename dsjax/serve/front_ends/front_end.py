@@ -1,4 +1,7 @@
-"""One front end: the whole HTTP server, tokeniser and text, over an engine in another process."""
+"""One front end: the whole HTTP server, tokeniser and text, over an engine in another process.
+
+The engine's process starts it: `python -m dsjax.serve.front_ends.front_end CHANNEL LISTENER`, two inherited descriptors.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import itertools
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -15,15 +19,12 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsjax.engine.contract.executor import ErrorKind, RowResult
-from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.contract.speculative import SpeculativeConfig
-from dsjax.engine.request_streams import OutputStream, RequestStreams
-from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
+from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.request_streams import RequestStreams
+from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.stats import EngineObserver
-from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest, Prompt
+from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
@@ -50,13 +51,11 @@ from dsjax.serve.front_ends.messages import (
     UpdateEntry,
     Verdict,
     Welcome,
-    finish_reason,
     read_first,
 )
 from dsjax.serve.guards import ADMIN_PATHS, Guard
 from dsjax.serve.logs import configure_logging
 from dsjax.serve.metrics import Metrics
-from dsjax.serve.options import ServeOptions
 from dsjax.serve.server import Server, settle_interpreter
 from dsjax.serve.serving import Phase, Serving
 
@@ -68,7 +67,7 @@ _RETRY_SECONDS = 2
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te"})
 
 
-class RemoteEngine:
+class RemoteEngine(RequestStreams):
     """The engine of another process, as an `EngineClient`: requests and tokens go over a channel, streams and text are this process's.
 
     Attributes:
@@ -86,13 +85,12 @@ class RemoteEngine:
     """No thread of this process is in a step."""
 
     def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
+        inputs = InputProcessor(tokenizer, welcome.scheduler, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
+        outputs = OutputProcessor(tokenizer, welcome.stream_interval)
+        super().__init__(inputs, outputs, self._send_requests, self._send_aborts)
         self.tokenizer = tokenizer
         self.on_death: Callable[[], None] | None = None
         self.on_refused: Callable[[str], None] = lambda code: None
-        config = _scheduler_config(welcome.scheduler)
-        self._inputs = InputProcessor(tokenizer, config, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
-        outputs = OutputProcessor(tokenizer, welcome.stream_interval)
-        self._streams = RequestStreams(self._inputs, outputs, self._admit, self._end)
         self.num_ranks = welcome.num_ranks
         self._limited = welcome.limited
         self._handles = itertools.count(1)
@@ -102,49 +100,20 @@ class RemoteEngine:
         self._verdicts: dict[int, asyncio.Future] = {}
         self._gone = False
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why the engine has failed; None while it has not."""
-        return self._streams.error
-
-    @property
-    def observers(self) -> list[EngineObserver]:
-        """Who is told of every step and output."""
-        return self._streams.observers
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of this front end's requests that have not ended."""
-        return self._streams.num_unfinished
-
     def start(self) -> None:
         """Do nothing: the engine's process has its own life."""
-
-    async def submit(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        options: RequestOptions = DEFAULT_OPTIONS,
-    ) -> OutputStream:
-        """Check all prompts, then send them all; raises as `RequestStreams.submit`."""
-        return await self._streams.submit(request_id, prompts, params, options)
 
     async def call(self, function: Any) -> Any:
         """Refuse: the core is in another process, whose server answers what needs it."""
         raise EngineDeadError("the engine is in another process")
 
-    def abort_all(self) -> None:
-        """End every request; each stream gets an `EngineClosingError`."""
-        self._streams.abort_all()
-
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End what is left."""
-        self._streams.closing = self._gone = True
+        self.closing = self._gone = True
         self.abort_all()
         self.channel.close()
 
-    async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
+    async def _send_requests(self, prepared: Sequence[PreparedRequest]) -> None:
         sent = []
         for each in prepared:
             handles = [next(self._handles) for _ in each.completions]
@@ -164,10 +133,10 @@ class RemoteEngine:
                 self.on_refused("queue_full")
                 raise ApiError(429, refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
 
-    def resize(self, scheduler: dict[str, Any], num_ranks: int) -> None:
+    def resize(self, scheduler: SchedulerConfig, num_ranks: int) -> None:
         """Check requests by another mesh's limits from now on."""
         self.num_ranks = num_ranks
-        self._inputs.change(_scheduler_config(scheduler))
+        self._inputs.change(scheduler)
 
     def settle(self, verdict: Verdict) -> None:
         """Let a request that waits for its admission go on."""
@@ -182,7 +151,6 @@ class RemoteEngine:
             request = self._by_handle.get(handle)
             if request is None:
                 continue
-            reason = finish_reason(reason)
             result = None
             if token_ids is not None:
                 result = RowResult(token_ids) if more is None else _result(token_ids, more)
@@ -193,7 +161,7 @@ class RemoteEngine:
                 request.finish_reason = reason
                 self._forget_handles([request.request_id])
             updates.append(Update(request, result, reason))
-        self._streams.deliver(updates, None)
+        self.deliver(updates, None)
 
     def lose(self) -> None:
         """The engine has failed, or its process is gone."""
@@ -202,11 +170,11 @@ class RemoteEngine:
             for future in self._verdicts.values():
                 if not future.done():
                     future.set_exception(EngineDeadError("the engine has failed"))
-            self._streams.fail(EngineDeadError("the engine has failed"))
+            self.fail(EngineDeadError("the engine has failed"))
             if self.on_death is not None:
                 self.on_death()
 
-    def _end(self, completion_ids: Sequence[str]) -> None:
+    def _send_aborts(self, completion_ids: Sequence[str]) -> None:
         handles = [self._handle_of[i] for i in completion_ids if i in self._handle_of]
         if handles:
             self.channel.send(Abort(handles))
@@ -218,16 +186,8 @@ class RemoteEngine:
             self._by_handle.pop(handle, None)
 
 
-def _scheduler_config(told: dict[str, Any]) -> SchedulerConfig:
-    speculation = told["speculation"]
-    return SchedulerConfig(**told | {"speculation": None if speculation is None else SpeculativeConfig(**speculation)})
-
-
 def _result(token_ids: list[int], more: More) -> RowResult:
-    scores = [tuple(entry) for entry in more.scores] if more.scores is not None else None
-    prompt_scores = [tuple(entry) for entry in more.prompt_scores] if more.prompt_scores is not None else None
-    kind = None if more.kind is None else ErrorKind(more.kind)
-    return RowResult(token_ids, more.finite, scores, prompt_scores, more.error, kind=kind)
+    return RowResult(token_ids, more.finite, more.scores, more.prompt_scores, more.error, kind=more.kind)
 
 
 def _note(request: Request, more: More) -> None:
@@ -346,14 +306,13 @@ def run(channel_fd: int, listener_fd: int) -> int:
     configure_logging(told.log_level, as_json=told.log_json)
     tokenizer = None if told.tokenizer is None else Tokenizer.from_texts(*told.tokenizer)
     engine = RemoteEngine(told, tokenizer)
-    options = ServeOptions(**{**told.options, "api_keys": tuple(told.options["api_keys"])})
     metrics = Metrics(told.model_names[0], told.num_ranks, told.max_model_len)
     serving = Serving(
         engine,
         tuple(told.model_names),
         told.model_root,
         told.max_model_len,
-        options,
+        told.options,
         metrics=metrics,
         orders_by_priority=told.orders_by_priority,
         created=told.created,
@@ -365,6 +324,10 @@ def run(channel_fd: int, listener_fd: int) -> int:
         end,
         shutdown_timeout=0.0,
         log_level=told.log_level,
-        before_routes=functools.partial(Forwarding, address=told.engine_address, timeout=options.request_timeout),
+        before_routes=functools.partial(Forwarding, address=told.engine_address, timeout=told.options.request_timeout),
     )
     return server.serve_on(listener)
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1]), int(sys.argv[2])))

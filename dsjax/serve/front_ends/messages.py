@@ -10,12 +10,15 @@ from typing import Any
 
 import msgspec
 
+from dsjax.engine.contract.executor import ErrorKind, TokenScore
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.errors import UserError
 from dsjax.hosts.wire import receive_frame
+from dsjax.serve.options import ServeOptions
 
 _LENGTH = 4
 MOST_UNSENT_BYTES = 64 << 20
@@ -106,18 +109,18 @@ class More(msgspec.Struct, array_like=True, omit_defaults=True):
 
     finite: bool = True
     error: str | None = None
-    scores: list | None = None
-    prompt_scores: list | None = None
+    scores: list[TokenScore] | None = None
+    prompt_scores: list[TokenScore] | None = None
     rank: int = -1
     scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
     cached: int | None = None
     preemptions: int = 0
-    kind: str | None = None
+    kind: ErrorKind | None = None
 
 
-UpdateEntry = tuple[int, list[int] | None, str | None, More | None]
+UpdateEntry = tuple[int, list[int] | None, FinishReason | None, More | None]
 """(handle, tokens or None for no result, finish reason, what else there is)."""
 
 
@@ -161,8 +164,8 @@ class Count(_Message):
 class Welcome(_Message):
     """Everything that a front end has to know. tokenizer: the text of `tokenizer.json`, and its configuration."""
 
-    options: dict[str, Any]
-    scheduler: dict[str, Any]
+    options: ServeOptions
+    scheduler: SchedulerConfig
     tokenizer: tuple[str, dict[str, Any]] | None
     vocab_size: int
     eos_token_ids: list[int]
@@ -189,7 +192,7 @@ class PhaseIs(_Message):
 class Resized(_Message):
     """The mesh has changed, and with it what a request may ask for."""
 
-    scheduler: dict[str, Any]
+    scheduler: SchedulerConfig
     max_model_len: int
     num_ranks: int
 
@@ -286,30 +289,25 @@ def read_first(end: socket.socket) -> Any:
     return msgspec.msgpack.decode(receive_frame(end, _MOST_FIRST_BYTES), type=FromEngine)
 
 
-def finish_reason(text: str | None) -> FinishReason | None:
-    """Read the reason in an `UpdateEntry`; None where the completion goes on."""
-    return None if text is None else FinishReason(text)
-
-
 def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    found = {}
+    fields = {}
     for field in dataclasses.fields(SamplingParams):
         value = getattr(params, field.name)
         if field.name not in _TEXT_ALONE and value != field.default:
-            found[field.name] = value
+            fields[field.name] = value
     if params.structured_outputs is not None:
-        found["structured_outputs"] = {
+        fields["structured_outputs"] = {
             field.name: value
             for field in dataclasses.fields(StructuredOutputs)
             if (value := getattr(params.structured_outputs, field.name)) is not None
         }
-    return found
+    return fields
 
 
-def _params_from_wire(found: dict[str, Any], completions: int) -> SamplingParams:
-    form = found.pop("structured_outputs", None)
+def _params_from_wire(fields: dict[str, Any], completions: int) -> SamplingParams:
+    form = fields.pop("structured_outputs", None)
     structured = None if form is None else StructuredOutputs(**form)
-    return SamplingParams(n=completions, structured_outputs=structured, **found)
+    return SamplingParams(n=completions, structured_outputs=structured, **fields)
 
 
 def _to_bytes(text: str | None) -> bytes | None:

@@ -195,7 +195,7 @@ class FrontEnds:
         listener = self._listeners[index]
         passed = (there.fileno(), listener.fileno())
         process = subprocess.Popen(
-            [sys.executable, "-m", "dsjax.serve.front_ends", *map(str, passed)],
+            [sys.executable, "-m", "dsjax.serve.front_ends.front_end", *map(str, passed)],
             pass_fds=passed,
             stdin=subprocess.DEVNULL,
         )

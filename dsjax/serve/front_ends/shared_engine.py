@@ -97,9 +97,8 @@ class _Owner:
     def entry(self, update: Update) -> UpdateEntry:
         """An update as the front end gets it: a plain token in four values, the rest where there is something to tell."""
         request, result, reason = update
-        told = reason.value if reason is not None else None
         if result is None:
-            return self.handle, None, told, _more(request)
+            return self.handle, None, reason, _more(request)
         plain = result.finite and result.error is None and result.scores is None and result.prompt_scores is None
         first = not self.told_first and bool(result.token_ids)
         self.told_first |= first
@@ -108,7 +107,7 @@ class _Owner:
         more = _more(request)
         more.finite, more.error, more.kind = result.finite, result.error, result.kind
         more.scores, more.prompt_scores = result.scores, result.prompt_scores
-        return self.handle, result.token_ids, told, more
+        return self.handle, result.token_ids, reason, more
 
 
 def _more(request: Request) -> More:
