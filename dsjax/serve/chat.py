@@ -107,10 +107,10 @@ class ChatAnswer(Answer):
         if self._parses_tools:
             most = 1 if self._body.parallel_tool_calls is False else bounds.MAX_TOOL_CALLS
             tools = ToolCallParser(self._serving.tool_format, most)
-        splitter = None if self._section is None else ReasoningSplitter(self._section)
-        reasoning = self._serving.reasoning
-        close = reasoning.close_token_id if reasoning is not None else None
-        return MessageParser(splitter, tools, self._body.include_reasoning is not False, close)
+        splitter = None
+        if self._section is not None:
+            splitter = ReasoningSplitter(self._section, self._serving.reasoning.close_token_id)
+        return MessageParser(splitter, tools, self._body.include_reasoning is not False)
 
     async def whole(self, stream: OutputStream) -> ChatResponse:
         """Wait for all completions, and give the whole answer."""
