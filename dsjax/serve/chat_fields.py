@@ -216,9 +216,9 @@ class ChatRequest(SamplingFields, PromptFields):
 
     def fields_without_effect(self, source: str) -> list[str]:
         """As `without_effect`, for a model with this chat template."""
-        found = self.without_effect()
+        unused_fields = self.without_effect()
         read = any(names(source, name) for name in (*THINKING_SWITCHES, "reasoning_effort"))
-        return found + (["reasoning_effort"] if self.reasoning_effort is not None and not read else [])
+        return unused_fields + (["reasoning_effort"] if self.reasoning_effort is not None and not read else [])
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

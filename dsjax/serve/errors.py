@@ -92,9 +92,9 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     messages: dict[str, list[str]] = {}
     for problem in problems:
         text = "unknown field; leave it out" if problem["type"] == "extra_forbidden" else problem["msg"]
-        found = messages.setdefault(_path(problem["loc"], error.body, problem["type"]), [])
-        if text not in found:
-            found.append(text)
+        texts = messages.setdefault(_path(problem["loc"], error.body, problem["type"]), [])
+        if text not in texts:
+            texts.append(text)
     told = [f"{path}: {_one_of(texts)}" for path, texts in list(messages.items())[:_MOST_PROBLEMS]]
     if len(messages) > _MOST_PROBLEMS:
         told.append(f"and {len(messages) - _MOST_PROBLEMS} more")

@@ -199,9 +199,9 @@ class ResponsesRequest(OpenAIFields):
 
     def without_effect(self) -> list[str]:
         """As `OpenAIFields.without_effect`; that nothing is stored is said in the answer's `store`."""
-        found = [name for name in super().without_effect() if name not in ("store", "metadata")]
+        unused_fields = [name for name in super().without_effect() if name not in ("store", "metadata")]
         summary = self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary)
-        return found + (["reasoning.summary"] if summary else [])
+        return unused_fields + (["reasoning.summary"] if summary else [])
 
     @property
     def wants_logprobs(self) -> bool:

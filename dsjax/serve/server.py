@@ -185,11 +185,11 @@ def bind_shared(host: str, port: int, count: int) -> list[socket.socket]:
         raise UserError("--api-server-count above 1 needs SO_REUSEPORT, which this system has not; leave it out")
     if port:
         bind(host, port).close()  # a socket that shares would be let in beside another server's that do
-    found: list[socket.socket] = []
-    while len(found) < count:
-        found.append(bind(host, port, shared=True))
-        port = found[0].getsockname()[1]
-    return found
+    listeners: list[socket.socket] = []
+    while len(listeners) < count:
+        listeners.append(bind(host, port, shared=True))
+        port = listeners[0].getsockname()[1]
+    return listeners
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:

@@ -142,10 +142,10 @@ class FrontEnds:
         """Ask all for their counters."""
         await self._ask(Gather)
 
-    def families(self, own: Sequence[Family]) -> list[Family]:
+    def families(self, families: Sequence[Family]) -> list[Family]:
         """The engine's own families, with what all front ends, those that have gone too, have counted added to them."""
         snapshots = [[(*key, value) for key, value in self._departed.items()]]
-        return summed(own, snapshots + [link.samples for link in self.links])
+        return summed(families, snapshots + [link.samples for link in self.links])
 
     async def end(self) -> None:
         """Have all close their doors and end; whoever takes too long is killed."""
