@@ -44,7 +44,7 @@ def test_dynamo_gives_requests_as_long_to_finish_as_the_option_says():
     allow_shutdown({DEADLINE: "900"}, 600)
     for seconds in ("30", "soon"):
         with pytest.raises(
-            UserError, match=rf"{DEADLINE} is {found}, and --shutdown-timeout 600 needs 620 whole seconds"
+            UserError, match=rf"{DEADLINE} is {seconds}, and --shutdown-timeout 600 needs 620 whole seconds"
         ):
             allow_shutdown({DEADLINE: seconds}, 600)
     for endless in (math.inf, math.nan):
