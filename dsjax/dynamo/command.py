@@ -209,7 +209,7 @@ def _serve(engine: "LLMEngine", worker: "WorkerConfig") -> None:
     async def run() -> None:
         await Worker(engine, worker).run()
 
-    engine.heed_signals()
+    engine.handle_signals()
     try:
         uvloop.run(run())
     except Exception:

@@ -24,7 +24,7 @@ from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 from dsjax.serve.command import metrics_of
 from dsjax.serve.message_parser import CLOSE, OPEN
-from dsjax.serve.server import settle_interpreter
+from dsjax.serve.server import tune_interpreter
 from dsjax.serve.startup_screen import show_facts, warm_up_bar
 from dsjax.serve.watchdog import Watchdog
 
@@ -59,7 +59,7 @@ class DsjaxEngine(Worker):
             lambda new: self._metrics.on_change(new.facts.dp_ranks, new.facts.physical_experts_per_device)
         )
         engine.on_death = self._end_process
-        settle_interpreter()
+        tune_interpreter()
         engine.start()
         self._loads.start()
         self._watchdog = Watchdog.over(engine, self._options.step_timeout)
@@ -164,7 +164,7 @@ class LoadPublisher(EngineObserver):
     """
 
     def __init__(self, num_ranks: int, engine: AsyncEngine):
-        self._told: list[tuple | None] = [None] * num_ranks
+        self._published: list[tuple | None] = [None] * num_ranks
         self._engine = engine
         self._publisher: Any = None
         self._task: asyncio.Task | None = None
@@ -185,23 +185,23 @@ class LoadPublisher(EngineObserver):
 
     def on_step(self, stats: StepStats) -> None:
         """Tell what a step has changed."""
-        self._tell(stats.ranks)
+        self._publish(stats.ranks)
 
-    def _tell(self, loads: Sequence[RankLoad]) -> None:
+    def _publish(self, loads: Sequence[RankLoad]) -> None:
         if self._publisher is None:
             return
-        for load in loads[: len(self._told)]:
+        for load in loads[: len(self._published)]:
             told = (load.used_pages, load.usable_pages, load.queried)
-            if told != self._told[load.rank]:
-                self._told[load.rank] = told
+            if told != self._published[load.rank]:
+                self._published[load.rank] = told
                 self._publisher.publish(load.rank, snapshot(load))
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
-            if any(told and told[0] for told in self._told) and not self._engine.num_unfinished:
+            if any(told and told[0] for told in self._published) and not self._engine.num_unfinished:
                 try:
-                    self._tell(await self._engine.call(lambda core: core.loads()))
+                    self._publish(await self._engine.call(lambda core: core.loads()))
                 except EngineDeadError:
                     return
 

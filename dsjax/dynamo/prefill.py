@@ -37,7 +37,7 @@ class DsjaxPrefillEngine(Worker):
         engine = self._server.engine
         engine.on_step, engine.on_death = self._publish, self._die
         # Decode workers see the connection end: nobody else is to be told.
-        self._watchdog = Watchdog(self._options.step_timeout, {"the engine": engine}, tell_clients=lambda: None)
+        self._watchdog = Watchdog(self._options.step_timeout, {"the engine": engine}, notify_clients=lambda: None)
         self._watchdog.start()
         config = registration(self._options, engine.core.executor.limits, engine.core.scheduler.config)
         if self._options.bootstrap:

@@ -107,7 +107,7 @@ class Worker(LLMEngine):
         finally:
             self._starting = False
 
-    def heed_signals(self) -> None:
+    def handle_signals(self) -> None:
         """End the process at SIGTERM or SIGINT while it starts. To be called in the main thread, before Dynamo's own handlers are set.
 
         Dynamo would wait for the start, and after `DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT` call C's `exit`, which destroys what XLA's

@@ -30,7 +30,7 @@ class ChatAnswer(Answer):
         self._tokenizer = serving.engine.tokenizer
         self._section: Section | None = None
         self._parsers: list[MessageParser] = []  # of a stream's choices
-        self._prompt_is_told = False
+        self._prompt_is_sent = False
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
@@ -157,9 +157,9 @@ class ChatAnswer(Answer):
             if choice is None:
                 continue
             chunks.append(self._chunk_of(choice))
-            if self._body.return_token_ids and not self._prompt_is_told:
+            if self._body.return_token_ids and not self._prompt_is_sent:
                 chunks[-1]["prompt_token_ids"] = output.prompt_token_ids
-                self._prompt_is_told = True
+                self._prompt_is_sent = True
         return chunks
 
     def _chunk(self, completion: CompletionOutput, parser: MessageParser) -> ChatChoice | None:

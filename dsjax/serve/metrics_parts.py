@@ -372,10 +372,10 @@ class DraftMetrics:
             "position",
         )
         if most_drafts:
-            self.enter(DraftCounts(0, 0, 0, (0,) * most_drafts))
+            self.count(DraftCounts(0, 0, 0, (0,) * most_drafts))
 
-    def enter(self, counts: DraftCounts) -> None:
-        """Enter a step's drafts."""
+    def count(self, counts: DraftCounts) -> None:
+        """Count a step's drafts."""
         self._rows.add((), counts.num_drafts)
         self._drafted.add((), counts.num_draft_tokens)
         self._accepted.add((), counts.num_accepted_tokens)

@@ -42,7 +42,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "verbosity": ("medium",),
 }
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 class StrictModel(BaseModel):
@@ -93,9 +93,9 @@ def warning_headers(names: list[str]) -> dict[str, str]:
     """A `Warning` header for fields without effect; each of them is logged the first time."""
     if not names:
         return {}
-    new = [name for name in names if name not in _told]
+    new = [name for name in names if name not in _logged]
     if new:
-        _told.update(new)
+        _logged.update(new)
         logger.warning("requests have %s, without effect on this server; further ones are not logged", ", ".join(new))
     return {"Warning": f'299 dsjax "without effect on this server: {", ".join(names)}"'}
 

@@ -111,10 +111,10 @@ class Server(uvicorn.Server):
         if self.should_exit or self._warm_up_error is not None:
             self.should_exit = True
             return
-        settle_interpreter()
+        tune_interpreter()
         self._engine.start()
         self._watchdog = Watchdog.over(self._engine, self._serving.options.step_timeout)
-        self._serving.enter(Phase.READY)
+        self._serving.enter_phase(Phase.READY)
         self._on_ready()
 
     def _run_warm_up(self) -> None:
@@ -138,7 +138,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Admit no more, wait for what runs, end what is left, close the door."""
-        self._serving.enter(Phase.CLOSING)
+        self._serving.enter_phase(Phase.CLOSING)
         deadline = time.monotonic() + self._shutdown_timeout
         while (self._engine.num_unfinished or self._warming) and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -214,7 +214,7 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     return listener
 
 
-def settle_interpreter() -> None:
+def tune_interpreter() -> None:
     """Set Python up for a server's process: its garbage collector, and how long a thread may keep the interpreter to itself.
 
     All present objects are kept out of garbage collection, and it comes less often than by default: the libraries' and the model's objects

@@ -123,7 +123,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
     """A progress bar for `LLMEngine.warm_up`; where the console is no terminal, a line at each tenth. Each engine begins anew."""
     if not console.is_terminal:
-        yield _Lines(console).tell
+        yield _Lines(console).report
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
@@ -142,7 +142,7 @@ class _Lines:
         self._console = console
         self._engine: str | None = None
 
-    def tell(self, done: int, total: int, label: str) -> None:
+    def report(self, done: int, total: int, label: str) -> None:
         """Take the progress of an engine, as `executor.Progress` has it."""
         engine = label.rpartition(ENGINE_END)[0]
         if engine != self._engine:

@@ -27,7 +27,7 @@ class Watchdog:
     Args:
         step_timeout: seconds after which a step is taken for a hang; 0: never.
         steppers: what takes steps, by its name in messages.
-        tell_clients: called before the end; ends their streams with an error.
+        notify_clients: called before the end; ends their streams with an error.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Watchdog:
         step_timeout: float,
         steppers: Mapping[str, Stepper],
         *,
-        tell_clients: Callable[[], None],
+        notify_clients: Callable[[], None],
         exit: Callable[[int], None] = os._exit,
         out: TextIO | None = None,
     ):
         self._step_timeout = step_timeout
         self._steppers = steppers
-        self._tell_clients = tell_clients
+        self._notify_clients = notify_clients
         self._exit = exit
         self._out = out or sys.stderr
         self._stopped = threading.Event()
@@ -51,8 +51,8 @@ class Watchdog:
     def over(cls, engine: ThreadedEngine, step_timeout: float) -> "Watchdog":
         """Look after an engine from now on. It ends the streams in the event loop that this is called in."""
         loop = asyncio.get_running_loop()
-        tell_clients = lambda: loop.call_soon_threadsafe(engine.abort_all)  # noqa: E731
-        watchdog = cls(step_timeout, engine.steppers, tell_clients=tell_clients)
+        notify_clients = lambda: loop.call_soon_threadsafe(engine.abort_all)  # noqa: E731
+        watchdog = cls(step_timeout, engine.steppers, notify_clients=notify_clients)
         watchdog.start()
         return watchdog
 
@@ -76,7 +76,7 @@ class Watchdog:
     def _end(self, name: str, seconds: float) -> None:
         try:
             self._diagnose(name, seconds)
-            self._tell_clients()
+            self._notify_clients()
             time.sleep(_FLUSH_SECONDS)
         finally:
             self._exit(HANG_EXIT_CODE)

@@ -33,8 +33,8 @@ class EngineServer(Server):
     def __init__(self, serving: Serving, front_ends: FrontEnds, **options: Any):
         self._front_ends = front_ends
         serving.front_ends = front_ends
-        serving.on_phase = front_ends.enter
-        front_ends.bound_by(serving)
+        serving.on_phase = front_ends.send_phase
+        front_ends.limit_by(serving)
         super().__init__(serving, **options)
 
     @classmethod
@@ -53,7 +53,7 @@ class EngineServer(Server):
             serving.metrics.elsewhere = front_ends.families
 
         def resize(generations: Generations) -> None:
-            front_ends.tell(Resized(parts.inputs.config, serving.max_model_len, generations.facts.dp_ranks))
+            front_ends.send_all(Resized(parts.inputs.config, serving.max_model_len, generations.facts.dp_ranks))
 
         serving.engine.on_change.append(resize)
         return cls(serving, front_ends, **how)

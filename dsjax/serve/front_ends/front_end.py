@@ -34,6 +34,7 @@ from dsjax.serve.front_ends.messages import (
     Abort,
     AbortById,
     Add,
+    AddResponse,
     Channel,
     Count,
     EndProcess,
@@ -49,14 +50,13 @@ from dsjax.serve.front_ends.messages import (
     Snapshot,
     StepUpdates,
     UpdateEntry,
-    Verdict,
     Welcome,
     read_first,
 )
 from dsjax.serve.guards import ADMIN_PATHS, Guard
 from dsjax.serve.logs import configure_logging
 from dsjax.serve.metrics import Metrics
-from dsjax.serve.server import Server, settle_interpreter
+from dsjax.serve.server import Server, tune_interpreter
 from dsjax.serve.serving import Phase, Serving
 
 logger = logging.getLogger(__name__)
@@ -94,10 +94,8 @@ class RemoteEngine(RequestStreams):
         self.num_ranks = welcome.num_ranks
         self._limited = welcome.limited
         self._handles = itertools.count(1)
-        self._numbers = itertools.count(1)
         self._by_handle: dict[int, Request] = {}
         self._handle_of: dict[str, int] = {}
-        self._verdicts: dict[int, asyncio.Future] = {}
         self._gone = False
 
     def start(self) -> None:
@@ -121,31 +119,23 @@ class RemoteEngine(RequestStreams):
                 self._by_handle[handle] = request
                 self._handle_of[request.request_id] = handle
             sent.append(NewRequest.of(each, handles[0]))
-        number = next(self._numbers) if self._limited else 0
-        if number:
-            verdict = self._verdicts[number] = asyncio.get_running_loop().create_future()
-        self.channel.send(Add(number, sent))
-        if number:
-            refusal = await verdict
-            if refusal is not None:
-                for each in prepared:
-                    self._forget_handles(request.request_id for request in each.completions)
-                self.on_refused("queue_full")
-                raise ApiError(429, refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
+        if not self._limited:
+            self.channel.send(Add(0, sent))
+            return
+        refusal = await self.channel.ask(lambda number: Add(number, sent))
+        if refusal is not None:
+            for each in prepared:
+                self._forget_handles(request.request_id for request in each.completions)
+            self.on_refused("queue_full")
+            raise ApiError(429, refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
 
     def resize(self, scheduler: SchedulerConfig, num_ranks: int) -> None:
         """Check requests by another mesh's limits from now on."""
         self.num_ranks = num_ranks
         self._inputs.change(scheduler)
 
-    def settle(self, verdict: Verdict) -> None:
-        """Let a request that waits for its admission go on."""
-        future = self._verdicts.pop(verdict.number, None)
-        if future is not None and not future.done():
-            future.set_result(verdict.refusal)
-
-    def enter(self, entries: Sequence[UpdateEntry]) -> None:
-        """Enter what a step did, as the engine's thread hands it over where both are one process."""
+    def receive(self, entries: Sequence[UpdateEntry]) -> None:
+        """Deliver what a step did, as the engine's thread hands it over where both are one process."""
         updates = []
         for handle, token_ids, reason, more in entries:
             request = self._by_handle.get(handle)
@@ -163,13 +153,11 @@ class RemoteEngine(RequestStreams):
             updates.append(Update(request, result, reason))
         self.deliver(updates, None)
 
-    def lose(self) -> None:
-        """The engine has failed, or its process is gone."""
+    def mark_dead(self) -> None:
+        """End every stream and the server: the engine has failed, or its process is gone."""
         if not self._gone:
             self._gone = True
-            for future in self._verdicts.values():
-                if not future.done():
-                    future.set_exception(EngineDeadError("the engine has failed"))
+            self.channel.fail(EngineDeadError("the engine has failed"))
             self.fail(EngineDeadError("the engine has failed"))
             if self.on_death is not None:
                 self.on_death()
@@ -191,7 +179,7 @@ def _result(token_ids: list[int], more: More) -> RowResult:
 
 
 def _note(request: Request, more: More) -> None:
-    """What metrics and the log read of a request."""
+    """Enter in a request what metrics and the log read of it."""
     request.rank, request.num_cached_tokens, request.num_preemptions = more.rank, more.cached, more.preemptions
     request.first_scheduled_time, request.first_token_time = more.scheduled, more.first_token
     request.finish_time = more.finished
@@ -254,19 +242,19 @@ class FrontEndServer(Server):
         """Do nothing."""
 
     async def _become_ready(self) -> None:
-        settle_interpreter()
+        tune_interpreter()
         self._remote.start()
         self._channel.send(Hello())
         async for message in self._channel.messages():
             self._receive(message)
-        self._remote.lose()  # sets `should_exit`
+        self._remote.mark_dead()  # sets `should_exit`
 
     def _receive(self, message: Any) -> None:
         match message:
             case StepUpdates():
-                self._remote.enter(message.updates)
-            case Verdict():
-                self._remote.settle(message)
+                self._remote.receive(message.updates)
+            case AddResponse():
+                self._channel.resolve(message.number, message.refusal)
             case PhaseIs():
                 self._serving.phase = Phase(message.phase)
             case Resized():
@@ -282,7 +270,7 @@ class FrontEndServer(Server):
             case EndProcess():
                 self.should_exit = True
             case Failed():
-                self._remote.lose()
+                self._remote.mark_dead()
 
     def _samples(self) -> list[tuple[str, str, tuple[str, ...], float]]:
         return [
@@ -300,22 +288,22 @@ def run(channel_fd: int, listener_fd: int) -> int:
     end = socket.socket(fileno=channel_fd)
     listener = socket.socket(fileno=listener_fd)
     try:
-        told = read_first(end)
+        welcome = read_first(end)
     except EOFError:
         return 1
-    configure_logging(told.log_level, as_json=told.log_json)
-    tokenizer = None if told.tokenizer is None else Tokenizer.from_texts(*told.tokenizer)
-    engine = RemoteEngine(told, tokenizer)
-    metrics = Metrics(told.model_names[0], told.num_ranks, told.max_model_len)
+    configure_logging(welcome.log_level, as_json=welcome.log_json)
+    tokenizer = None if welcome.tokenizer is None else Tokenizer.from_texts(*welcome.tokenizer)
+    engine = RemoteEngine(welcome, tokenizer)
+    metrics = Metrics(welcome.model_names[0], welcome.num_ranks, welcome.max_model_len)
     serving = Serving(
         engine,
-        tuple(told.model_names),
-        told.model_root,
-        told.max_model_len,
-        told.options,
+        tuple(welcome.model_names),
+        welcome.model_root,
+        welcome.max_model_len,
+        welcome.options,
         metrics=metrics,
-        orders_by_priority=told.orders_by_priority,
-        created=told.created,
+        orders_by_priority=welcome.orders_by_priority,
+        created=welcome.created,
     )
     engine.on_refused = metrics.on_rejected
     server = FrontEndServer(
@@ -323,8 +311,10 @@ def run(channel_fd: int, listener_fd: int) -> int:
         engine,
         end,
         shutdown_timeout=0.0,
-        log_level=told.log_level,
-        before_routes=functools.partial(Forwarding, address=told.engine_address, timeout=told.options.request_timeout),
+        log_level=welcome.log_level,
+        before_routes=functools.partial(
+            Forwarding, address=welcome.engine_address, timeout=welcome.options.request_timeout
+        ),
     )
     return server.serve_on(listener)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -203,8 +204,8 @@ class StepUpdates(_Message):
     updates: list[UpdateEntry]
 
 
-class Verdict(_Message):
-    """On an `Add`: refusal says why it was turned away; None: it was not."""
+class AddResponse(_Message):
+    """Answers an `Add`. refusal: why it was turned away; None: it was not."""
 
     number: int
     refusal: str | None
@@ -236,16 +237,20 @@ class Failed(_Message):
 
 
 FromFrontEnd = Hello | Add | Abort | Snapshot | Count
-FromEngine = Welcome | PhaseIs | Resized | StepUpdates | Verdict | Gather | AbortById | EndStreams | EndProcess | Failed
+FromEngine = (
+    Welcome | PhaseIs | Resized | StepUpdates | AddResponse | Gather | AbortById | EndStreams | EndProcess | Failed
+)
 
 
 class Channel:
-    """One end of the socket pair. Messages are sent whole and in order, and received one by one."""
+    """One end of the socket pair. Messages are sent whole and in order, and received one by one; some are answered under their number."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any):
         self._reader, self._writer = reader, writer
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(receives)
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future] = {}
 
     @property
     def unsent(self) -> int:
@@ -266,8 +271,28 @@ class Channel:
             raise UserError("a string of the request holds half a surrogate pair, which is no text") from error
         self._writer.write(len(body).to_bytes(_LENGTH, "little") + body)
 
+    def ask(self, question: Callable[[int], _Message]) -> asyncio.Future:
+        """Send the message that `question` makes of a number; give what `resolve` will be called with for that number."""
+        number = next(self._numbers)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self.send(question(number))
+        return future
+
+    def resolve(self, number: int, answer: Any) -> None:
+        """Give whoever asked under this number the answer."""
+        future = self._waiting.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def fail(self, error: Exception) -> None:
+        """Give whoever waits for an answer this error."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # nobody may wait any more, which is no mistake to log
+
     async def messages(self) -> AsyncIterator[Any]:
-        """Until the other end closes."""
+        """Give each message of the other end until that closes."""
         try:
             while True:
                 length = int.from_bytes(await self._reader.readexactly(_LENGTH), "little")

@@ -29,7 +29,7 @@ class SharedEngine(ThreadedEngine):
         self.observers: list[EngineObserver] = []
         self.rules = parts.inputs.rules
         self.front_ends: FrontEnds | None = None
-        # By the core's id: where a completion came from, its handle there, and whether its first token was told of.
+        # By the core's id: where a completion came from, its handle there, and whether its first token was sent.
         self._owners: dict[str, _Owner] = {}
 
     @property
@@ -54,7 +54,7 @@ class SharedEngine(ThreadedEngine):
 
     def abort_all(self) -> None:
         """End every request; each client gets an error from its front end."""
-        self.front_ends.tell(EndStreams())
+        self.front_ends.send_all(EndStreams())
         for link in self.front_ends.links:
             self.drop(link, list(link.requests))
 
@@ -65,16 +65,16 @@ class SharedEngine(ThreadedEngine):
         await super().shutdown(timeout)
 
     def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        told: dict[FrontEnd, list[UpdateEntry]] = {}
+        entries_by_link: dict[FrontEnd, list[UpdateEntry]] = {}
         for update in updates:
             owner = self._owners.get(update.request.request_id)
             if owner is None:
                 continue
-            told.setdefault(owner.link, []).append(owner.entry(update))
+            entries_by_link.setdefault(owner.link, []).append(owner.entry(update))
             if update.finish_reason is not None:
                 del self._owners[update.request.request_id]
                 owner.link.requests.pop(owner.handle, None)
-        for link, entries in told.items():
+        for link, entries in entries_by_link.items():
             link.send(StepUpdates(entries))
         if stats is not None:
             for observer in self.observers:
@@ -89,10 +89,10 @@ class SharedEngine(ThreadedEngine):
 class _Owner:
     """Where a completion came from."""
 
-    __slots__ = ("handle", "link", "told_first")
+    __slots__ = ("first_sent", "handle", "link")
 
     def __init__(self, link: FrontEnd, handle: int):
-        self.link, self.handle, self.told_first = link, handle, False
+        self.link, self.handle, self.first_sent = link, handle, False
 
     def entry(self, update: Update) -> UpdateEntry:
         """An update as the front end gets it: a plain token in four values, the rest where there is something to tell."""
@@ -100,8 +100,8 @@ class _Owner:
         if result is None:
             return self.handle, None, reason, _more(request)
         plain = result.finite and result.error is None and result.scores is None and result.prompt_scores is None
-        first = not self.told_first and bool(result.token_ids)
-        self.told_first |= first
+        first = not self.first_sent and bool(result.token_ids)
+        self.first_sent |= first
         if plain and not first and reason is None:
             return self.handle, result.token_ids, None, None
         more = _more(request)

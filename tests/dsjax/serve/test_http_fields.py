@@ -469,7 +469,7 @@ def test_fields_without_effect_are_taken_with_a_warning_that_names_them(start, p
 
 
 def test_a_field_without_effect_is_logged_once(start, caplog, monkeypatch):
-    monkeypatch.setattr("dsjax.serve.sampling_fields._told", set())
+    monkeypatch.setattr("dsjax.serve.sampling_fields._logged", set())
     server = start("answer")
     for _ in range(3):
         server.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, "safety_identifier": "a"})
