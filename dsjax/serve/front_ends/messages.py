@@ -274,9 +274,9 @@ class Channel:
     def ask(self, question: Callable[[int], _Message]) -> asyncio.Future:
         """Send the message that `question` makes of a number; give what `resolve` will be called with for that number."""
         number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
         self.send(question(number))
-        return future
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        return self._waiting[number]
 
     def resolve(self, number: int, answer: Any) -> None:
         """Give whoever asked under this number the answer."""
