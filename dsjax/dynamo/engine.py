@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
 _IDLE_SECONDS = 1.0
-"""How often loads are asked for while no step tells them, until a rank holds nothing."""
+"""Seconds between two questions for loads while no step tells them, until a rank holds nothing."""
 
 
 class DsjaxEngine(Worker):

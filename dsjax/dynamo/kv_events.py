@@ -61,7 +61,7 @@ class _Rank:
         self._parents: dict[int, int] = {}  # of each block that waits, the parent that it waits for
 
     def apply(self, events: Sequence[Event]) -> list[dict[str, Any]]:
-        """What the router is to be told: what several events come to together, new blocks before those that have gone."""
+        """Make what the router is to be told: what several events come to together, new blocks before those that have gone."""
         changes: list[dict[str, Any]] = []
         left: list[int] = []
         for event in events:

@@ -167,7 +167,7 @@ _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReas
 
 
 def _given(options: Any) -> dict[str, Any]:
-    """What has a value: the frontend writes null for all others."""
+    """Keep what has a value: the frontend writes null for all others."""
     return {name: value for name, value in (options or {}).items() if value is not None}
 
 
@@ -220,7 +220,7 @@ def _form(
 
 
 def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[str, str] | None:
-    """Where a prompt is computed: as its prefill worker has said, or as the frontend has told both sides."""
+    """Read where a prompt is computed: as its prefill worker has said, or as the frontend has told both sides."""
     told = _given(_given(request.get("prefill_result")).get("disaggregated_params"))
     if {"address", "transfer"} <= told.keys():
         return {"address": told["address"], "transfer": told["transfer"]}

@@ -215,7 +215,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return variables
 
     def fields_without_effect(self, source: str) -> list[str]:
-        """As `without_effect`, for a model with this chat template."""
+        """Name the fields without effect, for a model with this chat template."""
         unused_fields = self.without_effect()
         read = any(names(source, name) for name in (*THINKING_SWITCHES, "reasoning_effort"))
         return unused_fields + (["reasoning_effort"] if self.reasoning_effort is not None and not read else [])
@@ -235,7 +235,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return []
 
     def token_limit(self) -> int | None:
-        """The most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.
+        """Give the most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.
 
         Raises:
             ApiError: both are given and differ.
@@ -245,7 +245,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def num_logprobs(self) -> int | None:
-        """How many of the most probable tokens to give beside each token; None where no log-probabilities are asked for.
+        """Say how many of the most probable tokens to give beside each token; None where no log-probabilities are asked for.
 
         Raises:
             ApiError: `top_logprobs` without `logprobs`.

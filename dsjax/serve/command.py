@@ -170,7 +170,7 @@ def serve_model(
 
 
 def metrics_of(model: "LLM", name: str) -> "Metrics":
-    """What counts a loaded model's work. name: as clients know it."""
+    """Make the metrics of a loaded model's work. name: as clients know it."""
     from dsjax.serve.metrics import Metrics
     from dsjax.serve.metrics_parts import device_memory
 

@@ -48,7 +48,7 @@ class ApiError(HTTPException):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What the client is told of an exception. One that nobody foresaw is a 500 without details."""
+    """Make what the client is sent for an exception. One that nobody foresaw is a 500 without details."""
     match error:
         case ApiError():
             return error
@@ -103,7 +103,7 @@ def _from_validation(error: RequestValidationError) -> ApiError:
 
 
 def _path(location: Sequence[str | int], body: Any, kind: str) -> str:
-    """Where in the body a problem is. pydantic's location also names which branch of a union it tried; those are left out."""
+    """Write where in the body a problem is. pydantic's location also names which branch of a union it tried; those are left out."""
     parts, value = [], body
     steps = [part for part in location if part != "body"]
     for at, part in enumerate(steps):

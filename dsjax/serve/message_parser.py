@@ -149,7 +149,7 @@ class MessagePiece:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def delta(self) -> dict[str, Any]:
-        """As a chunk's delta."""
+        """Make a chunk's delta."""
         body: dict[str, Any] = {}
         if self.reasoning:
             body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
@@ -160,7 +160,7 @@ class MessagePiece:
         return body
 
     def message(self) -> dict[str, Any]:
-        """As a whole message: every delta of a call has been put together."""
+        """Make a whole message: the deltas of a call are put together."""
         calls: list[dict[str, Any]] = []
         for delta in self.tool_calls:
             if delta["index"] == len(calls):

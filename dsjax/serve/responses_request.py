@@ -198,7 +198,7 @@ class ResponsesRequest(OpenAIFields):
             raise ApiError(400, reason, param="truncation")
 
     def without_effect(self) -> list[str]:
-        """As `OpenAIFields.without_effect`; that nothing is stored is said in the answer's `store`."""
+        """Name the fields without effect, but for `store` and `metadata`: the answer's `store` says that nothing is stored."""
         unused_fields = [name for name in super().without_effect() if name not in ("store", "metadata")]
         summary = self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary)
         return unused_fields + (["reasoning.summary"] if summary else [])

@@ -25,9 +25,9 @@ _FLUSH_SECONDS = 5
 _LOOK_SECONDS = 0.05
 
 KEEP_ALIVE_SECONDS = 75
-"""How long a connection without a request is kept. Longer than clients keep theirs (httpx 5 s, aiohttp 15 s, nginx 60 s): a request that a
-client sends in the moment in which the server closes the connection is lost, and for a POST no client may try again by itself. uvicorn's
-own 5 s are httpx's."""
+"""Seconds that a connection without a request is kept: longer than clients keep theirs (httpx 5, aiohttp 15, nginx 60). A request that a
+client sends in the moment in which the server closes the connection is lost, and for a POST no client may try again by itself. uvicorn
+alone would keep one for 5, as httpx does."""
 
 YOUNG_OBJECTS = 20_000
 SWITCH_SECONDS = 0.0005
@@ -176,7 +176,7 @@ class Server(uvicorn.Server):
 
 
 def bind_shared(host: str, port: int, count: int) -> list[socket.socket]:
-    """As `bind`, so many sockets of one address, over which the system spreads connections.
+    """Take an address with so many sockets, over which the system spreads connections.
 
     Raises:
         UserError: the address cannot be had, or the system cannot share one.

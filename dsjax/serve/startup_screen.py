@@ -40,7 +40,7 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
 
 
 def _capacity(facts: EngineFacts) -> str:
-    """What the cache holds, and how many requests of which length that serves."""
+    """Say what the cache holds, and how many requests of which length that serves."""
     of_a_rank = facts.cache_tokens // facts.dp_ranks
     ranks = f", {of_a_rank:,} on each of {facts.dp_ranks} DP ranks" if facts.dp_ranks > 1 else ""
     longest = facts.max_model_len
@@ -54,7 +54,7 @@ def _capacity(facts: EngineFacts) -> str:
 
 
 def _prefill_lines(facts: EngineFacts) -> str:
-    """The engines beside these that compute prompts, and what each of them takes in a step."""
+    """Say which engines beside these compute prompts, and what each of them takes in a step."""
     sizes = facts.prefill_sizes
     longest = (
         f"; prompts of {sizes.max_model_len:,} tokens or more are computed where they are decoded"
@@ -69,7 +69,7 @@ def _prefill_lines(facts: EngineFacts) -> str:
 
 
 def _speculation_line(speculation: dict[str, Any]) -> str:
-    """How many tokens the MTP module drafts, and under which load."""
+    """Say how many tokens the MTP module drafts, and under which load."""
     ranges = speculation["num_speculative_tokens_per_batch_size"]
     if ranges is None:
         count = speculation["num_speculative_tokens"]

@@ -60,7 +60,7 @@ class ToolFormat:
         return CALLS_BEGIN + self.between_calls.join(self.call(*call) for call in calls) + CALLS_END
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """What the system message says of the functions, for templates that do not say it themselves."""
+        """Write what the system message says of the functions, for templates that do not say it themselves."""
         lines = ["## Tools", "You have access to the following tools:", ""]
         for tool in tools:
             function = tool["function"]

@@ -186,7 +186,7 @@ def _note(request: Request, more: More) -> None:
 
 
 class Forwarding(Guard):
-    """What only the engine's own server can answer is asked there, with the client's headers and body."""
+    """Asks the engine's own server what only that can answer, with the client's headers and body."""
 
     def __init__(self, app: ASGIApp, address: str, timeout: float):
         super().__init__(app)

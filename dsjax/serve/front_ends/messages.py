@@ -84,7 +84,7 @@ class NewRequest(msgspec.Struct, array_like=True):
         return _params_from_wire(self.params, len(self.completions))
 
     def requests(self, params: SamplingParams, rules: list) -> list[Request]:
-        """What the core is given; rules: one of each completion."""
+        """Make what the core is given; rules: one of each completion."""
         stop_ids = frozenset(self.stop_ids)
         options = RequestOptions(self.priority, _to_text(self.cache_salt), _to_text(self.session), self.dp_rank)
         return [

@@ -88,7 +88,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/dump_expert_distribution_record", responses=documented)
     async def dump_record() -> ExpertLoad:
-        """What was counted since the record began."""
+        """Give what was counted since the record began."""
         await read_record()
         if serving.expert_counts is None:
             raise ApiError(
@@ -138,7 +138,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
 
 def _rebalance(core: EngineCore) -> dict[str, Any] | None:
-    """What a core's balancer begins to move now; None where experts stay where they are."""
+    """Have a core's balancer move experts now; give what moves, or None where experts stay where they are."""
     from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy
 
     balancer = core.part(ExpertBalancer)
