@@ -29,8 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dsjax.bench.serve.client import Client, Target, open_session
-from dsjax.bench.serve.event_loop import run
+from dsjax.bench.serve.client import Client, Target, open_session, run
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.config import load_config

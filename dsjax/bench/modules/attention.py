@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dsjax.bench.modules.case import ModuleCase, ModuleWork
+from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.attention import Cache, PagedAttention, Rows

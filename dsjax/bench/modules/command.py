@@ -40,9 +40,9 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
     from dsjax.bench.modules.ceilings import Ceilings, Device, find_ceilings
     from dsjax.bench.modules.grid import cases
     from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, one_rank_cases
-    from dsjax.bench.modules.prepare import make_setting
     from dsjax.bench.modules.report import case_progress, show, show_extrapolation, to_json
     from dsjax.bench.modules.run import run_cases
+    from dsjax.bench.modules.setting import make_setting
     from dsjax.bench.modules.timing import Budget
 
     setting = make_setting(model)

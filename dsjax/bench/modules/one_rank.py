@@ -10,10 +10,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from dsjax.bench.modules.attention import AttentionInputs, attend_layer, cache_for, cache_layers
-from dsjax.bench.modules.case import ModuleCase, ModuleRow, ModuleWork
 from dsjax.bench.modules.dense import head_cases
 from dsjax.bench.modules.launch import launch_cases
 from dsjax.bench.modules.routed import SKEWS, DispatchedTokens, arrivals, layer_ids, product_of
+from dsjax.bench.modules.run import ModuleCase, ModuleRow, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting, free_memory
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.errors import UserError

@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dsjax.bench.modules.case import ModuleCase, ModuleRow
 from dsjax.bench.modules.ceilings import Ceilings, Device
 from dsjax.bench.modules.one_rank import Extrapolation, OneRankPlan
-from dsjax.bench.modules.run import ModuleResults
+from dsjax.bench.modules.run import ModuleCase, ModuleResults, ModuleRow
 from dsjax.bench.modules.setting import Setting
 from dsjax.config import ModelConfig
 from dsjax.plan.measured import FORMAT, widths

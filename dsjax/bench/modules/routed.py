@@ -1,4 +1,4 @@
-"""Cases of the routed experts: one rank's share of them, and the rows that even or skewed routing sends it."""
+"""Cases of the routed experts: the share of one rank, with the rows that even or skewed routing sends it, and their dispatch on a mesh."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.bench.modules.case import ModuleCase, ModuleWork
-from dsjax.bench.modules.setting import LayerStack, Setting
+from dsjax.bench.modules.run import ModuleCase, ModuleWork
+from dsjax.bench.modules.setting import LayerStack, Setting, with_mesh
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.moe import RoutedExperts
-from sharding.dispatch import DispatchConfig, dispatch
+from sharding import MeshSpec
+from sharding.arrays import put
+from sharding.dispatch import DispatchConfig, dispatch, dispatch_collectives
 
 SKEWS = {"even": 0.0, "skewed": 0.3}
 """Variant → s in popularity ∝ rank^-s; 0.3 is what the planner assumes where it is told nothing."""
@@ -157,3 +160,75 @@ def default_experts(config, memory: int, expert_bytes: int) -> int:
 def _stack(setting: Setting, experts: int) -> LayerStack:
     make = lambda declare: RoutedExperts(declare, setting.config, experts)  # noqa: E731
     return LayerStack.of(setting, make, setting.config.num_moe_layers)
+
+
+METHODS = ("gather", "padded", "ragged")
+
+
+def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> Iterator[ModuleCase]:
+    """Tokens are one DP rank's; bytes are those that leave one device. In a group all processes must make and time the same cases."""
+    config = setting.config
+    if not config.is_moe or spec.ep_size == 1:
+        return
+    experts = config.n_routed_experts + (-config.n_routed_experts % spec.ep_size)
+    platform = setting.platform
+    for count in tokens:
+        for method in METHODS:
+            collectives = dispatch_collectives(
+                spec,
+                DispatchConfig(method),
+                tokens=-(-count // spec.tp_size),
+                width=config.hidden_size,
+                top_k=config.num_experts_per_tok,
+                experts=experts,
+                dtype=setting.dtype,
+                platform=platform,
+            )
+            sent = sum(one.bytes_sent * one.times for one in collectives)
+            rows = count * spec.dp_size * setting.dtype.itemsize * config.hidden_size
+            for variant, skew in SKEWS.items():
+                yield ModuleCase(
+                    "dispatch",
+                    f"{method} {variant}",
+                    {"tokens": count, "mesh": str(spec), "method": method},
+                    ModuleWork(0, 0, sent),
+                    6 * rows * spec.num_devices if platform == "cpu" else 6 * rows,
+                    lambda m=method, n=count, s=skew: _exchange(setting, spec, m, n, experts, s),
+                    shared=True,
+                )
+
+
+def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, experts: int, skew: float) -> PreparedCase:
+    own = with_mesh(setting, spec)
+    mesh, config = own.step.mesh, setting.config
+    place = NamedSharding(mesh, P(spec.batch_axes))
+    total = tokens * spec.dp_size
+    rng = np.random.default_rng(setting.seed)
+    ids = route_randomly(rng, total, experts, config.num_experts_per_tok, skew)
+    inputs = put(
+        {
+            "x": np.asarray(rng.standard_normal((total, config.hidden_size), np.float32), setting.dtype),
+            "ids": ids,
+            "weights": rng.random(ids.shape, np.float32),
+        },
+        place,
+    )
+
+    def one_round(inputs, _, carry):
+        x = carry
+        stand_in = {"scale": jnp.ones((experts,), jnp.float32)}
+        specs = {"scale": P(spec.expert_axes)}
+        y, _ = dispatch(
+            spec, mesh, DispatchConfig(method), x, inputs["ids"], inputs["weights"], stand_in, _hand_back, specs
+        )
+        # Values stay of the size they were, and each round needs the one before it.
+        return jax.lax.with_sharding_constraint((inputs["x"] + y * 0.1).astype(x.dtype), place)
+
+    return device_loop(one_round, inputs, jnp.copy(inputs["x"]))
+
+
+def _hand_back(params, rows_ND, ids_NK, weights_NK):
+    """In place of experts: each row that has an expert here, times its weights; every row is read once, none is multiplied."""
+    weight_N = jnp.sum(jnp.where(ids_NK >= 0, weights_NK, 0), axis=1)
+    rows = rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)
+    return (rows * weight_N[:, None] * params["scale"][0]).astype(rows_ND.dtype)

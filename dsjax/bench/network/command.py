@@ -46,7 +46,7 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
 
     from dsjax.bench.modules.ceilings import Device
     from dsjax.bench.modules.report import case_progress
-    from dsjax.bench.network.groups import device_groups
+    from dsjax.bench.network.programs import device_groups
     from dsjax.bench.network.report import show, to_json
     from dsjax.bench.network.run import cases, check_cluster, run_cases
 

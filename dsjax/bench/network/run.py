@@ -14,9 +14,8 @@ import numpy as np
 
 from dsjax.bench.modules.setting import free_memory
 from dsjax.bench.modules.timing import LEAST_SAMPLE
-from dsjax.bench.network.groups import DeviceGroup
 from dsjax.bench.network.options import CollectiveGrid
-from dsjax.bench.network.programs import CollectiveProgram
+from dsjax.bench.network.programs import CollectiveProgram, DeviceGroup
 from dsjax.bench.processes import Agree
 from dsjax.errors import UserError
 from dsjax.plan.cluster import Cluster

@@ -10,10 +10,16 @@ import pytest
 from dsjax.engine.contract.commands import Clear, Copy, Flush, RankStep, Step
 from dsjax.engine.elastic.follower import Follower
 from dsjax.engine.stream.leader import LeaderExecutor
-from dsjax.hosts import HostOptions
+from dsjax.hosts import HostOptions, group
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.rendezvous import JoinRequest
+
+
+@pytest.fixture(autouse=True)
+def nobody_watches_who_leaves(monkeypatch):
+    """Leave at once: no thread of these groups watches the connections, so that nothing would end the wait for the other process."""
+    monkeypatch.setattr(group, "_LEAVE_SECONDS", 0)
 
 
 class MemoryStore:
@@ -97,7 +103,6 @@ class Pair:
             HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
             for index in (0, 1)
         ]
-        self.groups[0]._alone.set()
         self.inner, self.told = Told(), Told(**options)
         self.leader, self.follower = LeaderExecutor(self.inner, self.groups[0]), Follower(self.groups[1])
         self.error: BaseException | None = None
