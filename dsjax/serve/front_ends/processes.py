@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.errors import UserError
@@ -33,9 +33,11 @@ from dsjax.serve.front_ends.messages import (
     Snapshot,
     Welcome,
 )
-from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics_families import Family, summed
 from dsjax.serve.serving import Phase, QueueGate, Serving
+
+if TYPE_CHECKING:
+    from dsjax.serve.front_ends.shared_engine import SharedEngine
 
 logger = logging.getLogger(__name__)
 
