@@ -14,15 +14,8 @@ from dsjax.errors import ConfigError
 
 _DEFAULT_THETA = 10000.0
 _YARN_KEYS = (
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "attention_factor",
-    "truncate",
-)
+    "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"
+)  # fmt: skip
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
