@@ -26,7 +26,7 @@ from dsjax.progress import Tenths
 def show(console: Console, found: ModuleResults, ceilings: Ceilings, device: Device) -> None:
     """A table for each module, and what was left out."""
     console.print(
-        f"[bold]{device.name}[/bold]: {ceilings.bandwidth / 1e9:,.1f} GB/s, {ceilings.flops / 1e9:,.0f} GFLOP/s "
+        f"[bold]{device.name}[/bold]: {ceilings.bytes_per_s / 1e9:,.1f} GB/s, {ceilings.flops_per_s / 1e9:,.0f} GFLOP/s "
         f"({ceilings.source})",
         highlight=False,
     )
@@ -60,9 +60,9 @@ def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
             f"{times.low * 1e3:.3g}–{times.high * 1e3:.3g}",
             f"{times.once * 1e6:.0f}",
             f"{bandwidth / 1e9:.3g}",
-            f"{bandwidth / ceilings.bandwidth:.0%}",
+            f"{bandwidth / ceilings.bytes_per_s:.0%}",
             f"{rate / 1e9:.3g}" if work.flops else "",
-            f"{rate / ceilings.flops:.1%}" if work.flops else "",
+            f"{rate / ceilings.flops_per_s:.1%}" if work.flops else "",
         ]
         table.add_row(*cells)
     return table
@@ -117,7 +117,7 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
     step = setting.step
     return {
         **origin(FORMAT, command, device),
-        "ceilings": ceilings.to_json(),
+        "ceilings": vars(ceilings),
         "model": model,
         "widths": widths(setting.config),
         "dtype": str(setting.dtype),
@@ -138,7 +138,7 @@ def origin(form: str, command: str, device: Device) -> dict[str, Any]:
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
-        "device": device.to_json(),
+        "device": vars(device),
     }
 
 

@@ -178,7 +178,7 @@ def why_not(setting: Setting, case: ModuleCase, ceilings: Ceilings, row_limit: f
     free = free_memory(setting.step.mesh.devices.flat[0])
     if case.memory > MEMORY_SHARE * free:
         return f"needs {case.memory / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-    least = max(case.work.flops / ceilings.flops, case.work.bytes / ceilings.bandwidth)
+    least = max(case.work.flops / ceilings.flops_per_s, case.work.bytes / ceilings.bytes_per_s)
     if least > row_limit:
         return f"takes at least {least:.0f} s at the device's ceilings, more than --row-limit {row_limit:g}"
     return None
