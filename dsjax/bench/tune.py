@@ -129,13 +129,10 @@ def default_tiles(product: Product) -> Tiles:
     return ProductTiles.for_load(product.rows)
 
 
-def tune(
-    table: TileTable, todo: Iterable[Product], path: Path, timer: Timer, on_start: Callable[[Product], None]
-) -> TileTable:
+def tune(table: TileTable, todo: Iterable[Product], path: Path, timer: Timer) -> TileTable:
     """Time each product that the table lacks, and write the table after each."""
     done = {entry.product for entry in table.entries}
     for product in todo:
-        on_start(product)
         if product in done:
             continue
         default, *others = candidates(product)

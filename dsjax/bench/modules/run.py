@@ -112,7 +112,6 @@ def run_cases(
     ceilings: Ceilings,
     budget: Budget,
     row_limit: float,
-    on_start: Callable[[ModuleCase], None] = lambda case: None,
     agree: Agree = alone,
 ) -> ModuleResults:
     """Time each case in turn. Ctrl-C ends the run; what was done is returned.
@@ -123,7 +122,6 @@ def run_cases(
     found = ModuleResults()
     try:
         for case in cases:
-            on_start(case)
             ask = agree if case.shared else alone
             try:
                 outcome = _outcome(setting, case, ceilings, budget, row_limit, ask)

@@ -138,14 +138,12 @@ def run_cases(
     dtype: np.dtype,
     cluster: Cluster | None,
     agree: Agree,
-    on_start: Callable[[CollectiveCase], None] = lambda case: None,
 ) -> NetworkResults:
     """Time each case in turn. Ctrl-C in a process that is alone ends the run; what was done is returned."""
     found = NetworkResults()
     last: dict[tuple, CollectiveRow] = {}
     try:
         for case in todo:
-            on_start(case)
             program = CollectiveProgram(case.group, case.collective, case.size, dtype)
             key = (case.group, case.collective)
             reason = why_not(case, program, last.get(key), options.row_limit, agree)
