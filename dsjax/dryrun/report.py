@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.dryrun.fit import Fit
-from dsjax.dryrun.memory import DeviceMemory
+from dsjax.dryrun.memory import DeviceMemory, Fit
 from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.timeline import Timeline
 from dsjax.hardware import Hardware

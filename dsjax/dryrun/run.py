@@ -9,8 +9,7 @@ from dsjax.config import ModelConfig, load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import TEXT, EvenExperts, drafting_trip_counts, trip_counts
 from dsjax.dryrun.compilation import CompiledProgram, CompiledStep, compile_step
-from dsjax.dryrun.fit import fit
-from dsjax.dryrun.memory import DeviceMemory, parameters_by_component
+from dsjax.dryrun.memory import DeviceMemory, fit, parameters_by_component
 from dsjax.dryrun.prices import default_cluster, even_ragged_share
 from dsjax.dryrun.rebalance import read_rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport

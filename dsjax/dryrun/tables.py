@@ -7,8 +7,7 @@ from rich.table import Table
 
 from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.report import DryRunReport, ProgramReport
-from dsjax.dryrun.scopes import model_part
-from dsjax.dryrun.timeline import Timeline
+from dsjax.dryrun.timeline import Timeline, model_part
 from dsjax.plan.figure import Figure, Kind
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsjax.dryrun.links import BETWEEN, INSIDE
-from dsjax.dryrun.prices import COPIES
+from dsjax.dryrun.prices import BETWEEN, COPIES, INSIDE
 from dsjax.dryrun.timeline import Timeline
 from dsjax.errors import UserError
 from sharding.program import COMPUTE, Span

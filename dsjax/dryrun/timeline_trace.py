@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dsjax.dryrun.links import BETWEEN, INSIDE
-from dsjax.dryrun.prices import COPIES
+from dsjax.dryrun.prices import BETWEEN, COPIES, INSIDE
 from dsjax.dryrun.timeline import Timeline
 from sharding.program import COMPUTE, Span
 

@@ -9,8 +9,7 @@ from layouts import TINY
 from dsjax.config import load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.compilation import compile_step
-from dsjax.dryrun.fit import fit, largest
-from dsjax.dryrun.memory import DeviceMemory
+from dsjax.dryrun.memory import DeviceMemory, fit, largest
 from dsjax.dryrun.run import dry_run
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
