@@ -56,9 +56,8 @@ def dry_run(
             raise UserError(
                 f"{flag} is {given}, but the model has {config.max_position_embeddings} positions; lower it"
             )
-    if (
-        args.row_tokens > config.max_position_embeddings
-    ):  # neither was given, and the usual context is beyond the model's
+    # Neither was given, and the usual context is beyond the model's.
+    if args.row_tokens > config.max_position_embeddings:
         args = replace(args, context=config.max_position_embeddings)
     spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.

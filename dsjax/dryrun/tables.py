@@ -102,16 +102,8 @@ def _collectives(program: ProgramReport, name: str) -> Table:
         axes = "?" if one.axes is None else "×".join(one.axes)
         array = f"{one.operand[0]}" + (f" × {len(one.operand)}" if len(one.operand) > 1 else "")
         beside = str(len(one.beside)) if one.asynchronous else "–"
-        key = (
-            one.kind,
-            axes,
-            array,
-            one.operand_bytes,
-            one.bytes_inside,
-            one.bytes_between,
-            beside,
-            model_part(one.op_name),
-        )
+        part = model_part(one.op_name)
+        key = (one.kind, axes, array, one.operand_bytes, one.bytes_inside, one.bytes_between, beside, part)
         rows[key] = rows.get(key, 0) + one.times
     inside = between = 0.0
     for (kind, axes, array, operand, near, far, beside, part), times in rows.items():

@@ -188,10 +188,7 @@ class Timeline:
             "exposed_network": self.exposed_network,
             "network": {link: self.network(link) for link in (INSIDE, BETWEEN)},
             "layer_seconds": layer and layer.end - layer.begin,
-            "critical_path": {
-                "spans": len(self.critical_path),
-                "by_bound": self.critical_by_bound(),
-            },
+            "critical_path": {"spans": len(self.critical_path), "by_bound": self.critical_by_bound()},
             "by_scope": {name: vars(share) for name, share in self.by_scope().items()},
             "assumed": [
                 {"name": figure.name, **figure.to_json(), "source": figure.source} for figure in self.assumed.figures()

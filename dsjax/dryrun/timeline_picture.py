@@ -128,14 +128,9 @@ def _legend(figure, timeline: Timeline, colours: dict[str, str]) -> None:
     if len(named) < len(shares):
         handles.append(Patch(color=_REST, label=f"all others: {rest * scale:.3g} {unit}"))
     handles.append(Patch(color=_CRITICAL, label="critical path"))
+    title = "on the critical path in the whole step"
     figure.legend(
-        handles=handles,
-        loc="lower center",
-        ncols=4,
-        fontsize=8,
-        frameon=False,
-        title="on the critical path in the whole step",
-        title_fontsize=8,
+        handles=handles, loc="lower center", ncols=4, fontsize=8, frameon=False, title=title, title_fontsize=8
     )
 
 
