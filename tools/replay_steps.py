@@ -34,7 +34,7 @@ from rich.table import Table
 from dsjax.engine.contract.commands import Command, Flush, Score, Step, from_int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.device.buckets import Buckets
-from dsjax.engine.stream.step_record import Collected, End, Launched, RecordError, StepRecord, collected
+from dsjax.engine.stream.step_record import Collected, Launched, RecordError, RecordingEnd, StepRecord, collected
 from dsjax.errors import UserError
 
 
@@ -130,7 +130,7 @@ def replay(record: StepRecord, executor: Executor, kind_of: Callable[[Command], 
                 pair = frame.done - max(launched.time, ends[0]), done - max(at, ends[1])
                 report.times.setdefault(kind_of(launched.command), []).append(pair)
             ends = frame.done, done
-        elif isinstance(frame, End):
+        elif isinstance(frame, RecordingEnd):
             report.end = frame.reason
     for _, pending, _ in waiting.values():
         executor.collect(pending)

@@ -112,8 +112,8 @@ class DsjaxPrefillEngine(Worker):
 
     async def register_prometheus(self, metrics: Any) -> None:
         """Show the prefill engine's metrics beside Dynamo's own."""
-        registry = Registry()
-        add_prefill_metrics(registry, self._options.names[0], [self._server.engine])
+        registry = Registry(model_name=self._options.names[0])
+        add_prefill_metrics(registry, [self._server.engine])
         metrics.register_prometheus_expfmt_callback(lambda: exposition(registry.families).decode())
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:

@@ -8,9 +8,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.serve import bounds
-from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError
-from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields
+from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 

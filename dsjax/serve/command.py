@@ -4,20 +4,19 @@ import dataclasses
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from dsjax.cli.options import engine_options
 from dsjax.engine.elastic.joining import host_options
-from dsjax.engine.engine import LLMEngine
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
 
 if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
-    from dsjax.engine.setup.loading import EngineFacts
+    from dsjax.engine.llm import LLM
     from dsjax.serve.metrics import Metrics
 
 
@@ -31,14 +30,6 @@ StepTimeout = Annotated[
     float,
     typer.Option(help="Seconds after which a step is taken for a hang, which ends the process; 0: never.", min=0),
 ]
-
-
-class LoadedModel(Protocol):
-    """What serving needs of `dsjax.LLM`."""
-
-    engine: LLMEngine
-    facts: "EngineFacts"
-    # and `group`, a `HostGroup`, where other processes share the mesh
 
 
 @engine_options
@@ -153,7 +144,7 @@ def serve(
 
 
 def serve_model(
-    model: LoadedModel,
+    model: "LLM",
     console: Console,
     listener: socket.socket,
     names: tuple[str, ...],
@@ -215,10 +206,10 @@ def serve_model(
     return Server(serving, **how).serve_on(listener)
 
 
-def metrics_of(model: LoadedModel, name: str) -> "Metrics":
+def metrics_of(model: "LLM", name: str) -> "Metrics":
     """What counts a loaded model's work. name: as clients know it."""
-    from dsjax.serve.device_memory import device_memory
     from dsjax.serve.metrics import Metrics
+    from dsjax.serve.metrics_parts import device_memory
 
     facts = model.facts
     return Metrics(

@@ -23,7 +23,7 @@ class Section(enum.Enum):
     CONTENT = "content"
 
 
-class Piece(NamedTuple):
+class SplitText(NamedTuple):
     """New text of each kind."""
 
     reasoning: str
@@ -47,14 +47,14 @@ class ReasoningSplitter:
         """What the text has come to."""
         return self._section
 
-    def push(self, text: str, finished: bool = False) -> Piece:
+    def push(self, text: str, finished: bool = False) -> SplitText:
         """Add text; with `finished` nothing is held back any more."""
         self._held += text
         if self._section is Section.UNDECIDED:
             self._decide(finished)
         reasoning = self._take_reasoning(finished) if self._section is Section.REASONING else ""
         content = self._take_content() if self._section is Section.CONTENT else ""
-        return Piece(reasoning, content)
+        return SplitText(reasoning, content)
 
     def _decide(self, finished: bool) -> None:
         text = self._held.lstrip()

@@ -7,11 +7,11 @@ from typing import Any
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.text.outputs import RequestOutput
-from dsjax.serve.bodies import EventStream, to_json
 from dsjax.serve.chat import ChatAnswer
+from dsjax.serve.connections import EventStream, to_json
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
-from dsjax.serve.responses_request import ChosenFunction, ResponsesRequest
+from dsjax.serve.responses_request import NamedFunction, ResponsesRequest
 from dsjax.serve.serving import Serving
 
 Event = dict[str, Any]
@@ -121,11 +121,6 @@ class ResponsesAnswer:
         self._sequence = 0
         self._finish_reason: str | None = None
 
-    @property
-    def session(self) -> str | None:
-        """As the chat answer's."""
-        return self._chat.session
-
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
         ours = ("store", "metadata")
@@ -199,7 +194,7 @@ class ResponsesAnswer:
     def _response(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         body = self._body
         form = body.text.format if body.text and body.text.format else None
-        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, ChosenFunction) else body.tool_choice
+        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedFunction) else body.tool_choice
         return {
             "id": self.id,
             "object": "response",

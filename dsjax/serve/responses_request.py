@@ -6,10 +6,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.serve import bounds
-from dsjax.serve.bodies import StrictModel
 from dsjax.serve.chat_fields import ChatRequest, FunctionName
 from dsjax.serve.errors import ApiError
-from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields
+from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields, StrictModel
 
 _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
@@ -134,7 +133,7 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
 
-class ChosenFunction(StrictModel):
+class NamedFunction(StrictModel):
     """The function that must be called."""
 
     type: Literal["function"]
@@ -185,7 +184,7 @@ class ResponsesRequest(OpenAIFields):
     stream: bool | None = False
     stream_options: ResponsesStreamOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=bounds.MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: Count | None = Field(None, description="of built-in tools, of which there are none")
     text: TextOptions | None = None
@@ -244,7 +243,7 @@ class ResponsesRequest(OpenAIFields):
             },
             **{name: getattr(self, name) for name in OpenAIFields.model_fields},
         }
-        if isinstance(self.tool_choice, ChosenFunction):
+        if isinstance(self.tool_choice, NamedFunction):
             chat["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
         if self.tool_choice is not None and not self.tools:
             chat["tool_choice"] = None if self.tool_choice in ("auto", "none") else chat["tool_choice"]

@@ -21,7 +21,7 @@ from dsjax.engine.device.process import enable_compile_cache
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.layout import Layout
+from dsjax.engine.setup.layout import EngineLayout
 from dsjax.engine.setup.memory import weight_bytes
 from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.model.parameters import Weights
@@ -199,7 +199,7 @@ def described_programs(
     own = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)
     devices: Mapping[int, jax.Device] = {device.id: device for device in jax.devices()}
     mesh = wanted.spec.arrange([devices[i] for i in wanted.device_ids])
-    layout = Layout.of(own, checkpoint, mesh)
+    layout = EngineLayout.of(own, checkpoint, mesh)
     params = layout.step.abstract_parameters()
     limits = layout.limits(own, library, params, weight_bytes(layout.step))
     if mesh.devices.flat[0].platform != "cpu":

@@ -23,7 +23,7 @@ from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.compile_ahead import CompileAhead
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.loading import EngineFacts, LoadedModel, load_model
+from dsjax.engine.setup.loading import EngineFacts, LoadedEngine, load_model
 from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
@@ -78,7 +78,7 @@ class Generations:
         wake: called, from any thread, when ``due`` may have become true.
     """
 
-    def __init__(self, args: EngineArgs, group: HostGroup | None, loaded: LoadedModel, library: ProgramLibrary):
+    def __init__(self, args: EngineArgs, group: HostGroup | None, loaded: LoadedEngine, library: ProgramLibrary):
         self._library = library
         self.ahead = None if group is None else CompileAhead(args, library)
         self._args, self._group, self._config = args, group, loaded.config
@@ -248,7 +248,7 @@ class Generations:
         lost, all_answered = self._group.links.look(found)
         return lost or (None if all_answered else self._lost_by(error))
 
-    def _load(self, reason: str, broken: bool) -> LoadedModel:
+    def _load(self, reason: str, broken: bool) -> LoadedEngine:
         self.phase = "loading"
         self.spec = self._fit()
         options = changed_options(self._args, self._config, self.spec)
@@ -317,7 +317,7 @@ class Generations:
 
 def load_generation(
     args: EngineArgs, found: Announcement, group: HostGroup | None, library: ProgramLibrary
-) -> LoadedModel:
+) -> LoadedEngine:
     """This process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
 
     args: with which the process was started.

@@ -13,7 +13,7 @@ import msgspec
 
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.loading import LoadedModel
+from dsjax.engine.setup.loading import LoadedEngine
 from dsjax.engine.stream.leader import pulled_stream
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.messages import ChunkPort
@@ -40,7 +40,7 @@ class FollowerTransfers:
         self._server: ChunkServer | None = None
         self._chunks: RemoteChunks | None = None
 
-    def join(self, loaded: LoadedModel) -> None:
+    def join(self, loaded: LoadedEngine) -> None:
         """Take part in the transfers of another generation, with its executor."""
         args, group = self._args, self._group
         own = group.options.process_id
@@ -93,7 +93,7 @@ def _address_key(process_id: int, pid: int) -> str:
     return f"dsjax/chunks/{process_id}/{pid}"
 
 
-def remote_chunks(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None) -> RemoteChunks:
+def remote_chunks(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None) -> RemoteChunks:
     """What this process pulls chunks with, from whichever process of the prefill side keeps them."""
     transport = transport_of(args, host_of(args, group))
     return RemoteChunks(
@@ -106,7 +106,7 @@ def transport_of(args: EngineArgs, host: str) -> Transport:
     return open_transport(args.disaggregation_transfer_backend, jax.local_devices()[0], host)
 
 
-def space_of(args: EngineArgs, loaded: LoadedModel) -> dict[str, Any]:
+def space_of(args: EngineArgs, loaded: LoadedEngine) -> dict[str, Any]:
     """What both sides must have alike (`Greeting.space`): what pages' values depend on, and by what they are moved."""
     return loaded.page_space | {"disaggregation_transfer_backend": args.disaggregation_transfer_backend}
 

@@ -1,4 +1,4 @@
-"""``Layout``: what an engine's programs are made of, before there is any weight: the step, the shapes of launches, and their limits."""
+"""``EngineLayout``: what an engine's programs are made of, before there is any weight: step, shapes of launches, and limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEAST_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
-class Layout:
+class EngineLayout:
     """A step, the shapes of its launches, and the sizes that bound them.
 
     sizes: with the fewest pages that can be. per_exchange: experts that a rank sends and receives at once; 0: they stay where they are.
@@ -47,7 +47,7 @@ class Layout:
     per_exchange: int
 
     @classmethod
-    def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh) -> Layout:
+    def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh) -> EngineLayout:
         """Lay out the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
 
         Raises:

@@ -32,14 +32,14 @@ from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.setup import tier_sizes
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, dispatch_method, weights_format
-from dsjax.engine.setup.layout import Layout
+from dsjax.engine.setup.layout import EngineLayout
 from dsjax.engine.setup.memory import check_device_memory, check_host_memory
 from dsjax.engine.setup.page_source_module import import_page_source
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages
-from dsjax.engine.tiers.host_pages import HostPages, Shapes
+from dsjax.engine.tiers.offloaded_pages import OffloadedPages, Shapes
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
@@ -135,7 +135,7 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class LoadedEngine:
     """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none; ``page_space``, with transfers,
     says what a page's values depend on beside its tokens."""
 
@@ -155,7 +155,7 @@ def load_model(
     is_later: bool = False,
     library: ProgramLibrary | None = None,
     show_progress: bool = False,
-) -> LoadedModel:
+) -> LoadedEngine:
     """Check everything, then load the model that ``args`` names onto its mesh.
 
     Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
@@ -183,7 +183,7 @@ def load_model(
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     library = library or ProgramLibrary()
-    layout = Layout.of(args, checkpoint, mesh)
+    layout = EngineLayout.of(args, checkpoint, mesh)
     step, buckets = layout.step, layout.buckets
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -251,7 +251,7 @@ def load_model(
         executor = _recording(args, executor, mesh, directory)
     has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
-    return LoadedModel(
+    return LoadedEngine(
         executor,
         tokenizer,
         config,
@@ -273,7 +273,7 @@ def _parts(
     if limits.transfers:
         parts.append(PageChunks)
     if limits.host_pages_per_rank or disk is not None:
-        parts.append(partial(HostPages, disk=disk))
+        parts.append(partial(OffloadedPages, disk=disk))
     if args.page_source is not None:
         parts.append(import_page_source(args.page_source).device_part)
     if per_exchange:

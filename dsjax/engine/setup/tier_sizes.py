@@ -11,7 +11,7 @@ from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.tiers.disk_pages import DiskPages
-from dsjax.engine.tiers.host_pages import Shapes
+from dsjax.engine.tiers.offloaded_pages import Shapes
 from dsjax.engine.tiers.page_files import PageFiles, bytes_on_disk, lock_folder
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup

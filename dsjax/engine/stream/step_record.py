@@ -3,8 +3,8 @@
 The file is eight bytes of `MAGIC`, then frames: the length of a message as four little-endian bytes, and the message in MessagePack. The
 first is the `Header`; then come, in the order in which the engine's thread did these things, a `Launched` for every command and a
 `Collected` for every result that was fetched. A step that was under way when another one was launched has its `Collected` behind the
-other's `Launched`, so a reader that follows the file repeats what was in flight together. The last is an `End`; a file without one, or that
-ends inside a frame, is of a process that was killed, and can be read up to there.
+other's `Launched`, so a reader that follows the file repeats what was in flight together. The last is a `RecordingEnd`; a file without
+one, or that ends inside a frame, is of a process that was killed, and can be read up to there.
 
 It holds token ids of prompts and outputs: it is as confidential as they are, so it is created for its owner alone (mode 0600).
 """
@@ -112,13 +112,13 @@ class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
     finite: bool = True
 
 
-class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """The recording ended as it should. reason: `shutdown`, or why nothing more was written."""
 
     reason: str
 
 
-Frame = Launched | Collected | End
+Frame = Launched | Collected | RecordingEnd
 
 _encoder = msgspec.msgpack.Encoder()
 _frames = msgspec.msgpack.Decoder(Frame)
@@ -197,7 +197,7 @@ class StepFile:
         """End the recording. No-op if it has ended."""
         if self._file is None:
             return
-        self._put(_frame(End(reason)))
+        self._put(_frame(RecordingEnd(reason)))
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -27,7 +27,7 @@ from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest, P
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.bodies import error_response
+from dsjax.serve.connections import error_response
 from dsjax.serve.errors import ApiError
 from dsjax.serve.front_ends.messages import (
     Abort,
@@ -35,7 +35,7 @@ from dsjax.serve.front_ends.messages import (
     Add,
     Channel,
     Count,
-    End,
+    EndProcess,
     EndStreams,
     Failed,
     FromEngine,
@@ -46,14 +46,14 @@ from dsjax.serve.front_ends.messages import (
     PhaseIs,
     Resized,
     Snapshot,
-    Tokens,
+    StepUpdates,
     UpdateEntry,
     Verdict,
     Welcome,
     finish_reason,
     read_first,
 )
-from dsjax.serve.guards import ADMIN_PATHS
+from dsjax.serve.guards import ADMIN_PATHS, Guard
 from dsjax.serve.logs import configure_logging
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
@@ -237,17 +237,17 @@ def _note(request: Request, more: More) -> None:
     request.finish_time = more.finished
 
 
-class Forwarding:
-    """ASGI middleware: what only the engine's own server can answer is asked there, with the client's headers and body."""
+class Forwarding(Guard):
+    """What only the engine's own server can answer is asked there, with the client's headers and body."""
 
     def __init__(self, app: ASGIApp, address: str, timeout: float):
-        self._app = app
+        super().__init__(app)
         transport = httpx.AsyncHTTPTransport(uds=address)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=timeout + 60)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, to the application or to the engine."""
-        if scope["type"] != "http" or (scope["path"].rstrip("/") or "/") not in FORWARDED:
+        if (scope["path"].rstrip("/") or "/") not in FORWARDED:
             await self._app(scope, receive, send)
             return
         body = b""
@@ -303,7 +303,7 @@ class FrontEndServer(Server):
 
     def _receive(self, message: Any) -> None:
         match message:
-            case Tokens():
+            case StepUpdates():
                 self._remote.enter(message.updates)
             case Verdict():
                 self._remote.settle(message)
@@ -319,7 +319,7 @@ class FrontEndServer(Server):
                 self._channel.send(Count(message.number, self._serving.abort(message.request_id)))
             case EndStreams():
                 self._remote.abort_all()
-            case End():
+            case EndProcess():
                 self.should_exit = True
             case Failed():
                 self._remote.lose()

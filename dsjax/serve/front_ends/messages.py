@@ -194,7 +194,7 @@ class Resized(_Message):
     num_ranks: int
 
 
-class Tokens(_Message):
+class StepUpdates(_Message):
     """What a step did to this front end's requests."""
 
     updates: list[UpdateEntry]
@@ -224,7 +224,7 @@ class EndStreams(_Message):
     """The server has waited long enough: end what still runs with an error."""
 
 
-class End(_Message):
+class EndProcess(_Message):
     """Close the door and end the process."""
 
 
@@ -233,7 +233,7 @@ class Failed(_Message):
 
 
 FromFrontEnd = Hello | Add | Abort | Snapshot | Count
-FromEngine = Welcome | PhaseIs | Resized | Tokens | Verdict | Gather | AbortById | EndStreams | End | Failed
+FromEngine = Welcome | PhaseIs | Resized | StepUpdates | Verdict | Gather | AbortById | EndStreams | EndProcess | Failed
 
 
 class Channel:

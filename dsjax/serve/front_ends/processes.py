@@ -23,7 +23,7 @@ from dsjax.serve.front_ends.messages import (
     Add,
     Channel,
     Count,
-    End,
+    EndProcess,
     Failed,
     FromFrontEnd,
     Gather,
@@ -150,7 +150,7 @@ class FrontEnds:
     async def end(self) -> None:
         """Have all close their doors and end; whoever takes too long is killed."""
         self._ending = True
-        self.tell(End())
+        self.tell(EndProcess())
         deadline = time.monotonic() + _END_SECONDS
         links = self.links
         while any(link.process.poll() is None for link in links) and time.monotonic() < deadline:

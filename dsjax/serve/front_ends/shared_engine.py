@@ -10,7 +10,7 @@ from dsjax.engine.engine import EngineParts
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
-from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, Tokens, UpdateEntry
+from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, StepUpdates, UpdateEntry
 
 if TYPE_CHECKING:
     from dsjax.serve.front_ends.processes import FrontEnd, FrontEnds
@@ -75,7 +75,7 @@ class SharedEngine(ThreadedEngine):
                 del self._owners[update.request.request_id]
                 owner.link.requests.pop(owner.handle, None)
         for link, entries in told.items():
-            link.send(Tokens(entries))
+            link.send(StepUpdates(entries))
         if stats is not None:
             for observer in self.observers:
                 observer.on_step(stats)

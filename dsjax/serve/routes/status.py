@@ -12,7 +12,7 @@ from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.text.outputs import EngineDeadError
-from dsjax.serve.bodies import JsonResponse
+from dsjax.serve.connections import JsonResponse
 from dsjax.serve.errors import ApiError
 from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, ServerInfo, State, Version, errors
 from dsjax.serve.serving import Phase, Serving
@@ -107,9 +107,7 @@ async def _refresh_loads(serving: Any) -> None:
     with contextlib.suppress(EngineDeadError, TimeoutError):
         call = serving.engine.call(lambda core: (core.loads(), core.statistics()))
         loads, parts = await asyncio.wait_for(call, _LOADS_SECONDS)
-        serving.metrics.show_loads(loads)
-        serving.metrics.show_disk(parts.get("disk"))
-        serving.metrics.show_balance(parts.get("balance"))  # experts may have moved since, without a step
+        serving.metrics.show(loads, parts)  # experts may have moved since, without a step
 
 
 def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:

@@ -7,11 +7,11 @@ from fastapi import APIRouter, Body
 
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.answers import token_name
-from dsjax.serve.bodies import StrictModel, StrictRoute
 from dsjax.serve.chat_fields import PromptFields
 from dsjax.serve.chat_prompt import render_prompt
 from dsjax.serve.errors import ApiError
-from dsjax.serve.sampling_fields import Name
+from dsjax.serve.guards import StrictRoute
+from dsjax.serve.sampling_fields import Name, StrictModel
 from dsjax.serve.schemas import Text, TokenizerInfo, Tokens, errors
 from dsjax.serve.serving import Serving
 

@@ -1,5 +1,7 @@
-"""``HostPages``: the executor's memory below the devices', and how pages go there and to the disk, and come back, without a step waiting
-for them."""
+"""``OffloadedPages``: the executor's memory below the devices', and how pages go there and to the disk, and come back.
+
+No step waits for them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class _Leaving(NamedTuple):
     taken: PagesOnTheWay
 
 
-class HostPages(DevicePart, PageStore):
+class OffloadedPages(DevicePart, PageStore):
     """Slots of host memory, of every DP rank that this process has devices of; and the disk below, where there is one.
 
     A page leaves by a program that gathers it and a copy to the host that nobody waits for, until a later command needs it. It

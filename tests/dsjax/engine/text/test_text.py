@@ -14,7 +14,7 @@ from tokenizers import decoders, models
 from dsjax.engine.text.output_processor import IncrementalDetokenizer, StopStrings
 from dsjax.engine.text.tokenizer import ChatTemplate, ChatTemplateError, Tokenizer, TokenizerError
 
-REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference"
+REFERENCE = Path(__file__).parents[4] / ".." / "shared" / "reference"
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,12 @@
 """Another executor under running requests: none is lost, none is answered otherwise, and what a lost step made is never seen."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
-from tiny_tokenizer import tiny_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from layouts import write_checkpoint
 from quick_compilation import FEW_SHAPES
+from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.sampling_params import OutputKind

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
 from processes import free_port
 from quick_compilation import QUICK_COMPILATION
 from side_process import run
@@ -39,7 +37,7 @@ class Side:
     def __init__(self, count, **options):
         port = free_port()
         environment = os.environ | {
-            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "PYTHONPATH": str(Path(__file__).parents[4]),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": " ".join(QUICK_COMPILATION),
         }

@@ -1,7 +1,5 @@
 """Programs that are kept, and found again for other devices: they compute the same, and nothing is compiled a second time."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -10,9 +8,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from layouts import TINY, write_checkpoint
 from quick_compilation import FEW_SHAPES
 

@@ -60,7 +60,7 @@ class PrefillProcess:
             **OPTIONS,
             **options,
         }
-        root = str(Path(__file__).parents[3])
+        root = str(Path(__file__).parents[4])
         environment = os.environ | {
             "PYTHONPATH": root,
             "JAX_PLATFORMS": "cpu",
@@ -365,8 +365,8 @@ def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
     link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
     until(lambda: sum(message.count for message in found) == 8)
     link.pull(found[0].number, None, found[0].address)
-    [client], [puller] = server.listener._clients, server._chunks.listener._clients
-    for channel in (client.channel, puller.channel, link._channel, link._chunks._connection(found[0].address).channel):
+    [client], [puller] = server.listener._channels, server._chunks.listener._channels
+    for channel in (client, puller, link._channel, link._chunks._connection(found[0].address).channel):
         assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     link.close()
     server.shutdown()

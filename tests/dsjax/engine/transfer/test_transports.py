@@ -82,7 +82,7 @@ class PublishingProcess:
     """Another process, whose transport publishes chunks."""
 
     def __init__(self, backend):
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "JAX_PLATFORMS": "cpu"}
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4]), "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("publishing_process.py")), backend],
             stdin=subprocess.PIPE,

@@ -34,10 +34,10 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream import step_record
 from dsjax.engine.stream.step_record import (
-    End,
     Launched,
     Outcome,
     RecordError,
+    RecordingEnd,
     RecordingExecutor,
     StepFile,
     StepRecord,
@@ -207,7 +207,7 @@ def test_every_command_is_in_the_stream_and_the_first_empties_the_cache(tmp_path
     assert [frame.command for frame in frames if isinstance(frame, Launched)] == [Flush(), *given]
     assert [frame.number for frame in frames if isinstance(frame, step_record.Collected)] == [0, 2, 4]
     assert frames[-2].greedy == [6]
-    assert frames[-1] == End("shutdown")
+    assert frames[-1] == RecordingEnd("shutdown")
 
 
 def test_failed_rows_and_their_errors_are_kept():
