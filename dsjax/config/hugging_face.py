@@ -13,9 +13,7 @@ from dsjax.errors import ConfigError
 _READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id")
 """Fields of `ModelConfig` that are spelt otherwise in `config.json`, or in more than one way."""
 _REQUIRED_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
-_ROUTER_DEFAULTS = {
-    "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
-}
+_ROUTER_DEFAULTS = {"deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}}
 # Read elsewhere in this file, or without any effect on inference.
 _KNOWN_OTHERS = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "quantization_config", "torch_dtype", "dtype", "eos_token_id",

@@ -116,10 +116,7 @@ def _tiers(old: Exposition, new: Exposition) -> dict[str, Any] | None:
     }
     asked = missed + by_tier["device"]
     return {
-        tier: {
-            "hit_share": _share(tokens, asked),
-            "wait": _latency(old, new, "dsjax_cache_fetch_seconds", tier=tier),
-        }
+        tier: {"hit_share": _share(tokens, asked), "wait": _latency(old, new, "dsjax_cache_fetch_seconds", tier=tier)}
         for tier, tokens in by_tier.items()
     }
 

@@ -133,11 +133,7 @@ def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[Co
 
 
 def run_cases(
-    todo: Iterable[CollectiveCase],
-    options: CollectiveGrid,
-    dtype: np.dtype,
-    cluster: Cluster | None,
-    agree: Agree,
+    todo: Iterable[CollectiveCase], options: CollectiveGrid, dtype: np.dtype, cluster: Cluster | None, agree: Agree
 ) -> NetworkResults:
     """Time each case in turn. Ctrl-C in a process that is alone ends the run; what was done is returned."""
     found = NetworkResults()
