@@ -110,8 +110,8 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
             spellings[name] = _read_spelling(name, check_mapping(name, raw[name]))
     settings: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    for source, found in [("rope_theta", top_theta), *spellings.items()]:
-        for key, value in found.items():
+    for source, given in [("rope_theta", top_theta), *spellings.items()]:
+        for key, value in given.items():
             if key in settings and settings[key] != value:
                 raise ConfigError(
                     f"config field `{source}`: found {key} = {value!r}, but `{origin[key]}` says {settings[key]!r}; "

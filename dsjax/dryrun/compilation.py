@@ -72,8 +72,8 @@ class CompiledExchange:
     @property
     def temporaries(self) -> int:
         """What the larger of the two needs beside weights, buffer and state: temporaries, and outputs that are not aliased."""
-        found = [program.compiled.memory_analysis() for program in (self.stage, self.place)]
-        return max(one.output_size_in_bytes - one.alias_size_in_bytes + one.temp_size_in_bytes for one in found)
+        memories = [program.compiled.memory_analysis() for program in (self.stage, self.place)]
+        return max(one.output_size_in_bytes - one.alias_size_in_bytes + one.temp_size_in_bytes for one in memories)
 
 
 @dataclass(frozen=True)

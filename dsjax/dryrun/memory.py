@@ -81,7 +81,7 @@ class DeviceMemory:
 
 def parameters_by_component(step: ModelStep) -> dict[str, int]:
     """How many numbers each part of the model has: one copy of each logical expert, no block scales, nothing derived."""
-    found: dict[str, int] = {}
+    parameters: dict[str, int] = {}
     physical, logical = step.placement.n_physical, step.config.n_routed_experts
     for path, info in step.table.infos.items():
         if info.init in ("derived", "scale"):
@@ -89,8 +89,8 @@ def parameters_by_component(step: ModelStep) -> dict[str, int]:
         name, count = component(path), math.prod(info.shape)
         if name == "routed experts":
             count = count // physical * logical
-        found[name] = found.get(name, 0) + count
-    return found
+        parameters[name] = parameters.get(name, 0) + count
+    return parameters
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,14 @@ def largest(size: Callable[[int], float], room: float, start: int, *, most: int,
     low, high, known = least - 1, most + 1, []
     guess, calls = min(max(start, least), most), 0
     while high - low > 1:
-        found = size(guess)
+        needed = size(guess)
         calls += 1
-        if found <= room:
+        if needed <= room:
             low = guess
         else:
             high = guess
-        if math.isfinite(found):
-            known = [*known[-1:], (guess, found)]
+        if math.isfinite(needed):
+            known = [*known[-1:], (guess, needed)]
         guess = _next(known, room, low, high, start, straight=calls < 8)
     return low if low >= least else 0
 

@@ -159,16 +159,16 @@ class TargetPrices:
 
     def links(self, inside: float, between: float, crossings: int) -> dict[str, OperationCost]:
         """Bytes over a device's scale-up link, bytes through its share of the network, and latencies on the way between hosts."""
-        found, a = {}, self.assumed
+        costs, a = {}, self.assumed
         if inside:
             moving = inside * self._time(a.hops) / (self._rate(a.scale_up_bandwidth) * self._rate(a.link_share))
             fixed = self._time(a.fixed_inside)
-            found[INSIDE] = OperationCost(fixed + moving, 0.0, inside, "latency" if fixed > moving else "bandwidth")
+            costs[INSIDE] = OperationCost(fixed + moving, 0.0, inside, "latency" if fixed > moving else "bandwidth")
         if between:
             moving = between / (self._rate(a.network_bandwidth) * self._rate(a.network_share))
             fixed = self._time(a.fixed_between) + crossings * self._time(a.latency)
-            found[BETWEEN] = OperationCost(fixed + moving, 0.0, between, "latency" if fixed > moving else "bandwidth")
-        return found
+            costs[BETWEEN] = OperationCost(fixed + moving, 0.0, between, "latency" if fixed > moving else "bandwidth")
+        return costs
 
     def copied(self, size: float) -> float:
         """Seconds in which so many bytes are read and written again on the device, with a launch."""

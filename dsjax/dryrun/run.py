@@ -160,17 +160,17 @@ def _cluster(hardware: Hardware | None, name: str | None, devices: int) -> Clust
     """The named cluster, or hosts as the hardware's file describes them; None on the CPU target."""
     if name is None:
         return default_cluster(hardware, devices) if hardware else None
-    found = load_cluster(name)
-    if hardware is None or found.hardware.key != hardware.key:
+    named = load_cluster(name)
+    if hardware is None or named.hardware.key != hardware.key:
         raise UserError(
-            f"--cluster {name} is of {found.hardware.key}, --target is {hardware.key if hardware else 'cpu'}; "
-            f"give --target {found.hardware.key}"
+            f"--cluster {name} is of {named.hardware.key}, --target is {hardware.key if hardware else 'cpu'}; "
+            f"give --target {named.hardware.key}"
         )
-    if found.num_devices < devices:
+    if named.num_devices < devices:
         raise UserError(
-            f"--cluster {name} has {found.num_devices} devices, the mesh {devices}; expected at most as many"
+            f"--cluster {name} has {named.num_devices} devices, the mesh {devices}; expected at most as many"
         )
-    return found
+    return named
 
 
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:

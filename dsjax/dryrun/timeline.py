@@ -33,12 +33,12 @@ def parts_of(program: Program) -> Mapping[Operation, str]:
     An operation that XLA made up belongs to what it takes its operands from, or else to what uses it; between a part and a
     part of that part, to the whole. ``(copy)`` and the like where neither tells.
     """
-    found: dict[Operation, str] = {}
+    parts: dict[Operation, str] = {}
     for computation in program.computations.values():
         for operation in computation.operations.values():
             name = operation.op_name or _inside(program, operation)
-            found[operation] = model_part(name) if name else _beside(program, computation, operation)
-    return found
+            parts[operation] = model_part(name) if name else _beside(program, computation, operation)
+    return parts
 
 
 def _inside(program: Program, operation: Operation) -> str:
@@ -146,11 +146,11 @@ class Timeline:
     def critical_by_bound(self) -> dict[str, float]:
         """Seconds of the critical path by what bounds them: ``operations``, ``memory``, ``launch``, ``host``, or a link's
         ``bandwidth`` or ``latency``."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for span, times in _leaves(self.critical_path):
             bound = span.work.bound if span.thread == COMPUTE else f"{span.thread}: {span.work.bound}"
-            found[bound] = found.get(bound, 0.0) + times * span.seconds
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            seconds[bound] = seconds.get(bound, 0.0) + times * span.seconds
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def by_scope(self) -> dict[str, Share]:
         """Part of the model → what it takes, those with most of the critical path first."""

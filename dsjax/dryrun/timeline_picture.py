@@ -108,13 +108,13 @@ def _bars(timeline: Timeline, span: Span) -> Iterator[Bar]:
 
 def _merged(bars, smallest: float) -> list[Bar]:
     """Bars in order, neighbours of one part joined where the gap between them could not be seen."""
-    found: list[Bar] = []
+    merged: list[Bar] = []
     for begin, end, part in bars:
-        if found and found[-1][2] == part and begin - found[-1][1] < smallest:
-            found[-1] = (found[-1][0], max(end, found[-1][1]), part)
+        if merged and merged[-1][2] == part and begin - merged[-1][1] < smallest:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]), part)
         else:
-            found.append((begin, end, part))
-    return found
+            merged.append((begin, end, part))
+    return merged
 
 
 def _legend(figure, timeline: Timeline, colours: dict[str, str]) -> None:

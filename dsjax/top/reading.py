@@ -54,22 +54,24 @@ class Exposition:
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of a name's samples that have these labels; 0 where there is none."""
-        return sum(value for found, value in self._samples.get(name, ()) if labels.items() <= found.items())
+        return sum(
+            value for sample_labels, value in self._samples.get(name, ()) if labels.items() <= sample_labels.items()
+        )
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """The sums by these labels' values."""
         sums: dict[tuple[str, ...], float] = {}
-        for found, value in self._samples.get(name, ()):
-            key = tuple(found.get(label, "") for label in labels)
+        for sample_labels, value in self._samples.get(name, ()):
+            key = tuple(sample_labels.get(label, "") for label in labels)
             sums[key] = sums.get(key, 0.0) + value
         return sums
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
         """A histogram over all its samples that have these labels: upper bound to cumulative count."""
         sums: dict[str, float] = {}
-        for found, value in self._samples.get(f"{name}_bucket", ()):
-            if labels.items() <= found.items():
-                sums[found["le"]] = sums.get(found["le"], 0.0) + value
+        for sample_labels, value in self._samples.get(f"{name}_bucket", ()):
+            if labels.items() <= sample_labels.items():
+                sums[sample_labels["le"]] = sums.get(sample_labels["le"], 0.0) + value
         return {float(bound): count for bound, count in sorted(sums.items())}
 
 

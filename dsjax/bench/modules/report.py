@@ -19,16 +19,16 @@ from dsjax.plan.measured import FORMAT, widths
 from dsjax.versions import installed_version
 
 
-def show(console: Console, found: ModuleResults, ceilings: Ceilings, device: Device) -> None:
+def show(console: Console, results: ModuleResults, ceilings: Ceilings, device: Device) -> None:
     """A table for each module, and what was left out."""
     console.print(
         f"[bold]{device.name}[/bold]: {ceilings.bytes_per_s / 1e9:,.1f} GB/s, {ceilings.flops_per_s / 1e9:,.0f} GFLOP/s "
         f"({ceilings.source})",
         highlight=False,
     )
-    for module in dict.fromkeys(row.case.module for row in found.rows):
-        console.print(_table(module, [row for row in found.rows if row.case.module == module], ceilings))
-    for one in found.skipped:
+    for module in dict.fromkeys(row.case.module for row in results.rows):
+        console.print(_table(module, [row for row in results.rows if row.case.module == module], ceilings))
+    for one in results.skipped:
         console.print(f"left out: {one.case.title}: {one.reason}", highlight=False)
     console.print(
         "ms: one application in one layer, median, in a loop on the device (*: called from the host); 10th to 90th "
@@ -84,7 +84,7 @@ def show_extrapolation(console: Console, steps: list[Extrapolation], plan: OneRa
 
 
 def to_json(
-    found: ModuleResults,
+    results: ModuleResults,
     setting: Setting,
     model: str,
     ceilings: Ceilings,
@@ -110,12 +110,12 @@ def to_json(
         "max_model_len": setting.max_model_len,
         "seed": setting.seed,
         "processes": list(processes),
-        "partial": found.partial,
+        "partial": results.partial,
         "skipped": [
             {"module": s.case.module, "variant": s.case.variant, "sizes": dict(s.case.sizes), "reason": s.reason}
-            for s in found.skipped
+            for s in results.skipped
         ],
-        "rows": [row.to_json() for row in found.rows],
+        "rows": [row.to_json() for row in results.rows],
         **more,
     }
 

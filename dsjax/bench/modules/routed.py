@@ -187,8 +187,8 @@ def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> I
 
 
 def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, experts: int, skew: float) -> PreparedCase:
-    own = with_mesh(setting, spec)
-    mesh, config = own.step.mesh, setting.config
+    on_mesh = with_mesh(setting, spec)
+    mesh, config = on_mesh.step.mesh, setting.config
     place = NamedSharding(mesh, P(spec.batch_axes))
     total = tokens * spec.dp_size
     rng = np.random.default_rng(setting.seed)

@@ -119,7 +119,7 @@ def run_cases(
     row_limit: seconds that one application may take at the device's ceilings. agree: of the processes that have the same shared cases;
     the others of a case are this process's own.
     """
-    found = ModuleResults()
+    results = ModuleResults()
     try:
         for case in cases:
             ask = agree if case.shared else alone
@@ -130,16 +130,16 @@ def run_cases(
                     raise
                 outcome = _TOO_LARGE
             if isinstance(outcome, ModuleRow):
-                found.rows.append(outcome)
+                results.rows.append(outcome)
             else:
-                found.skipped.append(Skipped(case, outcome))
+                results.skipped.append(Skipped(case, outcome))
     except KeyboardInterrupt:
-        found.interrupted = True
+        results.interrupted = True
     except (GroupError, jax.errors.JaxRuntimeError) as error:
         if agree is alone:
             raise
-        found.failure = error
-    return found
+        results.failure = error
+    return results
 
 
 def _outcome(
