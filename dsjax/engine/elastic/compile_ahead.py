@@ -20,10 +20,9 @@ from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.process import enable_compile_cache
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.device.programs import Programs
+from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.layout import EngineLayout
-from dsjax.engine.setup.memory import weight_bytes
-from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, largest_mesh
+from dsjax.engine.setup.sizes import EngineLayout, weight_bytes
 from dsjax.model.parameters import Weights
 from sharding import MeshSpec
 

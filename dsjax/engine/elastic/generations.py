@@ -21,10 +21,10 @@ from jax.sharding import Mesh
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.compile_ahead import CompileAhead
+from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import EngineFacts, LoadedEngine, load_model
-from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
 from dsjax.errors import ChangeUnderWayError, UserError

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -29,17 +30,15 @@ from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
-from dsjax.engine.setup import tier_sizes
-from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs, import_page_source
 from dsjax.engine.setup.assembly import check_layout, dispatch_method, weights_format
-from dsjax.engine.setup.layout import EngineLayout
-from dsjax.engine.setup.memory import check_device_memory, check_host_memory
-from dsjax.engine.setup.page_source_module import import_page_source
+from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory, page_bytes
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages, Shapes
+from dsjax.engine.tiers.page_files import PageFiles, lock_folder
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
@@ -170,7 +169,7 @@ def load_model(
     """
     if args.record_steps is not None:
         check_writable(args.record_steps)
-    lock = tier_sizes.lock_disk(args, group)
+    lock = lock_disk(args, group)
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -240,7 +239,7 @@ def load_model(
                     mtp=step.has_module,
                     only=paths,
                 ),
-                lock and partial(tier_sizes.open_disk, args, step, directory, lock),
+                lock and partial(_open_disk, args, page_space(args, step, directory), lock),
             ),
             meet=None if group is None else lambda: group.ask("compiled"),
             library=library,
@@ -257,7 +256,7 @@ def load_model(
         config,
         read_eos_token_ids(directory, tokenizer),
         _facts(args, step, limits, buckets, params, weights),
-        tier_sizes.page_space(args, step, directory) if limits.transfers else None,
+        page_space(args, step, directory) if limits.transfers else None,
     )
 
 
@@ -279,6 +278,41 @@ def _parts(
     if per_exchange:
         parts.append(lambda device, _: ExpertExchange(device, per_exchange, reload))
     return parts
+
+
+def lock_disk(args: EngineArgs, group: HostGroup | None) -> IO[bytes] | None:
+    """The lock of the folder for pages; None where none is wanted. To be taken before anything expensive is done.
+
+    Raises:
+        UserError: the folder cannot be used, or several processes would have to share it.
+    """
+    if args.disk_cache is None:
+        return None
+    if group is not None:
+        raise UserError(
+            "--disk-cache does not work on a mesh of several processes yet; leave it out, or use --host-cache-bytes"
+        )
+    return lock_folder(args.disk_cache)
+
+
+def _open_disk(args: EngineArgs, space: dict[str, Any], lock: IO[bytes], shapes: Shapes) -> DiskPages:
+    """Give the folder's pages of this model. shapes: of a page's arrays."""
+    return DiskPages(PageFiles(args.disk_cache, space, shapes), args.disk_cache_bytes, lock)
+
+
+def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
+    """What a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
+    return {
+        "fingerprint": fingerprint(directory),
+        "dtype": str(step.dtype),
+        "kv_dtype": str(jnp.dtype(step.cache_dtype)),
+        "weights": args.weights,
+        "activation_scheme": str(step.scheme),
+        "dispatch_wire": args.dispatch_wire,
+        "layout": step.attention.layout,
+        "page_size": step.page_size,
+        "module_layer": step.has_module,
+    }
 
 
 def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
@@ -408,7 +442,7 @@ def _facts(
         max_num_batched_tokens=args.max_num_batched_tokens,
         prefill_chunk=limits.max_chunk,
         disk_cache_tokens=limits.disk_pages * limits.page_size,
-        page_bytes=tier_sizes.page_bytes(step),
+        page_bytes=page_bytes(step),
         host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),

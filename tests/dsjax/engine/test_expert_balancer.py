@@ -137,7 +137,7 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, ex
 
     Each exchange is enqueued behind a step that is not done, and a step behind it, without waiting for either.
     """
-    monkeypatch.setattr("dsjax.engine.setup.layout.experts_per_exchange", lambda args, step: 2)
+    monkeypatch.setattr("dsjax.engine.setup.sizes.experts_per_exchange", lambda args, step: 2)
     one = load(checkpoint, "dp=1")
     executor, balancer, rng = one.executor, one.engine.core.part(ExpertBalancer), np.random.default_rng(2)
     launch, behind = executor.launch, []

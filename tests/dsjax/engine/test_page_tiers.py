@@ -20,8 +20,8 @@ from dsjax.engine.schedule import landing_area
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.setup import tier_sizes
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import lock_disk
 from dsjax.engine.tiers import offload_tiers, page_files
 from dsjax.engine.tiers.disk_tier import MOST_WRITING, DiskTier
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
@@ -534,7 +534,7 @@ def test_options_of_the_disk_that_cannot_be_are_refused(checkpoint, options, say
 def test_a_mesh_of_several_processes_is_refused_a_disk(tmp_path):
     args = EngineArgs.from_options(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
     with pytest.raises(UserError, match="does not work on a mesh of several processes"):
-        tier_sizes.lock_disk(args, object())
+        lock_disk(args, object())
 
 
 def test_a_disk_with_less_room_than_a_page_is_refused(checkpoint, tmp_path):
