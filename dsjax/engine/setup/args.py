@@ -328,12 +328,12 @@ class EngineArgs:
         """
         if self.kv_events_config is None:
             return None
-        found = KvEventsConfig.parse(self.kv_events_config)
-        if found.publishes and not self.enable_prefix_caching:
+        config = KvEventsConfig.parse(self.kv_events_config)
+        if config.publishes and not self.enable_prefix_caching:
             raise UserError(
                 "--kv-events-config tells of the prefix cache's pages, and --no-enable-prefix-caching turns it off; leave one of them out"
             )
-        return found
+        return config
 
     @property
     def num_redundant(self) -> int:

@@ -328,10 +328,10 @@ def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
 
 def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
     """Limits with as many pages as fit the device, and the host, with the least room."""
-    own = group.run("memory", find)
-    found = group.ask("pages", [own.pages_per_rank, own.host_pages_per_rank])
-    pages, host_pages = (min(each) for each in zip(*found, strict=True))
-    return replace(own, pages_per_rank=pages, host_pages_per_rank=host_pages)
+    limits = group.run("memory", find)
+    rooms = group.ask("pages", [limits.pages_per_rank, limits.host_pages_per_rank])
+    pages, host_pages = (min(each) for each in zip(*rooms, strict=True))
+    return replace(limits, pages_per_rank=pages, host_pages_per_rank=host_pages)
 
 
 def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
@@ -358,15 +358,15 @@ def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array
     def products(params):
         # The derived entries are not read; they stand in so that the module can be bound.
         stand_in = {path: params.get(path, 0) for path in step.table.infos}
-        model, found = step.table.bind(stand_in), {}
+        model, made = step.table.bind(stand_in), {}
         for name in {path.rpartition(".")[0] for path in derived}:
             attention = operator.attrgetter(name)(model)
             graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.{path[-1]}" in derived, ...)  # noqa: B023
             query_key, value_output = jax.lax.map(
                 lambda w, graph=graph, absent=absent: nnx.merge(graph, absent, w).materialise(step.dtype), weights
             )
-            found |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
-        return {path: store(value, derived[path].dtype, derived[path].storage_dtype) for path, value in found.items()}
+            made |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
+        return {path: store(value, derived[path].dtype, derived[path].storage_dtype) for path, value in made.items()}
 
     return {**params, **jax.jit(products, out_shardings=shardings)(params)}
 
@@ -379,13 +379,13 @@ def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tu
     Raises:
         TokenizerError: one of the files is unreadable, or its `eos_token_id` is neither an integer nor a list of them.
     """
-    found: set[int] = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
+    token_ids: set[int] = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
     for name in ("generation_config.json", "config.json"):
         ids = _eos_field(Path(directory) / name)
         if ids:
-            found |= ids
+            token_ids |= ids
             break
-    return tuple(sorted(found))
+    return tuple(sorted(token_ids))
 
 
 def _eos_field(path: Path) -> set[int]:
