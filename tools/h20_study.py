@@ -398,7 +398,10 @@ def _sweep_row(found: Sweep, point: SweepPoint) -> str:
     best = (f"`{point.best.name()}`", f"{point.best.throughput.value:,.0f}") if point.best else ("nothing fits", "")
     met = "" if point.met else " (missed)"
     layout = best[0].replace("|", chr(92) + "|")
-    return f"| {point.label} {found.unit} | {same[0]} | {same[1]} | {layout}{met} | {best[1]} |"
+    label = (
+        f"{point.value:g} {found.unit}" if point.users is None else f"{point.value:g} hosts, {point.users:g} in flight"
+    )
+    return f"| {label} | {same[0]} | {same[1]} | {layout}{met} | {best[1]} |"
 
 
 def hosts_for_goal(per_token: float) -> int:
