@@ -52,6 +52,8 @@ class EngineCore:
 
     Attributes:
         generations: makes further executors; None: this one is all there is.
+        on_change: called when the core goes on on another mesh.
+        step_started: when the step under way began, on the monotonic clock; None between steps.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class EngineCore:
         self._most_under_way = 2 if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
         self.generations: Generations | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self.step_started: float | None = None
         self._owed: list[Update] = []  # entered, and not given yet: what comes behind may fail
         self._entered = 0.0  # when the last step was
         self._stats: StepStats | None = None
@@ -122,16 +126,38 @@ class EngineCore:
             part.begin_step(now)
             part.send()
 
-    def step(self, meanwhile: Callable[[], None] | None = None, *, ahead: bool = True) -> list[Update]:
+    def step(
+        self,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        ahead: bool = True,
+        before_change: Callable[[], None] = lambda: None,
+    ) -> list[Update]:
         """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
 
-        Returns at once where there is nothing to do, and waits for a moment where all there is to do is to wait for pages.
+        Returns at once where there is nothing to do, and waits for a moment where all there is to do is to wait for pages. Where a step
+        fails because a process is gone, the core goes on without that process.
 
         Args:
             meanwhile: called once while the device computes. It may `add` and `abort`.
             ahead: launch the next step before the results of this one are collected. Without that, what comes while this one computes has
                 a place in the next.
+            before_change: called when a step has failed, before anything else.
+
+        Raises:
+            what the step raised, where nothing goes on.
         """
+        self.step_started = time.monotonic()
+        try:
+            return self._step(meanwhile, ahead)
+        except Exception as error:
+            self.step_started = None
+            before_change()
+            return self._survive(error)
+        finally:
+            self.step_started = None
+
+    def _step(self, meanwhile: Callable[[], None] | None, ahead: bool) -> list[Update]:
         self._stats = None
         most = self._most_under_way if ahead else 1
         while len(self._under_way) < most and self._launch():
@@ -208,10 +234,10 @@ class EngineCore:
         try:
             self._enter_all()
         except Exception as error:
-            return self.survive(error)
+            return self._survive(error)
         return self._renew(make)
 
-    def survive(self, error: Exception) -> list[Update]:
+    def _survive(self, error: Exception) -> list[Update]:
         """Go on after a step failed, where that is because of a process that is gone; give what was entered before, and what became of
         requests. The steps under way are dropped: no token of theirs is entered, and no page that they wrote is found again.
 
@@ -235,6 +261,7 @@ class EngineCore:
         self._reported = _Totals(0, 0, 0)
         for part in self.attachments:
             part.scheduled(self.scheduler)
+        self.on_change()
         return self._take_owed() + refused
 
     def stats(self) -> StepStats | None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine_thread import CoreDriver
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
@@ -130,7 +129,7 @@ class LLMEngine:
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
         self.tokenizer, self.prefills = parts.tokenizer, parts.prefills
-        self._driver = CoreDriver(self.core, lambda: self.inputs.change(self.core.scheduler.config))
+        self.core.on_change = lambda: self.inputs.change(self.core.scheduler.config)
         self._aborted: list[RequestOutput] = []
 
     def add_request(
@@ -161,7 +160,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give the outputs of the requests it changed, as their `output_kind` says."""
-        updates = self._driver.step()
+        updates = self.core.step()
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         aborted, self._aborted = self._aborted, []
@@ -183,7 +182,7 @@ class LLMEngine:
         """
         generations = self._generations()
         wanted = generations.ask(mesh)
-        outputs, to_abort = self.outputs.process(self._driver.change(lambda: generations.to(wanted)))
+        outputs, to_abort = self.outputs.process(self.core.change(lambda: generations.to(wanted)))
         self._end(to_abort)
         self._aborted += outputs
         if generations.failure is not None:

@@ -1,6 +1,4 @@
-"""`CoreDriver`: takes an engine's core from step to step, and over failures. `EngineThread`: the same in a thread of its own, which takes
-commands between steps and hands over what came of each step.
-"""
+"""`EngineThread`: runs an engine's core in a thread, which takes commands between steps and hands over what came of each."""
 
 import contextlib
 import logging
@@ -58,55 +56,6 @@ MOST_IDLE = 3
 can go on only when others have taken pages. It takes more than one, because a step may send pages and the next one use their room."""
 
 
-class CoreDriver:
-    """Takes a core from step to step; whoever has it calls it in one thread.
-
-    Args:
-        on_change: called when the core goes on on another mesh.
-
-    Attributes:
-        step_started: when the step under way began, on the monotonic clock; None between steps.
-    """
-
-    def __init__(self, core: EngineCore, on_change: Callable[[], None] = lambda: None):
-        self.core, self._on_change = core, on_change
-        self.step_started: float | None = None
-
-    def step(
-        self,
-        meanwhile: Callable[[], None] | None = None,
-        *,
-        ahead: bool = True,
-        before_change: Callable[[], None] = lambda: None,
-    ) -> list[Update]:
-        """Compute one step, as `EngineCore.step` does; where it fails because a process is gone, go on without that process.
-
-        before_change: called when a step has failed, before anything else.
-
-        Raises:
-            what the step raised, where nothing goes on.
-        """
-        self.step_started = time.monotonic()
-        try:
-            return self.core.step(meanwhile, ahead=ahead)
-        except Exception as error:
-            lost = error  # Python forgets the other name
-            self.step_started = None
-            before_change()
-            return self._changed(lambda: self.core.survive(lost))
-        finally:
-            self.step_started = None
-
-    def change(self, make: "Callable[[], Generation]") -> list[Update]:
-        """Go on on another mesh, as `EngineCore.change` does."""
-        return self._changed(lambda: self.core.change(make))
-
-    def _changed(self, change: Callable[[], list[Update]]) -> list[Update]:
-        updates = change()
-        self._on_change()
-        return updates
-
-
 class EngineThread:
     """Runs a core, step after step.
 
@@ -118,7 +67,7 @@ class EngineThread:
 
     def __init__(self, core: EngineCore, listener: Listener, name: str = "dsjax-engine"):
         self.core, self._listener = core, listener
-        self._driver = CoreDriver(core, listener.on_change)
+        core.on_change = listener.on_change
         self._num_idle = 0  # steps in a row that computed nothing
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -133,7 +82,7 @@ class EngineThread:
     @property
     def step_started(self) -> float | None:
         """When the step under way began, on the monotonic clock; None between steps."""
-        return self._driver.step_started
+        return self.core.step_started
 
     @property
     def alive(self) -> bool:
@@ -182,7 +131,7 @@ class EngineThread:
             what `make` raises; the thread then ends.
         """
         try:
-            self._tell(self._driver.change(make))
+            self._tell(self.core.change(make))
         except BaseException as error:
             self._failure = error  # there is no executor any more
             raise
@@ -252,7 +201,7 @@ class EngineThread:
         # Requests that clients send at once come one by one. Those that come during the first one's step go on with the next: it is
         # planned when that one is done, and not ahead of it.
         scheduler = self.core.scheduler
-        updates = self._driver.step(self._meanwhile, ahead=ahead, before_change=self._hand_over)
+        updates = self.core.step(self._meanwhile, ahead=ahead, before_change=self._hand_over)
         if self.core.scheduler is not scheduler:  # it has gone on without a process
             self._tell(updates)
             return

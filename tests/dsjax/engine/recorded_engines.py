@@ -6,6 +6,7 @@ Everything is one thread on a virtual clock: time passes by what a step takes an
 scripted (`recorded_executor.py`).
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
-from recorded_executor import Clock, DeviceLostError, LaunchFailedError, Line, ScriptedExecutor, line_of
+from recorded_executor import Clock, LaunchFailedError, Line, ScriptedExecutor, line_of
 
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.contract.executor import ExecutorLimits
@@ -288,12 +289,8 @@ class Engine:
     def turn(self) -> None:
         """A step of it."""
         ahead = self._core.has_unfinished
-        try:
+        with contextlib.suppress(LaunchFailedError):  # whoever steps goes on after an interrupt
             self._core.step(self._meanwhile, ahead=ahead)
-        except DeviceLostError as error:
-            self._core.survive(error)
-        except LaunchFailedError:
-            pass  # whoever steps goes on after an interrupt
         self._meanwhile()
 
     def end(self) -> None:

@@ -36,8 +36,8 @@ class DeviceLostError(RuntimeError):
     """The device of a step is gone."""
 
 
-class LaunchFailedError(RuntimeError):
-    """A command could not be launched."""
+class LaunchFailedError(BaseException):
+    """A command could not be launched because of an interrupt, which is no loss of a process that a core goes on after."""
 
 
 class Clock:
