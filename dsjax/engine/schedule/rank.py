@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from dsjax.engine.schedule.page_loads import Admittance, PageLoads
 from dsjax.engine.schedule.pages import PagePool, extend_hashes
 from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, Status
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 _by_order = attrgetter("order")
 _MOST_PASSED = 16
@@ -114,22 +115,8 @@ class Rank:
             tier that had them.
     """
 
-    def __init__(
-        self,
-        *,
-        pool: PagePool,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        prefill_chunk: int,
-        max_prefill_rows: int,
-        prefix_caching: bool = True,
-    ):
-        self.pool = pool
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.prefill_chunk = prefill_chunk
-        self.max_prefill_rows = max_prefill_rows
-        self.prefix_caching = prefix_caching
+    def __init__(self, pool: PagePool, config: SchedulerConfig):
+        self.pool, self.config = pool, config
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.load = self.waiting_tokens = self.backlog = 0
@@ -137,7 +124,7 @@ class Rank:
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
         self.hits: Counter[str] = Counter(device=0)
         self.dirty: list[int] = []
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.loads: PageLoads | NoLoads = NO_LOADS
 
     def uncached(self, request: Request) -> int:
@@ -226,10 +213,10 @@ class Rank:
         preemptions = self.num_preemptions
         self.loads.begin(now)
         decodes, prompts, computing = self._schedule_decodes(num_drafts)
-        budget = self.max_num_batched_tokens - len(decodes)
+        budget = self.config.max_num_batched_tokens - len(decodes)
         plan = RankPlan(decodes, [], [])
         for request in prompts:
-            if budget <= 0 or len(plan.prefills) == self.max_prefill_rows:
+            if budget <= 0 or len(plan.prefills) == self.config.max_prefill_rows:
                 break
             budget -= self._schedule_chunk(request, budget, plan.prefills)
         if self.waiting and preemptions == self.num_preemptions:
@@ -279,7 +266,7 @@ class Rank:
     def _schedule_chunk(self, request: Request, budget: int, prefills: list[ScheduledRow]) -> int:
         """Add the next chunk of a prompt; give its length."""
         start, known = request.num_planned_tokens, len(request.token_ids)
-        length = min(known - start, self.prefill_chunk, budget)
+        length = min(known - start, self.config.prefill_chunk, budget)
         sampled = start + length == known
         prefills.append(ScheduledRow(request, start, length, sampled))
         request.num_in_flight += length
@@ -316,7 +303,7 @@ class Rank:
                 continue
             copied = self._last_page(request) if len(cached) == len(names) else []
             left = 1 if copied else len(request.token_ids) - len(cached) * self.pool.page_size
-            if left > 1 and len(plan.prefills) == self.max_prefill_rows:
+            if left > 1 and len(plan.prefills) == self.config.max_prefill_rows:
                 break
             count = self.pool.pages_for(len(request.token_ids)) - len(cached)
             # A hundredth of the pages stays free for decodes under way, lest a newcomer be preempted at once.
@@ -345,7 +332,7 @@ class Rank:
     def _last_page(self, request: Request) -> list[int]:
         """The cached page that a request's last token fills, if there is one: it is copied, and the last token computed in the copy."""
         page_size = self.pool.page_size
-        if len(request.token_ids) % page_size or not self.prefix_caching or request.wants_prompt_logprobs:
+        if len(request.token_ids) % page_size or not self.config.prefix_caching or request.wants_prompt_logprobs:
             return []
         return self.pool.find(extend_hashes(request, page_size)[-1:])
 
@@ -366,7 +353,7 @@ class Rank:
             request.first_scheduled_time = now
             elsewhere = self.loads.num_computed_elsewhere(request) * self.pool.page_size
             request.num_cached_tokens = max(0, request.num_computed_tokens - elsewhere)
-            if self.prefix_caching and not request.wants_prompt_logprobs:
+            if self.config.prefix_caching and not request.wants_prompt_logprobs:
                 self.prefix_queries += len(request.token_ids)
                 self.prefix_hits += request.num_cached_tokens
                 self.hits.update(self.loads.hits(request))
@@ -422,14 +409,14 @@ class Rank:
 
     def readable(self, request: Request) -> list[bytes]:
         """Hashes of the pages that a request may read from the cache: all full ones, but its last token is left to compute."""
-        if not self.prefix_caching or request.wants_prompt_logprobs:
+        if not self.config.prefix_caching or request.wants_prompt_logprobs:
             return []
         page_size = self.pool.page_size
         return extend_hashes(request, page_size)[: (len(request.token_ids) - 1) // page_size]
 
     def _seal(self, request: Request) -> None:
         """Let others find the pages that are full and computed. Every result so far was finite, or it would have failed."""
-        if not self.prefix_caching:
+        if not self.config.prefix_caching:
             return
         # A run of accepted drafts may reach beyond the token that ended the request.
         computed = min(request.num_computed_tokens, len(request.token_ids))

@@ -62,17 +62,7 @@ class Scheduler:
     ):
         self.config, self.source = config, source
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
-        self.ranks = [
-            Rank(
-                pool=self._pool(rank),
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                prefill_chunk=config.prefill_chunk,
-                max_prefill_rows=config.max_prefill_rows,
-                prefix_caching=config.prefix_caching,
-            )
-            for rank in range(num_ranks)
-        ]
+        self.ranks = [Rank(self._pool(rank), config) for rank in range(num_ranks)]
         self.pages: SourcedPages | None = None
         if source is not None:
             self.pages = SourcedPages(source, [rank.pool for rank in self.ranks], self.events)
@@ -415,7 +405,7 @@ class Router:
 
     def _hopeless(self, index: int) -> bool:
         rank = self._ranks[index]
-        return len(rank.waiting) > rank.max_num_seqs and any(_has_slot(other) for other in self._ranks)
+        return len(rank.waiting) > rank.config.max_num_seqs and any(_has_slot(other) for other in self._ranks)
 
 
 def standing_cost(rank: Rank) -> float:
@@ -434,4 +424,4 @@ def _cost(rank: Rank, request: Request) -> tuple[bool, float]:
 
 
 def _has_slot(rank: Rank) -> bool:
-    return len(rank.running) + len(rank.waiting) < rank.max_num_seqs
+    return len(rank.running) + len(rank.waiting) < rank.config.max_num_seqs
