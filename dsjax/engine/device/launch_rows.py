@@ -213,14 +213,14 @@ class SlotTable:
         self._rules: list[list[SlotRules | None]] = [[None] * num_slots for _ in range(num_ranks)]
         # Whether a slot wants more than the most probable token; asked of all rows of every step at once.
         self._wants = np.zeros((num_ranks, num_slots), bool)
-        self._settling: set[tuple[int, int]] = set()
+        self._counted: set[tuple[int, int]] = set()
 
     def reset(self) -> None:
         """Take every slot from its owner."""
         for slots in self._rules:
             slots[:] = [None] * len(slots)
         self._wants[:] = False
-        self._settling.clear()
+        self._counted.clear()
 
     def admit(self, step: Step) -> None:
         """Enter a step's admissions, and its guides."""
@@ -228,9 +228,9 @@ class SlotTable:
             for admission in rank.admissions:
                 rules = self._rules[index][admission.slot] = SlotRules.of(admission)
                 self._wants[index, admission.slot] = rules.made < rules.until
-                self._settling.discard((index, admission.slot))
+                self._counted.discard((index, admission.slot))
                 if 0 < rules.until < ALWAYS:
-                    self._settling.add((index, admission.slot))
+                    self._counted.add((index, admission.slot))
             for guide in rank.guides:
                 self._rules[index][guide.slot].guide = np.frombuffer(guide.masks, "<i4")
 
@@ -240,18 +240,18 @@ class SlotTable:
 
     def commit(self, step: Step, results: Sequence[RankResults]) -> None:
         """Count the tokens of slots that want more only until they have made so many."""
-        if not self._settling:
+        if not self._counted:
             return
         for index, (rank, rank_results) in enumerate(zip(step.ranks, results, strict=True)):
             rows = list(zip(decode_slots(rank).tolist(), rank_results.decodes, strict=True))
             rows += [(row.slot, result) for row, result in zip(rank.prefills, rank_results.prefills, strict=True)]
             for slot, result in rows:
-                if (index, slot) in self._settling:
+                if (index, slot) in self._counted:
                     rules = self._rules[index][slot]
                     rules.made += len(result.token_ids)
                     if rules.made >= rules.until:
                         self._wants[index, slot] = False
-                        self._settling.discard((index, slot))
+                        self._counted.discard((index, slot))
 
     def rules_of(self, step: Step, launch: Launch, shape: LaunchShape) -> RowRules:
         """What the rows of a launch want."""
@@ -328,12 +328,12 @@ class LaunchOutcome(NamedTuple):
 
     launch: Launch
     shape: LaunchShape
-    outcome: Array
-    scores: Scores | None
-    prompt_scores: Scores | None
-    drafts: Array | None
-    reports: Mapping[str, Array]
     rules: RowRules
+    outcome: Array
+    reports: Mapping[str, Array]
+    drafts: Array | None = None
+    scores: Scores | None = None
+    prompt_scores: Scores | None = None
 
 
 def read_step(step: Step, outcomes: Sequence[LaunchOutcome]) -> list[RankResults]:

@@ -284,8 +284,7 @@ class MeshExecutor:
             program = self.programs.drafting_step(shape, proposes)
             self.device.state, outcome, drafts, reports = program(self.params, self.state, packed)
             yield outcome
-            launched = LaunchOutcome(launch, shape, outcome, None, None, drafts, reports, rules)
-            yield from self._keep(pending, launched, recording)
+            yield from self._keep(pending, LaunchOutcome(launch, shape, rules, outcome, reports, drafts), recording)
             return
         program = self.programs.step(shape, launch.scored)
         self.device.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(
@@ -306,9 +305,7 @@ class MeshExecutor:
             program = self.programs.drafts(shape, proposes)
             self.device.state, drafts = program(self.params, self.state, packed, rows, outcome, hidden)
             yield drafts
-        launched = LaunchOutcome(
-            launch, shape, outcome, scores, prompt_scores[0] if prompt_scores else None, drafts, reports, rules
-        )
+        launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
         yield from self._keep(pending, launched, recording)
 
     def _keep(self, pending: Pending, launched: LaunchOutcome, recording: bool) -> Running:
@@ -390,7 +387,7 @@ class MeshExecutor:
         return run()
 
     def _sent(self, rules: RowRules) -> RowRules:
-        """The same, its arrays on the devices."""
+        """Send the arrays of a launch's rules to the devices."""
         if rules.wanted is None:
             return rules
         masks = None if rules.masks is None else self.device.send(rules.masks)

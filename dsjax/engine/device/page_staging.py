@@ -16,7 +16,7 @@ RankArrays = list[np.ndarray]
 
 
 class StagedPiece(NamedTuple):
-    """As many pages of each rank as a program places at once.
+    """Holds as many pages of each rank as a program places at once.
 
     Attributes:
         layout: of each rank, which page of the command stands at each place of the piece; −1: none. make: sends them to the devices.

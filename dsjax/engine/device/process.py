@@ -86,7 +86,7 @@ _STATUS = re.compile(
 
 
 XLA_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
-"""As what JAX raises an error of XLA's."""
+"""The types that JAX gives an error of XLA's."""
 
 
 class OutOfDeviceMemoryError(UserError):

@@ -238,7 +238,7 @@ def _keep(compiled: Compiled, data: bytes | None, devices: list[jax.Device]) -> 
 
 
 class _Writer(serialize_executable._JaxPjrtPickler):
-    """As JAX's, but a program that came out of JAX's cache is written as it lay there: of one that was read, XLA's CPU backend
+    """Writes as JAX does, but a program that came out of JAX's cache as it lay there: of one that was read, XLA's CPU backend
     writes something that cannot run.
     """
 
