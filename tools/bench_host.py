@@ -121,7 +121,7 @@ def measure_gaps(mesh: str, requests: int, rounds: int, steps: int) -> None:
             gaps = [max(0.0, b.started - a.ended) for a, b in itertools.pairwise(decodes)]
             periods = [b.ended - a.ended for a, b in itertools.pairwise(decodes)]
             found[asynchronous].append((statistics.median(gaps), statistics.median(periods)))
-    shape = decodes[-1].outcomes[0].shape
+    shape = decodes[-1].kept.outcomes[0].shape
     command = executor.programs.step(shape)
     packed = jax.device_put(_inputs(executor, decodes[-1]), executor.programs.rows)
     bare = []
