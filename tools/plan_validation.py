@@ -69,15 +69,15 @@ What is wrong, and why:
 - **TP8 (8)** is 3 % too slow with few users and 10 to 13 % too fast with 32 and 64: experts were timed with random choices, and one
   benchmark's requests choose more alike. A recording (`--expert-skew FILE.json`) replaces the assumption.
 - **TTFT (8)** is counted without the first request of each user, which met a cold engine: ten times the mean, less the P99, ÷ 9. What is
-  missing at 8 to 32 users (17 to 19 %) is about the range assumed for HTTP and tokenising.
+  missing (17 to 19 %) is about the range assumed for HTTP and tokenising.
 - **H200 with 4 and 8 users of SGLang 0.5.12 (X26, X27, X33, X34)** is an eighth to a sixth too slow. Rows of 0.5.14 are faster than the
   memory allows from 32 tokens on, and are not taken.
 - **X3 and X21** (B200, 1K/8K, 8 and 4 users) are a quarter too fast, for no known cause. **X35 and X36** (TensorRT-LLM, `tp=8`, H200) are
   a sixth too fast: they are priced with SGLang's kernels.
 - **Engines that collect prompts (G, X14, X18)** hold them back until all replicas have some. That is the high end of the interval: 793
   and 552 tokens a second for X14 and X18, where 727 and 533 were measured.
-- **A and B** are one deployment three months apart, so that one prediction cannot be right for both. **Point 1** is a day's average of a
-  service with changing load, and **7**'s decode batch is not published: neither is counted.
+- **A and B** are one deployment three months apart. **Point 1** is a day's average of a service with changing load, and **7**'s decode
+  batch is not published: neither is counted.
 
 ## With tables left out
 
