@@ -235,7 +235,7 @@ def memory_rows() -> str:
             "shared experts, embedding and head, dense MLP, router, norms",
             "6.4 GB",
             gb(found["shared experts"] + found["embedding and head"] + rest),
-            "three dense layers of 396 M each are missing",
+            "three dense layers of 396 M each",
         ),
         ("**weights**", "**42.1 GB**", f"**{gb(sum(found.values()))}**", ""),
         (
