@@ -18,9 +18,9 @@ from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.layout import Layout
-from dsjax.engine.setup.loading import LoadedModel, PrefillSizes, load_model
+from dsjax.engine.setup.loading import LoadedEngine, PrefillSizes, load_model
 from dsjax.engine.setup.side_options import decode_args, prefill_args
+from dsjax.engine.setup.sizes import EngineLayout
 from dsjax.engine.transfer.chunk_network import ChunkServer
 from dsjax.engine.transfer.page_chunks import move_chunk
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink
@@ -36,7 +36,7 @@ _LOOK_SECONDS = 1.0
 class Separated:
     """The decode engine's model, with facts of both engines, and the link to the prefill engine, whose thread has started."""
 
-    decode: LoadedModel
+    decode: LoadedEngine
     link: LocalLink
 
 
@@ -73,7 +73,7 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
 def _check_prefill(args: EngineArgs, mesh: Mesh) -> None:
     """Whether the model and the options go together with the prefill side's mesh, before the decode side's weights are read."""
     with _named_prefill(args):
-        Layout.of(prefill_args(args), open_checkpoint(resolve(args.model, revision=args.revision)), mesh)
+        EngineLayout.of(prefill_args(args), open_checkpoint(resolve(args.model, revision=args.revision)), mesh)
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def load_prefill(
     return server
 
 
-def remote_links(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None = None) -> Callable[[str], RemoteLink]:
+def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None = None) -> Callable[[str], RemoteLink]:
     """What gives the link to a prefill engine at an address, for a model that was loaded with ``transfers``."""
     chunks, space = remote_chunks(args, loaded, group), space_of(args, loaded)
     return lambda address: RemoteLink(address, chunks, space)

@@ -13,7 +13,7 @@ import msgspec
 
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.loading import LoadedModel
+from dsjax.engine.setup.loading import LoadedEngine
 from dsjax.engine.stream.leader import pulled_stream
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.messages import ChunkPort
@@ -40,10 +40,10 @@ class FollowerTransfers:
         self._server: ChunkServer | None = None
         self._chunks: RemoteChunks | None = None
 
-    def join(self, loaded: LoadedModel) -> None:
+    def join(self, loaded: LoadedEngine) -> None:
         """Take part in the transfers of another generation, with its executor."""
         args, group = self._args, self._group
-        own = group.options.process_id
+        process_id = group.options.process_id
         if args.disaggregation_mode == "prefill":
             self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2)
             if self._server is None:
@@ -51,29 +51,31 @@ class FollowerTransfers:
                 take = lambda number: self._kept.take(number)  # noqa: E731
                 transport, space = transport_of(args, host), space_of(args, loaded)
                 self._server = ChunkServer(take, transport, space, host, args.transfer_timeout)
-                group.store.set(_address_key(own, os.getpid()), self._server.address.encode())
+                group.store.set(_address_key(process_id, os.getpid()), self._server.address.encode())
             loaded.executor.extension(ChunkPort).send_chunks(kept.ready, kept.drop)
             return
         if self._chunks is None:
             self._chunks = remote_chunks(args, loaded, group)
-        pull, writer = self._chunks.pull, StreamWriter(group, pulled_stream(own))
+        pull, writer = self._chunks.pull, StreamWriter(group, pulled_stream(process_id))
         loaded.executor.extension(ChunkPort).pull_chunks(
             lambda source, number, device: pull(source.address, number, device),
             lambda chunk: writer.put(msgspec.msgpack.encode(chunk)) and None,
         )
 
 
-def keepers_of(own: str, group: HostGroup | None) -> Keepers:
-    """Which processes keep the chunks of an executor's ranks. own: the address of this one's."""
+def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
+    """Say which processes keep the chunks of an executor's ranks. own_address: where this one's are pulled from."""
 
     def keepers(executor: Executor) -> Sequence[Keeper]:
         if group is None:
-            return [Keeper(own)] * executor.limits.num_ranks
+            return [Keeper(own_address)] * executor.limits.num_ranks
         this = group.options.process_id
         members = {member.process_id: member for member in group.present}
         firsts = [processes[0] for processes in executor.extension(ChunkPort).processes_of_ranks]
-        found = {first: own if first == this else _address_of(members[first], group) for first in set(firsts)}
-        return [Keeper(found[first], first != this) for first in firsts]
+        addresses = {
+            first: own_address if first == this else _address_of(members[first], group) for first in set(firsts)
+        }
+        return [Keeper(addresses[first], first != this) for first in firsts]
 
     return keepers
 
@@ -82,9 +84,9 @@ def _address_of(member: JoinRequest, group: HostGroup) -> str:
     """Where the chunks of another process are pulled from. It says so once its model is loaded."""
     deadline = time.monotonic() + group.options.start_timeout
     while time.monotonic() < deadline:
-        found = group.store.get(_address_key(member.process_id, member.pid), _LOOK_SECONDS)
-        if found is not None:
-            return found.decode()
+        address = group.store.get(_address_key(member.process_id, member.pid), _LOOK_SECONDS)
+        if address is not None:
+            return address.decode()
         group.check()
     raise GroupError(f"{member.name} does not say where its pages can be pulled; start all processes alike")
 
@@ -93,7 +95,7 @@ def _address_key(process_id: int, pid: int) -> str:
     return f"dsjax/chunks/{process_id}/{pid}"
 
 
-def remote_chunks(args: EngineArgs, loaded: LoadedModel, group: HostGroup | None) -> RemoteChunks:
+def remote_chunks(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None) -> RemoteChunks:
     """What this process pulls chunks with, from whichever process of the prefill side keeps them."""
     transport = transport_of(args, host_of(args, group))
     return RemoteChunks(
@@ -106,7 +108,7 @@ def transport_of(args: EngineArgs, host: str) -> Transport:
     return open_transport(args.disaggregation_transfer_backend, jax.local_devices()[0], host)
 
 
-def space_of(args: EngineArgs, loaded: LoadedModel) -> dict[str, Any]:
+def space_of(args: EngineArgs, loaded: LoadedEngine) -> dict[str, Any]:
     """What both sides must have alike (`Greeting.space`): what pages' values depend on, and by what they are moved."""
     return loaded.page_space | {"disaggregation_transfer_backend": args.disaggregation_transfer_backend}
 

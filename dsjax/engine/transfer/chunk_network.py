@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import threading
 import time
 from collections import OrderedDict
@@ -87,7 +86,7 @@ class ChunkServer:
         self.take, self.transport, self.timeout = take, transport, timeout
         self.pull_numbers = itertools.count(1)
         self.listener = TransferListener(
-            lambda connection: _ClientConnection(self, connection), space, host, transport=transport.address
+            lambda channel: _PullingPeer(self, channel), space, host, transport=transport.address
         )
 
     @property
@@ -100,18 +99,18 @@ class ChunkServer:
         self.listener.close()
 
 
-class _ClientConnection:
-    """The connection of a server to one process of a decode side, and what is published for that process."""
+class _PullingPeer:
+    """One process of a decode side, as a server sees it, and what is published for it."""
 
-    def __init__(self, server: ChunkServer, connection: socket.socket):
-        self._server = server
+    def __init__(self, server: ChunkServer, channel: TransferChannel):
+        self._server, self._channel = server, channel
         self._published: dict[int, tuple[float, Chunk]] = {}
-        self.channel = TransferChannel(connection, self._receive, self._leave)
 
-    def _receive(self, message: Any) -> None:
+    def receive(self, message: Any) -> None:
+        """Publish a chunk, or withdraw one that was pulled."""
         self._withdraw(time.monotonic() - self._server.timeout)
         if isinstance(message, PullRequest):
-            self.channel.send(self._publish(message.number))
+            self._channel.send(self._publish(message.number))
         elif isinstance(message, PullDone) and message.pull in self._published:
             _, chunk = self._published.pop(message.pull)
             self._server.transport.withdraw(message.pull, chunk, pulled=True)
@@ -138,9 +137,9 @@ class _ClientConnection:
                 del self._published[pull]
                 self._server.transport.withdraw(pull, chunk, pulled=False)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Withdraw everything."""
         self._withdraw(float("inf"))
-        self._server.listener.forget(self)
 
 
 class RemoteChunks:
@@ -230,8 +229,8 @@ class _ServerConnection:
         self._address, self._report_lost, self.is_lost = address, lost, False
         self._requested: dict[int, Future[PullResponse]] = {}
         connection, self.transport = connect_to(address, space)
-        self.channel = TransferChannel(connection, self._receive, self._lost)
-        self.channel.start()
+        self.channel = TransferChannel(connection)
+        self.channel.start(self._receive, self._lost)
 
     def request(self, number: int, timeout: float) -> PullResponse:
         """Have a chunk published.

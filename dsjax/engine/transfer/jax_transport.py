@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 from dsjax.engine.transfer.messages import Chunk
-from dsjax.engine.transfer.transport import Shapes
+from dsjax.engine.transfer.transport import Shapes, Transport, shapes_of
 
 
-class JaxTransport:
+class JaxTransport(Transport):
     """`jax.experimental.transfer`. A number that nobody has published hangs there, and what nobody pulls stays pinned.
 
     device: gives the client whose arrays are sent. host: the address that others connect to.
@@ -34,11 +34,10 @@ class JaxTransport:
         """Pull a chunk here that nobody has pulled, in a thread: should another process pull it at this moment, one of the two hangs."""
         if pulled:
             return
-        shapes = {name: (array.shape, array.dtype) for name, array in chunk.items()}
-        pull = lambda: self.pull(self.address, number, b"", shapes, self._device)  # noqa: E731
-        threading.Thread(target=pull, name="dsjax-drain", daemon=True).start()
+        arguments = self.address, number, b"", shapes_of(chunk), self._device
+        threading.Thread(target=self.pull, args=arguments, name="dsjax-drain", daemon=True).start()
 
-    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
+    def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
         """Return a chunk that was published."""
         import jax
 
@@ -47,12 +46,8 @@ class JaxTransport:
                 self._connections[address] = self._server.connect(address)
             connection = self._connections[address]
         sharding = jax.sharding.SingleDeviceSharding(device)
-        wanted = {name: jax.ShapeDtypeStruct(*own, sharding=sharding) for name, own in shapes.items()}
-        try:
-            return jax.block_until_ready(connection.pull(number, wanted))
-        except BaseException:
-            self.disconnect(address)
-            raise
+        described = {name: jax.ShapeDtypeStruct(*shape, sharding=sharding) for name, shape in shapes.items()}
+        return jax.block_until_ready(connection.pull(number, described))
 
     def disconnect(self, address: str) -> None:
         """Keep no connection to a process that has gone."""

@@ -109,6 +109,8 @@ class PullDone(msgspec.Struct, frozen=True, array_like=True, tag="pull_done"):
 
 ToPrefill = PrefillRequest | CancelTransfer | ReleaseChunk | FlushPages
 ToDecode = ChunkReady | TransfersUnderWay | TransferFailed
+PullMessage = PullRequest | PullResponse | PullDone
+"""What processes say to each other that pull chunks, and that keep them."""
 Chunk = dict[str, Any]
 """By array of the cache `[1, CHUNK_PAGES, layers, page_size, …]`, on one device; what its pages do not fill is anything."""
 
@@ -191,26 +193,3 @@ class PrefillLink(Protocol):
 
     def close(self) -> None:
         """Nothing is asked or pulled any more."""
-
-
-class SentPages(NamedTuple):
-    """Pages of a prefill rank that go into a chunk before a step.
-
-    Attributes:
-        number: of the chunk.
-    """
-
-    number: int
-    pages: list[int]
-
-
-class PulledPages(NamedTuple):
-    """Pages of a chunk that land on a decode rank.
-
-    Attributes:
-        source: where it is. chunk: its number there. pages: (place in the chunk, number under which the page lands).
-    """
-
-    source: Source
-    chunk: int
-    pages: list[tuple[int, int]]

@@ -8,22 +8,11 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from dsjax.engine.transfer.messages import (
-    CancelTransfer,
-    ChunkReady,
-    FlushPages,
-    PrefillRequest,
-    PullDone,
-    PullRequest,
-    PullResponse,
-    ReleaseChunk,
-    TransferFailed,
-    TransfersUnderWay,
-)
+from dsjax.engine.transfer.messages import PullMessage, ToDecode, ToPrefill
 from dsjax.errors import UserError
 from dsjax.hosts.wire import keep_alive, receive_frame, send_frame, split_address
 
@@ -60,36 +49,23 @@ class GreetingAnswer(msgspec.Struct, frozen=True, array_like=True, tag="welcome"
     error: str = ""
 
 
-_decoder = msgspec.msgpack.Decoder(
-    Greeting
-    | GreetingAnswer
-    | PullRequest
-    | PullResponse
-    | PullDone
-    | PrefillRequest
-    | CancelTransfer
-    | ReleaseChunk
-    | FlushPages
-    | ChunkReady
-    | TransfersUnderWay
-    | TransferFailed
-)
+_decoder = msgspec.msgpack.Decoder(Greeting | GreetingAnswer | PullMessage | ToPrefill | ToDecode)
 
 
 class TransferChannel:
     """Sends messages over a connection without waiting, and hands over in a thread those that come."""
 
-    def __init__(self, connection: socket.socket, receive: Callable[[Any], None], closed: Callable[[], None]):
+    def __init__(self, connection: socket.socket):
         keep_alive(connection, _GONE_SECONDS)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # the same where something was sent and is not acknowledged
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_SECONDS * 1000)
-        self._connection, self._receive, self._closed = connection, receive, closed
+        self._connection = connection
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def start(self) -> None:
-        """Begin to read and write."""
-        for run, name in ((self._read, "read"), (self._write, "write")):
-            threading.Thread(target=run, name=f"dsjax-transfer-{name}", daemon=True).start()
+    def start(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> None:
+        """Begin to write, and to hand what is read to `receive`. closed: is called at the end."""
+        threading.Thread(target=self._read, args=(receive, closed), name="dsjax-transfer-read", daemon=True).start()
+        threading.Thread(target=self._write, name="dsjax-transfer-write", daemon=True).start()
 
     def send(self, message: Any) -> None:
         """Queue a message."""
@@ -109,23 +85,33 @@ class TransferChannel:
         except OSError:  # the reader finds out too
             pass
 
-    def _read(self) -> None:
+    def _read(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> None:
         try:
             while True:
-                self._receive(read(self._connection))
+                receive(read(self._connection))
         except (OSError, EOFError):
             pass
         except msgspec.MsgspecError as error:
             _log.warning("A connection for pages was closed, because what came over it is no message: %s", error)
         self.close()
-        self._closed()
+        closed()
+
+
+class Peer(Protocol):
+    """A process that has connected to a listener."""
+
+    def receive(self, message: Any) -> None:
+        """Take a message, in the thread of its connection."""
+
+    def leave(self) -> None:
+        """End what was done for the process, whose connection has ended."""
 
 
 class TransferListener:
     """Listens at an address where processes of the other side greet this one, and holds the connections to those that may come.
 
     Args:
-        serve: makes the owner of a connection, whose `channel` is started then.
+        serve: makes the peer of a connection, which is started then.
         space: as in `Greeting`. transport: as in `GreetingAnswer`.
         port: 0 takes a free one.
 
@@ -135,7 +121,7 @@ class TransferListener:
 
     def __init__(
         self,
-        serve: Callable[[socket.socket], Any],
+        serve: Callable[[TransferChannel], Peer],
         space: dict[str, Any],
         host: str,
         port: int = 0,
@@ -150,20 +136,16 @@ class TransferListener:
             raise UserError(f"the address {host}:{port} for pages cannot be used: {error.strerror or error}") from error
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._listener.getsockname()[1]}"
-        self._clients: set[Any] = set()
+        self._channels: set[TransferChannel] = set()
         threading.Thread(target=self._accept, name="dsjax-transfer", daemon=True).start()
-
-    def forget(self, client: Any) -> None:
-        """Forget a connection that has ended."""
-        self._clients.discard(client)
 
     def close(self) -> None:
         """End the connections, and let nobody come any more."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # to close it alone would wake no thread that waits in `accept`
         self._listener.close()
-        for client in list(self._clients):
-            client.channel.close()
+        for channel in list(self._channels):
+            channel.close()
 
     def _accept(self) -> None:
         while True:
@@ -185,9 +167,15 @@ class TransferListener:
         except (OSError, EOFError, msgspec.MsgspecError):
             connection.close()
             return
-        client = self._serve(connection)
-        self._clients.add(client)
-        client.channel.start()
+        channel = TransferChannel(connection)
+        peer = self._serve(channel)
+
+        def leave() -> None:
+            peer.leave()
+            self._channels.discard(channel)
+
+        self._channels.add(channel)
+        channel.start(peer.receive, leave)
 
     def _objection(self, hello: Any) -> str:
         if not isinstance(hello, Greeting) or hello.version != VERSION:
@@ -196,10 +184,8 @@ class TransferListener:
             k for k in self._space.keys() | hello.space.keys() if self._space.get(k) != hello.space.get(k)
         )
         if different:
-            found = ", ".join(
-                f"{key} ({self._space.get(key)!r} here, {hello.space.get(key)!r} there)" for key in different
-            )
-            return f"pages of the two sides differ in {found}; start both with the same model and options"
+            values = (f"{key} ({self._space.get(key)!r} here, {hello.space.get(key)!r} there)" for key in different)
+            return f"pages of the two sides differ in {', '.join(values)}; start both with the same model and options"
         return ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import uuid
 from collections.abc import Sequence
@@ -11,17 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
-from dsjax.engine.transfer.messages import (
-    CancelTransfer,
-    Chunk,
-    ChunkReady,
-    FlushPages,
-    PrefillRequest,
-    ReleaseChunk,
-    ToPrefill,
-    TransferFailed,
-    TransfersUnderWay,
-)
+from dsjax.engine.transfer.messages import CancelTransfer, Chunk, PrefillRequest, ToDecode, ToPrefill, TransferFailed
 from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
 from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
 from dsjax.hosts.wire import split_address
@@ -40,7 +29,7 @@ class PrefillServer:
 
     def __init__(self, engine: PrefillEndpoint, chunks: ChunkServer, space: dict[str, Any], host: str, port: int = 0):
         self.engine, self._chunks = engine, chunks
-        self.listener = TransferListener(lambda connection: _Client(self, connection), space, host, port)
+        self.listener = TransferListener(lambda channel: _DecodePeer(engine, channel), space, host, port)
 
     @property
     def address(self) -> str:
@@ -77,21 +66,20 @@ class PrefillServer:
         self._chunks.close()
 
 
-class _Client:
+class _DecodePeer:
     """One decode engine, as a server sees it."""
 
-    def __init__(self, server: PrefillServer, connection: socket.socket):
-        self._server = server
-        self.channel = TransferChannel(connection, self._take, self._leave)
+    def __init__(self, engine: PrefillEndpoint, channel: TransferChannel):
+        self._engine, self._send = engine, channel.send
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message, PrefillRequest | CancelTransfer | ReleaseChunk | FlushPages):
-            self._server.engine.post(message, self.channel.send)
+    def receive(self, message: Any) -> None:
+        """Pass on what it asks for."""
+        if isinstance(message, ToPrefill):
+            self._engine.post(message, self._send)
 
-    def _leave(self) -> None:
-        """The decode engine has gone: nobody wants what it asked for."""
-        self._server.engine.leave(self.channel.send)
-        self._server.listener.forget(self)
+    def leave(self) -> None:
+        """Cancel what it asked for."""
+        self._engine.leave(self._send)
 
 
 class RemoteLink:
@@ -144,7 +132,7 @@ class RemoteLink:
         channel, reason = None, ""
         try:
             connection, _ = connect_to(self.address, self._space)
-            channel = TransferChannel(connection, self._take, lambda: self._lost(channel))
+            channel = TransferChannel(connection)
         except Exception as error:  # whatever it is: what was asked for must not wait for an answer
             reason = f"the prefill engine at {self.address} cannot be reached: {error}"
         with self._lock:
@@ -156,14 +144,14 @@ class RemoteLink:
                     channel.close()
                 else:
                     self._channel = channel
-                    channel.start()
+                    channel.start(self._take, lambda: self._lost(channel))
         if reason:
             # What was asked for until now is given up; what is asked for from now on has another connection tried.
             _log.warning("%s. Prompts are computed where they are decoded.", reason)
             self._receive(TransferFailed("", reason))
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, ChunkReady | TransfersUnderWay | TransferFailed):
+        if isinstance(message, ToDecode):
             self._receive(message)
 
     def _lost(self, channel: TransferChannel) -> None:

@@ -5,13 +5,14 @@ Plain Python.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 from dsjax.engine.contract.commands import Command, SendPages, int32s
 from dsjax.engine.schedule.page_source import CommandTurn, PageSource, RankPages
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.transfer.messages import CHUNK_PAGES, SentPages
+from dsjax.engine.transfer.messages import CHUNK_PAGES
 from dsjax.engine.transfer.send_buffers import PageSend, SendBuffers
 
 
@@ -26,7 +27,7 @@ class PageSends(PageSource):
         self._buffers = buffers
         self._sends: dict[Request, PageSend] = {}
         self.waiting: list[deque[tuple[PageSend, int, list[int]]]] = []
-        self._sent: list[list[SentPages]] = []
+        self._sent: list[list[tuple[int, int]]] = []  # (chunk, page)
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
         """Begin with these ranks. What waited on those before is lost; transfers stay until they are ended."""
@@ -48,7 +49,7 @@ class PageSends(PageSource):
 
     def has_waiting(self, send: PageSend) -> bool:
         """Whether pages of a transfer wait."""
-        return any(own is send for waiting in self.waiting for own, _, _ in waiting)
+        return any(waiting_send is send for waiting in self.waiting for waiting_send, _, _ in waiting)
 
     def transfers_waiting(self) -> set[str]:
         """Names of the transfers of which pages wait."""
@@ -77,20 +78,20 @@ class PageSends(PageSource):
             some, rest = pages[:most], pages[most:]
             if rest:
                 waiting.appendleft((send, first + len(some), rest))
-            self._sent[rank].append(self._buffers.begin(rank, send, first, some))
+            number = self._buffers.begin(rank, send, first, len(some))
+            self._sent[rank] += [(number, page) for page in some]
             pool.release(some)
 
     def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
         """Copy pages into chunks."""
         sent, self._sent = self._sent, [[] for _ in self.ranks]
         if any(sent):
-            pairs = [[(chunk.number, page) for chunk in own for page in chunk.pages] for own in sent]
-            yield CommandTurn.SEND, SendPages([int32s(value for pair in own for value in pair) for own in pairs])
+            yield CommandTurn.SEND, SendPages([int32s(itertools.chain.from_iterable(pairs)) for pairs in sent])
 
     def drop(self, send: PageSend) -> None:
         """Send nothing more of a transfer: nobody wants its pages any more."""
         for rank, waiting in enumerate(self.waiting):
-            for own, _, pages in waiting:
-                if own is send:
+            for waiting_send, _, pages in waiting:
+                if waiting_send is send:
                     self.ranks[rank].pool.release(pages)
             self.waiting[rank] = deque(entry for entry in waiting if entry[0] is not send)

@@ -17,7 +17,6 @@ from dsjax.engine.transfer.messages import (
     CancelTransfer,
     ChunkReady,
     PrefillRequest,
-    PulledPages,
     ReleaseChunk,
     Source,
     ToDecode,
@@ -116,7 +115,7 @@ class RemotePrefills(PageSource):
         self.awaited = [0] * num_links
         self._backoffs = [Backoff() for _ in range(num_links)]
         self._messages: list[tuple[int, ToPrefill]] = []
-        self._pulls: list[list[PulledPages]] = []
+        self._pulls: list[list[tuple[Source, int, int, int]]] = []  # (source, chunk, place there, number here)
         self._prefix, self._numbers = os.urandom(6).hex(), itertools.count()
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
@@ -206,8 +205,8 @@ class RemotePrefills(PageSource):
     def receive(self, link: int, message: ToDecode, now: float) -> None:
         """Take in what a prefill engine has said."""
         if isinstance(message, TransferFailed):
-            own = [transfer for transfer in self._transfers.values() if transfer.link == link]
-            gone = [transfer for transfer in own if message.transfer in ("", transfer.name)]
+            of_link = [transfer for transfer in self._transfers.values() if transfer.link == link]
+            gone = [transfer for transfer in of_link if message.transfer in ("", transfer.name)]
             if not message.transfer:
                 self._backoffs[link].begin(now)
             for transfer in gone:
@@ -286,16 +285,10 @@ class RemotePrefills(PageSource):
         pulls, self._pulls = self._pulls, [[] for _ in self.ranks]
         if not any(pulls):
             return
-        sources = list(dict.fromkeys(pulled.source for own in pulls for pulled in own))
-        quadruples = (
-            [
-                (sources.index(pulled.source), pulled.chunk, place, number)
-                for pulled in own
-                for place, number in pulled.pages
-            ]
-            for own in pulls
-        )
-        ranks = [int32s(value for quadruple in own for value in quadruple) for own in quadruples]
+        sources = list(dict.fromkeys(source for pages in pulls for source, *_ in pages))
+        ranks = [
+            int32s(value for source, *rest in pages for value in (sources.index(source), *rest)) for pages in pulls
+        ]
         yield CommandTurn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
 
     def take_waits(self) -> list[tuple[str, float]]:
@@ -305,9 +298,9 @@ class RemotePrefills(PageSource):
 
     def _reserved(self, rank: int) -> tuple[int, int]:
         """Requests of a rank that wait for transfers, and pages that they will need for what has not come."""
-        own = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
-        requests = sum(len(transfer.requests) for transfer in own)
-        return requests, sum(len(transfer.awaited) for transfer in own) + requests
+        of_rank = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
+        requests = sum(len(transfer.requests) for transfer in of_rank)
+        return requests, sum(len(transfer.awaited) for transfer in of_rank) + requests
 
     def _ask(self, rank: int, request: Request, num_cached: int, names: Sequence[bytes], now: float) -> None:
         link = min(self._links(request, now), key=lambda link: self.awaited[link])
@@ -370,13 +363,12 @@ class RemotePrefills(PageSource):
             return True
         if not landing.make_room(len(wanted), self._names_on_their_way(rank), now):
             return False
-        pulled = []
+        source = Source(transfer.link, offer.address)
         for place, name in wanted:
             number = landing.expect(name, self, TIER, now)
             transfer.pulling[number] = name
             self._pulling[rank, number] = transfer
-            pulled.append((place, number))
-        self._pulls[rank].append(PulledPages(Source(transfer.link, offer.address), offer.number, pulled))
+            self._pulls[rank].append((source, offer.number, place, number))
         return True
 
     def _names_on_their_way(self, rank: int) -> set[bytes]:

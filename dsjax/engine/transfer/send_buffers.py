@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dsjax.engine.transfer.messages import MOST_KEPT, Chunk, ChunkGoneError, ChunkReady, SentPages
+from dsjax.engine.transfer.messages import MOST_KEPT, Chunk, ChunkGoneError, ChunkReady
 
 
 @dataclass(eq=False)
@@ -99,15 +99,15 @@ class SendBuffers:
         """How many further pages of a rank may go into chunks now."""
         return self._room[rank]
 
-    def begin(self, rank: int, sending: PageSend, first: int, pages: list[int]) -> SentPages:
-        """Pages go into a new chunk; the number by which it is known."""
+    def begin(self, rank: int, sending: PageSend, first: int, count: int) -> int:
+        """Have pages go into a new chunk, and return its number."""
         with self._lock:
             number = next(self._numbers) % 2**31
-            self._room[rank] -= len(pages)
+            self._room[rank] -= count
             address = self._keepers[rank].address
-            offer = ChunkReady(sending.transfer, number, first, len(pages), sending.cached or 0, address)
+            offer = ChunkReady(sending.transfer, number, first, count, sending.cached or 0, address)
             self._buffers[number] = _Buffer(rank, sending, offer, self._clock() + self.timeout)
-        return SentPages(number, pages)
+        return number
 
     def ready(self, number: int, chunk: Chunk | None) -> None:
         """A chunk is complete; it is offered, and its time begins, unless nobody wants it any more. None: another process keeps it."""

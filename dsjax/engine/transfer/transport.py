@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.transfer.messages import Chunk
 from dsjax.errors import UserError
@@ -19,7 +20,12 @@ Shapes = Mapping[str, tuple[tuple[int, ...], "np.dtype"]]
 """Shape and dtype of a transfer chunk's arrays, by name."""
 
 
-class Transport(Protocol):
+def shapes_of(chunk: Chunk) -> Shapes:
+    """Give shape and dtype of a chunk's arrays."""
+    return {name: (array.shape, array.dtype) for name, array in chunk.items()}
+
+
+class Transport(ABC):
     """Moves transfer chunks from the process that keeps them to the one that needs them. Its methods are called from any thread.
 
     Attributes:
@@ -28,18 +34,34 @@ class Transport(Protocol):
 
     address: str
 
+    @abstractmethod
     def publish(self, number: int, chunk: Chunk) -> bytes:
         """Let another process pull a complete chunk, once, under a positive number. Return the ticket that it pulls by."""
 
+    @abstractmethod
     def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
         """End what `publish` began, and free what it took: the chunk was pulled, or nobody will pull it any more."""
 
     def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
-        """Return a chunk that the process at this address has published, complete, on this device. It may raise anything, and may hang.
+        """Return a chunk that the process at this address has published, complete, on this device. It may hang.
 
-        A chunk that was withdrawn before it was here must never be returned.
+        Raises:
+            ConnectionError: the chunk was withdrawn before it was here. Whatever the transport raises: nothing is kept of the process then.
         """
+        try:
+            chunk = self.read(address, number, ticket, shapes, device)
+        except BaseException:
+            self.disconnect(address)
+            raise
+        if chunk is None:
+            raise ConnectionError("the chunk was withdrawn while it was read")
+        return chunk
 
+    @abstractmethod
+    def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk | None:
+        """Do what `pull` does; None: the chunk was withdrawn. It may raise anything, and may hang."""
+
+    @abstractmethod
     def disconnect(self, address: str) -> None:
         """Keep nothing for the process at this address, which has gone."""
 

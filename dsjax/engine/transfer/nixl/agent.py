@@ -31,7 +31,7 @@ class Region(NamedTuple):
     device: int = 0
 
 
-class Memory(NamedTuple):
+class MemoryRegions(NamedTuple):
     """Pieces of memory of one kind."""
 
     kind: str
@@ -72,11 +72,11 @@ class Agent:
         self._peers: dict[str, _Peer] = {}
         self._lock = threading.Lock()
 
-    def register(self, memory: Memory) -> Any:
+    def register(self, memory: MemoryRegions) -> Any:
         """Register memory, which must stay where it is until `deregister` is called with what this returns."""
-        found = self._nixl.nixlRegDList(self._kind(memory), [(*region, b"") for region in memory.regions])
-        self._agent.registerMem(found, self._plugins)
-        return found
+        registered = self._nixl.nixlRegDList(self._kind(memory), [(*region, b"") for region in memory.regions])
+        self._agent.registerMem(registered, self._plugins)
+        return registered
 
     def deregister(self, registered: Any) -> None:
         """End a registration."""
@@ -109,7 +109,7 @@ class Agent:
                 peer.readers -= 1
                 self._end(name, peer)
 
-    def read(self, name: str, theirs: Memory, ours: Memory) -> None:
+    def read(self, name: str, theirs: MemoryRegions, ours: MemoryRegions) -> None:
         """Read memory of another agent into registered memory here, region by region; it is there when this returns.
 
         It waits for as long as UCX takes to find out that the other process has gone: until then memory here may be written to.
@@ -139,7 +139,7 @@ class Agent:
                 peer.has_gone = True
                 self._end(name, peer)
 
-    def _kind(self, memory: Memory) -> Any:
+    def _kind(self, memory: MemoryRegions) -> Any:
         return self._nixl.DRAM_SEG if memory.kind == HOST else self._nixl.VRAM_SEG
 
     def _end(self, name: str, peer: _Peer) -> None:

@@ -8,9 +8,9 @@ import jax
 import msgspec
 
 from dsjax.engine.transfer.messages import Chunk
-from dsjax.engine.transfer.nixl.agent import Agent, Memory
+from dsjax.engine.transfer.nixl.agent import Agent, MemoryRegions
 from dsjax.engine.transfer.nixl.registered_buffer import BufferPool, RegisteredBuffer
-from dsjax.engine.transfer.transport import FLAG, Shapes
+from dsjax.engine.transfer.transport import FLAG, Shapes, Transport, shapes_of
 from dsjax.errors import UserError
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm")
@@ -28,14 +28,14 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
     buffer: int
     descriptions: list[bytes]
-    memory: Memory
-    mark: Memory
+    memory: MemoryRegions
+    mark: MemoryRegions
 
 
 _decoder = msgspec.msgpack.Decoder(Ticket)
 
 
-class NixlTransport:
+class NixlTransport(Transport):
     """Publishing copies a chunk into a buffer that NIXL knows; pulling reads that into a buffer here, and copies it out.
 
     A reader takes nobody's time where the chunk is, so nothing stops it when the chunk is withdrawn. It therefore reads the buffer's mark
@@ -59,7 +59,7 @@ class NixlTransport:
     def publish(self, number: int, chunk: Chunk) -> bytes:
         """Copy a chunk into a buffer that others may read."""
         [device] = next(iter(chunk.values())).devices()
-        buffer = self._sends.acquire({name: (array.shape, array.dtype) for name, array in chunk.items()}, device)
+        buffer = self._sends.acquire(shapes_of(chunk), device)
         buffer.write(chunk, number)
         with self._lock:
             self._published[number] = buffer
@@ -72,11 +72,11 @@ class NixlTransport:
         buffer.mark[0] = 0  # before anything else is written there
         self._sends.release(buffer)
 
-    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: jax.Device) -> Chunk:
+    def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: jax.Device) -> Chunk | None:
         """Read a chunk, and return it on this device.
 
         Raises:
-            ConnectionError: it was withdrawn, or its process has gone. NIXL's own errors likewise.
+            ConnectionError: its process has gone. NIXL's own errors likewise.
         """
         theirs = _decoder.decode(ticket)
         buffer = self._receives.acquire(shapes, device)
@@ -85,13 +85,10 @@ class NixlTransport:
                 self._agent.read(address, theirs.memory, buffer.memory)
                 self._agent.read(address, theirs.mark, buffer.mark_memory)
         except BaseException:
-            self.disconnect(address)
+            self.disconnect(address)  # before the memory is given back that its process's data may still come to
             buffer.close()
             raise
-        if buffer.mark[0] != number:
-            self._receives.release(buffer)
-            raise ConnectionError("the chunk was withdrawn while it was read")
-        chunk = buffer.copied()
+        chunk = buffer.copied() if buffer.mark[0] == number else None
         self._receives.release(buffer)
         return chunk
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsjax.engine.transfer.messages import Chunk
-from dsjax.engine.transfer.nixl.agent import DEVICE, HOST, Agent, Memory, Region
+from dsjax.engine.transfer.nixl.agent import DEVICE, HOST, Agent, MemoryRegions, Region
 from dsjax.engine.transfer.transport import Shapes
 
 
@@ -45,10 +45,13 @@ class RegisteredBuffer:
     def __init__(self, agent: Agent, number: int, shapes: Shapes, device: jax.Device):
         self.number, self._agent, self._device, self.key = number, agent, device, _key(shapes, device)
         self.arrays: Chunk = jax.block_until_ready(
-            {name: jnp.zeros(*own, device=device) for name, own in sorted(shapes.items())}
+            {name: jnp.zeros(*shape, device=device) for name, shape in sorted(shapes.items())}
         )
         self.mark = np.zeros(1, np.uint64)
-        self.memory, self.mark_memory = self._find(), Memory(HOST, [Region(self.mark.ctypes.data, self.mark.nbytes)])
+        self.memory, self.mark_memory = (
+            self._find(),
+            MemoryRegions(HOST, [Region(self.mark.ctypes.data, self.mark.nbytes)]),
+        )
         self._registered = [agent.register(memory) for memory in (self.memory, self.mark_memory)]
         self.descriptions = [agent.describe(registered) for registered in self._registered]
 
@@ -70,11 +73,11 @@ class RegisteredBuffer:
         for registered in self._registered:
             self._agent.deregister(registered)
 
-    def _find(self) -> Memory:
+    def _find(self) -> MemoryRegions:
         kind = HOST if self._device.platform == "cpu" else DEVICE
         device = 0 if kind == HOST else self._device.local_hardware_id
         arrays = self.arrays.values()
-        return Memory(kind, [Region(array.unsafe_buffer_pointer(), array.nbytes, device) for array in arrays])
+        return MemoryRegions(kind, [Region(array.unsafe_buffer_pointer(), array.nbytes, device) for array in arrays])
 
 
 class BufferPool:

@@ -1,0 +1,212 @@
+"""``OffloadedPages``: the executor's memory below the devices', and how pages go there and to the disk, and come back.
+
+No step waits for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from dsjax.engine.contract.commands import DropPages, StorePages, names_of
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
+from dsjax.engine.device.device_state import PagesOnTheWay
+from dsjax.engine.device.page_staging import Layout, PageStaging, PageStore, StagedPiece, cut, packed
+from dsjax.engine.tiers.disk_pages import DiskPages
+from dsjax.engine.tiers.page_files import Page
+from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
+
+Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+"""Shape and dtype of a page's arrays, by name; of all shards together."""
+Shard = tuple[int, tuple[slice, ...], np.ndarray]
+"""First rank, where the shard lies in a page's array, and its values ``[ranks, MOVED_PAGES, …]``."""
+
+
+class _Leaving(NamedTuple):
+    """Pages that have been taken off the devices.
+
+    Attributes:
+        slots: of each rank int32, where each page goes; −1: not to host memory.
+        writes: (rank, place among the rank's pages, number, name) of those that are written to the disk.
+    """
+
+    slots: list[np.ndarray]
+    writes: list[tuple[int, int, int, bytes]]
+    taken: PagesOnTheWay
+
+
+class OffloadedPages(DevicePart, PageStore):
+    """Slots of host memory, of every DP rank that this process has devices of; and the disk below, where there is one.
+
+    A page leaves by a program that gathers it and a copy to the host that nobody waits for, until a later command needs it. It
+    comes back by a transfer to the devices, which goes on beside the steps, and a program that writes it where it belongs. Programs
+    move ``MOVED_PAGES`` pages of each rank at once.
+
+    disk: made from the arrays of a page, of all shards together.
+    """
+
+    def __init__(
+        self,
+        device: DeviceAccess,
+        staging: PageStaging,
+        disk: Callable[[Shapes], DiskPages] | None = None,
+    ):
+        self._device = device
+        described = device.programs.described_moved()
+        slots, ranks = device.limits.host_pages_per_rank, device.limits.num_ranks
+        self._num_slots = slots
+        self._disk = disk and disk({name: (a.shape[2:], a.dtype) for name, a in described.items()})
+        # Zeros are not in memory before they are written: room that is never used, and other processes' ranks, cost nothing.
+        self._memory = {name: np.zeros((ranks, slots, *a.shape[2:]), a.dtype) for name, a in described.items()}
+        self._described = described
+        self._leaving: deque[_Leaving | DropPages] = deque()
+        staging.add(self)
+        if self._disk is not None:
+            staging.read = self._disk.read
+
+    def register(self, table: CommandTable) -> None:
+        """Add the commands that store pages and delete them."""
+        table.add(StorePages, Handler(self._store))
+        table.add(DropPages, Handler(self._drop))
+
+    def extension(self, kind: type) -> Any:
+        """What came of the disk, for the offload tiers of the scheduler."""
+        return self if kind is PageReporter else None
+
+    def _store(self, _: Pending, command: StorePages) -> Running:
+        """Copy pages to slots, and write them to the disk."""
+        stored = [np.frombuffer(rank_pages, "<i4").reshape(-1, 3) for rank_pages in command.ranks]
+        names = [iter(names_of(rank_pages)) for rank_pages in command.names]
+        pieces = []
+        for piece in cut(stored):
+            writes = [
+                (rank, place, int(number), next(names[rank]))
+                for rank, rank_pages in enumerate(piece)
+                for place, number in enumerate(rank_pages[:, 2])
+                if number >= 0
+            ]
+            pieces.append(([rank_pages[:, 1] for rank_pages in piece], writes, self._device.send(packed(piece))))
+
+        def run() -> Running:
+            self._land(waiting=False)
+            for slots, writes, pages in pieces:
+                taken = self._device.programs.take_pages()(self._device.state, pages)
+                for array in taken.values():
+                    array.copy_to_host_async()
+                self._leaving.append(_Leaving(slots, writes, taken))
+                yield next(iter(taken.values()))
+
+        return run()
+
+    def _drop(self, _: Pending, command: DropPages) -> Running:
+        """Delete pages from the disk, when what was stored before has been written."""
+
+        def run() -> Running:
+            self._leaving.append(command)
+            self._land(waiting=False)
+            yield from ()
+
+        return run()
+
+    def page_reports(self, seconds: float = 0.0) -> PageReports:
+        """What came of pages and the disk since the last time; wait so long for the first of it."""
+        self._land(waiting=False)
+        return PageReports([], []) if self._disk is None else self._disk.reports(seconds)
+
+    def close(self) -> None:
+        """Write what has left the devices to the disk, and end."""
+        if self._disk is not None:
+            self._land(waiting=True)
+            self._disk.close()
+
+    def take(self, wanted: Layout, places: Layout) -> tuple[list[StagedPiece], Layout]:
+        """Pieces of all these pages, which lie in slots or were read from the disk."""
+        pieces = []
+        for piece in cut(places):
+            numbers = [rank_places[at] for rank_places, at in zip(wanted, piece, strict=True)]
+            pieces.append(StagedPiece(piece, partial(self._sent, numbers)))
+        return pieces, [rank_places[:0] for rank_places in places]
+
+    def forget(self, rank: int, number: int) -> None:
+        """Keep a page no longer that was read from the disk, or is being read."""
+        if self._disk is not None:
+            self._disk.forget(rank, number)
+
+    def _land(self, waiting: bool) -> None:
+        """Write to memory and disk what has left the devices; ``waiting``: also what is still on its way."""
+        while self._leaving:
+            head = self._leaving[0]
+            if isinstance(head, DropPages):
+                self._disk.drop(head.everything, names_of(head.names))
+                self._leaving.popleft()
+                continue
+            if not waiting and not all(array.is_ready() for array in head.taken.values()):
+                return
+            self._leaving.popleft()
+            shards = {name: list(_shards(array)) for name, array in head.taken.items()}
+            for name, name_shards in shards.items():
+                for first, rest, values in name_shards:
+                    for rank, block in enumerate(values, start=first):
+                        slots = head.slots[rank]
+                        if (slots >= 0).all():  # the usual case, without another copy
+                            self._memory[name][(rank, slots, *rest)] = block[: len(slots)]
+                        else:
+                            kept = np.flatnonzero(slots >= 0)
+                            self._memory[name][(rank, slots[kept], *rest)] = block[kept]
+            for rank, place, number, page_name in head.writes:
+                # A copy: what was taken has room for `MOVED_PAGES` of each rank, and must not wait for a slow disk for the sake of one.
+                self._disk.write(number, page_name, self._page(shards, rank, place))
+
+    def _page(self, shards: dict[str, list[Shard]], rank: int, place: int) -> Page:
+        """One page out of what has left the devices, its shards put together."""
+        page = {}
+        for name, name_shards in shards.items():
+            described = self._described[name]
+            page[name] = np.empty(described.shape[2:], described.dtype)
+            for first, rest, values in name_shards:
+                if first <= rank < first + len(values):
+                    page[name][rest] = values[rank - first, place]
+        return page
+
+    def _sent(self, slots: list[np.ndarray]) -> PagesOnTheWay:
+        """Pages of all ranks, as a program takes them."""
+        self._land(waiting=True)
+        read = {
+            (rank, int(number)): self._disk.take(rank, int(number))
+            for rank, rank_slots in enumerate(slots)
+            for number in rank_slots[rank_slots >= self._num_slots]
+        }
+
+        def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+            ranks, _, *rest = index
+            described = self._described[name]
+            numbers = range(*ranks.indices(described.shape[0]))
+            whole = np.zeros((len(numbers), *described.shape[1:]), described.dtype)
+            for place, rank in enumerate(numbers):
+                here = np.flatnonzero(slots[rank] < self._num_slots)
+                whole[place, here] = self._memory[name][rank, slots[rank][here]]
+                for index in np.flatnonzero(slots[rank] >= self._num_slots):
+                    whole[place, index] = read[rank, int(slots[rank][index])][name]
+            return np.ascontiguousarray(whole[(slice(None), slice(None), *rest)])
+
+        return {
+            name: jax.make_array_from_callback(a.shape, a.sharding, lambda index, name=name: part(name, index))
+            for name, a in self._described.items()
+        }
+
+
+def _shards(array: Array) -> Iterator[Shard]:
+    """The distinct ones that this process has."""
+    seen = set()
+    for shard in array.addressable_shards:
+        if str(shard.index) in seen:  # a replica on another device of the rank
+            continue
+        seen.add(str(shard.index))
+        ranks, _, *rest = shard.index
+        yield ranks.indices(array.shape[0])[0], tuple(rest), np.asarray(shard.data)

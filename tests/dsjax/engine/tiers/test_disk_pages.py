@@ -1,0 +1,267 @@
+"""Pages survive on the disk, a file that is not what its name says is never read, and trouble with the disk is a report."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dsjax.engine.tiers import disk_pages, page_files
+from dsjax.engine.tiers.disk_pages import DiskPages
+from dsjax.engine.tiers.page_files import PageFileError, PageFiles, lock_folder
+from dsjax.errors import UserError
+
+SHAPES = {"latent": ((2, 4, 6), np.dtype(np.uint16)), "filled": ((4,), np.dtype(bool))}
+SPACE = {"fingerprint": "f", "page_size": 4}
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def page(number: int):
+    """Values that tell which page they are of."""
+    values = np.arange(48, dtype=np.uint16).reshape(2, 4, 6) + 100 * number
+    return {"latent": values, "filled": np.array([True, False, True, number % 2 == 0])}
+
+
+def same(found, number):
+    return all((found[key] == page(number)[key]).all() for key in SHAPES)
+
+
+def files(folder, space=SPACE):
+    return PageFiles(folder, space, SHAPES)
+
+
+def file_of(folder, number) -> Path:
+    (found,) = Path(folder).glob(f"*/*/{name(number).hex()}.page")
+    return found
+
+
+def test_a_page_is_read_as_it_was_written_by_another_object_too(tmp_path):
+    files(tmp_path).write(name(1), page(1))
+    found = files(tmp_path).read(name(1))
+    assert same(found, 1)
+    assert {key: (array.shape, array.dtype) for key, array in found.items()} == SHAPES
+    assert files(tmp_path).folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_disk_that_can_only_be_read_still_gives_its_pages(tmp_path, monkeypatch):
+    files(tmp_path).write(name(1), page(1))
+
+    def refuse(path):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)  # when the page was last used
+    assert same(files(tmp_path).read(name(1)), 1)
+
+
+def test_bfloat16_goes_there_and_back(tmp_path):
+    """It is what accelerators have in their caches; NumPy knows it by `ml_dtypes` alone."""
+    values = np.arange(24).reshape(2, 3, 4).astype(ml_dtypes.bfloat16)
+    own = PageFiles(tmp_path, SPACE, {"latent": (values.shape, values.dtype)})
+    own.write(name(1), {"latent": values[:, :, ::-1]})
+    found = own.read(name(1))["latent"]
+    assert found.dtype == values.dtype
+    assert (found == values[:, :, ::-1]).all()
+
+
+@pytest.mark.parametrize("at", [3, 9, 50, 80, 85, 130, -1])
+def test_a_changed_byte_anywhere_is_seen(tmp_path, at):
+    files(tmp_path).write(name(1), page(1))
+    data = bytearray(file_of(tmp_path, 1).read_bytes())
+    data[at] ^= 1
+    file_of(tmp_path, 1).write_bytes(data)
+    with pytest.raises(PageFileError):
+        files(tmp_path).read(name(1))
+
+
+def test_a_file_that_ends_early_or_is_of_another_page_is_not_read(tmp_path):
+    own = files(tmp_path)
+    for number in (1, 2):
+        own.write(name(number), page(number))
+    path = file_of(tmp_path, 1)
+    whole = path.read_bytes()
+    for length in (0, 60, 128, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(PageFileError, match="torn"):
+            own.read(name(1))
+    path.write_bytes(file_of(tmp_path, 2).read_bytes())
+    with pytest.raises(PageFileError, match="another page"):
+        own.read(name(1))
+
+
+def test_pages_of_another_space_are_not_found_and_not_read(tmp_path):
+    other = files(tmp_path, SPACE | {"fingerprint": "g"})
+    other.write(name(1), page(1))
+    own = files(tmp_path)
+    assert own.list().names == []
+    assert len(own.list().others) == 1
+    path = own.folder / "00" / file_of(tmp_path, 1).name
+    path.parent.mkdir()
+    path.write_bytes(file_of(tmp_path, 1).read_bytes())
+    with pytest.raises(PageFileError):
+        own.read(name(1))
+
+
+def test_the_list_is_by_last_use_and_what_was_not_finished_goes(tmp_path):
+    own = files(tmp_path)
+    for number in (1, 2, 3):
+        own.write(name(number), page(number))
+        os.utime(file_of(tmp_path, number), (number, number))
+    half = file_of(tmp_path, 3).with_suffix(".writing")
+    half.write_bytes(b"half")
+    own.read(name(1))  # is a use
+    assert own.list().names == [name(2), name(3), name(1)]
+    assert not half.exists()
+
+
+def test_a_second_engine_is_refused_while_the_first_has_the_folder(tmp_path):
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\nfrom dsjax.engine.tiers.page_files import lock_folder\n"
+    )
+    program += f"held = lock_folder({str(tmp_path)!r}); print('held', flush=True); sys.stdin.read()"
+    holder = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=rf"in use by another engine \(process {holder.pid}\)"):
+            lock_folder(tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdin.close()
+        holder.stdout.close()
+    lock_folder(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be used as a folder for pages"):
+        lock_folder(tmp_path / "file")
+
+
+class Disk:
+    """`DiskPages` on a folder, with waiting for its reports."""
+
+    def __init__(self, folder, max_pages=100, space=SPACE):
+        own = files(folder, space)
+        self.pages = DiskPages(own, max_pages * own.page_bytes, lock_folder(folder))
+        self.listed = self.pages.reports().listed
+
+    def write(self, *numbers):
+        for number in numbers:
+            self.pages.write(number, name(number), page(number))
+        written = {}
+        self.wait(lambda reports: written.update(reports.written) or written.keys() >= set(numbers))
+        return {number: written[number] for number in numbers}
+
+    def read(self, *numbers):
+        for number in numbers:
+            self.pages.read(0, number, name(number))
+        read = []
+        self.wait(lambda reports: read.extend(reports.read) or len(read) == len(numbers))
+        return {number: self.pages.take(0, number) if ok else None for _, number, ok in read}
+
+    def wait(self, done):
+        end = time.monotonic() + 20
+        while not done(self.pages.reports(0.05)):
+            assert time.monotonic() < end, "nothing was reported"
+
+
+@pytest.fixture
+def disk(tmp_path):
+    own = Disk(tmp_path)
+    yield own
+    own.pages.close()
+
+
+def test_what_one_run_wrote_the_next_one_finds(tmp_path):
+    first = Disk(tmp_path)
+    assert first.listed == []
+    assert first.write(1, 2, 3) == {1: True, 2: True, 3: True}
+    first.pages.close()
+    second = Disk(tmp_path)
+    assert sorted(second.listed) == [name(1), name(2), name(3)]
+    found = second.read(3, 1)
+    assert same(found[3], 3)
+    assert same(found[1], 1)
+    second.pages.close()
+
+
+def test_what_is_written_when_the_end_comes_is_there_afterwards(tmp_path):
+    first = Disk(tmp_path)
+    for number in range(20):
+        first.pages.write(number, name(number), page(number))
+    first.pages.close()
+    assert len(files(tmp_path).list().names) == 20
+
+
+def test_deleting_comes_after_what_was_to_be_written_before(tmp_path, disk):
+    for number in range(6):
+        disk.pages.write(number, name(number), page(number))
+    disk.pages.drop(False, [name(2)])
+    disk.pages.drop(True, [])
+    disk.write(7)
+    assert files(tmp_path).list().names == [name(7)]
+
+
+def test_what_an_earlier_run_left_goes_first_as_far_as_the_bytes_demand(tmp_path):
+    """Others' pages before its own, and what was used longest ago before what was used since."""
+    other, own = files(tmp_path, SPACE | {"fingerprint": "g"}), files(tmp_path)
+    for number in range(4):
+        other.write(name(10 + number), page(number))
+        own.write(name(number), page(number))
+        os.utime(file_of(tmp_path, number), (number, number))
+    disk = Disk(tmp_path, max_pages=5)
+    assert disk.listed == [name(0), name(1), name(2), name(3)]
+    assert len(own.list().others) == 1
+    disk.write(4)
+    assert len(own.list().others) == 0
+    disk.pages.close()
+    disk = Disk(tmp_path, max_pages=2)
+    assert sorted(disk.listed) == [name(3), name(4)]
+    disk.pages.close()
+    assert sorted(own.list().names) == [name(3), name(4)]
+
+
+def test_a_damaged_page_is_reported_and_warned_of_once(tmp_path, disk, caplog):
+    disk.write(1, 2, 3)
+    for number in (1, 2):
+        file_of(tmp_path, number).write_bytes(b"not a page")
+    found = disk.read(1, 2, 3, 4)
+    assert [found[number] is None for number in (1, 2, 3, 4)] == [True, True, False, True]
+    assert len(re.findall("is torn", caplog.text)) == 1
+
+
+def test_a_full_disk_is_reported_and_warned_of_once(tmp_path, disk, caplog, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(page_files.Path, "rename", full)
+        assert disk.write(1, 2) == {1: False, 2: False}
+    assert caplog.text.count("No space left on device") == 1
+    assert not list(tmp_path.glob("*/*/*"))
+    assert disk.write(3) == {3: True}
+
+
+def test_a_slow_disk_keeps_nobody_waiting(disk, monkeypatch):
+    """Neither does writing, nor reading; what was given up is not reported when it comes at last."""
+    go_on, real = threading.Event(), disk_pages.PageFiles.read
+    disk.write(1)
+    monkeypatch.setattr(disk_pages.PageFiles, "read", lambda files, name: go_on.wait(20) and real(files, name))
+    disk.pages.read(0, 1, name(1))
+    disk.pages.read(0, 2, name(1))
+    assert disk.pages.reports().read == []
+    disk.pages.forget(0, 1)
+    go_on.set()
+    read = []
+    disk.wait(lambda reports: read.extend(reports.read) or read)
+    assert read == [(0, 2, True)]
