@@ -53,7 +53,7 @@ def weights() -> str:
         "| precision | redundant experts | attention | experts | shared | the rest | total |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, extra in (("bf16", 0), ("bf16", 32), ("fp8", 0), ("fp8", 32)):
+    for name, extra in (("bf16", 0), ("fp8", 0), ("fp8", 32)):
         found = weight_bytes(CONFIG, parse_layout("dp=32", extra, CONFIG), PRECISIONS[name])
         total = sum(found.values())
         rest = total - found["attention"] - found["experts"] - found["shared experts"]

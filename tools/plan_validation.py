@@ -32,15 +32,15 @@ replica and EP 8, TP is tensor parallelism.
 - **known**: points that were known while the model was written. Each run is counted once, by its rate; TTFT is scored apart.
 - **looked for**: points found afterwards. Predictions were committed (1257918, bdea21d) before the values were read, and then had an
   error of 26.7 % with 4 of 10 inside; the model of today has seen the values.
-- **one machine**: one H200 host and one layout with other users, lengths and software. Predictions were committed (5262201), simulated as
-  the benchmarks run: all users start at once. The best online rate in K's source (4,176 tokens a second) and the totals of two runs
-  beside T were known.
+- **one machine**: one H200 host and one layout with other users, lengths and software, simulated from a start of all users at once.
+  Predictions were committed (5262201); the best online rate in K's source (4,176 tokens a second) and the totals of two runs beside T
+  were known.
 - **one host of 2026**: InferenceX's closed loops (vngcloud/InferenceX-app, commit 7fe6d62,
-  `packages/app/cypress/fixtures/api/benchmarks.json`), in output tokens a second a device: all of H200 and B200, SGLang and TensorRT-LLM,
-  dated 2026, no drafts, prefill and decode together. Predictions were committed (54613e4); point 8 was known.
-- **wide EP**: all runs of DeepSeek-R1 there on NVIDIA's devices, dated 2026, no drafts, prefill and decode apart, 16 or more decoding
-  devices with an attention replica on each, in output tokens a second a decoding device. Predictions were committed (5389fc7), with 288
-  slots of experts that follow the load, prefill steps of 16,384 tokens a replica, no overlap of two half batches.
+  `packages/app/cypress/fixtures/api/benchmarks.json`) on H200 and B200, chosen by a rule, in output tokens a second a device. Predictions
+  were committed (54613e4); point 8 was known.
+- **wide EP**: runs of DeepSeek-R1 in that file with prefill and decode apart and 16 or more decoding devices, in output tokens a second a
+  decoding device. Predictions were committed (5389fc7), with 288 slots of experts that follow the load, prefill steps of 16,384 tokens a
+  replica, no overlap of two half batches.
 
 The committed predictions for one host were too slow for few users. The causes were found in the tables' sources, and none takes a number
 from these runs: the table of block-FP8 products on Blackwell includes packing that a server does once; sums over `tp` within a host are
