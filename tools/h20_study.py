@@ -281,12 +281,10 @@ def other_claims() -> str:
     return f"""- **2.8 GB in 9.77 s.** 200 × 61 layers × 8 experts × 7,168 × 2 B, there and back, are {step / 1e9:.2f} GB: what **one decode step** of 200 sessions
   exchanges, not their prompts. Over one port a host that step needs {away * 1e3:.0f} ms (exact: three quarters leave the host). The 200 prompts of 32 K
   need {fill / 60:.0f} minutes (exact), a token's row going once to each host that has one of its experts.
-- **Chunked: 1.22 s.** That is the time of the first of eight chunks; a first token comes after the last one. A replica of `dp=32` with one 32 K prompt, bf16, one port: {ranged(whole)} s
-  in one step, {ranged(chunked)} s in eight.
+- **Chunked: 1.22 s.** That is the time of the first of eight chunks. A replica of `dp=32` with one 32 K prompt, bf16, one port, takes {ranged(whole)} s in one step, {ranged(chunked)} s in eight.
 - **An all-to-all of 2,027 GB/s.** The plan adds NVLinks and network links. An exchange is done when its slowest part is: through one port a host {hosts * PORT / 0.75 / 1e9:.1f} GB/s in
   all, through three {3 * hosts * PORT / 0.75 / 1e9:.0f} (exact), {2027e9 / (hosts * PORT / 0.75):.0f} and {2027e9 / (3 * hosts * PORT / 0.75):.0f} times less.
-- **Sparsity gains 67.1%.** The routed experts leave out 96.9% of their operations (248 of 256), which is {expert * 248 / dense:.1%} of all operations at 32 K (exact: {(linear + attention) / 1e9:,.0f} of {dense / 1e9:,.0f} GFLOP
-  remain); the plan reaches its number by taking off percentages for waiting. Reading weights saves little: 200 tokens touch {touched:.0f} of a layer's 256 experts (an even router {256 * (1 - (1 - 8 / 256) ** SESSIONS):.1f})."""
+- **Sparsity gains 67.1%.** The routed experts leave out 96.9% of their operations (248 of 256), {expert * 248 / dense:.1%} of all at 32 K (exact: {(linear + attention) / 1e9:,.0f} of {dense / 1e9:,.0f} GFLOP remain). Reading weights saves little: 200 tokens touch {touched:.0f} of a layer's 256 experts (an even router {256 * (1 - (1 - 8 / 256) ** SESSIONS):.1f})."""
 
 
 def chunked_prompt(tokens: int) -> Figure:
