@@ -123,7 +123,7 @@ def prefill_table() -> str:
         "| layout | TTFT, s, each replica with one 32 K prompt | prompts a second, all GPUs | seconds to fill 200 sessions |",
         "|---|---|---|---|",
     ]
-    for mesh in ("dp=32", "dp=8,tp=4", "dp=4,tp=8", "tp=8,ep=1", "tp=16,ep=1"):
+    for mesh in ("dp=32", "dp=4,tp=8", "tp=8,ep=1", "tp=16,ep=1"):
         layout = parse_layout(mesh, None, CONFIG)
         count = DEVICES // layout.devices
         work = Workload(Lengths(CONTEXT), Lengths(OUTPUT))
@@ -138,7 +138,7 @@ def prefill_table() -> str:
 
 PORTS = (1, 3, 8)
 """25 Gb/s ports of a host: what the plan says in one place, in another, and one for each GPU."""
-WRITTEN = ("dp=32", "dp=16,tp=2", "dp=8,tp=4", "dp=4,tp=8", "dp=16", "dp=8,tp=2", "tp=16,ep=1")
+WRITTEN = ("dp=32", "dp=16,tp=2", "dp=4,tp=8", "dp=16", "tp=16,ep=1")
 
 
 def ported(ports: int):
