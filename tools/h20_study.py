@@ -523,7 +523,7 @@ Up to 100 µs and from 10 to 25 Gb/s the winner stays. Pictures: [latency](h20-3
 
 {sweeps}
 
-"Missed" are the objectives by the deployment that misses them least. "Cannot run" means more sessions than the caches hold, or experts that were lost with a host.
+Where no deployment meets the objectives, the one that misses them least is shown (missed). "Cannot run" means more sessions than the caches hold, or experts that were lost with a host.
 """
 
 
