@@ -30,7 +30,7 @@ _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 
 
 def to_json(body: Any) -> bytes:
-    """Compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
+    """Write compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
     try:
         return pydantic_core.to_json(body)
     except ValueError:  # it refuses lone surrogates
@@ -43,7 +43,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body's bytes."""
+        """Write the body's bytes."""
         return to_json(content)
 
 
@@ -65,7 +65,7 @@ def note_error(scope: Scope, error: ApiError) -> None:
 
 
 def error_response(error: ApiError, *, close: bool = False) -> JsonResponse:
-    """An error as an answer; `close` ends the connection after it, because the rest of the request will not be read."""
+    """Make an answer of an error; `close` ends the connection after it, because the rest of the request will not be read."""
     headers = {**(error.headers or {}), **({"Connection": "close"} if close else {})}
     return _ErrorResponse(error, headers)
 
@@ -78,17 +78,17 @@ class StreamedAnswer(Protocol):
     """An answer that can be given in chunks, each a JSON body."""
 
     def first_chunks(self) -> Iterable[Mapping[str, Any]]:
-        """The chunks that are sent before any output."""
+        """Return the chunks that are sent before any output."""
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> Iterable[Mapping[str, Any] | bytes]:
-        """The chunks of one output, those that are bytes as JSON already.
+        """Return the chunks of one output, those that are bytes as JSON already.
 
         Raises:
             ApiError: a completion failed.
         """
 
     def last_chunks(self) -> Iterable[Mapping[str, Any]]:
-        """The chunks that are sent after the last output."""
+        """Return the chunks that are sent after the last output."""
 
 
 class BodyWriter:
@@ -240,7 +240,7 @@ class _HeadTooLargeError(Exception):
 
 
 def bounded_connections(head_timeout: float) -> type[HttpToolsProtocol]:
-    """A protocol class for uvicorn, which makes one object a connection.
+    """Make a protocol class for uvicorn, which makes one object a connection.
 
     httptools, because of its price: h11 checks every event of every stream against its state machines.
     """

@@ -162,7 +162,7 @@ def _sentence(fields: dict[str, Any]) -> str:
 
 
 def beginning_with(message: Message, receive: Receive) -> Receive:
-    """A `receive` that gives this message first, then what the other one gives."""
+    """Make a `receive` that gives this message first, then what the other one gives."""
     messages = [message]
 
     async def receive_again() -> Message:
@@ -232,7 +232,7 @@ def new_id() -> str:
 
 
 def request_id_of(request: Request, field: str | None) -> str:
-    """The id to answer under: the header's, else the body's field, else the one made up."""
+    """Choose the id to answer under: the header's, else the body's field, else the one made up."""
     state = request.scope["state"]
     if field is not None and not state["request_id_given"]:
         state["request_id"] = field
@@ -321,7 +321,7 @@ class BodyLimits(Guard):
         await self._app(scope, beginning_with(message, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None where the client leaves before its end."""
+        """Read the body; None where the client leaves before its end."""
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._most_bytes:
             raise self._too_large()
@@ -359,7 +359,7 @@ class StrictRequest(Request):
     """A request whose body is read as `strict_json`."""
 
     async def json(self) -> Any:
-        """The body.
+        """Read the body.
 
         Raises:
             ApiError: it is not JSON.
@@ -374,7 +374,7 @@ class StrictRoute(APIRoute):
     """A route that reads its body as a `StrictRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler, given the strict request."""
+        """Return FastAPI's handler, which is given the strict request."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:

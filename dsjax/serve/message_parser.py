@@ -115,7 +115,7 @@ class ReasoningParser:
 
     @classmethod
     def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ReasoningParser | None":
-        """The parser of this name; `auto`: one where the model has the closing tag as a token and a template that writes it."""
+        """Return the parser of this name; `auto`: one where the model has the closing tag as a token and a template that writes it."""
         if name == "none" or tokenizer is None:
             return None
         close = tokenizer.token_id(CLOSE)
@@ -125,7 +125,7 @@ class ReasoningParser:
         return cls(close, always=name == "deepseek_r1")
 
     def start_of(self, prompt: str, unfinished: str | None = None) -> Section:
-        """The section that an answer begins with, read off the end of the prompt.
+        """Find the section that an answer begins with, read off the end of the prompt.
 
         `unfinished` is the assistant's text that the prompt ends with, if it is to be continued.
         """

@@ -38,7 +38,7 @@ class ToolFormat:
 
     @classmethod
     def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ToolFormat | None":
-        """The format of this name; None for `none`, and for a model without tokenizer.
+        """Return the format of this name; None for `none`, and for a model without tokenizer.
 
         `auto` takes the format that the model's template writes, or else V3.1's where the model has the separator as a token.
         """
@@ -52,11 +52,11 @@ class ToolFormat:
         return FORMATS["deepseek_v31"] if tokenizer.token_id(SEPARATOR) is not None else None
 
     def call(self, name: str, arguments: str) -> str:
-        """One call as text."""
+        """Write one call as text."""
         return f"{CALL_BEGIN}{self.before_name}{name}{self.after_name}{arguments}{self.after_arguments}{CALL_END}"
 
     def calls(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls of (name, arguments) as text."""
+        """Write calls of (name, arguments) as text."""
         return CALLS_BEGIN + self.between_calls.join(self.call(*call) for call in calls) + CALLS_END
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -78,14 +78,14 @@ FORMATS = {
 
 
 def tool_outputs(contents: Sequence[str]) -> str:
-    """Answers of tools as text, for templates that have no place for them."""
+    """Write answers of tools as text, for templates that have no place for them."""
     return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{_OUTPUT_END}" for each in contents) + _OUTPUTS_END
 
 
 def tool_grammar(
     form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
 ) -> str:
-    """The grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
+    """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
 
     compact: arguments have no blanks between JSON's parts.
 
@@ -113,7 +113,7 @@ def tool_grammar(
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, whose objects hold what they name and nothing else, unless they say otherwise.
+    """Return the schema, whose objects hold what they name and nothing else, unless they say otherwise.
 
     So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
     on with them for ever.
@@ -140,7 +140,7 @@ def _marker(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _texts(text: str, tokenizer: Tokenizer) -> list[str]:
-    """A text that may hold the separator, as terminals."""
+    """Write a text that may hold the separator, as terminals."""
     before, marker, after = text.partition(SEPARATOR)
     parts = [json.dumps(before)] if before else []
     parts += [_marker(SEPARATOR, tokenizer)] if marker else []
