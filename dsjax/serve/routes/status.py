@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -17,6 +16,7 @@ from dsjax.serve.connections import JsonResponse
 from dsjax.serve.errors import ApiError
 from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, ServerInfo, State, Version, errors
 from dsjax.serve.serving import Phase, Serving
+from dsjax.versions import installed_version
 
 _LOADS_SECONDS = 0.5
 
@@ -137,7 +137,4 @@ def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:
 
 def package_version() -> str:
     """Return the version of dsjax that is installed."""
-    try:
-        return version("dsjax")
-    except PackageNotFoundError:  # run from the source tree
-        return "unknown"
+    return installed_version("dsjax", missing="unknown")
