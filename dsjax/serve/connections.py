@@ -47,27 +47,16 @@ class JsonResponse(Response):
         return to_json(content)
 
 
-class _ErrorResponse(JsonResponse):
-    """Tells the request's log line which error it is."""
-
-    def __init__(self, error: ApiError, headers: Mapping[str, str]):
-        super().__init__(error.body(), status_code=error.status, headers=headers)
-        self._error = error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        note_error(scope, self._error)
-        await super().__call__(scope, receive, send)
-
-
 def note_error(scope: Scope, error: ApiError) -> None:
     """Leave an error's code, or its type where it has no code, in the scope's state, where `RequestLog` reads it."""
     scope.setdefault("state", {})["error"] = error.code or error.type
 
 
-def error_response(error: ApiError, *, close: bool = False) -> JsonResponse:
-    """Make an answer of an error; `close` ends the connection after it, because the rest of the request will not be read."""
+def error_response(scope: Scope, error: ApiError, *, close: bool = False) -> JsonResponse:
+    """Answer a request with an error; `close` ends the connection after it, because the rest of the request will not be read."""
+    note_error(scope, error)
     headers = {**(error.headers or {}), **({"Connection": "close"} if close else {})}
-    return _ErrorResponse(error, headers)
+    return JsonResponse(error.body(), status_code=error.status, headers=headers)
 
 
 class ClientGoneError(Exception):

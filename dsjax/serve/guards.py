@@ -223,7 +223,8 @@ class RequestIds(Guard):
             await self._app(scope, receive, send_with_id)
         else:
             reason = f"X-Request-ID is not 1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters without blanks"
-            await error_response(ApiError(400, reason, param="X-Request-ID"))(scope, receive, send_with_id)
+            error = ApiError(400, reason, param="X-Request-ID")
+            await error_response(scope, error)(scope, receive, send_with_id)
 
 
 def new_id() -> str:
@@ -256,7 +257,7 @@ class Keys(Guard):
         given = _given_key(Headers(scope=scope).get("authorization", ""), scope["method"])
         scope.setdefault("state", {})["admin"] = self._admin is not None and hmac.compare_digest(given, self._admin)
         refusal = self._refusal(scope, given)
-        await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
+        await (self._app if refusal is None else error_response(scope, refusal))(scope, receive, send)
 
     def _refusal(self, scope: Scope, given: bytes) -> ApiError | None:
         path = scope["path"].rstrip("/") or "/"
@@ -313,7 +314,7 @@ class BodyLimits(Guard):
         try:
             body = await self._read(scope, receive)
         except ApiError as error:
-            await error_response(error, close=True)(scope, receive, send)
+            await error_response(scope, error, close=True)(scope, receive, send)
             return
         if body is None:
             return  # the client has gone

@@ -209,7 +209,7 @@ class Forwarding(Guard):
             answer = await self._client.request(scope["method"], path, headers=headers, content=message["body"])
         except httpx.HTTPError:
             error = ApiError(503, "the engine's process does not answer", type="server_error", code="not_ready")
-            await error_response(error)(scope, receive, send)
+            await error_response(scope, error)(scope, receive, send)
             return
         kept = [(name, value) for name, value in answer.headers.raw if name.lower() not in _HOP_BY_HOP]
         kept = [(name, value) for name, value in kept if name.lower() not in (b"content-encoding", b"date", b"server")]
