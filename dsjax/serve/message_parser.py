@@ -5,12 +5,11 @@
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dsjax.engine.text.output_processor import num_undecided
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.tool_calls import ToolCallParser
+from dsjax.serve.tool_calls import MessagePiece, ToolCallParser
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -140,41 +139,6 @@ class ReasoningParser:
         return Section.REASONING if self._always else Section.UNDECIDED
 
 
-@dataclass
-class MessagePiece:
-    """What a piece of text added; `tool_calls` are deltas as OpenAI's chunks have them."""
-
-    reasoning: str = ""
-    content: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-
-    def delta(self) -> dict[str, Any]:
-        """Make a chunk's delta."""
-        body: dict[str, Any] = {}
-        if self.reasoning:
-            body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
-        if self.content:
-            body["content"] = self.content
-        if self.tool_calls:
-            body["tool_calls"] = self.tool_calls
-        return body
-
-    def message(self) -> dict[str, Any]:
-        """Make a whole message: the deltas of a call are put together."""
-        calls: list[dict[str, Any]] = []
-        for delta in self.tool_calls:
-            if delta["index"] == len(calls):
-                calls.append({"id": delta["id"], "type": delta["type"], "function": dict(delta["function"])})
-            else:
-                calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
-        body: dict[str, Any] = {"role": "assistant", "content": self.content or (None if calls else "")}
-        if self.reasoning:
-            body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
-        if calls:
-            body["tool_calls"] = calls
-        return body
-
-
 class MessageParser:
     """Splits off the reasoning, then takes tool calls out of the rest; where either is None, text passes it unchanged."""
 
@@ -205,5 +169,5 @@ class MessageParser:
             piece.reasoning = reasoning if self._include_reasoning else ""
         if self._tools is not None:
             parsed = self._tools.push(piece.content, finished)
-            piece.content, piece.tool_calls = parsed.content, parsed.deltas
+            piece.content, piece.tool_calls = parsed.content, parsed.tool_calls
         return piece

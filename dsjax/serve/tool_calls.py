@@ -148,11 +148,38 @@ def _texts(text: str, tokenizer: Tokenizer) -> list[str]:
 
 
 @dataclass
-class ToolPiece:
-    """What came: text of the answer, and deltas of calls as OpenAI's chunks have them."""
+class MessagePiece:
+    """What a piece of text added; `tool_calls` are deltas as OpenAI's chunks have them."""
 
+    reasoning: str = ""
     content: str = ""
-    deltas: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def delta(self) -> dict[str, Any]:
+        """Make a chunk's delta."""
+        body: dict[str, Any] = {}
+        if self.reasoning:
+            body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
+        if self.content:
+            body["content"] = self.content
+        if self.tool_calls:
+            body["tool_calls"] = self.tool_calls
+        return body
+
+    def message(self) -> dict[str, Any]:
+        """Make a whole message: the deltas of a call are put together."""
+        calls: list[dict[str, Any]] = []
+        for delta in self.tool_calls:
+            if delta["index"] == len(calls):
+                calls.append({"id": delta["id"], "type": delta["type"], "function": dict(delta["function"])})
+            else:
+                calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+        body: dict[str, Any] = {"role": "assistant", "content": self.content or (None if calls else "")}
+        if self.reasoning:
+            body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
+        if calls:
+            body["tool_calls"] = calls
+        return body
 
 
 class ToolCallParser:
@@ -176,17 +203,17 @@ class ToolCallParser:
         self._has_arguments = False
         self.num_calls = 0
 
-    def push(self, text: str, finished: bool = False) -> ToolPiece:
+    def push(self, text: str, finished: bool = False) -> MessagePiece:
         """Add text; with `finished` nothing is held back any more."""
         self._held += text
-        piece = ToolPiece()
+        piece = MessagePiece()
         while self._step(piece, finished):
             pass
         return piece
 
     # Each state takes what it can from `_held` and says whether the next state may go on.
 
-    def _text(self, piece: ToolPiece, finished: bool) -> bool:
+    def _text(self, piece: MessagePiece, finished: bool) -> bool:
         first_marker = find_first(self._held, (CALLS_BEGIN, CALL_BEGIN))
         if first_marker:
             at, marker = first_marker
@@ -199,7 +226,7 @@ class ToolCallParser:
         self._held = self._held[len(self._held) - keep :]
         return False
 
-    def _between(self, piece: ToolPiece, finished: bool) -> bool:
+    def _between(self, piece: MessagePiece, finished: bool) -> bool:
         first_marker = find_first(self._held, (CALL_BEGIN, CALLS_END))
         if not first_marker:
             return False
@@ -208,7 +235,7 @@ class ToolCallParser:
         self._step = self._name if marker == CALL_BEGIN else self._text
         return True
 
-    def _name(self, piece: ToolPiece, finished: bool) -> bool:
+    def _name(self, piece: MessagePiece, finished: bool) -> bool:
         end = find_first(self._held, (CALL_END,))
         name_end = find_first(self._held, (self._fence or SEPARATOR,))
         if name_end is None or (end is not None and end[0] < name_end[0]):
@@ -225,7 +252,7 @@ class ToolCallParser:
         self._emit(piece, head)
         return True
 
-    def _arguments(self, piece: ToolPiece, finished: bool) -> bool:
+    def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
         if not self._has_arguments:
             self._held = self._held.lstrip()
         end_marker = find_first(self._held, self._ends)
@@ -243,6 +270,6 @@ class ToolCallParser:
             self._emit(piece, {"function": {"arguments": text}})
         return end_marker is not None
 
-    def _emit(self, piece: ToolPiece, delta: dict[str, Any]) -> None:
+    def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
         if self.num_calls <= self._most:
-            piece.deltas.append({"index": self.num_calls - 1, **delta})
+            piece.tool_calls.append({"index": self.num_calls - 1, **delta})
