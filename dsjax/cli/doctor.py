@@ -6,12 +6,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from dsjax.cli.output import report_console, write_json
+from dsjax.cli.output import JsonFile, report_console, write_json
 from dsjax.versions import installed_version
 
 _STYLES = {"ok": "green", "note": "yellow", "trouble": "bold red"}
@@ -30,9 +29,7 @@ class Finding:
 
 
 def doctor(
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Look at versions, devices, memory, interconnect, caches and compilers, and say what to do about each.
 

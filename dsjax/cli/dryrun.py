@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dsjax.cli.options import engine_options, prepare_devices
-from dsjax.cli.output import report_console, write_json
+from dsjax.cli.output import JsonFile, report_console, write_json
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
@@ -47,9 +47,7 @@ def dryrun(
     timeline_picture: Annotated[
         Path | None, typer.Option(help="Draw it too: .png, .svg or .pdf; default: next to the trace.")
     ] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compile the serving step at full size for machines that are not there; read memory, collectives and costs."""
     # The compilers of accelerators that are not there run beside JAX's CPU backend; a GPU that is there must stay untouched.
