@@ -75,7 +75,7 @@ class ReportConsole(Console):
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's, each table in the width there is."""
+        """Print as rich does, each table in the width there is."""
         if not any(isinstance(each, Table) for each in objects):
             super().print(*objects, **options)
             return

@@ -74,9 +74,9 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
 
 
 def quantile(buckets: dict[float, float], share: float) -> float | None:
-    """As PromQL's `histogram_quantile`: linear within a bucket; the last finite bound where it lies beyond; None of nothing.
+    """Estimate a quantile as PromQL's `histogram_quantile` does: linear within a bucket; the last finite bound where it lies beyond.
 
-    buckets: upper bound to cumulative count, the last one infinite.
+    buckets: upper bound to cumulative count, the last one infinite. None where nothing was counted.
     """
     bounds = sorted(buckets)
     if not bounds or not buckets[bounds[-1]]:

@@ -81,7 +81,7 @@ class AttentionInputs:
     def of(
         cls, setting: Setting, form: Form, rows: int, chunk: int, cached: int
     ) -> tuple[AttentionInputs, dict[str, jax.Array]]:
-        """With its arrays: `x`, positions, page tables, slots, for rows that attend to all of `cached`."""
+        """Make them with their arrays: `x`, positions, page tables, slots, for rows that attend to all of `cached`."""
         step, config = setting.step, setting.config
         page, pages = step.page_size, -(-(cached + chunk) // step.page_size)
         # Pages in a random order, as after some time of serving; page 0 is never used.
@@ -100,7 +100,7 @@ class AttentionInputs:
 
 
 def paged_attention(setting: Setting, form: Form) -> PagedAttention:
-    """As the step's, with the cache in the layout that the form reads."""
+    """Make the step's attention, with the cache in the layout that the form reads."""
     step, layout = setting.step, common_layout(form, form)
     return PagedAttention(
         step.mesh, step.spec, setting.config, layout, step.cache_dtype, step.block_tokens, step.kernels
@@ -108,7 +108,7 @@ def paged_attention(setting: Setting, form: Form) -> PagedAttention:
 
 
 def cache_for(setting: Setting, form: Form, rows: int, context: int) -> Cache:
-    """Zeros, for `cache_layers` layers."""
+    """Make a cache of zeros, for `cache_layers` layers."""
     step, pages = setting.step, rows * -(-context // setting.step.page_size) + 1
     lead = (cache_layers(setting, form, rows, context), pages, step.page_size)
     return {
@@ -118,7 +118,7 @@ def cache_for(setting: Setting, form: Form, rows: int, context: int) -> Cache:
 
 
 def attend_layer(at: AttentionInputs, mla: MLA, x: jax.Array, arrays: Mapping[str, jax.Array], cache: Cache, layer):
-    """All that attention does in a layer of the step: projections, cache write, attending, output; `(out, cache)`."""
+    """Compute all of attention in a layer of the step: projections, cache write, attending, output; gives `(out, cache)`."""
     rows, chunk, config = at.rows, at.chunk, at.attention.config
     rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.qk_rope_head_dim)
     p = mla.project(x, rotation, query_heads=at.form != "AM_CC_ME", multiply=at.multiply)

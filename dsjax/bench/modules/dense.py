@@ -167,7 +167,7 @@ def layer_loop(setting: Setting, make, apply, in_model: int, tokens: int) -> Pre
 
 
 def one_in_a_step(setting: Setting, stack: LayerStack, apply, x) -> PreparedCase:
-    """What the model has one of, as a step runs it: once a call, with arrays of its own, copies of it in turn."""
+    """Run what the model has one of as a step runs it: once a call, with arrays of its own, copies of it in turn."""
     every = stack.values(setting.seed)
     copies = [{path: array[i] for path, array in every.items()} | {"x": x} for i in range(stack.depth)]
 

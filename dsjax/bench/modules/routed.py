@@ -60,8 +60,8 @@ def route_randomly(rng: np.random.Generator, tokens: int, experts: int, top_k: i
     return np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
 
-def arrivals(setting: Setting, tokens: int, experts: int, skew: float) -> DispatchedTokens:
-    """What arrives at a rank with `experts` of the model's, when it and its like have `tokens` each.
+def draw_dispatch(setting: Setting, tokens: int, experts: int, skew: float) -> DispatchedTokens:
+    """Draw what is dispatched to a rank with `experts` of the model's, when it and its like have `tokens` each.
 
     All ranks' tokens are drawn together; of a skewed draw the busiest rank is taken, whom the others wait for.
     """
@@ -89,7 +89,7 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
     stack = _stack(setting, experts)
     for count in tokens:
         for variant, skew in SKEWS.items():
-            sent = arrivals(setting, count, experts, skew)
+            sent = draw_dispatch(setting, count, experts, skew)
             other_bytes = itemsize * (2 * sent.rows * D + sent.pairs * (2 * D + 5 * F))
             work = ModuleWork(6 * sent.pairs * D * F, stack.layer_bytes * sent.used / experts, other_bytes)
             sizes = {"tokens": count, "experts": experts, "rows": sent.rows, "pairs": sent.pairs, "used": sent.used}
@@ -216,7 +216,7 @@ def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, expert
 
 
 def _hand_back(params, rows_ND, ids_NK, weights_NK):
-    """In place of experts: each row that has an expert here, times its weights; every row is read once, none is multiplied."""
+    """Give back each row that has an expert here, times its weights, in place of the expert's product; every row is read once."""
     weight_N = jnp.sum(jnp.where(ids_NK >= 0, weights_NK, 0), axis=1)
     rows = rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)
     return (rows * weight_N[:, None] * params["scale"][0]).astype(rows_ND.dtype)

@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's."""
+        """The model's configuration."""
         return self.step.config
 
     @property
@@ -71,7 +71,7 @@ class Setting:
         return self.step.in_place.multiply(jnp.int32(0))
 
     def declare(self, depth: int) -> Declaration:
-        """For parameters of `depth` layers."""
+        """Make the declaration of parameters of `depth` layers."""
         return Declaration(self.weights, self.platform, depth)
 
     def working_set(self) -> int:

@@ -43,11 +43,11 @@ class DeviceGroup:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name that tables show."""
         return ", ".join(self.uses)
 
     def mesh(self) -> Mesh:
-        """With the axes `group` and `rank`."""
+        """Make a mesh of the groups, with the axes `group` and `rank`."""
         return Mesh(self.devices, ("group", "rank"))
 
     def near(self, domain: int, devices_per_host: int) -> int:
@@ -124,7 +124,7 @@ def all_to_all(x, ranks: int):
 
 
 def ragged_all_to_all(x, ranks: int):
-    """As `all_to_all`, by the collective that is told how many values go where."""
+    """Block k of each rank, on rank k, by the collective that is told how many values go where."""
     block = x.shape[0] // ranks
     starts, sizes = jnp.arange(ranks, dtype=jnp.int32) * block, jnp.full(ranks, block, jnp.int32)
     lands = jnp.full(ranks, lax.axis_index(_RANK) * block, jnp.int32)

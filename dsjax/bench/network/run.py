@@ -39,7 +39,7 @@ class Expectation:
 
 @dataclass(frozen=True, eq=False)
 class CollectiveCase:
-    """One row to be."""
+    """A collective over a group that is to be timed at one size."""
 
     group: DeviceGroup
     collective: str
@@ -47,13 +47,13 @@ class CollectiveCase:
 
     @property
     def title(self) -> str:
-        """For a progress bar."""
+        """The name that a progress bar shows."""
         return f"{self.collective} over {self.group.name}, {self.size:,} bytes"
 
 
 @dataclass(frozen=True, eq=False)
 class CollectiveRow:
-    """What was found of a case. samples: seconds of one application, of the slowest process each time."""
+    """A case that was timed. samples: seconds of one application, of the slowest process each time."""
 
     case: CollectiveCase
     operand_bytes: int
@@ -111,7 +111,7 @@ class CollectiveRow:
 
 @dataclass
 class NetworkResults:
-    """What a run found."""
+    """The rows of a run, and the cases that were left out, each with the reason."""
 
     rows: list[CollectiveRow] = field(default_factory=list)
     skipped: list[tuple[CollectiveCase, str]] = field(default_factory=list)
