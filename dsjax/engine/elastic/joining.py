@@ -70,12 +70,18 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
         raise UserError(
             f"--mesh {args.mesh} has {devices} devices, fewer than the {options.num_processes} processes; start {devices}"
         )
-    found = versions() | {"the version of dsjax's commands": VERSION}
-    own = {f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN}
-    own["--heartbeat-timeout"] = options.heartbeat_timeout
-    own["--disaggregation-mode"] = args.disaggregation_mode
-    own["--disaggregation-transfer-backend"] = args.disaggregation_transfer_backend
-    return found | own | {"the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision))}
+    alike = versions() | {"the version of dsjax's commands": VERSION}
+    options_by_flag = {
+        f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN
+    }
+    options_by_flag["--heartbeat-timeout"] = options.heartbeat_timeout
+    options_by_flag["--disaggregation-mode"] = args.disaggregation_mode
+    options_by_flag["--disaggregation-transfer-backend"] = args.disaggregation_transfer_backend
+    return (
+        alike
+        | options_by_flag
+        | {"the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision))}
+    )
 
 
 def versions() -> dict[str, str]:

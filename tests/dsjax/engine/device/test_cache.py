@@ -25,7 +25,7 @@ from dsjax.engine.device.process import (
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
-from dsjax.engine.setup.memory import beside_the_cache, check_device_memory
+from dsjax.engine.setup.sizes import beside_the_cache, check_device_memory
 from dsjax.errors import UserError
 from sharding import MeshSpec
 

@@ -10,10 +10,10 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.sampling_params import OutputKind
+from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.errors import ChangeUnderWayError, UserError
 from sharding import MeshError, MeshSpec
 

@@ -11,16 +11,27 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dsjax.engine.contract.commands import int32s
+from dsjax.engine.contract.commands import from_int32s, int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.schedule.landing_area import LandingArea
+from dsjax.engine.schedule.page_source import Lookup, RankPages
+from dsjax.engine.schedule.pages import PagePool
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.transfer.messages import CancelTransfer, PrefillRequest, ReleaseChunk, TransferFailed
+from dsjax.engine.transfer.messages import (
+    CancelTransfer,
+    ChunkReady,
+    PrefillRequest,
+    PulledChunk,
+    ReleaseChunk,
+    TransferFailed,
+)
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
+from dsjax.engine.transfer.remote_prefill import RemotePrefills
 from dsjax.serve.metrics import Metrics
 
 
@@ -570,6 +581,126 @@ def test_a_prefill_engine_that_can_do_nothing_until_decode_takes_pages_waits_for
     assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 50, 6) for i in range(4)]
     assert pair.incoming.transfer_counts.completed == 4, "it goes on when pages are taken"
     pair.core.shutdown()
+
+
+class CountedWaits:
+    """The commands of an engine's thread, of which it waits for none: it is only noted that it would."""
+
+    def __init__(self, engine):
+        self._commands, engine._thread._commands = engine._thread._commands, self
+        self.waits = 0
+
+    def get(self, **timeout):
+        self.waits += bool(timeout)
+        return self._commands.get(block=False)
+
+    def put(self, command):
+        self._commands.put(command)
+
+    def empty(self):
+        return self._commands.empty()
+
+
+def test_a_prefill_engine_waits_when_three_steps_in_a_row_have_computed_nothing_and_not_before():
+    pair = Pair(pages=(17, 129))
+    [engine] = pair.engines
+    # Chunks of 6 pages at most, each taken after three looks: the prompts go on page by page, in steps between which nobody says anything.
+    engine.buffers._room, pair.core.executor.chunks_take = [6], 3
+    for name in range(4):
+        pair.add(f"{name}", [name] * 50)
+    commands, stuck = CountedWaits(engine), 0
+    while pair.core.has_unfinished:
+        engine.core.executor.move_chunks()
+        if engine.core.has_unfinished:
+            waits = commands.waits
+            engine.turn()
+            stuck += commands.waits - waits
+        else:
+            engine.turn(wait=False)
+        pair.decode.wake.set()
+        pair.core.step()
+    assert stuck == 0, "a step that computes nothing may send pages, and the next one uses their room"
+
+    pair.core.executor.chunks_take = None  # nobody takes anything any more
+    engine.buffers._room = [6]
+    for name in range(4, 8):
+        pair.add(f"{name}", [name] * 50)
+    for _ in range(60):
+        engine.turn(wait=False)
+        pair.decode.wake.set()
+        pair.core.step()
+    assert engine.core.has_unfinished
+    engine._thread.call(lambda: None)  # counting begins anew when something is said
+    waits = []
+    for _ in range(5):
+        before = commands.waits
+        engine.turn()
+        waits.append(commands.waits - before)
+    assert waits == [1, 0, 0, 1, 1], "the first one takes what was said, and three steps compute nothing"
+
+
+def decode_source(local_tokens=1):
+    """The transfers of a decode engine with one rank and one prefill engine, without either."""
+    pages = RankPages(PagePool(33, 4), LandingArea())
+    source = RemotePrefills(1, local_tokens, timeout=10.0)
+    source.bind([pages])
+    return source
+
+
+def waiting(source, name, tokens, names, cached=()):
+    """A request for which the pages behind the cached ones are asked for."""
+    request = Request(name, tokens, len(tokens), SamplingParams(temperature=0), 1, 0)
+    assert source.lookup(0, request, names, cached, 8, now=0.0) is Lookup.WAIT
+    [(_, asked)] = [sent for sent in source.take_messages() if isinstance(sent[1], PrefillRequest)]
+    return request, asked
+
+
+def test_pages_that_two_transfers_bring_are_awaited_from_the_other_one_when_the_first_ends():
+    source, tokens = decode_source(), list(range(21))
+    names = [b"%d" % page for page in range(5)]
+    first, _ = waiting(source, "first", tokens, names, cached=[1, 2])  # its beginning was cached, and is evicted then
+    _, asked = waiting(source, "second", tokens, names)
+    assert (asked.first, asked.end) == (0, 5)
+    source.release(0, first)
+    third = Request("third", tokens, len(tokens), SamplingParams(temperature=0), 1, 0)
+    assert all(source.awaits(0, third, name) for name in names), "all five pages still come"
+    assert source._of[third].name == asked.transfer
+    source.cancel(0)
+    assert not source._expected
+
+
+def test_an_offer_that_comes_twice_is_pulled_once_and_not_released_before_it_has_come():
+    source, names = decode_source(), [b"0", b"1"]
+    request, asked = waiting(source, "a", list(range(9)), names)
+    offer = ChunkReady(asked.transfer, number=7, first=0, count=2)
+    for _ in range(2):
+        source.receive(0, offer, now=1.0)
+    source.begin_rank(0, now=1.0)
+    [(_, pull)] = source.commands()
+    assert from_int32s(pull.ranks[0]).tolist() == [0, 7, 0, 0, 0, 7, 1, 1]
+    source.receive(0, offer, now=1.0)
+    source.begin_rank(0, now=1.0)
+    assert list(source.commands()) == source.take_messages() == []
+    assert source.num_under_way == 1
+    assert request.is_loading
+    for number in (0, 1):
+        source.landed(0, number, True, now=2.0)
+    assert source.transfer_counts.completed == 1
+    assert source.transfer_counts.pages == 2
+
+
+def test_what_an_executor_has_pulled_does_not_land_on_the_one_that_replaces_it():
+    pair, landed = Pair(), []
+    pair.decode.scheduled(SimpleNamespace(landed=lambda *arguments: landed.append(arguments)))
+    pair.decode.report(PulledChunk(rank=0, link=0, number=12345, pages=[3], ok=True))
+    executor = FakeExecutor(num_ranks=1, pages_per_rank=33, transfers=True)
+    pair.decode.start(executor, SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16))
+    pair.decode.begin_step(0.0)
+    assert landed == []
+    assert pair.sent == [ReleaseChunk(12345)], "its prefill engine need not keep it"
+    pair.decode.report(PulledChunk(rank=0, link=0, number=12346, pages=[4], ok=True))
+    pair.decode.begin_step(1.0)
+    assert landed == [(0, [4], True, 1.0)]
 
 
 def test_flushing_forgets_what_is_on_its_way():
