@@ -41,7 +41,7 @@ def carried_bytes(one: ProgramCollective) -> tuple[float, float, int]:
 COPIES = "copies"
 """The thread of asynchronous copies, which move memory beside the compute thread."""
 
-End = Literal["low", "value", "high"]
+FigureEnd = Literal["low", "value", "high"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class TargetPrices:
     """
 
     assumed: Assumed
-    end: End = "value"
+    end: FigureEnd = "value"
     ragged_share: float = 1.0
 
     def operation(self, program: Program, computation: Computation, operation: Operation) -> OperationCost:
