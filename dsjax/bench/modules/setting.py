@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,11 @@ from dsjax.bench.modules.options import ModelOptions
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig, load_config
-from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
+from dsjax.engine.device.process import available_bytes, enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
 from dsjax.errors import UserError
+from dsjax.hardware.this_machine import host_memory
 from dsjax.model.parameters import Declaration, Multiply, ParameterInfo, ParameterTable, Weights
 from dsjax.model.step import ModelStep
 from dsjax.model.transformer import parameter_table
@@ -166,11 +166,7 @@ def free_memory(device: jax.Device) -> int:
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats is not None:
         return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return available_bytes() or host_memory() // 2
 
 
 def with_mesh(setting: Setting, spec: MeshSpec) -> Setting:
