@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from dsjax.bench.modules.attention import AttentionInputs, attend_layer, attention_cost, cache_for, cache_layers
@@ -109,7 +108,7 @@ def _loop(
     tokens, layers = plan.batch, cache_layers(setting, step.decode_form, plan.batch, context + 1)
     attention, inputs = AttentionInputs.of(setting, step.decode_form, tokens, 1, context)
     inputs |= {"params": stack.values(setting.seed)}
-    graph, experts = stack.graph, None
+    experts = None
     if sent is not None:
         experts = product_of(setting, stack.table.infos["moe.experts.down.weight"].dtype, sent)
         inputs["rows"] = setting.random((sent.rows, config.hidden_size))
@@ -121,7 +120,7 @@ def _loop(
         # Values of every layer start from the same: residuals of thousands of layers would grow without end.
         x = inputs["x"] + 1e-3 * jnp.tanh(x)
         params = {path: inputs["params"][path] for path in stack.table.infos}
-        block: DecoderLayer = nnx.merge(graph, stack.layer(params, index, skip=".experts."))
+        block: DecoderLayer = stack.layer(params, index, skip=".experts.")
         out, cache = attend_layer(attention, block.attn, block.attn_norm(x), inputs, cache, turn)
         x = x + out
         y = block.mlp_norm(x)

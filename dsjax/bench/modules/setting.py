@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,13 +125,8 @@ class LayerStack:
         """Random parameters on the device."""
         return {path: random_parameter(info, seed) for path, info in self.table.infos.items()}
 
-    @property
-    def graph(self):
-        """The module's structure, for `nnx.merge`."""
-        return self.table.graph
-
-    def layer(self, params: Mapping[str, jax.Array], index: jax.Array, skip: str | None = None):
-        """One layer's weights, sliced out of the stack as a scan over layers does it; the state for `nnx.merge`.
+    def layer(self, params: Mapping[str, jax.Array], index: jax.Array, skip: str | None = None) -> Any:
+        """The module of one layer, with weights sliced out of the stack as a scan over layers does it.
 
         skip: parameters whose path has this stay whole stacks, as experts do in the step.
         """
@@ -138,7 +134,7 @@ class LayerStack:
             path: array if skip and skip in path else jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
             for path, array in params.items()
         }
-        return nnx.split(self.table.bind(chosen))[1]
+        return self.table.bind(chosen)
 
 
 def random_parameter(info: ParameterInfo, seed: int) -> jax.Array:
