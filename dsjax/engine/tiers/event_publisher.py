@@ -26,7 +26,7 @@ from dsjax.engine.contract.json_option import is_integer, parse_json_option, wro
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_events import AllBlocksCleared, Event, EventBatch, EventSink
 from dsjax.engine.schedule.plan import StepPlan
-from dsjax.engine.schedule.scheduler import Scheduler, Update
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
 
@@ -235,21 +235,16 @@ class PageEventStream(Attachment):
 
     def __init__(self, sink: EventSink):
         self._sink = sink
-        self._scheduler: Scheduler | None = None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Say of every DP rank of the mesh before, and of this one, that nothing can be found."""
-        if self._scheduler is not None:
-            for rank in range(max(len(self._scheduler.ranks), executor.limits.num_ranks)):
+        if self.scheduler is not None:
+            for rank in range(max(len(self.scheduler.ranks), executor.limits.num_ranks)):
                 self._sink.publish(rank, [AllBlocksCleared()])
-
-    def scheduled(self, scheduler: Scheduler) -> None:
-        """Tell of this scheduler's pages."""
-        self._scheduler = scheduler
 
     def planned(self) -> None:
         """Tell what has happened since the last time."""
-        for rank, events in self._scheduler.take_page_events():
+        for rank, events in self.scheduler.take_page_events():
             self._sink.publish(rank, events)
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:

@@ -13,7 +13,6 @@ from dsjax.engine.contract.commands import Command, DropPages, StorePages, int32
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageLoad, PageSource, RankPages
-from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.tiers.disk_tier import DiskTier
 from dsjax.engine.tiers.page_tiers import NOWHERE, HostTier, PageReporter, PageReports
@@ -304,16 +303,11 @@ class OffloadAttachment(Attachment):
         self.source = OffloadTiers(config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes)
         self._executor: Executor | None = None
         self._reporter: PageReporter | None = None
-        self._scheduler: Scheduler | None = None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Begin with the executor's host memory and disk."""
         self._executor, self._reporter = executor, executor.extension(PageReporter)
         self.source.resize(config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes)
-
-    def scheduled(self, scheduler: Scheduler) -> None:
-        """Enter reports into this scheduler."""
-        self._scheduler = scheduler
 
     def begin_step(self, now: float) -> None:
         """Enter what came of the disk."""
@@ -359,7 +353,7 @@ class OffloadAttachment(Attachment):
         reports = self._reporter.page_reports(seconds)
         self.source.enter(reports, now)
         for rank, number, ok in reports.read:
-            self._scheduler.landed(rank, (number,), ok, now)
+            self.scheduler.landed(rank, (number,), ok, now)
 
 
 def drop_command(everything: bool, names: Iterable[bytes]) -> DropPages:
