@@ -154,7 +154,7 @@ class CompileAhead:
 
 
 def _over_all(spec: MeshSpec, reason: str) -> MeshCandidate:
-    """A mesh over the first of all devices."""
+    """Give a mesh over the first of all devices."""
     return MeshCandidate(spec, tuple(device.id for device in _all_devices()[: spec.num_devices]), reason)
 
 
@@ -171,7 +171,7 @@ def candidates(
     this_process: int,
     losses: int,
 ) -> list[MeshCandidate]:
-    """The meshes that are formed when up to so many processes are gone, but for process 0 and this one; each once.
+    """List the meshes that are formed when up to so many processes are gone, but for process 0 and this one; each once.
 
     devices: of the processes that live, by process and id. this_process: this one's number.
     """
@@ -194,7 +194,7 @@ def candidates(
 def described_programs(
     args: EngineArgs, checkpoint: Checkpoint, wanted: MeshCandidate, library: ProgramLibrary
 ) -> tuple[Programs, Buckets]:
-    """The programs that an executor on this mesh would have, and its shapes; nothing is allocated."""
+    """Describe the programs that an executor on this mesh would have, and its shapes; nothing is allocated."""
     changed_args = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)
     devices: Mapping[int, jax.Device] = {device.id: device for device in jax.devices()}
     mesh = wanted.spec.arrange([devices[i] for i in wanted.device_ids])

@@ -174,7 +174,7 @@ class Follower:
             raise GroupError(f"process 0 has ended the group: {self.reason}")
 
     def _next(self, seconds: float | None) -> Announcement | None:
-        """The next announcement; a group without a leader ends by itself."""
+        """Wait for the next announcement; a group without a leader ends by itself."""
         return self.group.announcements.next(seconds)
 
     def _patience(self, seconds: float | None) -> float:
@@ -216,7 +216,7 @@ class _Work:
         self._running: deque[Any] = deque()  # of those, what has not been waited for
 
     def change(self) -> None:
-        """Another generation was announced. From any thread."""
+        """Take notice that another generation was announced. Any thread may call it."""
         self._changed.set()
         self.inbox.put(_Changed())
 

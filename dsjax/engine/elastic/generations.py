@@ -128,7 +128,7 @@ class Generations:
             return True
 
     def has_warmed_up(self) -> None:
-        """The mesh of now can serve: compile for those that may come."""
+        """Compile for the meshes that may come, since the mesh of now can serve."""
         self.warm = True
         if self.ahead is not None:
             self.ahead.begin(self.spec, self.wanted, self._group.live_ids, self._weights)
@@ -155,7 +155,7 @@ class Generations:
         return spec
 
     def forget(self) -> None:
-        """What was asked for is not done."""
+        """Give up the mesh that was asked for."""
         self._asked = False
 
     def to(self, wanted: MeshSpec) -> Generation:
@@ -239,7 +239,7 @@ class Generations:
             self._group.collectives.cut(self.number)
 
     def _look_at_links(self, error: Exception) -> GroupError | None:
-        """A collective has failed though nobody is known to be gone: a link may be cut, or a process hang. Give who is gone on without."""
+        """Find out who is gone on without, where a collective failed though nobody is known to be gone: a link is cut, or a process hangs."""
         self.phase = "looking at links"
         self._cut()
         before, self.number = self.number, self.number + 1
@@ -274,7 +274,7 @@ class Generations:
         self.phase = f"compiling {done} of {total}: {label}"
 
     def _fit(self) -> MeshSpec:
-        """The largest mesh for the devices of now that has not broken in each of its orders."""
+        """Find the largest mesh for the devices of now that has not broken in each of its orders."""
         devices = self._devices()
         while True:
             try:
@@ -294,7 +294,7 @@ class Generations:
             devices = devices[: spec.num_devices - spec.tp_size]
 
     def _devices(self) -> list[jax.Device]:
-        """The devices of processes that live, by process and id."""
+        """List the devices of processes that live, by process and id."""
         live = None if self._group is None else {member.process_id for member in self._group.live}
         living = [device for device in jax.devices() if live is None or device.process_index in live]
         return sorted(living, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
@@ -318,7 +318,7 @@ class Generations:
 def load_generation(
     args: EngineArgs, announcement: Announcement, group: HostGroup | None, library: ProgramLibrary
 ) -> LoadedEngine:
-    """This process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
+    """Load this process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
 
     args: with which the process was started.
     """
@@ -327,7 +327,7 @@ def load_generation(
 
 
 def mesh_of(announcement: Announcement) -> Mesh:
-    """The mesh of a generation."""
+    """Arrange the devices of a generation that was announced as its mesh."""
     devices = {device.id: device for device in jax.devices()}
     return MeshSpec.parse(announcement.options["mesh"]).arrange([devices[i] for i in announcement.device_ids])
 
@@ -346,7 +346,7 @@ def release(executor: Executor | None) -> None:
 
 
 def _inside(executor: Any, kind: type) -> Any:
-    """The executor of this kind among those around one another; None where there is none."""
+    """Find the executor of this kind among those around one another; None where there is none."""
     while isinstance(executor, ExecutorWrapper):
         if isinstance(executor, kind):
             return executor

@@ -71,7 +71,7 @@ class EplbConfig:
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any] | None) -> EplbConfig:
-        """From the JSON text of the command line, or the dictionary of `LLM(eplb_config=…)`; None: the defaults.
+        """Read the JSON text of the command line, or the dictionary of `LLM(eplb_config=…)`; None: the defaults.
 
         Raises:
             UserError: no JSON object, an unknown field, or a value that cannot be.

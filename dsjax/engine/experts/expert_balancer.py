@@ -50,7 +50,7 @@ class LayerChange(NamedTuple):
     cost: float
 
     def commands(self) -> list[Command]:
-        """What is launched, in order."""
+        """List what is launched, in order."""
         stages: list[Command] = [
             StageExperts(self.layer, int32s(slot for pair in moves for slot in pair)) for moves in self.rounds
         ]
@@ -72,7 +72,7 @@ class Decision:
     balancedness: tuple[float, float]
 
     def summary(self, expert_bytes: int) -> dict[str, Any]:
-        """For people: numbers of layers, experts, commands and bytes, and balancedness before and after."""
+        """Count, for people, the layers, experts, commands and bytes, and balancedness before and after."""
         experts = sum(change.experts for change in self.changes)
         return {
             "layers": len(self.changes),
@@ -86,7 +86,7 @@ class Decision:
 def decide(
     load: np.ndarray, slots: ExpertSlots, policy: str, *, interval: int, step_seconds: float, payback: float = 1.0
 ) -> Decision:
-    """Which layers to place anew for `load`, `[layers, experts]` tokens; docs/balancing.md has the reasoning.
+    """Decide which layers to place anew for `load`, `[layers, experts]` tokens; docs/balancing.md has the reasoning.
 
     interval: steps in which a gain is made. step_seconds: of a step. payback: the least gain, as a multiple of the cost.
     """
@@ -304,7 +304,7 @@ class ExpertBalancer(Attachment):
             self._deciding = self._pool.submit(self._decision(self._config.payback))
 
     def _decision(self, payback: float) -> Callable[[], Decision]:
-        """`decide` for the last window. What it reads is taken now: it may run in another thread."""
+        """Prepare `decide` for the last window. What it reads is taken now: it may run in another thread."""
         return partial(
             decide,
             self.load(),

@@ -129,7 +129,7 @@ class EngineFacts:
     activation_scheme: str = "none"
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object with the same names."""
+        """Give a JSON object with the same names."""
         return asdict(self)
 
 
@@ -267,7 +267,7 @@ def _parts(
     reload: Reload,
     disk: Callable[[Shapes], DiskPages] | None,
 ) -> list[PartMaker]:
-    """The optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
+    """List the optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
     parts: list[PartMaker] = []
     if limits.transfers:
         parts.append(PageChunks)
@@ -281,7 +281,7 @@ def _parts(
 
 
 def lock_disk(args: EngineArgs, group: HostGroup | None) -> IO[bytes] | None:
-    """The lock of the folder for pages; None where none is wanted. To be taken before anything expensive is done.
+    """Take the lock of the folder for pages, before anything expensive is done; None where none is wanted.
 
     Raises:
         UserError: the folder cannot be used, or several processes would have to share it.
@@ -301,7 +301,7 @@ def _open_disk(args: EngineArgs, space: dict[str, Any], lock: IO[bytes], shapes:
 
 
 def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
-    """What a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
+    """Say what a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
     return {
         "fingerprint": fingerprint(directory),
         "dtype": str(step.dtype),
@@ -335,7 +335,7 @@ def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> Exec
 
 
 def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
-    """The executor, with all that it is told written to the file that `args` name."""
+    """Have all that the executor is told written to the file that `args` name."""
     device = mesh.devices.flat[0]
     first = describe_recording(
         args.executor_options,
@@ -349,7 +349,7 @@ def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path
 
 
 def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array]:
-    """``params`` with the products that the MLA form ``AM_CC_ME`` multiplies with, where the step's table has them."""
+    """Add to ``params`` the products that the MLA form ``AM_CC_ME`` multiplies with, where the step's table has them."""
     derived = {path: info for path, info in step.table.infos.items() if info.init == "derived"}
     if not derived:
         return dict(params)
@@ -402,7 +402,7 @@ def _eos_field(path: Path) -> set[int]:
 
 
 def _dispatch_methods(step: ModelStep, buckets: Buckets) -> dict[str, str]:
-    """How the fullest launch of each kind sends tokens to their experts."""
+    """Say how the fullest launch of each kind sends tokens to their experts."""
     prefill = max(rectangle.rows * rectangle.chunk for rectangle in buckets.prefill)
     decode = max(rectangle.rows * rectangle.chunk for rectangle, _, _ in buckets.shapes() if rectangle)
     return {"prefill": dispatch_method(step, prefill), "decode": dispatch_method(step, decode)}

@@ -70,11 +70,11 @@ class DiskTier:
         return name in self._names and not self.reads_pause
 
     def counts(self) -> DiskCounts:
-        """What it has done, and holds."""
+        """Count what it has done, and holds."""
         return self._counts._replace(used_pages=len(self._names), writing=len(self._writing))
 
     def begin_step(self, now: float) -> None:
-        """Another step is planned."""
+        """Take the time of the step that is planned next."""
         self.reads_pause, self.writes_pause = self._reads.holds(now), self._writes.holds(now)
 
     def listed(self, names: Iterable[bytes]) -> None:
@@ -86,7 +86,7 @@ class DiskTier:
         self._make_room(0)
 
     def write(self, name: bytes) -> int:
-        """The number of a new writing, of a page that leaves the device; −1 where it is not to be written."""
+        """Begin to write a page that leaves the device, and give the writing's number; −1 where it is not to be written."""
         if name in self._names or name in self._writing:
             return NOWHERE
         if not self._is_listed or self.writes_pause or len(self._writing) >= MOST_WRITING or not self._make_room(1):
@@ -108,7 +108,7 @@ class DiskTier:
         return name in self._names or name in self._writing
 
     def written(self, number: int, ok: bool, now: float) -> bytes | None:
-        """A writing has ended; the page's name, unless it was forgotten meanwhile. It can be found from now on if all went well."""
+        """End a writing, and give the page's name unless it was forgotten meanwhile. It can be found from now on if all went well."""
         name = self._by_number.pop(number, None)
         if not ok:
             self._count("failed_writes")
@@ -124,19 +124,19 @@ class DiskTier:
         return name
 
     def fetch(self, name: bytes) -> None:
-        """A page that came from the disk goes to a device. It is protected from now on."""
+        """Protect a page that came from the disk and goes to a device."""
         self._count("fetched")
         self._reads.end()
         if name in self._names:
             self._names.ask(name)
 
     def read_failed(self, name: bytes) -> bool:
-        """A page could not be read: it is lost. Whether it was still known."""
+        """Give up a page that could not be read, and say whether it was still known."""
         self._count("failed_reads")
         return bool(self._drop([name]))
 
     def late(self, now: float) -> None:
-        """A request has waited too long for its pages, and goes on without."""
+        """Leave the disk alone for a while, since a request has waited too long for its pages."""
         self._count("late")
         self._reads.begin(now)
 
@@ -155,7 +155,7 @@ class DiskTier:
         self.forget(list(self._writing))
 
     def drop_again(self, flushed: bool, names: Iterable[bytes]) -> None:
-        """What `take_dropped` gave may not have been deleted."""
+        """Delete once more what `take_dropped` gave, which may not have been deleted."""
         self._flushed |= flushed
         self._dropped += names
 

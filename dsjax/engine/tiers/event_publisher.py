@@ -86,7 +86,7 @@ class KvEventsConfig:
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> KvEventsConfig:
-        """From the JSON text of the command line, or the dictionary of `LLM(kv_events_config=…)`.
+        """Read the JSON text of the command line, or the dictionary of `LLM(kv_events_config=…)`.
 
         Raises:
             UserError: it is no JSON object, or has fields or values that cannot be.
@@ -197,7 +197,7 @@ class EventPublisher:
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Where a DP rank publishes: the port + rank, or the name with `_dp` and the rank; rank 0 where the option says."""
+    """Say where a DP rank publishes: the port + rank, or the name with `_dp` and the rank; rank 0 where the option says."""
     if not rank:
         return endpoint
     if not endpoint.startswith("tcp://"):

@@ -251,16 +251,16 @@ class OffloadTiers(PageSource):
             yield CommandTurn.STORE, store_command(stores)
 
     def take_waits(self) -> list[tuple[str, float]]:
-        """Seconds that requests have waited for the disk."""
+        """Give the seconds that requests have waited for the disk."""
         waits, self._waits = self._waits, []
         return waits
 
     def counts(self, rank: int) -> Mapping[str, Any]:
-        """What host memory holds of one rank, and has done for it."""
+        """Count what host memory holds of one rank, and has done for it."""
         return {"host": self.host[rank].counts()} if self.host else {}
 
     def totals(self) -> Mapping[str, Any]:
-        """What the disk holds, and has done."""
+        """Count what the disk holds, and has done."""
         return {} if self.disk is None else {"disk": self.disk.counts()}
 
     def enter(self, reports: PageReports, now: float) -> None:
@@ -327,7 +327,7 @@ class OffloadAttachment(Attachment):
             self._executor.launch(drop_command(*self.source.disk.take_dropped()))
 
     def statistics(self) -> Any:
-        """What the disk holds, and has done; None without one."""
+        """Count what the disk holds, and has done; None without one."""
         return None if self.source.disk is None else self.source.disk.counts()
 
     def close(self, failed: bool) -> None:
@@ -357,12 +357,12 @@ class OffloadAttachment(Attachment):
 
 
 def drop_command(everything: bool, names: Iterable[bytes]) -> DropPages:
-    """The command that deletes pages from the disk."""
+    """Make the command that deletes pages from the disk."""
     return DropPages(everything, b"".join(names))
 
 
 def store_command(stores: Sequence[Sequence[StoredPage]]) -> StorePages:
-    """The command that copies pages to host memory and to the disk, given rank by rank."""
+    """Make the command that copies pages to host memory and to the disk, given rank by rank."""
     return StorePages(
         [int32s(number for stored in rank_stores for number in stored[:3]) for rank_stores in stores],
         [b"".join(stored.name for stored in rank_stores if stored.number >= 0) for rank_stores in stores],

@@ -47,7 +47,7 @@ class PrefillServer:
     def prefill(
         self, token_ids: Sequence[int], *, salt: str | None = None, priority: int = 0, room: int | None = None
     ) -> dict[str, str]:
-        """Begin to compute a prompt; what its decode engine has to be told, at once.
+        """Begin to compute a prompt, and give at once what its decode engine has to be told.
 
         room: where the decode engine is told beforehand (`bootstrap_room`); it may have asked already.
         """
@@ -60,7 +60,7 @@ class PrefillServer:
         return params
 
     def cancel(self, transfer: str) -> None:
-        """Nobody wants a prompt any more; the name as `prefill` gave it."""
+        """Give up a prompt that nobody wants any more, by the name that `prefill` gave."""
         self.engine.post(CancelTransfer(transfer), None)
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -118,7 +118,7 @@ class RemoteLink(PrefillLink):
                     threading.Thread(target=self._connect, name="dsjax-transfer", daemon=True).start()
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
-        """A chunk on this device."""
+        """Pull a chunk to this device."""
         return self._chunks.pull(address, number, device)
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class RemoteLink(PrefillLink):
 
 
 def handoff(address: str, room: int | None = None) -> dict[str, str]:
-    """What a decode engine has to be told of a prompt that a prefill engine computes for it: where, and under which name.
+    """Say what a decode engine has to be told of a prompt that a prefill engine computes for it: where, and under which name.
 
     room: `bootstrap_room`, where both sides are told of the request at the same time; None: a new name.
     """

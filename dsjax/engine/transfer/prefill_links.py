@@ -67,7 +67,7 @@ class PrefillLinks(Attachment):
             self._add(link)
 
     def number_of(self, address: str) -> int:
-        """The number of the prefill engine at an address."""
+        """Give the number of the prefill engine at an address, which is connected where it is new."""
         if address not in self._addresses:
             link = self._connect(address)
             self._addresses[address] = self.source.add_link()
@@ -95,20 +95,20 @@ class PrefillLinks(Attachment):
         return False
 
     def statistics(self) -> Any:
-        """What has come of transfers so far."""
+        """Count what has come of transfers so far."""
         return self.source.transfer_counts
 
     def pull(self, source: Source, number: int, device: Any) -> Chunk:
-        """For the executor, from any thread: a chunk on this device."""
+        """Pull a chunk to this device, for the executor and from any thread."""
         return self.links[source.link].pull(number, device, source.address)
 
     def report(self, chunk: PulledChunk) -> None:
-        """For the executor, from any thread: what has come of a chunk."""
+        """Take in what has come of a chunk, for the executor and from any thread."""
         self._pulled.put(chunk)
         self.wake.set()
 
     def take_pulled(self) -> list[PulledChunk]:
-        """Chunks that have come, or could not, since the last time; their prefill engines need not keep them any more."""
+        """Take the chunks that have come, or could not, since the last time; their prefill engines need not keep them any more."""
         pulled = []
         while not self._pulled.empty():
             pulled.append(self._pulled.get())
@@ -155,7 +155,7 @@ class LocalLink(PrefillLink):
         self.engine.post(message, self.receive)
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
-        """A chunk on this device."""
+        """Copy a chunk to this device."""
         return self._move(self.engine.buffers.take(number), device)
 
     def warm_up(self, progress: Progress | None = None) -> None:

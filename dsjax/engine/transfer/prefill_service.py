@@ -201,7 +201,7 @@ class PrefillService(Attachment):
             self._fail(ask.transfer, str(error))
 
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
-        """Why this cannot be computed: it may come from another process, and a device would take anything."""
+        """Say why this cannot be computed: it may come from another process, and a device would take anything."""
         page_size, vocabulary = self.scheduler.config.page_size, self._executor.limits.vocab_size
         if not 0 <= ask.first < ask.end or len(tokens) != ask.end * page_size + 1:
             return f"pages {ask.first} to {ask.end} of {page_size} tokens are asked for with {len(tokens)} tokens"

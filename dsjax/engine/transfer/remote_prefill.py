@@ -127,7 +127,7 @@ class RemotePrefills(PageSource):
         self.ranks, self._pulls = ranks, [[] for _ in ranks]
 
     def add_link(self) -> int:
-        """The number of another prefill engine, which only requests that name it are sent to."""
+        """Add another prefill engine, which only requests that name it are sent to, and give its number."""
         self._backoffs.append(Backoff())
         self.awaited.append(0)
         return len(self._backoffs) - 1
@@ -144,7 +144,7 @@ class RemotePrefills(PageSource):
         return self._counts._replace(under_way=len(self._transfers), landed=landed)
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:
-        """(prefill engine, message) that are to be sent; each is given once."""
+        """Take the (prefill engine, message) that are to be sent; each is given once."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -172,7 +172,7 @@ class RemotePrefills(PageSource):
                 self._complete(transfer, now)
 
     def awaits(self, rank: int, request: Request, name: bytes) -> bool:
-        """Whether a page is on its way to a rank; the request then waits for it, and need not be looked at before."""
+        """Say whether a page is on its way to a rank; the request then waits for it, and need not be looked at before."""
         transfer = self._expected.get((rank, name))
         if transfer is None:
             return False
@@ -268,7 +268,7 @@ class RemotePrefills(PageSource):
         self._links_of.pop(request, None)
 
     def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
-        """How many of the pages that have come for a request its prefill engine had not cached."""
+        """Count the pages that have come for a request and that its prefill engine had not cached."""
         pages, transfer = loaded.get(TIER, 0), self._of.get(request)
         if transfer is None:
             return pages
@@ -292,12 +292,12 @@ class RemotePrefills(PageSource):
         yield CommandTurn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
 
     def take_waits(self) -> list[tuple[str, float]]:
-        """Seconds from asking to the last page of completed transfers."""
+        """Take the seconds from asking to the last page of completed transfers."""
         waits, self._waits = self._waits, []
         return waits
 
     def _reserved(self, rank: int) -> tuple[int, int]:
-        """Requests of a rank that wait for transfers, and pages that they will need for what has not come."""
+        """Count the requests of a rank that wait for transfers, and the pages that they will need for what has not come."""
         of_rank = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
         requests = sum(len(transfer.requests) for transfer in of_rank)
         return requests, sum(len(transfer.awaited) for transfer in of_rank) + requests
@@ -322,7 +322,7 @@ class RemotePrefills(PageSource):
         self.awaits(rank, request, rest[0])
 
     def _links(self, request: Request, now: float) -> list[int]:
-        """Prefill engines that may be asked for a request now."""
+        """List the prefill engines that may be asked for a request now."""
         named = self._links_of.get(request)
         links = self._any if named is None else (named,)
         return [link for link in links if not self._backoffs[link].holds(now)]

@@ -105,7 +105,7 @@ class SendBuffers:
         return self._most_kept * len(self._room) - sum(self._room)
 
     def room(self, rank: int) -> int:
-        """How many further pages of a rank may go into chunks now."""
+        """Count the further pages of a rank that may go into chunks now."""
         return self._room[rank]
 
     def begin(self, rank: int, send: PageSend, first: int, count: int) -> int:
@@ -119,7 +119,7 @@ class SendBuffers:
         return number
 
     def ready(self, number: int, chunk: Chunk | None) -> None:
-        """A chunk is complete; it is offered, and its time begins, unless nobody wants it any more. None: another process keeps it."""
+        """Offer a chunk that is complete, and begin its time, unless nobody wants it any more. None: another process keeps it."""
         with self._lock:
             buffer = self._buffers.get(number)
             if buffer is None:
@@ -129,7 +129,7 @@ class SendBuffers:
         self._offer(buffer.offer)
 
     def take(self, number: int) -> Chunk:
-        """A chunk that was offered. It is kept until it is released.
+        """Give a chunk that was offered. It is kept until it is released.
 
         Raises:
             ChunkGoneError: it is not kept any more.
@@ -152,7 +152,7 @@ class SendBuffers:
                 self._drop(number)
 
     def expire(self) -> list[PageSend]:
-        """Transfers of which a chunk was not pulled in time. Whoever asks cancels them."""
+        """List the transfers of which a chunk was not pulled in time. Whoever asks cancels them."""
         now = self._clock()
         with self._lock:
             late = [buffer for buffer in self._buffers.values() if buffer.until < now]
@@ -160,18 +160,18 @@ class SendBuffers:
         return list(dict.fromkeys(buffer.send for buffer in late))
 
     def offers(self, send: PageSend) -> list[ChunkReady]:
-        """What can be pulled of a transfer now."""
+        """List what can be pulled of a transfer now."""
         with self._lock:
             return [buffer.offer for buffer in self._buffers.values() if buffer.send is send and buffer.is_ready]
 
     def take_gone(self) -> list[int]:
-        """Chunks that other processes keep and need not keep any more; each is told of once."""
+        """Take the chunks that other processes keep and need not keep any more; each is told of once."""
         with self._lock:
             gone, self._gone = self._gone, []
             return gone
 
     def kept_for(self, send: PageSend) -> bool:
-        """Whether a chunk of a transfer is kept."""
+        """Say whether a chunk of a transfer is kept."""
         with self._lock:
             return any(buffer.send is send for buffer in self._buffers.values())
 
