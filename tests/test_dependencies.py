@@ -14,7 +14,8 @@ DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "zmq": "pyzmq", "dynamo": "ai-dyna
 """The distribution of what is imported under another name."""
 PRIVATE = {
     "jax._src": ["sharding/jax_internals.py"],
-    "uvicorn.protocols": ["dsjax/serve/bodies.py", "dsjax/serve/connections.py"],
+    "uvicorn.protocols": ["dsjax/serve/connections.py"],
+    "fastapi.routing": ["dsjax/serve/guards.py"],
 }
 """Which files may reach into the modules that a package does not promise to keep."""
 

@@ -29,8 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dsjax.bench.serve.client import Client, Target, open_session
-from dsjax.bench.serve.event_loop import run
+from dsjax.bench.serve.client import Client, Target, open_session, run
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.config import load_config
@@ -41,8 +40,7 @@ from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.front_ends.engine_server import EngineServer
-from dsjax.serve.front_ends.shared_engine import SharedEngine
+from dsjax.serve.front_ends.shared_engine import EngineServer, SharedEngine
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.server import Server, bind, bind_shared

@@ -146,7 +146,7 @@ def between_processes(directory: str, layout: str, requests, other: str):
     own = {"model": directory, "transfer_host": "127.0.0.1", **APART, **SIZES, **OPTIONS}
     options = json.dumps({**own, "mesh": other, "disaggregation_mode": "prefill"})
     process = subprocess.Popen(
-        [sys.executable, str(TESTS / "dsjax" / "engine" / "side_process.py"), options],
+        [sys.executable, str(TESTS / "dsjax" / "engine" / "transfer" / "side_process.py"), options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

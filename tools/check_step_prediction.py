@@ -118,7 +118,7 @@ def prepare_modules(llm, args):
     """The setting and its cases, compiled and warm."""
     from dsjax.bench.modules.grid import cases
     from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
-    from dsjax.bench.modules.prepare import make_setting
+    from dsjax.bench.modules.setting import make_setting
 
     setting = make_setting(ModelOptions(model=args.model, max_model_len=llm.executor.limits.max_model_len))
     grid = ModuleGrid(
@@ -189,8 +189,8 @@ def main() -> int:
     emulate_devices(1)
 
     from dsjax import LLM
-    from dsjax.bench.modules.case import ModuleRow
     from dsjax.bench.modules.ceilings import Device, find_ceilings
+    from dsjax.bench.modules.run import ModuleRow
     from dsjax.bench.modules.timing import Budget
 
     wanted = [(*map(int, pair.split(":")), True) for pair in args.decode.split(",")]

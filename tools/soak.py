@@ -24,8 +24,7 @@ import aiohttp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dsjax.bench.serve.client import Client, Target, open_session
-from dsjax.bench.serve.event_loop import run
+from dsjax.bench.serve.client import Client, Target, open_session, run
 from dsjax.bench.serve.server_facts import ask_server
 from dsjax.top.reading import Exposition
 from tools.serve_process import ServeProcess, serve_process

@@ -1,18 +1,25 @@
-"""The parts of an answer: completions that failed, usage, and log-probabilities in OpenAI's and vLLM's shapes."""
+"""Outputs made into an answer of `/v1/completions`, whole or as the chunks of a stream; `chat.py` has those of chat.
+
+What both need is here: completions that failed, usage, and log-probabilities in OpenAI's and vLLM's shapes.
+"""
 
 import codecs
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsjax.engine.contract.executor import ErrorKind
 from dsjax.engine.request_streams import OutputStream
-from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.bodies import to_json
+from dsjax.serve.connections import to_json
 from dsjax.serve.errors import ApiError
-from dsjax.serve.schemas import CompletionLogprobs, Usage
+from dsjax.serve.sampling_fields import CompletionRequest, SamplingFields
+from dsjax.serve.schemas import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
+from dsjax.serve.serving import Serving
 
 # JSON has no -inf. OpenAI's clients know this number, which vLLM also sends.
 _LEAST_LOGPROB = -9999.0
@@ -90,14 +97,6 @@ class UsageCounter:
         }
 
 
-def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
-    """The usage of final outputs."""
-    counter = UsageCounter()
-    for index, output in enumerate(outputs):
-        counter.count(index, output)
-    return counter.usage()
-
-
 def finite(logprob: float) -> float:
     """A log-probability that JSON can hold."""
     return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
@@ -160,3 +159,182 @@ class CompletionLogprobLists:
         for token_id, one in sorted(entry.items(), key=lambda pair: -pair[1].logprob):
             top.setdefault(token_name(self._tokenizer, token_id), finite(one.logprob))
         return top
+
+
+class Answer:
+    """One request, from its body to its answer.
+
+    `start` checks and queues it. Then `whole` gives the answer, or `first_chunks`, `chunks_of` and `last_chunks` a stream's.
+
+    Args:
+        kind: `object` of a chunk.
+        body: with the fields of the endpoint.
+    """
+
+    def __init__(self, serving: Serving, body: SamplingFields, answer_id: str, kind: str):
+        self.id = answer_id
+        self._serving, self._body = serving, body
+        model = serving.check_model(body.model)
+        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
+        self._counter = UsageCounter()
+
+    def without_effect(self) -> list[str]:
+        """Fields of the request that change nothing here."""
+        return self._body.without_effect()
+
+    def usage(self) -> Usage:
+        """The tokens of a stream so far."""
+        return self._counter.usage()
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """A chunk with the usage, where the request asks for it."""
+        return [{**self._head, "choices": [], "usage": self.usage()}] if self._body.include_usage else []
+
+    def _chunk_of(self, choice: Mapping[str, Any]) -> dict[str, Any]:
+        """A chunk of one choice, with the usage so far where the request asks for that."""
+        chunk = {**self._head, "choices": [choice]}
+        if self._body.continuous_usage:
+            return {**chunk, "usage": self.usage()}
+        return {**chunk, "usage": None} if self._body.include_usage else chunk
+
+
+class CompletionAnswer(Answer):
+    """An answer of `/v1/completions`."""
+
+    _body: CompletionRequest
+
+    def __init__(self, serving: Serving, body: CompletionRequest, request_id: str):
+        super().__init__(serving, body, f"cmpl-{request_id}", "text_completion")
+        self._begun: set[int] = set()  # choices of which a chunk has told
+        self._lists: dict[int, CompletionLogprobLists] = {}
+        self._only_text_changes = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
+        self._text_chunks: dict[int, TextChunk] = {}  # by choice
+        self._scores: dict[
+            int, list[TokenLogprobs | None]
+        ] = {}  # by prompt: a stream tells them once, for all its choices
+
+    async def start(self, place: RequestOptions) -> OutputStream:
+        """Check everything and queue the prompts.
+
+        Raises:
+            ApiError, UserError: nothing was queued.
+        """
+        body = self._body
+        body.check()
+        params, prompts = body.params(self._serving.with_whitespace(body.form_of_text())), body.prompts()
+        with self._serving.admitted(body, prompts) as submit:
+            return await submit(self.id, prompts, params, place)
+
+    async def whole(self, stream: OutputStream) -> CompletionResponse:
+        """Wait for all completions, and give the whole answer."""
+        outputs = [self._scored_only(output) for output in await gather(stream)]
+        choices = []
+        for index, output in enumerate(outputs):
+            self._counter.count(index, output)
+            choices += [self._choice(index, output, completion, first=True) for completion in output.outputs]
+        return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def first_chunks(self) -> list[CompletionResponse]:
+        """No chunk: nothing is sent before the first token."""
+        return []
+
+    def chunks_of(self, prompt_index: int, whole_output: RequestOutput) -> list[CompletionResponse | bytes]:
+        """The chunks of one output, some as JSON already: one for each completion that has something new.
+
+        Raises:
+            ApiError: a completion failed.
+        """
+        output = self._scored_only(whole_output)
+        self._counter.count(prompt_index, output)
+        chunks = []
+        for completion in output.outputs:
+            refuse_failed(completion)
+            index = prompt_index * self._body.n + completion.index
+            first = index not in self._begun
+            if self._only_text_changes and not first and completion.text and completion.finish_reason is None:
+                if index not in self._text_chunks:
+                    empty = dataclasses.replace(completion, text="")
+                    chunk = self._chunk(prompt_index, output, empty, first=False)
+                    self._text_chunks[index] = TextChunk(chunk, b'"text":""')
+                chunks.append(self._text_chunks[index].with_text(completion.text))
+            elif self._is_sent(completion) or (first and self._body.echo):
+                self._begun.add(index)
+                chunks.append(self._chunk(prompt_index, output, completion, first=first))
+        return chunks
+
+    def _chunk(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, *, first: bool
+    ) -> CompletionResponse:
+        return self._chunk_of(self._choice(prompt_index, output, completion, first=first))
+
+    def _is_sent(self, completion: CompletionOutput) -> bool:
+        ids = self._body.return_token_ids and completion.token_ids
+        return bool(completion.text or completion.finished or completion.logprobs or ids)
+
+    def _scored_only(self, output: RequestOutput) -> RequestOutput:
+        """Without the one token that was made although none was asked for."""
+        if self._body.max_tokens != 0:
+            return output
+        emptied = [
+            each
+            if each.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            else dataclasses.replace(
+                each,
+                text="",
+                token_ids=[],
+                logprobs=None if each.logprobs is None else [],
+                finish_reason=FinishReason.LENGTH if each.finished else None,
+                stop_reason=None,
+            )
+            for each in output.outputs
+        ]
+        return dataclasses.replace(output, outputs=emptied)
+
+    def _choice(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, *, first: bool
+    ) -> CompletionChoice:
+        """One choice, or what a chunk adds to it; the first piece has what belongs to the prompt."""
+        body = self._body
+        index = prompt_index * body.n + completion.index
+        if output.prompt_logprobs is not None:
+            self._scores[prompt_index] = output.prompt_logprobs
+        scores = self._scores.get(prompt_index) if first else None
+        echoed = self._prompt_text(output) if body.echo and first else ""
+        choice: CompletionChoice = {
+            "index": index,
+            "text": echoed + completion.text,
+            "logprobs": self._logprobs(index, output.prompt_token_ids, scores, completion),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if body.prompt_logprobs is not None and scores is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_body(scores)
+        if body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            if first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        skip = self._body.skip_special_tokens is not False
+        return self._serving.engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+
+    def _logprobs(
+        self,
+        index: int,
+        prompt_token_ids: list[int],
+        scores: list[TokenLogprobs | None] | None,
+        completion: CompletionOutput,
+    ) -> CompletionLogprobs | None:
+        """Those of the completion's tokens, behind the prompt's where they are to be echoed."""
+        if completion.logprobs is None:
+            return None
+        token_ids, entries = completion.token_ids, completion.logprobs
+        if self._body.echo and scores is not None:
+            token_ids, entries = prompt_token_ids + token_ids, scores + entries
+        if index not in self._lists:
+            skip = self._body.skip_special_tokens is not False
+            self._lists[index] = CompletionLogprobLists(self._serving.engine.tokenizer, skip)
+        return self._lists[index].of(token_ids, entries)

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from dsjax.errors import UserError
-from dsjax.serve.bodies import ClientGoneError, error_response
+from dsjax.serve.connections import ClientGoneError, error_response
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.guards import BodyLimits, Keys, RequestIds, ResponseCounts
+from dsjax.serve.guards import BodyLimits, Keys, RequestIds, ResponseCounts, UsualRequests
 from dsjax.serve.page.routes import create_page_routes
 from dsjax.serve.routes.admin import admin_routes
-from dsjax.serve.routes.openai import UsualRequests, openai_routes
+from dsjax.serve.routes.openai import openai_routes
 from dsjax.serve.routes.status import create_metrics_routes, package_version, status_routes
 from dsjax.serve.routes.tokenizer import tokenizer_routes
 from dsjax.serve.serving import Serving

@@ -1,7 +1,6 @@
 """`/v1/chat/completions`: a request checked and queued, and its outputs made into an answer or the chunks of a stream."""
 
 import asyncio
-import time
 from typing import Any
 
 from dsjax.engine.contract.sampling_params import SamplingParams
@@ -9,40 +8,29 @@ from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
-from dsjax.serve.answers import UsageCounter, finite, gather, prompt_logprobs_body, refuse_failed
+from dsjax.serve.answers import Answer, finite, gather, prompt_logprobs_body, refuse_failed
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
-from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse, Usage
+from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse
 from dsjax.serve.serving import Serving
 from dsjax.serve.tool_calls import MARKERS, ToolCallParser, tool_grammar
 
 
-class ChatAnswer:
-    """One request, from its body to its answer.
+class ChatAnswer(Answer):
+    """An answer of `/v1/chat/completions`."""
 
-    `start` checks and queues it. Then `whole` gives the answer, or `first_chunks`, `chunks_of` and `last_chunks` a stream's.
-    """
+    _body: ChatRequest
 
     def __init__(self, serving: Serving, body: ChatRequest, request_id: str):
-        self.id = f"chatcmpl-{request_id}"
-        self._serving = serving
-        self._body = body
-        self._model = serving.check_model(body.model)
-        self._created = int(time.time())
+        super().__init__(serving, body, f"chatcmpl-{request_id}", "chat.completion.chunk")
+        if body.service_tier is not None:
+            self._head["service_tier"] = "default"
         self._tokenizer = serving.engine.tokenizer
         self._section: Section | None = None
-        # Of a stream.
-        self._chunk_head = self._head("chat.completion.chunk")
-        self._counter = UsageCounter()
-        self._parsers: list[MessageParser] = []
-        self._prompt_is_told = False
-
-    @property
-    def session(self) -> str | None:
-        """Requests of one session go to one DP rank, where the header does not name one."""
-        return self._body.prompt_cache_key
+        self._parsers: list[MessageParser] = []  # of a stream's choices
+        self._prompt_is_sent = False
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
@@ -67,7 +55,7 @@ class ChatAnswer:
             return await submit(self.id, [prompt.token_ids], params, place)
 
     def _form(self) -> dict[str, Any] | None:
-        """The form that the answer must have: one asked for, or that of the tool calls that must come."""
+        """Choose the form that the answer must have: one asked for, or that of the tool calls that must come."""
         body = self._body
         form, forced = self._serving.with_whitespace(body.form_of_text()), body.forced_tools
         if not forced:
@@ -104,7 +92,7 @@ class ChatAnswer:
         )
 
     def _form_after(self, prompt: ChatPrompt) -> int | None:
-        """The token after which a form binds: reasoning is free, also where it is left in the content."""
+        """Give the token after which a form binds: reasoning is free, also where it is left in the content."""
         reasoning = self._serving.reasoning
         if reasoning is None or reasoning.start_of(prompt.text, prompt.unfinished) is not Section.REASONING:
             return None
@@ -119,21 +107,20 @@ class ChatAnswer:
         if self._parses_tools:
             most = 1 if self._body.parallel_tool_calls is False else bounds.MAX_TOOL_CALLS
             tools = ToolCallParser(self._serving.tool_format, most)
-        splitter = None if self._section is None else ReasoningSplitter(self._section)
-        reasoning = self._serving.reasoning
-        close = reasoning.close_token_id if reasoning is not None else None
-        return MessageParser(splitter, tools, self._body.include_reasoning is not False, close)
+        splitter = None
+        if self._section is not None:
+            splitter = ReasoningSplitter(self._section, self._serving.reasoning.close_token_id)
+        return MessageParser(splitter, tools, self._body.include_reasoning is not False)
 
     async def whole(self, stream: OutputStream) -> ChatResponse:
         """Wait for all completions, and give the whole answer."""
         (output,) = await gather(stream)
         choices: list[ChatChoice] = []
-        counter = UsageCounter()
-        counter.count(0, output)
+        self._counter.count(0, output)
         for completion in output.outputs:
             parser = self._parser()
             message = parser.push(completion.text, finished=True, token_ids=completion.token_ids).message()
-            counter.count_reasoning(completion.index, parser.reasoning_tokens)
+            self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
             choice: ChatChoice = {
                 "index": completion.index,
                 "message": message,
@@ -143,7 +130,8 @@ class ChatAnswer:
             if self._body.return_token_ids:
                 choice["token_ids"] = completion.token_ids
             choices.append(choice)
-        answer: ChatResponse = {**self._head("chat.completion"), "choices": choices, "usage": counter.usage()}
+        head = {**self._head, "object": "chat.completion"}
+        answer: ChatResponse = {**head, "choices": choices, "usage": self.usage()}
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
         if self._body.return_token_ids:
@@ -151,15 +139,12 @@ class ChatAnswer:
         return answer
 
     def first_chunks(self) -> list[ChatResponse]:
-        """The first chunk of each choice, which tells its role."""
+        """Give the first chunk of each choice, which tells its role."""
         self._parsers = [self._parser() for _ in range(self._body.n)]
-        return [
-            {**self._chunk_head, "choices": [_delta(index, {"role": "assistant", "content": ""})], **self._usage()}
-            for index in range(self._body.n)
-        ]
+        return [self._chunk_of(_delta(index, {"role": "assistant", "content": ""})) for index in range(self._body.n)]
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[ChatResponse]:
-        """The chunks of one output: one for each completion that has something new.
+        """Give the chunks of one output: one for each completion that has something new.
 
         Raises:
             ApiError: a completion failed.
@@ -171,22 +156,14 @@ class ChatAnswer:
             choice = self._chunk(completion, self._parsers[completion.index])
             if choice is None:
                 continue
-            chunks.append({**self._chunk_head, "choices": [choice], **self._usage()})
-            if self._body.return_token_ids and not self._prompt_is_told:
+            chunks.append(self._chunk_of(choice))
+            if self._body.return_token_ids and not self._prompt_is_sent:
                 chunks[-1]["prompt_token_ids"] = output.prompt_token_ids
-                self._prompt_is_told = True
+                self._prompt_is_sent = True
         return chunks
 
-    def last_chunks(self) -> list[ChatResponse]:
-        """A chunk with the usage, where the request asks for it."""
-        return [{**self._chunk_head, "choices": [], "usage": self._counter.usage()}] if self._body.include_usage else []
-
-    def usage(self) -> Usage:
-        """The tokens of a stream so far."""
-        return self._counter.usage()
-
     def _chunk(self, completion: CompletionOutput, parser: MessageParser) -> ChatChoice | None:
-        """What a chunk says of a completion; None where there is nothing to say."""
+        """Make what a chunk says of a completion; None where there is nothing to say."""
         delta = parser.push(completion.text, completion.finished, completion.token_ids).delta()
         self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
         ids = self._body.return_token_ids and completion.token_ids
@@ -200,22 +177,13 @@ class ChatAnswer:
             choice["token_ids"] = completion.token_ids
         return choice
 
-    def _usage(self) -> dict[str, Any]:
-        if self._body.continuous_usage:
-            return {"usage": self._counter.usage()}
-        return {"usage": None} if self._body.include_usage else {}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        head = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
-        return head | ({"service_tier": "default"} if self._body.service_tier is not None else {})
-
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if completion.logprobs is None:
             return None
         return {"content": [self._token(entry) for entry in completion.logprobs]}
 
     def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
-        """The token taken, and the most probable ones: as many as asked for, the token taken only where it is one."""
+        """Describe the token taken, and the most probable ones: as many as asked for, the token taken only where it is one."""
         count = self._body.top_logprobs or 0
         ranked = [(token, one) for token, one in entry.items() if one.rank is not None and one.rank <= count]
         ranked.sort(key=lambda pair: pair[1].rank)
@@ -232,7 +200,7 @@ def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:
 
 
 def _end(completion: CompletionOutput, parser: MessageParser) -> dict[str, Any]:
-    """How a completion ended. One that called tools says so, unless it was cut off."""
+    """Say how a completion ended. One that called tools says so, unless it was cut off."""
     called = parser.has_calls and completion.finish_reason is FinishReason.STOP
     reason = "tool_calls" if called else completion.finish_reason
     return {"finish_reason": reason, "stop_reason": completion.stop_reason}

@@ -1,16 +1,238 @@
-"""`BoundedConnection`: uvicorn's HTTP connection, which bounds a request's head in bytes and in seconds."""
+"""What comes and goes over uvicorn's HTTP connections: heads within bounds in; JSON and server-sent events out.
+
+Everything that reaches into uvicorn's own modules is here: `BoundedConnection` and `BodyWriter`. It was checked with uvicorn 0.54, and
+pyproject.toml bounds the version.
+"""
 
 import asyncio
-from typing import Any
+import json
+from collections.abc import Awaitable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import pydantic_core
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from dsjax.serve.bodies import to_json
-from dsjax.serve.errors import ApiError
+from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.text.outputs import RequestOutput
+from dsjax.serve.errors import ApiError, to_api_error
 
+Answer = TypeVar("Answer")
+
+CONNECTION_SEND = "connection_send"
+"""Key in a scope's state of the connection's own `send`, which no middleware sees."""
 MAX_HEAD_BYTES = 64 * 1024
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
+
+
+def to_json(body: Any) -> bytes:
+    """Compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
+    try:
+        return pydantic_core.to_json(body)
+    except ValueError:  # it refuses lone surrogates
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+class JsonResponse(Response):
+    """A JSON answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body's bytes."""
+        return to_json(content)
+
+
+class _ErrorResponse(JsonResponse):
+    """Tells the request's log line which error it is."""
+
+    def __init__(self, error: ApiError, headers: Mapping[str, str]):
+        super().__init__(error.body(), status_code=error.status, headers=headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: Scope, error: ApiError) -> None:
+    """Leave an error's code, or its type where it has no code, in the scope's state, where `RequestLog` reads it."""
+    scope.setdefault("state", {})["error"] = error.code or error.type
+
+
+def error_response(error: ApiError, *, close: bool = False) -> JsonResponse:
+    """An error as an answer; `close` ends the connection after it, because the rest of the request will not be read."""
+    headers = {**(error.headers or {}), **({"Connection": "close"} if close else {})}
+    return _ErrorResponse(error, headers)
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection; nobody reads the answer."""
+
+
+class StreamedAnswer(Protocol):
+    """An answer that can be given in chunks, each a JSON body."""
+
+    def first_chunks(self) -> Iterable[Mapping[str, Any]]:
+        """The chunks that are sent before any output."""
+
+    def chunks_of(self, prompt_index: int, output: RequestOutput) -> Iterable[Mapping[str, Any] | bytes]:
+        """The chunks of one output, those that are bytes as JSON already.
+
+        Raises:
+            ApiError: a completion failed.
+        """
+
+    def last_chunks(self) -> Iterable[Mapping[str, Any]]:
+        """The chunks that are sent after the last output."""
+
+
+class BodyWriter:
+    """Writes pieces of a streamed body to uvicorn's connection, byte for byte as its `send` does, which is a coroutine."""
+
+    _STATE = ("chunked_encoding", "flow", "disconnected", "transport")
+
+    def __init__(self, cycle: RequestResponseCycle):
+        self._cycle = cycle
+
+    @classmethod
+    def behind(cls, send: Send) -> "BodyWriter | None":
+        """Make a writer of a connection's own `send`; None for another one, or if this version of uvicorn keeps its state elsewhere."""
+        cycle = getattr(send, "__self__", None)
+        known = isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in cls._STATE)
+        return cls(cycle) if known else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `send` would not wait for the client to read what was written before."""
+        return self._cycle.chunked_encoding is True and not self._cycle.flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        """Write a piece, which is not empty; nothing once the client has left."""
+        if not self._cycle.disconnected:
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+class EventStream(StreamingResponse):
+    """An answer's chunks as server-sent events, then `[DONE]`; an error in between is an `error` event before it.
+
+    What is ready at the same time is written at once, and past the middlewares, which look at an answer's start and end alone: hundreds
+    of streams have an event in every step. For as long as the client keeps up that happens without waking this answer's task.
+    However the response ends, also when the client left before its first byte, `resources` are closed.
+    """
+
+    _END = b"data: [DONE]\n\n"
+
+    def __init__(
+        self,
+        answer: StreamedAnswer,
+        outputs: OutputStream,
+        resources: AbstractContextManager[Any],
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__((), media_type="text/event-stream", headers={"Cache-Control": "no-cache", **(headers or {})})
+        self._answer = answer
+        self._outputs = outputs
+        self._resources = resources
+        self._scope: Scope | None = None
+        self._send_events: Send | None = None
+        self._writer: BodyWriter | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events."""
+        self._scope = scope
+        self._send_events = scope["state"].get(CONNECTION_SEND, send)
+        self._writer = BodyWriter.behind(self._send_events)
+        with self._resources:
+            watch = asyncio.ensure_future(self._watch(receive))
+            try:
+                await self._send_answer(send)
+            finally:
+                watch.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        await _disconnected(receive)
+        self._outputs.fail(ClientGoneError())
+
+    async def _send_answer(self, send: Send) -> None:
+        """Send the head, the events as they come, and the end; nothing more once the client has left."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await self._send_all(self._answer.first_chunks())
+            while outputs := await self._outputs.ready(self._write_each):
+                await self._send_each(outputs)
+            last = self._events(self._answer.last_chunks())
+        except ClientGoneError:
+            return
+        except Exception as error:  # the status line is sent; an event is the only way left to tell
+            answer = to_api_error(error)
+            note_error(self._scope, answer)
+            last = self._events([self._failure(answer)])
+        await send({"type": "http.response.body", "body": last + self._END, "more_body": False})
+
+    async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:
+        """Send the events of some outputs; those before one that failed are sent in any case."""
+        chunks: list[Mapping[str, Any] | bytes] = []
+        try:
+            for index, output in outputs:
+                chunks.extend(self._answer.chunks_of(index, output))
+        finally:
+            await self._send_all(chunks)
+
+    def _write_each(self, outputs: list[tuple[int, RequestOutput]]) -> bool:
+        """Send the events of some outputs without waiting; False, and nothing done, where that cannot be."""
+        if self._writer is None or not self._writer.is_ready:
+            return False
+        chunks: list[Mapping[str, Any] | bytes] = []
+        try:
+            for index, output in outputs:
+                chunks.extend(self._answer.chunks_of(index, output))
+        finally:
+            if events := self._events(chunks):
+                self._writer.write(events)
+        return True
+
+    async def _send_all(self, chunks: Iterable[Mapping[str, Any] | bytes]) -> None:
+        if events := self._events(chunks):
+            await self._send_events({"type": "http.response.body", "body": events, "more_body": True})
+
+    def _events(self, chunks: Iterable[Mapping[str, Any] | bytes]) -> bytes:
+        return b"".join([self._event(chunk) for chunk in chunks])
+
+    def _event(self, chunk: Mapping[str, Any] | bytes) -> bytes:
+        return b"data: %b\n\n" % (chunk if isinstance(chunk, bytes) else to_json(chunk))
+
+    def _failure(self, error: ApiError) -> Mapping[str, Any]:
+        """Make the chunk that tells of an error after the head has been sent."""
+        return error.body()
+
+
+async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Answer:
+    """Wait for an answer, but no longer than the client does.
+
+    Raises:
+        ClientGoneError: it has closed the connection; `work` is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class _HeadTooLargeError(Exception):

@@ -1,6 +1,8 @@
 """What every request passes before its route, in this order: logged, counted, given an id, its key checked, its body read.
 
-These are ASGI middlewares; `create_app` puts them around the application, and the server `RequestLog` around them all.
+These are ASGI middlewares; `create_app` puts them around the application, and the server `RequestLog` around them all. The last one takes
+usual requests to their endpoints itself. Everything that relies on how FastAPI and Starlette route a request is here: `StrictRoute`,
+`UsualRequests`, and the route in a request's scope. It was checked with FastAPI 0.165 and Starlette 1.10; pyproject.toml bounds both.
 """
 
 import asyncio
@@ -8,21 +10,30 @@ import base64
 import binascii
 import contextlib
 import hmac
+import inspect
 import json
 import logging
 import random
 import re
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+import pydantic_core
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsjax.engine.schedule.request import Request as EngineRequest
-from dsjax.serve.bodies import CONNECTION_SEND, error_response
-from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
+from dsjax.engine.schedule.request import RequestOptions
+from dsjax.errors import UserError
+from dsjax.serve.bounds import MAX_NAME_CHARACTERS, MAX_REQUEST_ID_CHARACTERS
+from dsjax.serve.connections import CONNECTION_SEND, ClientGoneError, error_response
 from dsjax.serve.errors import ApiError
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
@@ -46,28 +57,37 @@ ADMIN_PATHS = frozenset(
     }
 )
 _OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What a load balancer asks, which has no key."""
+"""Paths that a load balancer asks, which has no key."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ALLOWED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 _random = random.Random()  # seeded by the system once; asking it each time is a system call
 
 
-class RequestLog:
-    """ASGI middleware, the first to see a request. Writes when its answer has ended, in place of uvicorn's access log.
+class Guard(ABC):
+    """An ASGI middleware: passes on the application's start and end, and sees every request."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take what the server sends."""
+        await (self.handle if scope["type"] == "http" else self._app)(scope, receive, send)
+
+    @abstractmethod
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take a request: pass it on, or answer it."""
+
+
+class RequestLog(Guard):
+    """The first to see a request. Writes when its answer has ended, in place of uvicorn's access log.
 
     Reads `request_id`, `completions` (the core's `Request`s) and `error` (an error's code) from the scope's state, where those who
     handle the request put them. What is polled all the time is written at level debug, whatever the answer: `/ready` is 503
     for as long as the server warms up.
     """
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, then write its line, however it ended."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         begun = time.monotonic()
         status = _CLIENT_LEFT
         ended = False
@@ -94,7 +114,7 @@ class RequestLog:
 
 
 def of_completions(requests: Sequence[EngineRequest]) -> dict[str, Any]:
-    """Tokens and times of a request's completions; empty where it has none.
+    """Sum up tokens and times of a request's completions; empty where it has none.
 
     `output_tokens` counts what the model made, which may be a token or two more than a stop string let through.
     """
@@ -151,14 +171,14 @@ def beginning_with(message: Message, receive: Receive) -> Receive:
     return receive_again
 
 
-class ResponseCounts:
-    """ASGI middleware. Counts every answer under its route's path; what no route answered is counted together."""
+class ResponseCounts(Guard):
+    """Counts every answer under its route's path; what no route answered is counted together."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
-        self._app = app
+        super().__init__(app)
         self._metrics = metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and count its answer when it begins."""
         begun = False
 
@@ -169,9 +189,6 @@ class ResponseCounts:
                 self._count(scope, message["status"])
             await send(message)
 
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             await self._app(scope, receive, counted)
         except Exception:
@@ -187,17 +204,11 @@ class ResponseCounts:
         self._metrics.on_response(path, method, status)
 
 
-class RequestIds:
-    """ASGI middleware. Sets `scope["state"]["request_id"]`, for answers and logs, and the header on every answer."""
+class RequestIds(Guard):
+    """Sets `scope["state"]["request_id"]`, for answers and logs, and the header on every answer."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on under its id."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         given = Headers(scope=scope).get("x-request-id")
         usable = given is None or _ALLOWED.fullmatch(given) is not None
         request_id = given if given is not None and usable else new_id()
@@ -228,25 +239,23 @@ def request_id_of(request: Request, field: str | None) -> str:
     return state["request_id"]
 
 
-class Keys:
-    """ASGI middleware. Refuses a request before its body is read, unless its key opens its path.
+class Keys(Guard):
+    """Refuses a request before its body is read, unless its key opens its path.
 
     Everything but `/health` and `/ready` wants a key once there are any; a path that does not exist too, so that nothing can be
     probed. Sets `scope["state"]["admin"]`: whether the key is the admin's.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions):
-        self._app = app
+        super().__init__(app)
         self._admin = options.admin_api_key.encode() if options.admin_api_key else None
         self._keys = [key.encode() for key in options.api_keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an allowed request on."""
-        refusal = None
-        if scope["type"] == "http":
-            given = _given_key(Headers(scope=scope).get("authorization", ""), scope["method"])
-            scope.setdefault("state", {})["admin"] = self._admin is not None and hmac.compare_digest(given, self._admin)
-            refusal = self._refusal(scope, given)
+        given = _given_key(Headers(scope=scope).get("authorization", ""), scope["method"])
+        scope.setdefault("state", {})["admin"] = self._admin is not None and hmac.compare_digest(given, self._admin)
+        refusal = self._refusal(scope, given)
         await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
 
     def _refusal(self, scope: Scope, given: bytes) -> ApiError | None:
@@ -274,7 +283,7 @@ class Keys:
 
 
 def _given_key(authorization: str, method: str) -> bytes:
-    """The key that a header gives; empty for none.
+    """Read the key that a header gives; empty for none.
 
     A browser cannot be told to send a bearer key with the page itself, so what only reads also takes the key as the password of
     basic authentication. What changes something does not: a browser would send it along for any other site.
@@ -288,29 +297,21 @@ def _given_key(authorization: str, method: str) -> bytes:
     return b""
 
 
-class BodyLimits:
-    """ASGI middleware. Reads the whole body before anything else sees the request, within bounds of bytes and seconds.
+class BodyLimits(Guard):
+    """Reads the whole body before anything else sees the request, within bounds of bytes and seconds.
 
     A body that is half sent therefore holds nothing but its own bytes. What comes after the body, a disconnect, is passed on.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions):
-        self._app = app
+        super().__init__(app)
         self._most_bytes = options.max_body_bytes
         self._seconds = options.request_timeout
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on whose body is here."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
-            async with asyncio.timeout(self._seconds):
-                body = await self._read(scope, receive)
-        except TimeoutError:
-            reason = f"the request did not arrive within {self._seconds:g} seconds"
-            await error_response(ApiError(408, reason, code="request_timeout"), close=True)(scope, receive, send)
-            return
+            body = await self._read(scope, receive)
         except ApiError as error:
             await error_response(error, close=True)(scope, receive, send)
             return
@@ -320,20 +321,135 @@ class BodyLimits:
         await self._app(scope, beginning_with(message, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The body; None where the client leaves before its end."""
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._most_bytes:
             raise self._too_large()
         parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most_bytes:
-                raise self._too_large()
-            more = message.get("more_body", False)
+        try:
+            async with asyncio.timeout(self._seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self._most_bytes:
+                        raise self._too_large()
+                    more = message.get("more_body", False)
+        except TimeoutError as error:
+            reason = f"the request did not arrive within {self._seconds:g} seconds"
+            raise ApiError(408, reason, code="request_timeout") from error
         return b"".join(parts)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than this server's {self._most_bytes:,} bytes", code="body_too_large")
+
+
+def strict_json(body: bytes) -> Any:
+    """Read what a body holds. NaN, half surrogate pairs and nesting beyond 200 levels are refused.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return pydantic_core.from_json(body, allow_inf_nan=False)
+
+
+class StrictRequest(Request):
+    """A request whose body is read as `strict_json`."""
+
+    async def json(self) -> Any:
+        """The body.
+
+        Raises:
+            ApiError: it is not JSON.
+        """
+        try:
+            return strict_json(await self.body())
+        except ValueError as error:
+            raise ApiError(400, f"the request body is not JSON: {error}", code="invalid_json") from error
+
+
+class StrictRoute(APIRoute):
+    """A route that reads its body as a `StrictRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, given the strict request."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return handle
+
+
+class UsualRequests(Guard):
+    """The last before the routes. It calls the endpoint of a usual request itself, without FastAPI.
+
+    FastAPI's router, exit stacks and reading of headers cost more processor time than all that the server itself does for a request
+    (docs/performance.md, "Over HTTP"). A request that is unusual, or has a mistake in its headers or body, is passed on to FastAPI. So
+    only one place puts mistakes into words.
+
+    Args:
+        routes: of `openai_routes`. Only those for POST are used.
+        answer_error: makes an answer of what an endpoint raises.
+    """
+
+    _ERRORS = (UserError, HTTPException, ClientGoneError)
+    """Exceptions that the application has an answer for; anything else is a defect, and passes on."""
+    _SESSION, _RANK = b"x-session-affinity", b"x-data-parallel-rank"
+    _READ = frozenset({b"content-type", _SESSION, _RANK})
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Sequence[APIRoute],
+        answer_error: Callable[[Request, Exception], Awaitable[Response]],
+    ):
+        super().__init__(app)
+        self._answer_error = answer_error
+        self._endpoints: dict[str, tuple[APIRoute, type[BaseModel]]] = {
+            route.path: (route, inspect.signature(route.endpoint).parameters["body"].annotation)
+            for route in routes
+            if "POST" in route.methods
+        }
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a usual request; pass on any other."""
+        if scope["method"] != "POST" or scope["path"] not in self._endpoints:
+            await self._app(scope, receive, send)
+            return
+        message = await receive()
+        route, schema = self._endpoints[scope["path"]]
+        read = self._read(scope, message, schema)
+        if read is None:
+            await self._app(scope, beginning_with(message, receive), send)
+            return
+        scope["route"] = route
+        request = Request(scope, receive)
+        try:
+            response = await route.endpoint(read[0], request, read[1])
+        except self._ERRORS as error:
+            response = await self._answer_error(request, error)
+        await response(scope, receive, send)
+
+    def _read(self, scope: Scope, message: Message, schema: type[BaseModel]) -> tuple[BaseModel, RequestOptions] | None:
+        """Read a request's body and place; None unless it is usual and without a mistake. `BodyLimits` has made one message of its body."""
+        given = [(name, value) for name, value in scope["headers"] if name in self._READ]
+        headers = dict(given)
+        session, rank = headers.get(self._SESSION), headers.get(self._RANK)
+        if (
+            len(headers) < len(given)
+            or headers.get(b"content-type", b"").partition(b";")[0] != b"application/json"
+            or (session is not None and not 1 <= len(session) <= MAX_NAME_CHARACTERS)
+            or (rank is not None and not (rank.isdigit() and len(rank) < 10))
+        ):
+            return None
+        try:
+            body = schema.model_validate(strict_json(message.get("body", b"")))
+        except ValueError:  # not JSON, or not the schema's
+            return None
+        place = RequestOptions(
+            session=session and session.decode("latin-1"), dp_rank=None if rank is None else int(rank)
+        )
+        return body, place

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterable
 from types import FrameType
 
 import uvicorn
@@ -18,9 +17,9 @@ from rich.console import Console
 from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
-from dsjax.serve.bodies import JsonResponse
-from dsjax.serve.device_memory import device_memory
-from dsjax.serve.metrics_families import Gauge, Labels, Registry, Total, exposition
+from dsjax.serve.connections import JsonResponse
+from dsjax.serve.metrics_families import Registry, exposition
+from dsjax.serve.metrics_parts import add_memory_metrics, device_memory
 
 _log = logging.getLogger(__name__)
 
@@ -36,26 +35,15 @@ class Headless:
         self.options = options
         self._follower = None
         self._signals = 0
-        self.registry = Registry()
-        label = str(options.process_id)
-        for name, what, count in (
+        self.registry = registry = Registry(process=str(options.process_id))
+        for name, documentation, count in (
             ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
             ("dsjax_follower_steps", "Of those, steps and the like whose results have been read.", "steps"),
         ):
-            read = lambda count=count: [((label,), float(getattr(self._follower, count, 0)))]  # noqa: E731
-            Total(self.registry, name, what, ("process",), read)
-        Gauge(
-            self.registry,
-            "dsjax_follower_ready",
-            "1 while this process follows.",
-            ("process",),
-            lambda: [((label,), float(self.phase == "ready"))],
-        )
-        for name, what, index in (
-            ("used", "Bytes of a device's memory in use.", 1),
-            ("limit", "Bytes that a device has.", 2),
-        ):
-            self._add_memory(f"dsjax_device_memory_{name}_bytes", what, label, index)
+            registry.total(name, documentation, lambda count=count: float(getattr(self._follower, count, 0)))
+        registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))
+        # To ask for devices before the group is there would start JAX alone.
+        add_memory_metrics(registry, lambda: device_memory() if self.phase in ("warming up", "ready") else ())
 
     @property
     def phase(self) -> str:
@@ -106,14 +94,6 @@ class Headless:
             return Response(exposition(self.registry.families, openmetrics=openmetrics), media_type=content_type)
 
         return app
-
-    def _add_memory(self, name: str, what: str, label: str, index: int) -> None:
-        def read() -> Iterable[tuple[Labels, float]]:
-            # To ask for devices before the group is there would start JAX alone.
-            found = device_memory() if self.phase in ("warming up", "ready") else ()
-            return [((label, device[0]), float(device[index])) for device in found]
-
-        Gauge(self.registry, name, what, ("process", "device"), read)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Process 0 may still have requests to finish, which takes all processes: wait for its end. The second signal ends at once."""

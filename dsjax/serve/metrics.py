@@ -1,41 +1,24 @@
 """`Metrics`: what the engine does, counted under vLLM's names and ours. docs/observability.md lists them all.
 
-`RequestMetrics` has tokens and latencies of each completion, from the updates that the event loop receives.
+`CompletionMetrics` has tokens and latencies of each completion, from the updates that the event loop receives; `History` what the server
+did in the last minutes, for a page that is opened late.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.contract.executor import ErrorKind
-from dsjax.engine.experts.eplb import BalanceStats
 from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import StepStats
 from dsjax.engine.text.output_processor import error_kind
 from dsjax.engine.text.outputs import RequestOutput
-from dsjax.engine.tiers.disk_tier import DiskCounts
-from dsjax.serve.history import History
-from dsjax.serve.metrics_families import (
-    Counter,
-    Family,
-    Gauge,
-    Histogram,
-    Labels,
-    Registry,
-    Total,
-    exposition,
-    one_two_five,
-)
-from dsjax.serve.metrics_parts import (
-    BalanceMetrics,
-    DraftMetrics,
-    ExpertMetrics,
-    add_generation_metrics,
-    add_prefill_metrics,
-)
-from dsjax.serve.metrics_tiers import TierMetrics, add_load_metrics
+from dsjax.serve import metrics_parts
+from dsjax.serve.metrics_families import Counter, Family, Histogram, Labels, Registry, exposition, one_two_five
+from dsjax.serve.schemas import HistoryBody
 
 if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.elastic.generations import Generations
@@ -56,6 +39,11 @@ REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+FETCH_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+HISTORY_INTERVAL, HISTORY_SECONDS, LATENCY_SECONDS = 2.0, 300.0, 60.0
+"""Seconds between two points of the history, that it is kept, and that the page's quantiles are of."""
+LATENCIES = ("vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds")
 
 
 class Metrics:
@@ -91,145 +79,107 @@ class Metrics:
         generations: "Generations | None" = None,
         prefills: "Sequence[PrefillEngine]" = (),
     ):
-        self.registry = Registry()
-        self._model = model_name
-        self._ranks: list[Labels] = [(model_name, str(rank)) for rank in range(num_ranks)]
-        self._loads: Sequence[RankLoad] = ()
-        self._compilations = 0
-        labels = ("model_name", "engine")
-        self._requests = RequestMetrics(self.registry, self._ranks, max_model_len, clock)
-        add_load_metrics(self.registry, self._ranks, lambda: self._loads)
-        self._tiers = TierMetrics(self.registry, self._ranks, lambda: self._loads, page_bytes)
-        registry = self.registry
-        self._preemptions = Counter(
-            registry, "vllm:num_preemptions", "Requests that had to give back their pages, on all ranks.", labels[:1]
+        self.registry = registry = Registry(model_name=model_name)
+        self._state = state = metrics_parts.LatestState(num_ranks, experts_per_device, page_bytes)
+        self._completions = CompletionMetrics(registry, num_ranks, max_model_len, clock)
+        metrics_parts.add_load_metrics(registry, state)
+        metrics_parts.add_tier_metrics(registry, state)
+        metrics_parts.add_transfer_metrics(registry, state)
+        self._page_waits = registry.histogram(
+            "dsjax_cache_fetch_seconds", "Time that a request waited for pages of a tier.", FETCH_SECONDS, "tier"
         )
-        self._iteration_tokens = Histogram(
-            registry,
-            "vllm:iteration_tokens_total",
-            "Tokens computed in a step, over all ranks.",
-            labels[:1],
-            STEP_TOKENS,
+        self._preemptions = registry.counter(
+            "vllm:num_preemptions", "Requests that had to give back their pages, on all ranks."
         )
-        self._step_seconds = Histogram(
-            registry, "dsjax_step_seconds", "Time of a step: plan, launch, device, enter.", labels[:1], STEP_SECONDS
+        self._preemptions.add((), 0)
+        self._iteration_tokens = registry.histogram(
+            "vllm:iteration_tokens_total", "Tokens computed in a step, over all ranks.", STEP_TOKENS
         )
-        self._step_tokens = Counter(
-            registry, "dsjax_step_tokens", "Rows of tokens that steps computed.", ("model_name", "kind")
+        self._step_seconds = registry.histogram(
+            "dsjax_step_seconds", "Time of a step: plan, launch, device, enter.", STEP_SECONDS
         )
-        self._host_seconds = Counter(
-            registry, "dsjax_host_seconds", "The engine's thread's time in each part of a step.", ("model_name", "part")
+        self._step_tokens = registry.counter("dsjax_step_tokens", "Rows of tokens that steps computed.", "kind")
+        self._host_seconds = registry.counter(
+            "dsjax_host_seconds", "The engine's thread's time in each part of a step.", "part"
         )
-        Total(
-            registry,
+        registry.total(
             "dsjax_compilations_after_warm_up",
             "Programs compiled while serving; must stay 0.",
-            labels[:1],
-            lambda: [((model_name,), self._compilations)],
+            lambda: state.compilations,
         )
-        self._rejections = Counter(
-            registry,
-            "dsjax_requests_rejected",
-            "Requests refused before the engine saw them.",
-            ("model_name", "reason"),
+        self._rejections = registry.counter(
+            "dsjax_requests_rejected", "Requests refused before the engine saw them.", "reason"
         )
         self._responses = Counter(
-            registry, "http_requests", "Answers, by route and class of status.", ("handler", "method", "status")
+            registry, "http_requests", "Answers, by route and class of status.", ("handler", "method", "status"), {}
         )
-        for name, what, index in (
-            ("used", "Bytes of a device's memory in use.", 1),
-            ("limit", "Bytes that a device has.", 2),
-        ):
-            Gauge(
-                registry,
-                f"dsjax_device_memory_{name}_bytes",
-                what,
-                ("model_name", "device"),
-                lambda index=index: [((model_name, found[0]), float(found[index])) for found in device_memory()],
-            )
-        self._exchange_share: float | None = None
-        Gauge(
-            registry,
+        metrics_parts.add_memory_metrics(registry, device_memory)
+        registry.gauge(
             "dsjax_exchange_time_share",
             "Share of the devices' time in operations that exchanges between them took, in the last profile.",
-            labels[:1],
-            lambda: [] if self._exchange_share is None else [((model_name,), self._exchange_share)],
+            lambda: state.exchange_share,
         )
-        self._experts = ExpertMetrics(registry, model_name, experts_per_device)
-        self._balance = BalanceMetrics(registry, model_name)
-        self._drafts = DraftMetrics(registry, model_name, most_drafts)
+        metrics_parts.add_expert_metrics(registry, state)
+        metrics_parts.add_balance_metrics(registry, state)
+        self._drafts = metrics_parts.DraftMetrics(registry, most_drafts)
         if generations is not None:
-            add_generation_metrics(registry, model_name, generations)
+            metrics_parts.add_generation_metrics(registry, generations)
         if prefills:
-            add_prefill_metrics(registry, model_name, prefills)
-        self._preemptions.add((model_name,), 0)
+            metrics_parts.add_prefill_metrics(registry, prefills)
         self.elsewhere: Callable[[Sequence[Family]], Sequence[Family]] | None = None
-        self.history = History(self.families, lambda: self._loads, clock)
+        self.history = History(self.families, lambda: state.loads, clock)
 
     # What the engine tells.
 
     def on_step(self, stats: StepStats) -> None:
         """Count what a step did."""
-        model = self._model
         self.history.note()
-        self.show_loads(stats.ranks)
-        self._preemptions.add((model,), stats.num_preemptions)
-        self._iteration_tokens.observe((model,), stats.num_decode_tokens + stats.num_prompt_tokens)
-        self._step_seconds.observe((model,), stats.duration)
-        self._step_tokens.add((model, "decode"), stats.num_decode_tokens)
-        self._step_tokens.add((model, "prompt"), stats.num_prompt_tokens)
-        self._step_tokens.add((model, "padding"), stats.num_padding_tokens)
+        self.show(stats.ranks, stats.parts)
+        self._preemptions.add((), stats.num_preemptions)
+        self._iteration_tokens.observe((), stats.num_decode_tokens + stats.num_prompt_tokens)
+        self._step_seconds.observe((), stats.duration)
+        self._step_tokens.add(("decode",), stats.num_decode_tokens)
+        self._step_tokens.add(("prompt",), stats.num_prompt_tokens)
+        self._step_tokens.add(("padding",), stats.num_padding_tokens)
         for part, seconds in stats.host_seconds.items():
-            self._host_seconds.add((model, part), seconds)
-        self._compilations = stats.compilations_after_warm_up
-        if stats.experts is not None:
-            self._experts.enter(stats.experts)
-        self.show_balance(stats.parts.get("balance"))
-        disk = stats.parts.get("disk")
-        if disk is not None or stats.page_waits:
-            self._tiers.enter(disk, stats.page_waits, stats.parts.get("transfers"))
+            self._host_seconds.add((part,), seconds)
+        for tier, seconds in stats.page_waits:
+            self._page_waits.observe((tier,), seconds)
+        self._state.compilations = stats.compilations_after_warm_up
+        self._state.experts = stats.experts or self._state.experts
         if stats.drafts is not None:
-            self._drafts.enter(stats.drafts)
+            self._drafts.count(stats.drafts)
 
-    def show_loads(self, loads: Sequence[RankLoad]) -> None:
-        """Replace the ranks' loads that the gauges show."""
-        self._loads = loads
-
-    def on_change(self, num_ranks: int, experts_per_device: int) -> None:
-        """Go on with another mesh. Ranks that are gone keep their counts, and have no load."""
-        known = len(self._ranks)
-        self._ranks += [(self._model, str(rank)) for rank in range(known, num_ranks)]
-        self._requests.begin(self._ranks[known:])
-        self._loads = ()
-        self._experts.begin(experts_per_device)
-
-    def show_disk(self, counts: DiskCounts | None) -> None:
-        """Replace what the disk below the cache has done, and holds."""
-        self._tiers.enter(counts)
+    def show(self, loads: Sequence[RankLoad], parts: Mapping[str, Any]) -> None:
+        """Show these loads from now on, and what the core's attachments have done, as `StepStats.parts` has it."""
+        self._state.loads = loads
+        self._state.parts.update(parts)
 
     def show_exchange_share(self, share: float | None) -> None:
         """Show what the last profile said, until the next one; None: it saw no operation."""
-        self._exchange_share = share
+        self._state.exchange_share = share
 
-    def show_balance(self, stats: BalanceStats | None) -> None:
-        """Replace what the metrics of experts that follow the load show; None changes nothing."""
-        if stats is not None:
-            self._balance.enter(stats)
+    def on_change(self, num_ranks: int, experts_per_device: int) -> None:
+        """Go on with another mesh. Ranks that are gone keep their counts, and have no load; what was recorded is of the mesh before."""
+        state = self._state
+        self._completions.begin(num_ranks)
+        state.num_ranks = max(state.num_ranks, num_ranks)
+        state.loads, state.experts, state.experts_per_device = (), None, experts_per_device
 
     def on_updates(self, updates: Sequence[Update]) -> None:
         """Enter a step's tokens."""
-        self._requests.enter(updates)
+        self._completions.count(updates)
 
     def on_ended(self, requests: Sequence[Request], reason: FinishReason) -> None:
         """Enter completions that ended outside a step: by a stop string, or because nobody waits for them."""
-        self._requests.end(requests, reason)
+        self._completions.end(requests, reason)
 
     def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         """Do nothing: an answer that is not streamed has one output, at its end, which tells nothing of latencies."""
 
     def on_rejected(self, reason: str) -> None:
         """Enter a request that was refused."""
-        self._rejections.add((self._model, reason))
+        self._rejections.add((reason,))
 
     def on_response(self, handler: str, method: str, status: int) -> None:
         """Enter an answer; `handler` is the route's path, never the client's, so that there are only so many."""
@@ -243,8 +193,8 @@ class Metrics:
 
     def families(self) -> Sequence[Family]:
         """All families; what other processes have counted is in them where there are any."""
-        own = self.registry.families
-        return own if self.elsewhere is None else self.elsewhere(own)
+        families = self.registry.families
+        return families if self.elsewhere is None else self.elsewhere(families)
 
 
 class _Track:
@@ -257,7 +207,7 @@ class _Track:
         self.tokens = 0
 
 
-class RequestMetrics:
+class CompletionMetrics:
     """Follows completions by the core's id. Each of the `n` completions of a request counts, as in vLLM.
 
     With t_1 … t_n the times at which the event loop received a completion's tokens:
@@ -270,22 +220,16 @@ class RequestMetrics:
     What ended by an abort or an error is counted under its reason, and enters none of the histograms of whole requests.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        ranks: Sequence[Labels],
-        max_model_len: int,
-        clock: Callable[[], float],
-    ):
-        self._ranks, self._clock = ranks, clock
+    def __init__(self, registry: Registry, num_ranks: int, max_model_len: int, clock: Callable[[], float]):
+        self._clock = clock
+        self._ranks: list[Labels] = []
         self._tracks: dict[str, _Track] = {}
-        labels = ("model_name", "engine")
 
         def counter(name: str, documentation: str, *more: str) -> Counter:
-            return Counter(registry, name, documentation, (*labels, *more))
+            return registry.counter(name, documentation, "engine", *more)
 
-        def histogram(name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
-            return Histogram(registry, name, documentation, labels, bounds)
+        def histogram(name: str, documentation: str, bounds: Sequence[float] = REQUEST_SECONDS) -> Histogram:
+            return registry.histogram(f"vllm:{name}", documentation, bounds, "engine")
 
         self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts whose first token was made.")
         self._prompt_cached = counter("vllm:prompt_tokens_cached", "Those of them that the prefix cache held.")
@@ -296,52 +240,45 @@ class RequestMetrics:
         self._corrupted = counter("vllm:corrupted_requests", "Completions failed because logits were not finite.")
         self._failed = counter("dsjax_requests_failed", "Completions that ended with an error, by its kind.", "error")
         self._first_token = histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_SECONDS
+            "time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_SECONDS
         )
         self._between_tokens = histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a completion.", BETWEEN_TOKENS_SECONDS
+            "inter_token_latency_seconds", "Between two tokens of a completion.", BETWEEN_TOKENS_SECONDS
         )
         self._per_token = histogram(
-            "vllm:request_time_per_output_token_seconds",
+            "request_time_per_output_token_seconds",
             "A completion's mean time of a token after its first.",
             BETWEEN_TOKENS_SECONDS,
         )
-        self._end_to_end = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", REQUEST_SECONDS)
-        self._queue = histogram(
-            "vllm:request_queue_time_seconds", "From arrival to the first step with it.", REQUEST_SECONDS
-        )
-        self._prefill = histogram(
-            "vllm:request_prefill_time_seconds", "From its first step to its first token.", REQUEST_SECONDS
-        )
-        self._decode = histogram(
-            "vllm:request_decode_time_seconds", "From the first token to the last.", REQUEST_SECONDS
-        )
-        self._inference = histogram(
-            "vllm:request_inference_time_seconds", "From its first step to its last token.", REQUEST_SECONDS
-        )
+        self._end_to_end = histogram("e2e_request_latency_seconds", "From arrival to the end.")
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first step with it.")
+        self._prefill = histogram("request_prefill_time_seconds", "From its first step to its first token.")
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.")
+        self._inference = histogram("request_inference_time_seconds", "From its first step to its last token.")
         counts = one_two_five(max_model_len)
-        self._prompt_length = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", counts)
+        self._prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", counts)
         self._computed_length = histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Tokens of a prompt that the prefix cache did not hold.", counts
+            "request_prefill_kv_computed_tokens", "Tokens of a prompt that the prefix cache did not hold.", counts
         )
-        self._output_length = histogram("vllm:request_generation_tokens", "Tokens made for a completion.", counts)
-        self._max_tokens = histogram("vllm:request_params_max_tokens", "The most tokens it could have made.", counts)
-        self.begin(ranks)
+        self._output_length = histogram("request_generation_tokens", "Tokens made for a completion.", counts)
+        self._max_tokens = histogram("request_params_max_tokens", "The most tokens it could have made.", counts)
+        self.begin(num_ranks)
 
-    def begin(self, ranks: Sequence[Labels]) -> None:
-        """Show these ranks, with 0."""
-        for rank in ranks:
-            for each in (self._prompt_tokens, self._prompt_cached, self._queries, self._hits):
-                each.add(rank, 0)
-            for each in (self._generation_tokens, self._corrupted):
+    def begin(self, num_ranks: int) -> None:
+        """Have at least so many ranks from now on, and show the new ones with 0."""
+        for number in range(len(self._ranks), num_ranks):
+            rank = (str(number),)
+            self._ranks.append(rank)
+            prompts = (self._prompt_tokens, self._prompt_cached, self._queries, self._hits)
+            for each in (*prompts, self._generation_tokens, self._corrupted):
                 each.add(rank, 0)
             for reason in FinishReason:
                 self._success.add((*rank, reason.value), 0)
             for kind in ErrorKind:
                 self._failed.add((*rank, kind.value), 0)
 
-    def enter(self, updates: Sequence[Update]) -> None:
-        """Enter what a step did to each completion."""
+    def count(self, updates: Sequence[Update]) -> None:
+        """Count what a step did to each completion."""
         now = self._clock()
         tracks = self._tracks
         gaps: dict[tuple[int, float], int] = {}
@@ -354,7 +291,7 @@ class RequestMetrics:
                 rank = min(max(request.rank, 0), len(self._ranks) - 1)
                 if track is None:
                     track = tracks[request.request_id] = _Track(now)
-                    self._enter_first(request, now)
+                    self._count_first(request, now)
                 else:
                     # All that decoded in the step before waited equally long: one entry for them together.
                     gap = (rank, track.last)
@@ -381,7 +318,7 @@ class RequestMetrics:
         """Its rank: the first where it left before the engine gave it one, the last that is known where the mesh has just grown."""
         return self._ranks[min(max(request.rank, 0), len(self._ranks) - 1)]
 
-    def _enter_first(self, request: Request, now: float) -> None:
+    def _count_first(self, request: Request, now: float) -> None:
         rank = self._of(request)
         self._first_token.observe(rank, now - request.arrival_time)
         for counter in (self._prompt_tokens, self._queries):
@@ -406,3 +343,83 @@ class RequestMetrics:
         self._inference.observe(rank, track.last - scheduled)
         if track.tokens > 1:
             self._per_token.observe(rank, (track.last - track.first) / (track.tokens - 1))
+
+
+class _Point(NamedTuple):
+    time: float
+    sums: dict[str, float]
+    buckets: dict[str, dict[str, float]]
+
+
+class History:
+    """Sums since the start, noted every two seconds in which there was a step.
+
+    A point is noted before its step is counted, and once more when somebody asks, so nothing runs while nothing happens: the sums
+    of two points around an idle time are equal, and the first step after it has a point of its own before it.
+
+    Args:
+        families: of `Metrics`, whose sums and histograms are read.
+        loads: gives the ranks' load as last known.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        families: Callable[[], Sequence[Family]],
+        loads: Callable[[], Sequence[RankLoad]],
+        clock: Callable[[], float],
+    ):
+        self._families, self._loads, self._clock = families, loads, clock
+        self._points: deque[_Point] = deque()
+
+    def note(self) -> None:
+        """Note a point, unless the last one is younger than the interval."""
+        now = self._clock()
+        if not self._points or now - self._points[-1].time >= HISTORY_INTERVAL:
+            self._points.append(self._read(now))
+            while now - self._points[0].time > HISTORY_SECONDS:
+                self._points.popleft()
+
+    def to_json(self) -> HistoryBody:
+        """All points, oldest first, the last of them as it is now.
+
+        That one stands in for a point that was noted just before: between two so near there is no rate worth drawing.
+        """
+        self.note()
+        now = self._clock()
+        points = [*self._points]
+        if len(points) > 1 and now - points[-1].time < HISTORY_INTERVAL / 2:
+            points.pop()
+        if now > points[-1].time:
+            points.append(self._read(now))
+        points = [point for point in points if now - point.time <= HISTORY_SECONDS]
+        before = [point for point in points if now - point.time >= LATENCY_SECONDS]
+        return {
+            "kept_seconds": HISTORY_SECONDS,
+            "points": [{"age": now - point.time, **point.sums} for point in points],
+            "buckets_a_minute_ago": (before[-1] if before else points[0]).buckets,
+        }
+
+    def _read(self, now: float) -> _Point:
+        families = {family.name: family for family in self._families()}
+
+        def total(name: str) -> float:
+            return sum(value for _, _, value in families[name].samples())
+
+        loads = self._loads()
+        sums = {
+            "prompt_tokens": total("vllm:prompt_tokens"),
+            "generation_tokens": total("vllm:generation_tokens"),
+            "running": sum(load.running for load in loads),
+            "waiting": sum(load.waiting for load in loads),
+        }
+        return _Point(now, sums, {name: _buckets(families[name]) for name in LATENCIES})
+
+
+def _buckets(histogram: Family) -> dict[str, float]:
+    """A histogram's cumulative counts by upper bound, over all ranks."""
+    counts: dict[str, float] = {}
+    for suffix, labels, value in histogram.samples():
+        if suffix == "_bucket":
+            counts[labels[-1]] = counts.get(labels[-1], 0) + value
+    return counts

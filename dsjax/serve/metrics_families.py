@@ -20,13 +20,19 @@ from prometheus_client.utils import floatToGoString
 Labels = tuple[str, ...]
 Sample = tuple[str, Labels, float]
 """(what follows the family's name, label values, value). A bucket has one label more than its family: `le`, last."""
+Reading = float | None | Iterable[tuple[Labels, float]]
+"""What a gauge shows: one number, None where there is none, or pairs of label values and a number."""
 
 
 class Registry(CollectorRegistry):
-    """prometheus_client's, which also remembers its families in their order."""
+    """prometheus_client's, which also makes families, and remembers them in their order.
 
-    def __init__(self):
+    common: labels that all of its families have, first, with their values. Nobody else gives values for them.
+    """
+
+    def __init__(self, **common: str):
         super().__init__()
+        self.common = common
         self.families: list[Family] = []
 
     def register(self, collector: Collector) -> None:
@@ -34,14 +40,42 @@ class Registry(CollectorRegistry):
         super().register(collector)
         self.families.append(collector)
 
+    def counter(self, name: str, documentation: str, *labelnames: str) -> "Counter":
+        """Add sums that only grow."""
+        return Counter(self, name, documentation, labelnames)
+
+    def histogram(self, name: str, documentation: str, bounds: Sequence[float], *labelnames: str) -> "Histogram":
+        """Add histograms of these upper bounds."""
+        return Histogram(self, name, documentation, labelnames, bounds=bounds)
+
+    def gauge(self, name: str, documentation: str, read: Callable[[], Reading], *labelnames: str) -> None:
+        """Add values that rise and fall."""
+        Gauge(self, name, documentation, labelnames, read=read)
+
+    def total(self, name: str, documentation: str, read: Callable[[], Reading], *labelnames: str) -> None:
+        """Add sums that only grow and are kept elsewhere."""
+        Total(self, name, documentation, labelnames, read=read)
+
 
 class Family(Collector):
-    """A name, its label names, and samples. `name` of a counter is without `_total`, which its samples add."""
+    """A name, its label names, and samples. `name` of a counter is without `_total`, which its samples add.
+
+    common: labels with their values before those of `labelnames`; default: the registry's.
+    """
 
     kind: str
 
-    def __init__(self, registry: Registry, name: str, documentation: str, labelnames: Sequence[str]):
-        self.name, self.documentation, self.labelnames = name, documentation, tuple(labelnames)
+    def __init__(
+        self,
+        registry: Registry,
+        name: str,
+        documentation: str,
+        labelnames: Sequence[str],
+        common: Mapping[str, str] | None = None,
+    ):
+        common = registry.common if common is None else common
+        self.name, self.documentation = name, documentation
+        self.labelnames, self._common = (*common, *labelnames), tuple(common.values())
         registry.register(self)
 
     def samples(self) -> Iterable[Sample]:
@@ -66,8 +100,8 @@ class Counter(Family):
 
     kind = "counter"
 
-    def __init__(self, registry: Registry, name: str, documentation: str, labelnames: Sequence[str]):
-        super().__init__(registry, name, documentation, labelnames)
+    def __init__(self, *declaration, **more):
+        super().__init__(*declaration, **more)
         self._values: dict[Labels, float] = {}
 
     def add(self, labels: Labels, amount: float = 1) -> None:
@@ -77,30 +111,24 @@ class Counter(Family):
     def samples(self) -> Iterable[Sample]:
         """A sample for each sum."""
         for labels, value in self._values.copy().items():
-            yield "_total", labels, value
+            yield "_total", self._common + labels, value
 
 
 class Gauge(Family):
-    """Values that rise and fall: `read` is called at the scrape, and gives pairs of label values and a number."""
+    """Values that rise and fall: `read` is called at the scrape."""
 
     kind = "gauge"
     _suffix = ""
 
-    def __init__(
-        self,
-        registry: Registry,
-        name: str,
-        documentation: str,
-        labelnames: Sequence[str],
-        read: Callable[[], Iterable[tuple[Labels, float]]],
-    ):
-        super().__init__(registry, name, documentation, labelnames)
+    def __init__(self, *declaration, read: Callable[[], Reading]):
+        super().__init__(*declaration)
         self._read = read
 
     def samples(self) -> Iterable[Sample]:
         """What `read` gives."""
-        for labels, value in self._read():
-            yield self._suffix, labels, value
+        reading = self._read()
+        for labels, value in [((), reading)] if isinstance(reading, int | float) else reading or ():
+            yield self._suffix, self._common + labels, value
 
 
 class Total(Gauge):
@@ -125,12 +153,10 @@ class Histogram(Family):
 
     kind = "histogram"
 
-    def __init__(
-        self, registry: Registry, name: str, documentation: str, labelnames: Sequence[str], bounds: Sequence[float]
-    ):
+    def __init__(self, *declaration, bounds: Sequence[float]):
+        super().__init__(*declaration)
         if list(bounds) != sorted(set(bounds)):
-            raise ValueError(f"{name}: found bounds {bounds}, expected them to rise")
-        super().__init__(registry, name, documentation, labelnames)
+            raise ValueError(f"{self.name}: found bounds {bounds}, expected them to rise")
         self._bounds = [float(bound) for bound in bounds]
         self._bound_names = [*map(floatToGoString, self._bounds), "+Inf"]
         self._children: dict[Labels, _Buckets] = {}
@@ -149,22 +175,22 @@ class Histogram(Family):
             total = 0
             for bound, count in zip(self._bound_names, child.counts.copy(), strict=True):
                 total += count
-                yield "_bucket", (*labels, bound), total
-            yield "_count", labels, total
-            yield "_sum", labels, child.sum
+                yield "_bucket", (*self._common, *labels, bound), total
+            yield "_count", self._common + labels, total
+            yield "_sum", self._common + labels, child.sum
 
 
-class _Summed:
+class _SummedFamily:
     """A family with the same samples of other processes added to its own."""
 
     def __init__(self, family: Family, others: Mapping[tuple[str, Labels], float]):
         self.name, self.documentation, self.labelnames = family.name, family.documentation, family.labelnames
-        self.kind, self._own, self._others = family.kind, family, others
+        self.kind, self._family, self._others = family.kind, family, others
 
     def samples(self) -> Iterable[Sample]:
-        """Own samples in their order; then those that only others have."""
+        """The family's samples in their order; then those that only others have."""
         left = dict(self._others)
-        for suffix, labels, value in self._own.samples():
+        for suffix, labels, value in self._family.samples():
             yield suffix, labels, value + left.pop((suffix, labels), 0)
         for (suffix, labels), value in left.items():
             yield suffix, labels, value
@@ -177,7 +203,7 @@ def summed(families: Iterable[Family], snapshots: Iterable[Iterable[tuple[str, s
         for name, suffix, labels, value in snapshot:
             of_family, key = added.setdefault(name, {}), (suffix, tuple(labels))
             of_family[key] = of_family.get(key, 0) + value
-    return [_Summed(family, added[family.name]) if family.name in added else family for family in families]
+    return [_SummedFamily(family, added[family.name]) if family.name in added else family for family in families]
 
 
 def one_two_five(most: int) -> list[int]:

@@ -1,14 +1,20 @@
-"""Metrics of what not every engine has: experts and their balance, drafts, a mesh that changes, an engine beside that computes prompts."""
+"""What is shown of the engine's state: loads, offload tiers, experts, drafts, the mesh, prefill engines; all read at the scrape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.experts.eplb import BalanceStats
+from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.stats import DraftCounts
-from dsjax.serve.metrics_families import Counter, Gauge, Labels, Registry, Total
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.transfer.remote_prefill import TransferCounts
+from dsjax.serve.metrics_families import Labels, Reading, Registry
 from sharding.balancing import balancedness_of_ranks
 
 if TYPE_CHECKING:  # they bring JAX in
@@ -21,137 +27,328 @@ _OF = "of=sums: the layers' means over their maxima, each summed; of=layers: mea
 """The meanings of balancedness, the same wherever it is shown."""
 
 
-class ExpertMetrics:
-    """Which experts the tokens went to, and what sending them cost, while recording is on.
+@dataclass
+class LatestState:
+    """The engine's state as last known.
 
-    Shows the engine's own sums, read at the scrape; nothing before the first recorded step.
+    Attributes:
+        num_ranks: DP ranks that have been there. Those that are gone have no load.
+        experts_per_device: physical experts of one device. Expert `x` lives on place `x // experts_per_device` of each EP group; the label
+            `ep_rank` says which.
+        page_bytes: of a page of the cache, on all devices of a DP rank.
+        parts: what the core's attachments have done, by their names, as `StepStats.parts` has it.
+        experts: the sums since recording began, which stay while nothing is recorded.
+        exchange_share: exchanges' share of the devices' time, in the last profile; None before, or where it saw no operation.
+    """
+
+    num_ranks: int
+    experts_per_device: int
+    page_bytes: int
+    loads: Sequence[RankLoad] = ()
+    parts: dict[str, Any] = field(default_factory=dict)
+    experts: ExpertCounts | None = None
+    compilations: int = 0
+    exchange_share: float | None = None
+
+    @property
+    def disk(self) -> DiskCounts | None:
+        """What the disk has done and holds; None where there is none."""
+        return self.parts.get("disk")
+
+
+def _field_of(record: Callable[[], Any]) -> Callable[[str], Callable[[], float | None]]:
+    """Make a function from a field's name to one that reads it of the record that there is at the scrape; None where there is none."""
+
+    def field(name: str) -> Callable[[], float | None]:
+        return lambda: None if (there := record()) is None else getattr(there, name)
+
+    return field
+
+
+def add_load_metrics(registry: Registry, state: LatestState) -> None:
+    """Add what each DP rank has to do, and the pages of its cache."""
+
+    def of_ranks(value: Callable[[RankLoad], float]) -> Callable[[], _Samples]:
+        def read() -> _Samples:
+            loads = {load.rank: load for load in state.loads}
+            for rank in range(state.num_ranks):
+                yield (str(rank),), value(loads[rank]) if rank in loads else 0.0
+
+        return read
+
+    for name, documentation, value in (
+        ("vllm:num_requests_running", "Requests that hold a slot and pages.", lambda load: load.running),
+        ("vllm:num_requests_waiting", "Requests in the queue of a rank.", lambda load: load.waiting),
+        (
+            "vllm:kv_cache_usage_perc",
+            "Share of the latent cache's pages that requests hold; 1 is all.",
+            lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0,
+        ),
+        ("dsjax_rank_waiting_tokens", "Tokens of the requests in the queue.", lambda load: load.waiting_tokens),
+        ("dsjax_rank_cost", "What the next request would find: routing takes the lowest.", lambda load: load.cost),
+        ("dsjax_rank_pages", "Pages of the latent cache.", lambda load: load.usable_pages),
+        ("dsjax_rank_pages_used", "Pages that requests hold.", lambda load: load.used_pages),
+        ("dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages),
+    ):
+        registry.gauge(name, documentation, of_ranks(value), "engine")
+
+
+def add_tier_metrics(registry: Registry, state: LatestState) -> None:
+    """Add what the cache and the tiers below it hold, and what was found in each."""
+
+    def hits_by_tier() -> _Samples:
+        for load in state.loads:
+            for tier in ("device", "host", "disk"):
+                yield (str(load.rank), tier), load.hits.get(tier, 0)
+
+    def below_device(value: Callable[[RankLoad], int]) -> Callable[[], _Samples]:
+        return lambda: [
+            ((str(load.rank),), value(load)) for load in state.loads if "host" in load.tiers or state.disk is not None
+        ]
+
+    def bytes_of(device_pages: Callable[[RankLoad], int], count: str) -> Callable[[], _Samples]:
+        def read() -> _Samples:
+            loads, disk = state.loads, state.disk
+            yield ("device",), state.page_bytes * sum(device_pages(load) for load in loads)
+            hosts = [load.tiers["host"] for load in loads if "host" in load.tiers]
+            if hosts:
+                yield ("host",), state.page_bytes * sum(getattr(host, count) for host in hosts)
+            if disk is not None:
+                yield ("disk",), disk.page_bytes * getattr(disk, count)
+
+        return read
+
+    registry.total(
+        "dsjax_prefix_cache_hits",
+        "Tokens of prompts that were found cached, by the tier that had them.",
+        hits_by_tier,
+        "engine",
+        "tier",
+    )
+    registry.total(
+        "vllm:external_prefix_cache_queries",
+        "Tokens of prompts that the devices' cache did not have, so that the tiers below were asked.",
+        below_device(lambda load: load.queried - load.hits["device"]),
+        "engine",
+    )
+    registry.total(
+        "vllm:external_prefix_cache_hits",
+        "Those that a tier below had.",
+        below_device(lambda load: sum(load.hits.values()) - load.hits["device"]),
+        "engine",
+    )
+    registry.gauge(
+        "dsjax_cache_tier_bytes",
+        "Bytes of pages that hold tokens, of all ranks.",
+        bytes_of(lambda load: load.used_pages + load.cached_pages, "used_pages"),
+        "tier",
+    )
+    registry.gauge(
+        "dsjax_cache_tier_limit_bytes",
+        "Bytes of pages that there is room for.",
+        bytes_of(lambda load: load.usable_pages, "usable_pages"),
+        "tier",
+    )
+    _add_host_metrics(registry, state)
+    _add_disk_metrics(registry, state)
+
+
+def _add_host_metrics(registry: Registry, state: LatestState) -> None:
+    def count(field: str) -> Callable[[], _Samples]:
+        return lambda: [
+            ((str(load.rank),), getattr(load.tiers["host"], field)) for load in state.loads if "host" in load.tiers
+        ]
+
+    name = "dsjax_rank_host_pages"
+    registry.gauge(name, "Pages that host memory has room for.", count("usable_pages"), "engine")
+    registry.gauge(f"{name}_used", "Pages in host memory.", count("used_pages"), "engine")
+    for what, documentation in (
+        ("stored", "Pages that went from the device to host memory."),
+        ("fetched", "Pages that came back from there."),
+        ("evicted", "Pages that were dropped there because others needed the room."),
+    ):
+        registry.total(f"{name}_{what}", documentation, count(what), "engine")
+
+
+def _add_disk_metrics(registry: Registry, state: LatestState) -> None:
+    name, count = "dsjax_disk_pages", _field_of(lambda: state.disk)
+    registry.gauge(name, "Pages that the disk has room for.", count("usable_pages"))
+    registry.gauge(f"{name}_used", "Pages on the disk.", count("used_pages"))
+    registry.gauge(f"{name}_writing", "Pages on their way to the disk.", count("writing"))
+    for what, documentation in (
+        ("stored", "Pages that were written to the disk."),
+        ("fetched", "Pages that came back from there."),
+        ("evicted", "Pages that were deleted there because others needed the room."),
+        ("not_written", "Pages that were not written, because the disk was too slow or had failed."),
+    ):
+        registry.total(f"{name}_{what}", documentation, count(what))
+
+    def failures() -> _Samples:
+        if state.disk is not None:
+            for operation, field in (("read", "failed_reads"), ("write", "failed_writes"), ("late", "late")):
+                yield (operation,), getattr(state.disk, field)
+
+    registry.total(
+        "dsjax_disk_failures",
+        "Pages that could not be read or written, and requests that went on without pages that were late.",
+        failures,
+        "operation",
+    )
+
+
+def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
+    """Add what prefill engines were asked for, and what came of it."""
+
+    counts: Callable[[], TransferCounts | None] = lambda: state.parts.get("transfers")  # noqa: E731
+    count = _field_of(counts)
+
+    def landed_bytes() -> float | None:
+        return None if (transfers := counts()) is None else transfers.landed * state.page_bytes
+
+    def ended() -> _Samples:
+        if (transfers := counts()) is not None:
+            yield ("completed",), transfers.completed
+            yield ("given_up",), transfers.given_up
+
+    name = "dsjax_transfer"
+    registry.gauge(f"{name}s_under_way", "Prompts that prefill engines compute now.", count("under_way"))
+    registry.total(f"{name}_pages", "Pages that came from prefill engines.", count("pages"))
+    registry.gauge(
+        f"{name}_landed_bytes",
+        "Of pages from prefill engines that lie on the devices and are not in the cache yet.",
+        landed_bytes,
+    )
+    registry.total(
+        f"{name}s",
+        "Prompts that prefill engines were asked for: all pages came, or the rest was computed here.",
+        ended,
+        "outcome",
+    )
+
+
+def device_memory() -> Iterator[tuple[str, int, int]]:
+    """(device, bytes in use, bytes that it has for this process) of each device of this process.
+
+    Emulated devices share the host's memory: they are one device, `host`, whose bytes in use are the process's resident ones.
+    """
+    import jax
+
+    from dsjax.engine.device.process import available_bytes
+
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        available = available_bytes()
+        if available is not None:
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            yield "host", resident, resident + available
+        return
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            yield str(device.id), stats["bytes_in_use"], stats["bytes_limit"]
+
+
+def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
+    """Add what devices' memory holds and could hold. read: as `device_memory`."""
+    for name, documentation, place in (
+        ("used", "Bytes of a device's memory in use.", 1),
+        ("limit", "Bytes that a device has.", 2),
+    ):
+        registry.gauge(
+            f"dsjax_device_memory_{name}_bytes",
+            documentation,
+            lambda place=place: [((device[0],), float(device[place])) for device in read()],
+            "device",
+        )
+
+
+def add_expert_metrics(registry: Registry, state: LatestState) -> None:
+    """Add which experts the tokens went to, and what sending them cost; nothing before the first recorded step.
 
     The sums begin anew when recording does, which Prometheus takes for a restart and counts right. A sample a layer and expert
     would be 15,000 of V3's, so experts are summed over layers; `/dump_expert_distribution_record` has each layer.
-
-    Args:
-        experts_per_device: physical experts of one device. Expert `x` lives on place `x // experts_per_device` of each EP
-            group; the label `ep_rank` says which.
     """
 
-    def __init__(self, registry: Registry, model_name: str, experts_per_device: int):
-        self._model, self._per_device = model_name, experts_per_device
-        self._counts: ExpertCounts | None = None
+    def recorded(value: Callable[[ExpertCounts], Reading]) -> Callable[[], Reading]:
+        return lambda: None if state.experts is None else value(state.experts)
 
-        def total(name: str, documentation: str, read: Callable[[ExpertCounts], _Samples], *labels: str) -> None:
-            Total(registry, name, documentation, ("model_name", *labels), lambda: self._read(read))
+    def tokens(counts: ExpertCounts) -> _Samples:
+        for expert, number in enumerate(counts.tokens_per_expert.sum(axis=0).tolist()):
+            yield (str(expert), str(expert // state.experts_per_device)), number
 
-        def one(value: Callable[[ExpertCounts], float]) -> Callable[[ExpertCounts], _Samples]:
-            return lambda counts: [((model_name,), value(counts))]
-
-        total(
-            "dsjax_expert_tokens",
-            "Tokens that each physical expert computed, over all MoE layers.",
-            self._expert_tokens,
-            "expert",
-            "ep_rank",
-        )
-        total("dsjax_dispatch_rows", "Rows of tokens that each device sent to others.", self._rows, "device")
-        total("dsjax_dispatch_rounds", "Rounds of dispatch, of the layer with most.", one(lambda c: c.rounds))
-        total("dsjax_dispatch_bytes", "Bytes that all devices sent to dispatch.", one(lambda c: c.dispatch_bytes))
-        Gauge(
-            registry,
-            "dsjax_dispatch_padding_share",
-            "Share of the exchange's rows that held no token, since recording began.",
-            ("model_name",),
-            lambda: self._read(one(lambda c: c.padding_share)),
-        )
-        Gauge(
-            registry,
-            "dsjax_expert_balancedness",
-            f"Mean over max of the EP ranks' tokens since recording began; {_OF}",
-            ("model_name", "of"),
-            lambda: self._read(self._balancedness),
-        )
-
-    def begin(self, experts_per_device: int) -> None:
-        """Go on with another mesh: what was recorded is of the one before."""
-        self._per_device, self._counts = experts_per_device, None
-
-    def enter(self, counts: ExpertCounts) -> None:
-        """Take the engine's sums, which stay while nothing is recorded."""
-        self._counts = counts
-
-    def _read(self, read: Callable[[ExpertCounts], _Samples]) -> _Samples:
-        return read(self._counts) if self._counts is not None else ()
-
-    def _expert_tokens(self, counts: ExpertCounts) -> _Samples:
-        for expert, tokens in enumerate(counts.tokens_per_expert.sum(axis=0).tolist()):
-            yield (self._model, str(expert), str(expert // self._per_device)), tokens
-
-    def _rows(self, counts: ExpertCounts) -> _Samples:
-        for device, rows in enumerate(counts.rows_sent.tolist()):
-            yield (self._model, str(device)), rows
-
-    def _balancedness(self, counts: ExpertCounts) -> _Samples:
+    def balancedness(counts: ExpertCounts) -> _Samples:
         layers = counts.tokens_per_expert.shape[0]
-        load = counts.tokens_per_expert.reshape(layers, -1, self._per_device).sum(axis=2)
-        found = balancedness_of_ranks(load)
-        yield (self._model, "sums"), found.of_sums
-        yield (self._model, "layers"), found.of_layers
+        load = counts.tokens_per_expert.reshape(layers, -1, state.experts_per_device).sum(axis=2)
+        ratio = balancedness_of_ranks(load)
+        return [(("sums",), ratio.of_sums), (("layers",), ratio.of_layers)]
+
+    registry.total(
+        "dsjax_expert_tokens",
+        "Tokens that each physical expert computed, over all MoE layers.",
+        recorded(tokens),
+        "expert",
+        "ep_rank",
+    )
+    registry.total(
+        "dsjax_dispatch_rows",
+        "Rows of tokens that each device sent to others.",
+        recorded(lambda counts: _numbered(counts.rows_sent.tolist())),
+        "device",
+    )
+    count = _field_of(lambda: state.experts)
+    registry.total("dsjax_dispatch_rounds", "Rounds of dispatch, of the layer with most.", count("rounds"))
+    registry.total("dsjax_dispatch_bytes", "Bytes that all devices sent to dispatch.", count("dispatch_bytes"))
+    registry.gauge(
+        "dsjax_dispatch_padding_share",
+        "Share of the exchange's rows that held no token, since recording began.",
+        count("padding_share"),
+    )
+    registry.gauge(
+        "dsjax_expert_balancedness",
+        f"Mean over max of the EP ranks' tokens since recording began; {_OF}",
+        recorded(balancedness),
+        "of",
+    )
 
 
-class BalanceMetrics:
-    """Experts that follow the load. Shows the engine's own totals, read at the scrape; nothing where experts stay where they are."""
+def add_balance_metrics(registry: Registry, state: LatestState) -> None:
+    """Add what experts that follow the load have done; nothing where experts stay where they are."""
 
-    def __init__(self, registry: Registry, model_name: str):
-        self._labels: Labels = (model_name,)
-        self._stats: BalanceStats | None = None
+    def known(value: Callable[[BalanceStats], Reading]) -> Callable[[], Reading]:
+        return lambda: None if (stats := state.parts.get("balance")) is None else value(stats)
 
-        def samples(value: Callable[[BalanceStats], float]) -> Callable[[], _Samples]:
-            return lambda: [(self._labels, value(self._stats))] if self._stats is not None else ()
+    def balancedness(stats: BalanceStats) -> Reading:
+        ratios = [(("sums",), stats.balancedness), (("layers",), stats.layer_balancedness)]
+        return ratios if stats.windows else None
 
-        for name, documentation, value in (
-            ("windows", "Windows of experts' loads that were read.", lambda stats: stats.windows),
-            ("rebalances", "Rebalances that were carried out to their end.", lambda stats: stats.rebalances),
-            ("failures", "Rebalances that were given up because an exchange failed.", lambda stats: stats.failures),
-            ("layers_changed", "Layers that were placed anew.", lambda stats: stats.layers_changed),
-            ("experts_moved", "Experts that were written to another slot.", lambda stats: stats.experts_moved),
-            ("moved_bytes", "Bytes of those, over the devices of an EP group.", lambda stats: stats.bytes_moved),
-            ("exchanges", "Commands between steps that moved experts.", lambda stats: stats.exchanges),
-            ("exchange_seconds", "Time in those, in which no step computed.", lambda stats: stats.exchange_seconds),
-            ("rebalance_seconds", "Time from decisions to the last layer.", lambda stats: stats.rebalance_seconds),
-        ):
-            Total(registry, f"dsjax_eplb_{name}", documentation, ("model_name",), samples(value))
-        Gauge(
-            registry,
-            "dsjax_eplb_layers_left",
-            "Layers that the rebalance under way has still to change.",
-            ("model_name",),
-            samples(lambda stats: stats.layers_left),
-        )
-        Gauge(
-            registry,
-            "dsjax_eplb_balancedness",
-            f"Mean over max of the EP ranks' tokens in the last window; {_OF}",
-            ("model_name", "of"),
-            self._balancedness,
-        )
-        Gauge(
-            registry,
-            "dsjax_eplb_rank_tokens",
-            "Tokens that each EP rank computed in the last window, over all MoE layers.",
-            ("model_name", "ep_rank"),
-            self._rank_tokens,
-        )
-
-    def enter(self, stats: BalanceStats) -> None:
-        """Take the engine's totals."""
-        self._stats = stats
-
-    def _balancedness(self) -> _Samples:
-        if self._stats is not None and self._stats.windows:
-            yield (*self._labels, "sums"), self._stats.balancedness
-            yield (*self._labels, "layers"), self._stats.layer_balancedness
-
-    def _rank_tokens(self) -> _Samples:
-        for rank, tokens in enumerate(self._stats.rank_tokens if self._stats else ()):
-            yield (*self._labels, str(rank)), tokens
+    count = _field_of(lambda: state.parts.get("balance"))
+    for name, documentation, counted in (
+        ("windows", "Windows of experts' loads that were read.", "windows"),
+        ("rebalances", "Rebalances that were carried out to their end.", "rebalances"),
+        ("failures", "Rebalances that were given up because an exchange failed.", "failures"),
+        ("layers_changed", "Layers that were placed anew.", "layers_changed"),
+        ("experts_moved", "Experts that were written to another slot.", "experts_moved"),
+        ("moved_bytes", "Bytes of those, over the devices of an EP group.", "bytes_moved"),
+        ("exchanges", "Commands between steps that moved experts.", "exchanges"),
+        ("exchange_seconds", "Time in those, in which no step computed.", "exchange_seconds"),
+        ("rebalance_seconds", "Time from decisions to the last layer.", "rebalance_seconds"),
+    ):
+        registry.total(f"dsjax_eplb_{name}", documentation, count(counted))
+    registry.gauge(
+        "dsjax_eplb_layers_left", "Layers that the rebalance under way has still to change.", count("layers_left")
+    )
+    registry.gauge(
+        "dsjax_eplb_balancedness",
+        f"Mean over max of the EP ranks' tokens in the last window; {_OF}",
+        known(balancedness),
+        "of",
+    )
+    registry.gauge(
+        "dsjax_eplb_rank_tokens",
+        "Tokens that each EP rank computed in the last window, over all MoE layers.",
+        known(lambda stats: _numbered(stats.rank_tokens)),
+        "ep_rank",
+    )
 
 
 class DraftMetrics:
@@ -161,106 +358,103 @@ class DraftMetrics:
         most_drafts: positions of drafts that are shown from the start, with 0.
     """
 
-    def __init__(self, registry: Registry, model_name: str, most_drafts: int):
-        self._labels: Labels = (model_name,)
+    def __init__(self, registry: Registry, most_drafts: int):
         name = "vllm:spec_decode_num"
-        self._rows = Counter(registry, f"{name}_drafts", "Rows that had drafts to verify.", ("model_name",))
-        self._drafted = Counter(registry, f"{name}_draft_tokens", "Drafted tokens that were verified.", ("model_name",))
-        self._accepted = Counter(registry, f"{name}_accepted_tokens", "Those that were accepted.", ("model_name",))
-        self._per_position = Counter(
-            registry,
+        self._rows = registry.counter(f"{name}_drafts", "Rows that had drafts to verify.")
+        self._drafted = registry.counter(f"{name}_draft_tokens", "Drafted tokens that were verified.")
+        self._accepted = registry.counter(f"{name}_accepted_tokens", "Those that were accepted.")
+        self._per_position = registry.counter(
             f"{name}_accepted_tokens_per_pos",
             "Drafted tokens that were accepted, by their place in the row's drafts; 0 is the first.",
-            ("model_name", "position"),
+            "position",
         )
         if most_drafts:
-            self.enter(DraftCounts(0, 0, 0, (0,) * most_drafts))
+            self.count(DraftCounts(0, 0, 0, (0,) * most_drafts))
 
-    def enter(self, counts: DraftCounts) -> None:
-        """Enter a step's drafts."""
-        self._rows.add(self._labels, counts.num_drafts)
-        self._drafted.add(self._labels, counts.num_draft_tokens)
-        self._accepted.add(self._labels, counts.num_accepted_tokens)
-        for position, accepted in enumerate(counts.accepted_per_position):
-            self._per_position.add((*self._labels, str(position)), accepted)
-
-
-REASONS = ("scale", "loss", "failure", "return")
+    def count(self, counts: DraftCounts) -> None:
+        """Count a step's drafts."""
+        self._rows.add((), counts.num_drafts)
+        self._drafted.add((), counts.num_draft_tokens)
+        self._accepted.add((), counts.num_accepted_tokens)
+        for labels, accepted in _numbered(counts.accepted_per_position):
+            self._per_position.add(labels, accepted)
 
 
-def add_generation_metrics(registry: Registry, model_name: str, generations: Generations) -> None:
-    """Add families that show which mesh there is, which one is wanted, and what changing it took; read at the scrape."""
-
-    def gauge(name: str, documentation: str, value: Callable[[], float]) -> None:
-        Gauge(registry, name, documentation, ("model_name",), lambda: [((model_name,), float(value()))])
-
-    gauge("dsjax_generation", "Number of the mesh; it begins with 0.", lambda: generations.number)
-    gauge("dsjax_generation_devices", "Devices of the mesh.", lambda: generations.spec.num_devices)
-    gauge("dsjax_generation_devices_wanted", "Devices it was to have.", lambda: generations.wanted.num_devices)
-    gauge("dsjax_generation_processes", "Processes with a part in it.", lambda: generations.facts.num_processes)
+def add_generation_metrics(registry: Registry, generations: Generations) -> None:
+    """Add which mesh there is, which one is wanted, and what changing it took."""
     ahead = generations.ahead
-    for name, what, count in (
-        ("done", "Programs of the meshes that may come next which process 0 has.", "done"),
-        ("wanted", "Of those, how many it is to have.", "total"),
+    for name, documentation, value in (
+        ("dsjax_generation", "Number of the mesh; it begins with 0.", lambda: generations.number),
+        ("dsjax_generation_devices", "Devices of the mesh.", lambda: generations.spec.num_devices),
+        ("dsjax_generation_devices_wanted", "Devices it was to have.", lambda: generations.wanted.num_devices),
+        ("dsjax_generation_processes", "Processes with a part in it.", lambda: generations.facts.num_processes),
+        (
+            "dsjax_compile_ahead_programs_done",
+            "Programs of the meshes that may come next which process 0 has.",
+            lambda: 0 if ahead is None else ahead.done,
+        ),
+        (
+            "dsjax_compile_ahead_programs_wanted",
+            "Of those, how many it is to have.",
+            lambda: 0 if ahead is None else ahead.total,
+        ),
+        (
+            "dsjax_generation_changing",
+            "1 while no step computes, as the mesh is changed.",
+            lambda: generations.busy,
+        ),
     ):
-        read = lambda count=count: 0 if ahead is None else getattr(ahead, count)  # noqa: E731
-        gauge(f"dsjax_compile_ahead_programs_{name}", what, read)
-    gauge("dsjax_generation_changing", "1 while no step computes, as the mesh is changed.", lambda: generations.busy)
-    Total(
-        registry,
+        registry.gauge(name, documentation, lambda value=value: float(value()))
+    registry.total(
         "dsjax_generation_changes",
         "Changes of the mesh, by reason.",
-        ("model_name", "reason"),
-        lambda: [((model_name, reason), generations.counts.changes[reason]) for reason in REASONS],
+        lambda: [((reason,), generations.counts.changes[reason]) for reason in ("scale", "loss", "failure", "return")],
+        "reason",
     )
-    Total(
-        registry,
+    registry.total(
         "dsjax_generation_change_seconds",
         "Time in those, in which no step computed.",
-        ("model_name",),
-        lambda: [((model_name,), generations.counts.seconds)],
+        lambda: generations.counts.seconds,
     )
 
 
-def add_prefill_metrics(registry: Registry, model_name: str, engines: Sequence[PrefillEngine]) -> None:
-    """Add families that show what each of these engines of this process has to do and has done; read at the scrape."""
+def add_prefill_metrics(registry: Registry, engines: Sequence[PrefillEngine]) -> None:
+    """Add what each of these engines of this process has to do and has done."""
 
-    def each(value: Callable[[PrefillEngine], float]) -> Callable[[], Iterable[tuple[Labels, float]]]:
-        return lambda: [((model_name, str(number)), float(value(engine))) for number, engine in enumerate(engines)]
-
-    def prompts() -> Iterable[tuple[Labels, float]]:
+    def prompts() -> _Samples:
         for number, engine in enumerate(engines):
             loads = engine.core.loads()
             for state in ("running", "waiting"):
-                yield (model_name, str(number), state), float(sum(getattr(load, state) for load in loads))
+                yield (str(number), state), float(sum(getattr(load, state) for load in loads))
 
-    name, labels = "dsjax_prefill_engine", ("model_name", "prefill_engine")
-    Gauge(
-        registry,
+    def each(value: Callable[[PrefillEngine], float]) -> Callable[[], _Samples]:
+        return lambda: _numbered(float(value(engine)) for engine in engines)
+
+    name, label = "dsjax_prefill_engine", "prefill_engine"
+    registry.gauge(
         f"{name}_up",
         "1 while it computes prompts; 0 when it has failed, and decode engines compute them.",
-        labels,
         each(lambda engine: engine.error is None),
+        label,
     )
-    Gauge(registry, f"{name}_prompts", "Prompts that it has.", (*labels, "state"), prompts)
-    Gauge(
-        registry,
+    registry.gauge(f"{name}_prompts", "Prompts that it has.", prompts, label, "state")
+    registry.gauge(
         f"{name}_kept_pages",
         "Pages that it keeps for decode engines, which have not taken them yet.",
-        labels,
         each(lambda engine: engine.buffers.num_pages_kept),
+        label,
     )
-    Total(
-        registry,
-        f"{name}_tokens",
-        "Tokens of prompts that it computed.",
-        labels,
-        each(lambda engine: engine.counts.tokens),
+    registry.total(
+        f"{name}_tokens", "Tokens of prompts that it computed.", each(lambda engine: engine.counts.tokens), label
     )
-    Total(
-        registry,
+    registry.total(
         f"{name}_step_seconds",
         "Time in which it computed: its rate is the share of time that the engine is busy.",
-        labels,
         each(lambda engine: engine.counts.seconds),
+        label,
     )
+
+
+def _numbered(values: Iterable[float]) -> _Samples:
+    """Values whose label is their number: of a device, a rank, a position."""
+    return [((str(number),), value) for number, value in enumerate(values)]

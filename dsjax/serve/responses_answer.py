@@ -7,11 +7,11 @@ from typing import Any
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.text.outputs import RequestOutput
-from dsjax.serve.bodies import EventStream, to_json
 from dsjax.serve.chat import ChatAnswer
+from dsjax.serve.connections import EventStream, to_json
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
-from dsjax.serve.responses_request import ChosenFunction, ResponsesRequest
+from dsjax.serve.responses_request import NamedFunction, ResponsesRequest
 from dsjax.serve.serving import Serving
 
 Event = dict[str, Any]
@@ -121,11 +121,6 @@ class ResponsesAnswer:
         self._sequence = 0
         self._finish_reason: str | None = None
 
-    @property
-    def session(self) -> str | None:
-        """As the chat answer's."""
-        return self._chat.session
-
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
         ours = ("store", "metadata")
@@ -135,7 +130,7 @@ class ResponsesAnswer:
         ]
 
     async def start(self, place: RequestOptions) -> OutputStream:
-        """As the chat answer's.
+        """Check everything and queue the prompt, as the chat answer does.
 
         Raises:
             ApiError, UserError: nothing was queued.
@@ -143,7 +138,7 @@ class ResponsesAnswer:
         return await self._chat.start(place)
 
     async def whole(self, stream: OutputStream) -> dict[str, Any]:
-        """The answer when all is done."""
+        """Wait until all is done, and give the whole answer."""
         answer = await self._chat.whole(stream)
         (choice,) = answer["choices"]
         message = choice["message"]
@@ -154,7 +149,7 @@ class ResponsesAnswer:
         return self._response(self._status, answer["usage"])
 
     def first_chunks(self) -> list[Event]:
-        """That the answer exists, and that it is being made."""
+        """Say that the answer exists, and that it is being made."""
         self._chat.first_chunks()
         shown = self._response("in_progress", None)
         return self._numbered(
@@ -162,7 +157,7 @@ class ResponsesAnswer:
         )
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[Event]:
-        """The events of one output.
+        """Give the events of one output.
 
         Raises:
             ApiError: the completion failed.
@@ -175,7 +170,7 @@ class ResponsesAnswer:
         return self._numbered(events)
 
     def last_chunks(self) -> list[Event]:
-        """What closes the items, then the whole answer."""
+        """Close the items, then give the whole answer."""
         events = self._items.finish(self._status)
         done = self._response(self._status, self._chat.usage())
         return self._numbered([*events, {"type": f"response.{self._status}", "response": done}])
@@ -199,7 +194,7 @@ class ResponsesAnswer:
     def _response(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         body = self._body
         form = body.text.format if body.text and body.text.format else None
-        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, ChosenFunction) else body.tool_choice
+        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedFunction) else body.tool_choice
         return {
             "id": self.id,
             "object": "response",

@@ -1,17 +1,17 @@
-"""`SamplingFields`: what completions and chat requests have in common, and how it becomes `SamplingParams`.
+"""`SamplingFields`: what completions and chat requests have in common, and how it becomes `SamplingParams`; `CompletionRequest`.
 
-It includes `GuidedFields`, which are OpenAI's and vLLM's ways to ask for a form of the text, and `OpenAIFields`, which OpenAI's clients
-send and a server of one model has little or no use for.
+`SamplingFields` includes `GuidedFields`, which are OpenAI's and vLLM's ways to ask for a form of the text, and `OpenAIFields`, which
+OpenAI's clients send and a server of one model has little or no use for.
 """
 
+import dataclasses
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
 from dsjax.serve import bounds
-from dsjax.serve.bodies import StrictModel
 from dsjax.serve.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,13 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "verbosity": ("medium",),
 }
-_told: set[str] = set()
+_logged: set[str] = set()
+
+
+class StrictModel(BaseModel):
+    """A request's body or a part of it: JSON types are taken as they are, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class OpenAIFields(StrictModel):
@@ -87,9 +93,9 @@ def warning_headers(names: list[str]) -> dict[str, str]:
     """A `Warning` header for fields without effect; each of them is logged the first time."""
     if not names:
         return {}
-    new = [name for name in names if name not in _told]
+    new = [name for name in names if name not in _logged]
     if new:
-        _told.update(new)
+        _logged.update(new)
         logger.warning("requests have %s, without effect on this server; further ones are not logged", ", ".join(new))
     return {"Warning": f'299 dsjax "without effect on this server: {", ".join(names)}"'}
 
@@ -139,10 +145,10 @@ class GuidedFields(StrictModel):
         Raises:
             ApiError: several are asked for, or one without its content.
         """
-        found: list[tuple[str, dict[str, Any]]] = []
+        wanted_forms: list[tuple[str, dict[str, Any]]] = []
         for name in ("json", "regex", "choice", "grammar"):
             if (value := getattr(self, f"guided_{name}")) is not None:
-                found.append((f"guided_{name}", {name: value}))
+                wanted_forms.append((f"guided_{name}", {name: value}))
         if self.structured_outputs is not None:
             given = self.structured_outputs
             forms = {"json": given.json_, "json_object": given.json_object or None, "regex": given.regex}
@@ -151,12 +157,16 @@ class GuidedFields(StrictModel):
             StructuredOutputs(**chosen)  # says what is wrong with none or several
             if given.disable_any_whitespace is not None:
                 chosen["disable_any_whitespace"] = given.disable_any_whitespace
-            found.append(("structured_outputs", chosen))
+            wanted_forms.append(("structured_outputs", chosen))
         if self.response_format is not None and self.response_format.type != "text":
-            found.append(("response_format", self._response_form(self.response_format)))
-        if len(found) > 1:
-            raise ApiError(400, f"{found[0][0]} and {found[1][0]} both ask for a form; give one", param=found[1][0])
-        return found[0][1] if found else None
+            wanted_forms.append(("response_format", self._response_form(self.response_format)))
+        if len(wanted_forms) > 1:
+            raise ApiError(
+                400,
+                f"{wanted_forms[0][0]} and {wanted_forms[1][0]} both ask for a form; give one",
+                param=wanted_forms[1][0],
+            )
+        return wanted_forms[0][1] if wanted_forms else None
 
     @staticmethod
     def _response_form(given: ResponseFormat) -> dict[str, Any]:
@@ -223,47 +233,31 @@ class SamplingFields(GuidedFields, OpenAIFields):
     def sampling_params(
         self,
         *,
-        max_tokens: int | None,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
         keep_special_tokens: bool = False,
         form: dict[str, Any] | None = None,
         form_after: int | None = None,
+        **given: Any,
     ) -> SamplingParams:
-        """The engine's parameters.
+        """The engine's parameters. A field that is null stands for the engine's default, as with OpenAI.
 
         Args:
             keep_special_tokens: the text is read by a parser, which looks for markers that are special tokens.
             form: of the text, as a keyword argument of `StructuredOutputs`.
             form_after: the token after which the form binds.
+            given: `max_tokens`, `logprobs` and `prompt_logprobs`, which the API's endpoints have in different ways.
 
         Raises:
             SamplingError: a value out of range.
         """
         if self.n > bounds.MAX_COMPLETIONS:
             raise SamplingError("n", f"found {self.n}, expected 1 to {bounds.MAX_COMPLETIONS}")
+        fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if keep_special_tokens:
+            fields["skip_special_tokens"] = False
         return SamplingParams(
-            n=self.n,
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=_or(self.top_k, 0),
-            min_p=_or(self.min_p, 0.0),
-            seed=self.seed,
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            **fields,
+            **given,
             logit_bias=self._logit_bias(),
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=self.bad_words,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=bool(self.ignore_eos),
-            max_tokens=max_tokens,
-            min_tokens=_or(self.min_tokens, 0),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=_or(self.skip_special_tokens, True) and not keep_special_tokens,
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
             structured_outputs=None if form is None else StructuredOutputs(**form, structured_after=form_after),
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY,
         )
@@ -287,6 +281,68 @@ class SamplingFields(GuidedFields, OpenAIFields):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-def _or(value: Any, default: Any) -> Any:
-    """A field's value; null stands for its default, as with OpenAI."""
-    return default if value is None else value
+_SAMPLING = SamplingFields.model_fields.keys() & {field.name for field in dataclasses.fields(SamplingParams)}
+_SAMPLING -= {"logit_bias", "prompt_logprobs", "structured_outputs"}
+"""Fields that the engine's parameters have too, with the same meaning and the same default. Those taken out have another form there."""
+
+
+class CompletionRequest(SamplingFields):
+    """Body of `/v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=bounds.MAX_PROMPTS)]
+        | list[int]
+        | Annotated[list[list[int]], Field(max_length=bounds.MAX_PROMPTS)]
+    ) = Field(description="text or token ids, one or several")
+    max_tokens: Count | None = Field(16, description="0 with echo: only the prompt, with its log-probabilities")
+    logprobs: Count | None = Field(None, description="0 to 20 most probable tokens beside each token")
+    echo: bool | None = Field(False, description="begin with the prompt; its tokens have log-probabilities too")
+    suffix: str | None = Field(None, description="not supported; only empty")
+    best_of: Count | None = Field(None, description="not supported; only n")
+
+    def check(self) -> None:
+        """Raise for fields that exclude each other, and for those that this server does not support."""
+        self.check_stream_fields()
+        if self.suffix:
+            reason = "suffix is not supported: chat models are not trained to fill in; leave it out"
+            raise ApiError(400, reason, param="suffix")
+        if self.best_of not in (None, self.n):
+            reason = "best_of is not supported: it computes completions to throw them away; use n and choose yourself"
+            raise ApiError(400, reason, param="best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens is 0, which only echo=true gives a meaning", param="max_tokens")
+        if len(self.prompts()) * max(self.n, 1) > bounds.MAX_SEQUENCES:
+            raise ApiError(400, f"prompts times n is more than {bounds.MAX_SEQUENCES}", param="n")
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts as a list, whichever way they were given.
+
+        Raises:
+            ApiError: there is none.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ApiError(400, "prompt is an empty list, expected at least one prompt", param="prompt")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+    def params(self, form: dict[str, Any] | None) -> SamplingParams:
+        """The engine's parameters. A prompt that is only scored still makes one token, which nobody sees.
+
+        form: of the text, as a keyword argument of `StructuredOutputs`.
+
+        Raises:
+            SamplingError: a value out of range.
+        """
+        scored = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            scored = max(self.logprobs, scored or 0)
+        return self.sampling_params(
+            max_tokens=1 if self.max_tokens == 0 else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=scored,
+            form=form,
+        )

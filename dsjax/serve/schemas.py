@@ -1,9 +1,15 @@
 """The shapes of the server's answers, errors among them, for the code that builds them and for the OpenAPI schema."""
 
+import inspect
 from typing import Any, NotRequired
 
 from pydantic import BaseModel
 from typing_extensions import TypedDict  # below Python 3.12 pydantic reads no other, and brings this one
+
+from dsjax.engine.contract.executor import ExpertCounts
+from dsjax.engine.schedule.rank import RankLoad
+from dsjax.engine.tiers.disk_tier import DiskCounts
+from dsjax.engine.tiers.page_tiers import TierCounts
 
 
 class PromptTokensDetails(TypedDict):
@@ -207,25 +213,19 @@ class Version(TypedDict):
     version: str
 
 
-class HostPages(TypedDict):
-    """What host memory has of a rank's pages: `TierCounts` of `dsjax/engine/tiers/page_tiers.py`."""
+def _json_object(name: str, description: str, record: type | None = None, **changed: Any) -> type:
+    """Make the type of a JSON object, a `TypedDict` of this name in the OpenAPI schema, with the fields of one of the engine's records.
 
-    used_pages: int
-    usable_pages: int
-    stored: int
-    fetched: int
-    evicted: int
+    changed: types of the fields that the record has not, or JSON otherwise; None: JSON has no such field.
+    """
+    fields = {**(inspect.get_annotations(record) if record else {}), **changed}
+    body = TypedDict(name, {field: kind for field, kind in fields.items() if kind is not None})
+    body.__doc__ = description
+    return body
 
 
-class DiskBody(HostPages):
-    """What the disk has of all ranks' pages: `DiskCounts` of `dsjax/engine/tiers/disk_tier.py`."""
-
-    writing: int
-    not_written: int
-    failed_reads: int
-    failed_writes: int
-    late: int
-    page_bytes: int
+TierBody = _json_object("HostPages", "What host memory has of a rank's pages.", TierCounts)
+DiskBody = _json_object("DiskBody", "What the disk has of all ranks' pages.", DiskCounts)
 
 
 class TierHits(TypedDict):
@@ -236,20 +236,9 @@ class TierHits(TypedDict):
     disk: int
 
 
-class RankLoadBody(TypedDict):
-    """What a DP rank has to do: `RankLoad` of `dsjax/engine/schedule/rank.py`."""
-
-    rank: int
-    running: int
-    waiting: int
-    waiting_tokens: int
-    used_pages: int
-    cached_pages: int
-    usable_pages: int
-    cost: float
-    host: HostPages | None
-    hits: TierHits
-    queried: int
+RankLoadBody = _json_object(
+    "RankLoadBody", "What a DP rank has to do.", RankLoad, hits=TierHits, tiers=None, host=TierBody | None
+)
 
 
 class Load(TypedDict):
@@ -259,11 +248,9 @@ class Load(TypedDict):
     disk: DiskBody | None
 
 
-class Balancedness(TypedDict):
-    """Mean ÷ max over ranks, as ratio of sums over layers."""
-
-    before: float
-    after: float
+BalancednessBody = _json_object(
+    "Balancedness", "Mean ÷ max over ranks, as ratio of sums over layers.", before=float, after=float
+)
 
 
 class Rebalance(TypedDict):
@@ -276,7 +263,7 @@ class Rebalance(TypedDict):
     experts: int
     bytes: int
     exchanges: int
-    balancedness: Balancedness
+    balancedness: BalancednessBody
 
 
 class Scaled(TypedDict):
@@ -290,21 +277,17 @@ class Scaled(TypedDict):
     seconds: float
 
 
-class ExpertLoad(TypedDict):
-    """How tokens reached their experts: `ExpertCounts` of `dsjax/engine/contract/executor.py`.
-
-    With `version` and `model` it is a file for `--init-expert-location`, and for the planner's `--expert-skew`.
-    """
-
-    version: int
-    model: str
-    logical_load: list[list[int]]
-    physical_to_logical: list[list[int]]
-    tokens_per_expert: list[list[int]]
-    rows_sent: list[int]
-    rounds: int
-    dispatch_bytes: int
-    padding_share: float
+ExpertLoad = _json_object(
+    "ExpertLoad",
+    "How tokens reached their experts: a file for `--init-expert-location`, and for the planner's `--expert-skew`.",
+    ExpertCounts,
+    version=int,
+    model=str,
+    logical_load=list[list[int]],
+    physical_to_logical=list[list[int]],
+    tokens_per_expert=list[list[int]],
+    rows_sent=list[int],
+)
 
 
 class ServerInfo(TypedDict):

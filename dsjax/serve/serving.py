@@ -5,7 +5,7 @@ import enum
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsjax.engine.async_engine import EngineClient
@@ -136,8 +136,8 @@ class Serving:
         self.expert_counts: ExpertCounts | None = None  # the last ones that were recorded
         self._under_way: dict[str, list[OutputStream]] = {}
 
-    def enter(self, phase: Phase) -> None:
-        """Be in another phase."""
+    def enter_phase(self, phase: Phase) -> None:
+        """Begin another phase."""
         self.phase = phase
         self.on_phase(phase)
 
@@ -202,7 +202,8 @@ class Serving:
                 most = self.engine.num_ranks - 1
                 reason = f"found DP rank {place.dp_rank}, and this server has 0 to {most}"
                 raise ApiError(400, reason, param="X-Data-Parallel-Rank")
-            options = RequestOptions(body.priority or 0, body.cache_salt, place.session, place.dp_rank)
+            session = body.prompt_cache_key if place.session is None else place.session
+            options = replace(place, priority=body.priority or 0, cache_salt=body.cache_salt, session=session)
             # Clients may give an id twice.
             return await self.engine.submit(f"{answer_id}~{new_id()[:8]}", prompts, params, options)
 
@@ -238,40 +239,30 @@ class Serving:
             self.metrics.on_rejected(reason)
         return error
 
-    def follow(self, answer_id: str, stream: OutputStream) -> None:
-        """Remember a request under the id that its client knows, until `stream` is closed."""
+    @contextmanager
+    def followed(self, answer_id: str, stream: OutputStream) -> Iterator[None]:
+        """Make an answer abortable by its client's id while the block runs; then close the stream, however the block ends."""
         self._under_way.setdefault(answer_id, []).append(stream)
-
-    def forget(self, answer_id: str, stream: OutputStream) -> None:
-        """Forget a request whose stream is closed."""
-        streams = self._under_way.get(answer_id, [])
-        if stream in streams:
+        try:
+            yield
+        finally:
+            stream.close()
+            streams = self._under_way[answer_id]
             streams.remove(stream)
-        if not streams:
-            self._under_way.pop(answer_id, None)
+            if not streams:
+                del self._under_way[answer_id]
 
     def abort(self, request_id: str | None) -> int:
         """End the requests of this id, or all of them; each client gets an error. Give how many there were.
 
         An id is the answer's (`cmpl-…`, `chatcmpl-…`) or what the client itself gave.
         """
-        found = [
+        aborted = [
             stream
             for answer_id, streams in self._under_way.items()
             for stream in streams
             if request_id is None or request_id in (answer_id, answer_id.partition("-")[2])
         ]
-        for stream in found:
+        for stream in aborted:
             stream.fail(ApiError(503, "the request was aborted", type="server_error", code="aborted"))
-        return len(found)
-
-
-@contextmanager
-def followed(serving: Serving, answer_id: str, stream: OutputStream) -> Iterator[OutputStream]:
-    """Make an answer abortable by its id while the block runs; at its end the stream is closed, however it ends."""
-    serving.follow(answer_id, stream)
-    try:
-        yield stream
-    finally:
-        stream.close()
-        serving.forget(answer_id, stream)
+        return len(aborted)

@@ -6,7 +6,6 @@ The rule was set before a number was read: H200 and B200, SGLang and TensorRT-LL
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsjax.config import load_config
@@ -19,7 +18,6 @@ from dsjax.plan.operator_tables import BUNDLED
 from dsjax.plan.precision import precision
 from dsjax.plan.workload import Lengths, PlanOptions, Workload
 from tools.plan_data.validation import Point
-from tools.plan_data.validation_score import score
 
 SOURCE = "InferenceX's results as the fixtures of its own application (vngcloud/InferenceX-app, commit 7fe6d62, benchmarks.json)"
 LENGTHS_SHARE, LENGTHS_VARIATION = 0.9, 0.064
@@ -163,56 +161,3 @@ def points_of_today() -> list[Point]:
     return [
         dataclasses.replace(point, predict=run.predict) for point, run in zip(inferencex_points(), RUNS, strict=True)
     ]
-
-
-_GROUPS: dict[str, Callable[[Run], bool]] = {
-    "all": lambda _: True,
-    "SGLang": lambda run: run.engine == "sglang",
-    "TensorRT-LLM": lambda run: run.engine == "trt",
-    "H200": lambda run: run.device == "h200",
-    "B200, FP8": lambda run: (run.device, run.weights) == ("b200", "fp8"),
-    "B200, FP4": lambda run: (run.device, run.weights) == ("b200", "fp4"),
-    "up to 16 users": lambda run: run.users <= 16,
-    "32 and more": lambda run: run.users > 16,
-}
-
-
-def beside_inferencex() -> str:
-    """Markdown: each run predicted and measured, and the score of all and of parts."""
-    every = inferencex_points()
-    lines = ["| # | run | measured | predicted | interval | error | |", "|---|---|---|---|---|---|---|"]
-    for point in every:
-        figure, shown = point.figure, "inside" if point.inside else "outside"
-        lines.append(
-            f"| {point.key} | {point.what} | {point.measured:,.1f} | {figure.value:,.1f} | {figure.low:,.1f} – {figure.high:,.1f} | "
-            f"{point.error:+.0%} | {shown} |"
-        )
-    return "\n".join([*lines, "", *_scores(every)])
-
-
-def today_beside_inferencex() -> str:
-    """Markdown: of each run the committed prediction and that of the model of today, and the score of the latter."""
-    then, now = inferencex_points(), points_of_today()
-    lines = ["| # | measured | committed | today | interval | error | |", "|---|---|---|---|---|---|---|"]
-    lines += [row_of_today(*pair) for pair in zip(then, now, strict=True)]
-    return "\n".join([*lines, "", *_scores(now)])
-
-
-def row_of_today(then: Point, now: Point) -> str:
-    """A line of that table."""
-    figure, shown = now.figure, "inside" if now.inside else "outside"
-    return (
-        f"| {now.key} | {now.measured:,.1f} | {then.figure.value:,.1f} | {figure.value:,.1f} | {figure.low:,.1f} – {figure.high:,.1f} | "
-        f"{then.error:+.0%} → {now.error:+.0%} | {shown} |"
-    )
-
-
-def _scores(every: list[Point]) -> list[str]:
-    runs = dict(zip((point.key for point in every), RUNS, strict=True))
-    lines = [
-        "| | runs | mean absolute error | mean error | inside | median high ÷ low |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, holds in _GROUPS.items():
-        lines.append(f"| **{name}** | {score([point for point in every if holds(runs[point.key])]).cells()} |")
-    return lines

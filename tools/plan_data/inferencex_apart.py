@@ -6,8 +6,6 @@ instances of 16 or more devices with one attention replica on each.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsjax.config import load_config
@@ -20,7 +18,6 @@ from dsjax.plan.precision import precision
 from dsjax.plan.workload import Lengths, PlanOptions, Workload
 from tools.plan_data.inferencex import LENGTHS_SHARE, LENGTHS_VARIATION, RUN_PRECISIONS, SOURCE
 from tools.plan_data.validation import Point
-from tools.plan_data.validation_score import score
 
 _CLUSTERS = {"h100": "h100-32", "gb200": "gb200-nvl72-36", "gb300": "gb300-nvl72-36"}
 _REDUNDANT = 32
@@ -151,31 +148,3 @@ def apart_points() -> list[Point]:
         predicted = Figure(*ends, Kind.MEASURED | Kind.ASSUMPTION)
         found.append(Point(f"W{number}", run.name, SOURCE, "tokens/s", published, lambda f=predicted: f, "serving"))
     return found
-
-
-_GROUPS: dict[str, Callable[[ApartRun], bool]] = {
-    "all": lambda _: True,
-    "SGLang": lambda run: run.engine == "sglang",
-    "TensorRT-LLM": lambda run: run.engine == "trt",
-    "FP8": lambda run: run.weights == "fp8",
-    "FP4": lambda run: run.weights == "fp4",
-}
-
-
-def beside_apart() -> str:
-    """Markdown: each run predicted and measured, and the score of all and of parts."""
-    every = apart_points()
-    lines = ["| # | run | measured | predicted | interval | error | |", "|---|---|---|---|---|---|---|"]
-    for point in every:
-        figure, shown = point.figure, "inside" if point.inside else "outside"
-        lines.append(
-            f"| {point.key} | {point.what} | {point.measured:,.0f} | {figure.value:,.0f} | {figure.low:,.0f} – {figure.high:,.0f} | "
-            f"{point.error:+.0%} | {shown} |"
-        )
-    lines += ["", "| | runs | mean absolute error | mean error | inside | median high ÷ low | median absolute error |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for name, holds in _GROUPS.items():
-        some = [point for point, run in zip(every, APART, strict=True) if holds(run)]
-        middle = statistics.median(abs(point.error) for point in some)
-        lines.append(f"| **{name}** | {score(some).cells()} | {middle:.1%} |")
-    return "\n".join(lines)

@@ -18,7 +18,6 @@ from dsjax.plan.simulation.run import simulate
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 from tools.plan_data.validation import Point
-from tools.plan_data.validation_score import rows, score
 
 GB200_1 = "LMSYS 2025-06-16, GB200 part 1"
 GB200_2 = "LMSYS 2025-09-25, GB200 part 2"
@@ -205,28 +204,3 @@ def further_points() -> list[Point]:
             )
         )  # fmt: skip
     return found
-
-
-def beside() -> str:
-    """Markdown: each of the first ten predicted and measured, and the score."""
-    return _beside(unseen_points(), {"not seen before": lambda _: True})
-
-
-def beside_further() -> str:
-    """Markdown: each of the second ten, and the score by age of the software."""
-    early = "software of March 2025 (K to R)"
-    return _beside(
-        further_points(),
-        {
-            "all ten": lambda _: True,
-            early: lambda p: p.key in "KLMNOPQR",
-            "of autumn 2025 (S, T)": lambda p: p.key in "ST",
-        },
-    )
-
-
-def _beside(every: list[Point], groups: dict[str, Callable[[Point], bool]]) -> str:
-    lines = [*rows(every), "", "| | points | mean absolute error | mean error | inside | median high ÷ low |"]
-    lines.append("|---|---|---|---|---|---|")
-    lines += [f"| **{name}** | {score([p for p in every if holds(p)]).cells()} |" for name, holds in groups.items()]
-    return "\n".join(lines)

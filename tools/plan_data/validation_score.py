@@ -1,4 +1,4 @@
-"""How far off the model is on measured points: scores, and the Markdown tables of docs/plan-validation.md."""
+"""How far off the model is on measured points, and with tables of operations left out."""
 
 from __future__ import annotations
 
@@ -53,43 +53,6 @@ def mean_absolute_error(counted: list[Point]) -> float:
     return statistics.mean(abs(point.error) for point in counted)
 
 
-def rows(every: list[Point]) -> list[str]:
-    """A Markdown table of points."""
-    lines = ["| # | what | measured | predicted | interval | error | |", "|---|---|---|---|---|---|---|"]
-    for point in every:
-        figure, shown = point.figure, "inside" if point.inside else "outside"
-        shown = (
-            shown + (f"; {point.caveat}" if point.caveat else "")
-            if point.comparable
-            else f"not counted: {point.caveat}"
-        )
-        lines.append(
-            f"| {point.key} | {point.what} ({point.source}) | {_number(point.measured)} {point.unit} | {_number(figure.value)} | "
-            f"{_number(figure.low)} – {_number(figure.high)} | {point.error:+.0%} | {shown} |"
-        )
-    return lines
-
-
-def summary(every: list[Point]) -> list[str]:
-    """A Markdown table: all counted points, and each kind."""
-    lines = [
-        "| | points | mean absolute error | mean error | inside | median high ÷ low |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines.append(f"| **all but TTFT** | {score(rates(every)).cells()} |")
-    for kind, name in KINDS.items():
-        counted = [p for p in every if p.comparable and p.kind == kind]
-        if counted:
-            lines.append(f"| {name} | {score(counted).cells()} |")
-    return lines
-
-
-def table() -> str:
-    """Markdown: every point, predicted beside measured, the interval, the error; then the means."""
-    every = points()
-    return "\n".join([*rows(every), "", *summary(every)])
-
-
 def leave_one_out() -> str:
     """Markdown: the counted points with each table of operations left out in turn, and with all of them."""
     lines = ["| without | mean absolute error | mean error | inside |", "|---|---|---|---|"]
@@ -102,7 +65,3 @@ def leave_one_out() -> str:
         found = score(rates(points(BUNDLED.without(*left) if left else BUNDLED)))
         lines.append(f"| {name} | {found.error:.1%} | {found.bias:+.1%} | {found.covered:.0%} |")
     return "\n".join(lines)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,20 +1,90 @@
-"""Cases of products that every token passes through: dense MLP, shared expert, router, norms, head."""
+"""Cases of what every token passes through: embedding, dense MLP, shared expert, router, norms, head."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
+import jax
 import jax.numpy as jnp
+import ml_dtypes  # noqa: F401 (NumPy learns bfloat16)
+import numpy as np
 from flax import nnx
 
-from dsjax.bench.modules.case import ModuleCase, ModuleWork
+from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
-from dsjax.bench.modules.timing import PreparedCase, call_in_turn, device_loop
+from dsjax.bench.modules.timing import PreparedCase, call_in_turn, device_loop, host_loop
 from dsjax.engine.device.sampler import greedy
 from dsjax.model.mlp import MLP
 from dsjax.model.norm import RMSNorm
 from dsjax.model.parameters import Declaration, Matrix
 from dsjax.model.router import ExpertRouter
+from dsjax.model.transformer import Embedding
+
+
+def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
+    """Rows of the table for so many tokens.
+
+    `device`: the step's own. `host`: gathered by NumPy from a table in host memory, and the rows sent to the device.
+    `copied`: the whole table sent, and then gathered.
+    """
+    config = setting.config
+    table = config.vocab_size * config.hidden_size * _table_dtype(setting).itemsize
+    for count in tokens:
+        sizes, rows = {"tokens": count}, count * config.hidden_size * setting.dtype.itemsize
+        read = count * config.hidden_size * _table_dtype(setting).itemsize
+        build = partial(_on_device, setting, count)
+        yield ModuleCase("embedding", "device", sizes, ModuleWork(0, read, rows), 2 * table, build)
+        yield ModuleCase(
+            "embedding", "host", sizes, ModuleWork(0, read, 2 * rows), table, partial(_host, setting, count)
+        )
+    work = ModuleWork(0, 2 * table)
+    yield ModuleCase("embedding", "copied", {"tokens": 1}, work, 2 * table, partial(_copied, setting))
+
+
+def _table_dtype(setting: Setting) -> np.dtype:
+    return setting.step.table.infos["embed.weight"].dtype
+
+
+def _tokens(setting: Setting, count: int, turn: int = 0) -> np.ndarray:
+    return np.random.default_rng(setting.seed + turn).integers(0, setting.config.vocab_size, (1, count), np.int32)
+
+
+def _on_device(setting: Setting, count: int) -> PreparedCase:
+    stack = LayerStack.of(setting, lambda declare: Embedding(declare, setting.config), 1, depth=1)
+    params = {path: array[0] for path, array in stack.values(setting.seed).items()}
+    # Other rows in each call, as other tokens come in each step.
+    inputs = [params | {"tokens": jnp.asarray(_tokens(setting, count, turn))} for turn in range(4)]
+
+    def one(inputs, total):
+        embed: Embedding = stack.table.bind({path: inputs[path] for path in stack.table.infos})
+        return total + embed(inputs["tokens"], setting.dtype)
+
+    return call_in_turn(one, inputs, jnp.zeros((1, count, setting.config.hidden_size), setting.dtype))
+
+
+def _host_table(setting: Setting) -> np.ndarray:
+    config = setting.config
+    block = np.random.default_rng(setting.seed).standard_normal(1 << 16, np.float32).astype(_table_dtype(setting))
+    return np.resize(block, (config.vocab_size, config.hidden_size))
+
+
+def _host(setting: Setting, count: int) -> PreparedCase:
+    table, tokens, turn = _host_table(setting), _tokens(setting, count), [0]
+    device = setting.step.mesh.devices.flat[0]
+
+    def call():
+        turn[0] += 97
+        rows = table[(tokens + turn[0]) % setting.config.vocab_size].astype(setting.dtype, copy=False)
+        return jax.device_put(rows, device)
+
+    return host_loop(call)
+
+
+def _copied(setting: Setting) -> PreparedCase:
+    table, device = _host_table(setting).view(np.uint8), setting.step.mesh.devices.flat[0]
+    # `device_put` would hand out the host's own memory on the CPU platform, and copy nothing.
+    return host_loop(lambda: jnp.array(table, copy=True, device=device))
 
 
 def mlp_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[ModuleCase]:
@@ -56,10 +126,8 @@ def norm_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     config = setting.config
     make = lambda declare: LayerNorms(declare, config.hidden_size, config.rms_norm_eps)  # noqa: E731
     apply = lambda norms, x, total: norms.mlp_norm(norms.attn_norm(total))  # noqa: E731
-    moved = 4 * config.hidden_size * setting.dtype.itemsize
-    yield from _layer_cases(
-        setting, "norms", make, apply, config.num_hidden_layers, tokens, 8 * config.hidden_size, moved
-    )
+    flops, moved = 8 * config.hidden_size, 4 * config.hidden_size * setting.dtype.itemsize
+    yield from _layer_cases(setting, "norms", make, apply, config.num_hidden_layers, tokens, flops, moved)
 
 
 def _layer_cases(
@@ -77,14 +145,10 @@ def _layer_cases(
         return
     stack = LayerStack.of(setting, make, in_model)
     for count in tokens:
-        yield ModuleCase(
-            module,
-            "",
-            {"tokens": count},
-            ModuleWork(count * flops, stack.layer_bytes, count * moved),
-            stack.nbytes + 4 * int(count * (moved + setting.config.hidden_size * setting.dtype.itemsize)),
-            lambda count=count: layer_loop(setting, make, apply, in_model, count),
-        )
+        work = ModuleWork(count * flops, stack.layer_bytes, count * moved)
+        memory = stack.nbytes + 4 * int(count * (moved + setting.config.hidden_size * setting.dtype.itemsize))
+        build = partial(layer_loop, setting, make, apply, in_model, count)
+        yield ModuleCase(module, "", {"tokens": count}, work, memory, build)
 
 
 def layer_loop(setting: Setting, make, apply, in_model: int, tokens: int) -> PreparedCase:
@@ -137,11 +201,6 @@ def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
 
     for count in tokens:
         x_bytes = count * D * setting.dtype.itemsize
-        yield ModuleCase(
-            "head",
-            "",
-            {"tokens": count},
-            ModuleWork(2 * count * D * V, stack.layer_bytes, x_bytes + 3 * 4 * count * V),
-            stack.nbytes + 2 * (x_bytes + 4 * count * V),
-            lambda count=count: one_in_a_step(setting, stack, apply, setting.random((1, count, D))),
-        )
+        work = ModuleWork(2 * count * D * V, stack.layer_bytes, x_bytes + 3 * 4 * count * V)
+        build = lambda n=count: one_in_a_step(setting, stack, apply, setting.random((1, n, D)))  # noqa: E731
+        yield ModuleCase("head", "", {"tokens": count}, work, stack.nbytes + 2 * (x_bytes + 4 * count * V), build)

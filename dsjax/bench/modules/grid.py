@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsjax.bench.modules.attention import attention_cases
-from dsjax.bench.modules.case import ModuleCase
-from dsjax.bench.modules.dense import head_cases, mlp_cases, norm_cases, router_cases
-from dsjax.bench.modules.embedding import embedding_cases
-from dsjax.bench.modules.exchange import exchange_cases
+from dsjax.bench.modules.dense import embedding_cases, head_cases, mlp_cases, norm_cases, router_cases
 from dsjax.bench.modules.fp8 import product_cases, quantisation_cases
-from dsjax.bench.modules.inputs import input_cases
-from dsjax.bench.modules.launch import launch_cases
+from dsjax.bench.modules.launch import input_cases, launch_cases
 from dsjax.bench.modules.options import ModuleGrid
-from dsjax.bench.modules.routed import default_experts, expert_cases
+from dsjax.bench.modules.routed import default_experts, exchange_cases, expert_cases
+from dsjax.bench.modules.run import ModuleCase
 from dsjax.bench.modules.setting import Setting, free_memory
 from dsjax.model.forms import reads
 from dsjax.model.parameter_counts import expert_parameters

@@ -1,22 +1,26 @@
-"""Cases of the routed experts: one rank's share of them, and the rows that even or skewed routing sends it."""
+"""Cases of the routed experts: the share of one rank, with the rows that even or skewed routing sends it, and their dispatch on a mesh."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.bench.modules.case import ModuleCase, ModuleWork
-from dsjax.bench.modules.setting import LayerStack, Setting
+from dsjax.bench.modules.run import ModuleCase, ModuleWork
+from dsjax.bench.modules.setting import LayerStack, Setting, with_mesh
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.moe import RoutedExperts
-from sharding.dispatch import DispatchConfig, dispatch
+from sharding import MeshSpec
+from sharding.arrays import put
+from sharding.dispatch import DispatchConfig, dispatch, dispatch_collectives
 
 SKEWS = {"even": 0.0, "skewed": 0.3}
 """Variant → s in popularity ∝ rank^-s; 0.3 is what the planner assumes where it is told nothing."""
@@ -85,33 +89,24 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
     stack = _stack(setting, experts)
     for count in tokens:
         for variant, skew in SKEWS.items():
-            found = arrivals(setting, count, experts, skew)
-            work = ModuleWork(
-                6 * found.pairs * D * F,
-                stack.layer_bytes * found.used / experts,
-                itemsize * (2 * found.rows * D + found.pairs * (2 * D + 5 * F)),
-            )
-            sizes = {"tokens": count, "experts": experts, "rows": found.rows, "pairs": found.pairs, "used": found.used}
-            yield ModuleCase(
-                "experts",
-                variant,
-                sizes,
-                work,
-                stack.nbytes + 8 * found.rows * D * itemsize,
-                lambda found=found: expert_loop(setting, experts, found),
-            )
+            sent = arrivals(setting, count, experts, skew)
+            other_bytes = itemsize * (2 * sent.rows * D + sent.pairs * (2 * D + 5 * F))
+            work = ModuleWork(6 * sent.pairs * D * F, stack.layer_bytes * sent.used / experts, other_bytes)
+            sizes = {"tokens": count, "experts": experts, "rows": sent.rows, "pairs": sent.pairs, "used": sent.used}
+            memory = stack.nbytes + 8 * sent.rows * D * itemsize
+            yield ModuleCase("experts", variant, sizes, work, memory, partial(expert_loop, setting, experts, sent))
 
 
-def expert_loop(setting: Setting, experts: int, found: DispatchedTokens) -> PreparedCase:
+def expert_loop(setting: Setting, experts: int, sent: DispatchedTokens) -> PreparedCase:
     """The step's own call, `dispatch` over an EP group of one rank, whose experts are read out of the whole stack of layers."""
     stack = _stack(setting, experts)
     inputs = {
         "params": stack.values(setting.seed),
-        "x": setting.random((found.rows, setting.config.hidden_size)),
-        "ids": layer_ids(setting, experts, found, stack.depth),
-        "weights": jnp.asarray(found.weights),
+        "x": setting.random((sent.rows, setting.config.hidden_size)),
+        "ids": layer_ids(setting, experts, sent, stack.depth),
+        "weights": jnp.asarray(sent.weights),
     }
-    product = product_of(setting, stack.table.infos["down.weight"].dtype, found)
+    product = product_of(setting, stack.table.infos["down.weight"].dtype, sent)
     specs = {name: P() for name in (*inputs["params"], "layer")}
 
     def one_layer(inputs, layer, total):
@@ -129,19 +124,19 @@ def expert_loop(setting: Setting, experts: int, found: DispatchedTokens) -> Prep
     return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=config.num_moe_layers)
 
 
-def layer_ids(setting: Setting, experts: int, found: DispatchedTokens, layers: int) -> jax.Array:
+def layer_ids(setting: Setting, experts: int, sent: DispatchedTokens, layers: int) -> jax.Array:
     """Ids `[layers, N, K]`: each layer routes differently. Ids that never change would be sorted once, before the loop."""
     rng = np.random.default_rng(setting.seed)
-    every = [np.append(rng.permutation(experts), -1)[found.ids] for _ in range(layers)]
+    every = [np.append(rng.permutation(experts), -1)[sent.ids] for _ in range(layers)]
     return jnp.asarray(np.stack(every), jnp.int32)
 
 
-def product_of(setting: Setting, weight_dtype: np.dtype, found: DispatchedTokens) -> ExpertProduct:
+def product_of(setting: Setting, weight_dtype: np.dtype, sent: DispatchedTokens) -> ExpertProduct:
     """The product that the step would choose."""
     return ExpertProduct(
         weight_dtype=weight_dtype,
         platform=setting.platform,
-        mean_load=found.mean_load,
+        mean_load=sent.mean_load,
         kernels=setting.step.kernels,
         scheme=setting.step.scheme,
     )
@@ -157,3 +152,71 @@ def default_experts(config, memory: int, expert_bytes: int) -> int:
 def _stack(setting: Setting, experts: int) -> LayerStack:
     make = lambda declare: RoutedExperts(declare, setting.config, experts)  # noqa: E731
     return LayerStack.of(setting, make, setting.config.num_moe_layers)
+
+
+METHODS = ("gather", "padded", "ragged")
+
+
+def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> Iterator[ModuleCase]:
+    """Tokens are one DP rank's; bytes are those that leave one device. In a group all processes must make and time the same cases."""
+    config = setting.config
+    if not config.is_moe or spec.ep_size == 1:
+        return
+    experts = config.n_routed_experts + (-config.n_routed_experts % spec.ep_size)
+    platform = setting.platform
+    for count in tokens:
+        for method in METHODS:
+            collectives = dispatch_collectives(
+                spec,
+                DispatchConfig(method),
+                tokens=-(-count // spec.tp_size),
+                width=config.hidden_size,
+                top_k=config.num_experts_per_tok,
+                experts=experts,
+                dtype=setting.dtype,
+                platform=platform,
+            )
+            sent = sum(one.bytes_sent * one.times for one in collectives)
+            rows = count * spec.dp_size * setting.dtype.itemsize * config.hidden_size
+            for variant, skew in SKEWS.items():
+                sizes = {"tokens": count, "mesh": str(spec), "method": method}
+                memory = 6 * rows * spec.num_devices if platform == "cpu" else 6 * rows
+                build = partial(_exchange, setting, spec, method, count, experts, skew)
+                work = ModuleWork(0, 0, sent)
+                yield ModuleCase("dispatch", f"{method} {variant}", sizes, work, memory, build, shared=True)
+
+
+def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, experts: int, skew: float) -> PreparedCase:
+    on_mesh = with_mesh(setting, spec)
+    mesh, config = on_mesh.step.mesh, setting.config
+    place = NamedSharding(mesh, P(spec.batch_axes))
+    total = tokens * spec.dp_size
+    rng = np.random.default_rng(setting.seed)
+    ids = route_randomly(rng, total, experts, config.num_experts_per_tok, skew)
+    inputs = put(
+        {
+            "x": np.asarray(rng.standard_normal((total, config.hidden_size), np.float32), setting.dtype),
+            "ids": ids,
+            "weights": rng.random(ids.shape, np.float32),
+        },
+        place,
+    )
+
+    def one_round(inputs, _, carry):
+        x = carry
+        stand_in = {"scale": jnp.ones((experts,), jnp.float32)}
+        specs = {"scale": P(spec.expert_axes)}
+        y, _ = dispatch(
+            spec, mesh, DispatchConfig(method), x, inputs["ids"], inputs["weights"], stand_in, _hand_back, specs
+        )
+        # Values stay of the size they were, and each round needs the one before it.
+        return jax.lax.with_sharding_constraint((inputs["x"] + y * 0.1).astype(x.dtype), place)
+
+    return device_loop(one_round, inputs, jnp.copy(inputs["x"]))
+
+
+def _hand_back(params, rows_ND, ids_NK, weights_NK):
+    """In place of experts: each row that has an expert here, times its weights; every row is read once, none is multiplied."""
+    weight_N = jnp.sum(jnp.where(ids_NK >= 0, weights_NK, 0), axis=1)
+    rows = rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)
+    return (rows * weight_N[:, None] * params["scale"][0]).astype(rows_ND.dtype)

@@ -2,17 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
-from dsjax.bench.modules.case import ModuleCase, ModuleRow
 from dsjax.bench.modules.ceilings import Ceilings
 from dsjax.bench.modules.setting import Setting, free_memory
-from dsjax.bench.modules.timing import Budget
+from dsjax.bench.modules.timing import Budget, PreparedCase, Times
 from dsjax.bench.processes import Agree, alone
 from dsjax.hosts.rendezvous import GroupError
+
+Sizes = Mapping[str, int | float | str]
+
+
+@dataclass(frozen=True)
+class ModuleWork:
+    """Operations (a multiply-add is two) and bytes to and from memory of one application, each weight and value once."""
+
+    flops: float
+    weight_bytes: float
+    other_bytes: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return self.weight_bytes + self.other_bytes
+
+
+@dataclass(frozen=True)
+class ModuleCase:
+    """A module at one size.
+
+    module: its name in the tables and in `--only`; variant: which of its ways. sizes: what the row is looked up by (tokens,
+    rows, chunk, context, experts). memory: bytes that timing it needs. build: compiles it, with inputs on the device. shared: it runs on
+    a mesh, by all processes of a group together; else on one device, by process 0 alone.
+    """
+
+    module: str
+    variant: str
+    sizes: Sizes
+    work: ModuleWork
+    memory: int
+    build: Callable[[], PreparedCase]
+    shared: bool = False
+
+    @property
+    def title(self) -> str:
+        """For a progress bar."""
+        sizes = ", ".join(f"{name} {value}" for name, value in self.sizes.items())
+        return f"{self.module} {self.variant} {sizes}".replace("  ", " ")
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """A case that was timed."""
+
+    case: ModuleCase
+    times: Times
+    in_device_loop: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        work = self.case.work
+        return {
+            "module": self.case.module,
+            "variant": self.case.variant,
+            "sizes": dict(self.case.sizes),
+            "flops": work.flops,
+            "weight_bytes": work.weight_bytes,
+            "other_bytes": work.other_bytes,
+            "in_device_loop": self.in_device_loop,
+            **self.times.to_json(),
+        }
+
 
 MEMORY_SHARE = 0.5
 """Share of the free memory that a case may take: while weights are made they exist twice."""
@@ -48,7 +112,6 @@ def run_cases(
     ceilings: Ceilings,
     budget: Budget,
     row_limit: float,
-    on_start: Callable[[ModuleCase], None] = lambda case: None,
     agree: Agree = alone,
 ) -> ModuleResults:
     """Time each case in turn. Ctrl-C ends the run; what was done is returned.
@@ -56,10 +119,9 @@ def run_cases(
     row_limit: seconds that one application may take at the device's ceilings. agree: of the processes that have the same shared cases;
     the others of a case are this process's own.
     """
-    found = ModuleResults()
+    results = ModuleResults()
     try:
         for case in cases:
-            on_start(case)
             ask = agree if case.shared else alone
             try:
                 outcome = _outcome(setting, case, ceilings, budget, row_limit, ask)
@@ -68,16 +130,16 @@ def run_cases(
                     raise
                 outcome = _TOO_LARGE
             if isinstance(outcome, ModuleRow):
-                found.rows.append(outcome)
+                results.rows.append(outcome)
             else:
-                found.skipped.append(Skipped(case, outcome))
+                results.skipped.append(Skipped(case, outcome))
     except KeyboardInterrupt:
-        found.interrupted = True
+        results.interrupted = True
     except (GroupError, jax.errors.JaxRuntimeError) as error:
         if agree is alone:
             raise
-        found.failure = error
-    return found
+        results.failure = error
+    return results
 
 
 def _outcome(
@@ -114,7 +176,7 @@ def why_not(setting: Setting, case: ModuleCase, ceilings: Ceilings, row_limit: f
     free = free_memory(setting.step.mesh.devices.flat[0])
     if case.memory > MEMORY_SHARE * free:
         return f"needs {case.memory / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-    least = max(case.work.flops / ceilings.flops, case.work.bytes / ceilings.bandwidth)
+    least = max(case.work.flops / ceilings.flops_per_s, case.work.bytes / ceilings.bytes_per_s)
     if least > row_limit:
         return f"takes at least {least:.0f} s at the device's ceilings, more than --row-limit {row_limit:g}"
     return None

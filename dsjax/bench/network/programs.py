@@ -1,18 +1,105 @@
-"""One collective as a compiled program: a loop over it that can be timed, and one application whose every value is checked."""
+"""One collective as a compiled program, over the devices that meet in it: a loop that can be timed, and an application that is checked."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.bench.network.groups import DeviceGroup
+from dsjax.errors import UserError
+from sharding import MeshSpec
+from sharding.mesh import AXES
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceGroup:
+    """Groups of as many devices each, that run the same collective at the same time, as they do in a step.
+
+    uses: what such groups are to the mesh: `host` (all devices of a process), `hosts` (one device of each process), `experts` (the ranks
+    that tokens travel between), `tp`. devices: [groups, ranks]. hosts: processes that a group spans.
+    """
+
+    uses: tuple[str, ...]
+    devices: np.ndarray
+    hosts: int
+
+    @property
+    def ranks(self) -> int:
+        """Devices of one group."""
+        return self.devices.shape[1]
+
+    @property
+    def between_hosts(self) -> bool:
+        """Whether a collective leaves the host."""
+        return self.hosts > 1
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return ", ".join(self.uses)
+
+    def mesh(self) -> Mesh:
+        """With the axes `group` and `rank`."""
+        return Mesh(self.devices, ("group", "rank"))
+
+    def near(self, domain: int, devices_per_host: int) -> int:
+        """Ranks of a group that one rank reaches without the network, itself among them, where the fast link joins `domain` devices."""
+        hosts_in_domain = max(1, domain // devices_per_host)
+        each = min(domain, self.ranks // self.hosts)
+        return min(self.ranks, each * min(self.hosts, hosts_in_domain))
+
+
+def device_groups(spec: MeshSpec, mesh: Mesh) -> list[DeviceGroup]:
+    """The groups of more than one device; those that several uses share stand once.
+
+    Raises:
+        UserError: the processes have different numbers of the mesh's devices, so that there is no one of each.
+    """
+    processes: dict[int, list[jax.Device]] = {}
+    for device in mesh.devices.flat:
+        processes.setdefault(device.process_index, []).append(device)
+    counts = {len(devices) for devices in processes.values()}
+    if len(counts) > 1:
+        raise UserError(
+            f"--mesh {spec} has {min(counts)} to {max(counts)} devices of a process; give a mesh with as many of each"
+        )
+    by_host = _array(processes.values())
+    candidates = [("host", by_host), ("hosts", by_host.T)]
+    for use, axes in (("experts", spec.expert_axes), ("tp", spec.head_axes)):
+        if spec.ep_size > 1 or use == "tp":
+            candidates.append((use, _along(mesh, axes)))
+    groups: dict[tuple, DeviceGroup] = {}
+    for use, devices in candidates:
+        if devices.shape[1] == 1:
+            continue
+        key = tuple(sorted(tuple(device.id for device in row) for row in devices))
+        known = groups.get(key)
+        hosts = len({device.process_index for device in devices[0]})
+        groups[key] = DeviceGroup((*known.uses, use) if known else (use,), devices, hosts)
+    return list(groups.values())
+
+
+def _along(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
+    kept = [AXES.index(axis) for axis in axes]
+    others = [k for k in range(len(AXES)) if k not in kept]
+    ranks = int(np.prod([mesh.devices.shape[k] for k in kept]))
+    return mesh.devices.transpose(*others, *kept).reshape(-1, ranks)
+
+
+def _array(rows: Iterable[list[jax.Device]]) -> np.ndarray:
+    rows = list(rows)
+    array = np.empty((len(rows), len(rows[0])), object)
+    for k, row in enumerate(rows):
+        array[k] = row
+    return array
+
 
 _RANK = "rank"
 _ALL = P(("group", _RANK))
@@ -114,13 +201,13 @@ class CollectiveProgram:
             if self._collective == "all_gather":
                 right = jnp.concatenate([value(jnp.int32(rank), here) for rank in range(ranks)])
             elif self._collective in ("all_to_all", "ragged_all_to_all"):
-                own = me * block + jnp.arange(block)
-                right = jnp.concatenate([value(jnp.int32(rank), own) for rank in range(ranks)])
+                block_places = me * block + jnp.arange(block)
+                right = jnp.concatenate([value(jnp.int32(rank), block_places) for rank in range(ranks)])
             else:
-                own = here if self._collective == "all_reduce" else me * block + jnp.arange(block)
-                right = functools.reduce(jnp.add, [value(jnp.int32(rank), own) for rank in range(ranks)])
+                block_places = here if self._collective == "all_reduce" else me * block + jnp.arange(block)
+                right = functools.reduce(jnp.add, [value(jnp.int32(rank), block_places) for rank in range(ranks)])
             return jnp.all(result == right)[None]
 
         mapped = jax.shard_map(local, mesh=self._place.mesh, in_specs=(), out_specs=_ALL, check_vma=False)
-        found = jax.block_until_ready(jax.jit(mapped)())
-        return all(bool(np.asarray(shard.data).all()) for shard in found.addressable_shards)
+        is_right = jax.block_until_ready(jax.jit(mapped)())
+        return all(bool(np.asarray(shard.data).all()) for shard in is_right.addressable_shards)

@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 
@@ -134,3 +134,16 @@ async def _body(response: aiohttp.ClientResponse) -> Any:
         return json.loads(text)
     except ValueError:
         return text or response.reason
+
+
+try:
+    import uvloop
+except ImportError:  # there is none for Windows
+    uvloop = None
+
+Result = TypeVar("Result")
+
+
+def run(main: Coroutine[Any, Any, Result]) -> Result:
+    """`asyncio.run`, on uvloop where there is one."""
+    return asyncio.run(main) if uvloop is None else uvloop.run(main)

@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import functools
+import importlib.util
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
 from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json
+from dsjax.errors import UserError
 from dsjax.options import OptionError
 
 if TYPE_CHECKING:
@@ -35,12 +37,13 @@ def serve(
 
     Ctrl-C prints what is done so far; a second one ends at once.
     """
-    from dsjax.bench.serve.event_loop import run
-    from dsjax.bench.serve.picture import check_picture
-
     report = _with_more_goodput(report, more_goodput or [])
-    if report.plot:
-        check_picture(Path(report.plot))
+    # Asked before a benchmark of hours rather than after it.
+    for what, package in (("dsjax bench serve", "aiohttp"), *([("--plot", "matplotlib")] if report.plot else [])):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{what} needs {package}, which is not installed: pip install 'dsjax[bench]'")
+    from dsjax.bench.serve.client import run
+
     points, facts, interrupted = run(_measure(server, workload, load, report))
     _write(points, facts, server, workload, load, report)
     if interrupted:
@@ -111,8 +114,8 @@ def _write(
 ) -> None:
     """The files that were asked for, and the table of a sweep."""
     from dsjax.bench.serve.picture import draw
+    from dsjax.bench.serve.report import sweep_table
     from dsjax.bench.serve.result_files import result_json, write_points_csv, write_requests_csv
-    from dsjax.bench.serve.sweep_table import sweep_table
 
     devices = server.devices or facts.num_devices
     head = _head(facts, server, workload)

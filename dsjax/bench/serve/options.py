@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsjax.bench.serve.goodput import parse_goodput
 from dsjax.bench.serve.report import LATENCIES
+from dsjax.bench.serve.statistics import parse_goodput
 from dsjax.options import Checked, OptionError, option
 
 
@@ -70,6 +70,11 @@ class WorkloadOptions(Checked):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.dataset_name == "random" and not self.random_range_ratio < 1:
+            raise OptionError(f"--random-range-ratio is {self.random_range_ratio}, expected at least 0 and less than 1")
+        lengths = self.prefix_repetition_prefix_len + self.prefix_repetition_suffix_len
+        if self.dataset_name == "prefix-repetition" and lengths < 1:
+            raise OptionError("--prefix-repetition-prefix-len and -suffix-len are both 0, expected a prompt of 1 token")
         path, reads = self.dataset_path, self.dataset_name in ("sharegpt", "trace")
         if reads and path is None:
             raise OptionError(f"--dataset-name {self.dataset_name} reads a file; name it with --dataset-path")
@@ -162,6 +167,8 @@ class ReportOptions(Checked):
     def __post_init__(self):
         super().__post_init__()
         _ = self.latencies, self.percentiles, self.objectives  # each raises for what cannot be
+        if self.plot and not self.plot.endswith((".png", ".svg", ".pdf")):
+            raise OptionError(f"--plot is {self.plot!r}, expected a name that ends in .png, .svg or .pdf")
 
     @property
     def latencies(self) -> list[str]:

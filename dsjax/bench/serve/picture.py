@@ -1,6 +1,5 @@
 """The picture of a sweep: tokens a second a user against tokens a second a device."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,34 +7,18 @@ from typing import Any
 from dsjax.errors import UserError
 
 
-class PictureError(UserError):
-    """No picture can be drawn; the message says what is missing."""
-
-
-def check_picture(path: Path) -> None:
-    """Whether a picture could be drawn, asked before a benchmark of hours rather than after it.
-
-    Raises:
-        PictureError: matplotlib is not installed, or does not write this kind of file.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise PictureError("--plot needs matplotlib, which is not installed: pip install 'dsjax[bench]'")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise PictureError(f"--plot is {str(path)!r}, expected a name that ends in .png, .svg or .pdf")
-
-
 def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
     """Draw points as `result_json` gives them; each is labelled with its concurrency or rate.
 
     Raises:
-        PictureError: no point has both figures, or the file cannot be written.
+        UserError: no point has both figures, or the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it would look for a display
     from matplotlib.figure import Figure
 
     shown = [p for p in points if p["output_throughput_per_user"] and p["output_throughput_per_device"]]
     if not shown:
-        raise PictureError(
+        raise UserError(
             "nothing to draw: a point needs answers of two tokens or more, and the number of devices (--devices where the "
             "server has no /server_info)"
         )
@@ -56,7 +39,7 @@ def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise PictureError(f"cannot write {path}: {error.strerror}") from error
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _label(point: dict[str, Any]) -> str:

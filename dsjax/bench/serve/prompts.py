@@ -1,14 +1,18 @@
-"""Prompts of a wanted length: token ids where the server takes them, else text of a tokenizer's words."""
+"""Prompts of a wanted length: token ids where the server takes them, else text of words of a tokenizer."""
 
+import functools
 import importlib.resources
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import tokenizers
 
+from dsjax.bench.serve.client import Endpoint
+from dsjax.bench.serve.server_facts import ServerFacts
 from dsjax.config import bundled_models
 from dsjax.errors import UserError
 
@@ -119,14 +123,14 @@ _WORD = re.compile(r"[Ġ▁]([A-Za-z]{2,})")
 
 def _words(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     """Ids that are a space and a word, and stay so when the word follows another."""
-    found: dict[int, str] = {}
+    words: dict[int, str] = {}
     for piece, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
         word = _WORD.fullmatch(piece)
         if word:
-            found[token_id] = " " + word[1]
-    texts = list(found.values())
+            words[token_id] = " " + word[1]
+    texts = list(words.values())
     alone = tokenizer.encode_batch([text * 2 for text in texts], add_special_tokens=False) if texts else []
-    return {i: text for (i, text), encoded in zip(found.items(), alone, strict=True) if encoded.ids == [i, i]}
+    return {i: text for (i, text), encoded in zip(words.items(), alone, strict=True) if encoded.ids == [i, i]}
 
 
 def _lone_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
@@ -134,3 +138,75 @@ def _lone_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     ids: Sequence[int] = sorted(tokenizer.get_vocab(with_added_tokens=False).values())
     texts = {i: tokenizer.decode([i]) for i in ids}
     return {i: text for i, text in texts.items() if text and count_tokens(tokenizer, text) == 1 and "�" not in text}
+
+
+PromptForm = Literal["auto", "tokens", "text"]
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """What prompts can be made from.
+
+    Attributes:
+        tokenizer: None where none was found.
+        vocab_size: of the ids to send; None where nobody said.
+    """
+
+    tokenizer: tokenizers.Tokenizer | None
+    vocab_size: int | None
+
+    @classmethod
+    def find(cls, tokenizer: str | None, size: int | None, facts: ServerFacts) -> "PromptSource":
+        """The tokenizer that was named, or that of the model the server says it has.
+
+        Raises:
+            PromptError: the named one does not exist.
+        """
+        for where in filter(None, (tokenizer,) if tokenizer is not None else (facts.root, facts.model)):
+            try:
+                read = read_tokenizer(where)
+            except UnmakablePromptError:
+                if tokenizer is not None:
+                    raise
+                continue
+            return cls(read, size or vocab_size(read))
+        return cls(None, size)
+
+    def forms(self, wanted: PromptForm, endpoint: Endpoint) -> list[PromptMaker]:
+        """What to try, in this order.
+
+        Raises:
+            PromptError: nothing can be tried.
+        """
+        if wanted == "tokens" and endpoint == "chat":
+            raise UnmakablePromptError("--prompt-form is tokens, but chat takes text only; use --endpoint completions")
+        makers: list[PromptMaker] = []
+        if wanted != "text" and endpoint == "completions" and self.vocab_size is not None:
+            special = special_ids(self.tokenizer) if self.tokenizer else frozenset()
+            makers.append(TokenPrompts(self.vocab_size, special))
+        if wanted != "tokens" and self.tokenizer is not None:
+            makers.append(TextPrompts(self.tokenizer))
+        if not makers:
+            also = ", or --vocab-size to send token ids" if endpoint == "completions" else ""
+            raise UnmakablePromptError(
+                "found no tokenizer for the server's model; name one with --tokenizer (a directory, a tokenizer.json or a "
+                f"Hugging Face repository){also}"
+            )
+        return makers
+
+    @property
+    def token_counter(self) -> Callable[[str], int] | None:
+        """Count the tokens of a text; None without a tokenizer."""
+        return None if self.tokenizer is None else functools.partial(count_tokens, self.tokenizer)
+
+    def need_tokenizer(self, dataset: str) -> tokenizers.Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            PromptError: there is none.
+        """
+        if self.tokenizer is None:
+            raise UnmakablePromptError(
+                f"--dataset-name {dataset} counts tokens with a tokenizer; name one with --tokenizer"
+            )
+        return self.tokenizer

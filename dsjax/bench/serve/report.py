@@ -1,11 +1,13 @@
-"""A point's figures as text, line for line as `vllm bench serve` prints them."""
+"""Figures as text: a point line for line as `vllm bench serve` prints it, and the table of a sweep."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dsjax.bench.serve.drafts import DraftFigures
-from dsjax.bench.serve.statistics import Statistics
+from rich.table import Table
+
+from dsjax.bench.serve.statistics import DraftFigures, Statistics
 
 _WIDTH = 50
 _MOST_ERRORS = 10
@@ -106,7 +108,9 @@ def _draft_lines(drafts: DraftFigures) -> list[str]:
         _line("Accepted tokens:", drafts.accepted_tokens),
         "Per-position acceptance (%):",
     ]
-    return lines + [_line(f"  Position {i}:", share * 100) for i, share in enumerate(drafts.per_position)]
+    return lines + [
+        _line(f"  Position {i}:", share * 100) for i, share in enumerate(drafts.per_position_acceptance_rates)
+    ]
 
 
 def _line(label: str, value: float | None) -> str:
@@ -127,3 +131,29 @@ def _notes(statistics: Statistics) -> list[str]:
     errors = [f"{number} × {message}" for message, number in statistics.errors[:_MOST_ERRORS]]
     left = len(statistics.errors) - _MOST_ERRORS
     return notes + errors + ([f"… and {left} other errors"] if left > 0 else [])
+
+
+_COLUMNS = (
+    ("done", "completed", "d"),
+    ("failed", "failed", "d"),
+    ("tok/s", "output_throughput", ".1f"),
+    ("tok/s a user", "output_throughput_per_user", ".2f"),
+    ("tok/s a device", "output_throughput_per_device", ".2f"),
+    ("TTFT ms, median", "median_ttft_ms", ".1f"),
+    ("TPOT ms, median", "median_tpot_ms", ".2f"),
+    ("E2EL ms, median", "median_e2el_ms", ".1f"),
+    ("good req/s", "request_goodput", ".2f"),
+    ("accepted %", "spec_decode_acceptance_rate", ".1f"),
+)
+
+
+def sweep_table(points: Sequence[dict[str, Any]], swept: str) -> Table:
+    """Points as `result_json` gives them; `swept` is the field that differs. Columns without any value are left out."""
+    columns = [column for column in _COLUMNS if any(point[column[1]] is not None for point in points)]
+    table = Table(box=None, pad_edge=False)
+    for title in ("at once" if swept == "max_concurrency" else "req/s", *(title for title, _, _ in columns)):
+        table.add_column(title, justify="right")
+    for point in points:
+        cells = [f"{point[key]:{form}}" if point[key] is not None else "-" for _, key, form in columns]
+        table.add_row(str(point[swept]), *cells)
+    return table

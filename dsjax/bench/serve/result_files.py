@@ -7,12 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsjax.bench.serve.drafts import DraftFigures
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.report import LATENCIES, LoadPoint
-from dsjax.bench.serve.statistics import Statistics
+from dsjax.bench.serve.statistics import DraftFigures, Statistics
 from dsjax.errors import UserError
+
+_FIGURES = (
+    "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "total_cached_tokens", "cached_share",
+    "request_throughput", "request_goodput", "output_throughput", "input_throughput", "good_share", "total_token_throughput",
+    "max_output_tokens_per_s", "max_concurrent_requests", "tokens_per_chunk", "token_sources",
+)  # fmt: skip
+"""Attributes of `Statistics` that are fields of the same name."""
+
+_DRAFT_FIGURES = (
+    "acceptance_rate", "acceptance_length", "num_drafts", "draft_tokens", "accepted_tokens", "per_position_acceptance_rates",
+)  # fmt: skip
+"""The same of `DraftFigures`, behind `spec_decode_`."""
+
+_REQUEST_COLUMNS = (
+    "point", "request", "arrival_s", "start_s", "ttft_ms", "tpot_ms", "e2el_ms", "input_tokens", "cached_tokens", "output_tokens",
+    "chunks", "token_source", "finish_reason", "error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,45 +46,21 @@ def result_json(head: dict[str, Any], one: PointResult, devices: int | None, det
 
     With `detailed`, lists of each request's lengths, times, text and error follow.
     """
-    point, s = one.point, one.statistics
+    point, s, drafts = one.point, one.statistics, one.drafts
     body = head | {
         "num_prompts": point.num_prompts,
         "request_rate": "inf" if math.isinf(point.request_rate) else point.request_rate,
         "burstiness": "inf" if math.isinf(point.burstiness) else point.burstiness,
         "max_concurrency": point.max_concurrency,
         "interrupted": one.result.interrupted,
-        "duration": s.duration,
-        "completed": s.completed,
-        "failed": s.failed,
-        "total_input_tokens": s.total_input_tokens,
-        "total_output_tokens": s.total_output_tokens,
-        "total_cached_tokens": s.total_cached_tokens,
-        "cached_share": s.cached_share,
         "cached_share_bound": point.cached_share_bound,
-        "request_throughput": s.request_throughput,
-        "request_goodput": s.request_goodput,
-        "output_throughput": s.output_throughput,
-        "input_throughput": s.input_throughput,
-        "good_share": s.good_share,
-        "total_token_throughput": s.total_token_throughput,
-        "max_output_tokens_per_s": s.max_output_tokens_per_s,
-        "max_concurrent_requests": s.max_concurrent_requests,
-        "tokens_per_chunk": s.tokens_per_chunk,
-        "token_sources": s.token_sources,
         "num_devices": devices,
         "output_throughput_per_device": s.output_throughput / devices if devices else None,
         "output_throughput_per_user": s.tokens_per_second_per_user,
         "error_counts": dict(s.errors),
     }
-    drafts = one.drafts
-    body |= {
-        "spec_decode_acceptance_rate": drafts and drafts.acceptance_rate,
-        "spec_decode_acceptance_length": drafts and drafts.acceptance_length,
-        "spec_decode_num_drafts": drafts and drafts.num_drafts,
-        "spec_decode_draft_tokens": drafts and drafts.draft_tokens,
-        "spec_decode_accepted_tokens": drafts and drafts.accepted_tokens,
-        "spec_decode_per_position_acceptance_rates": drafts and drafts.per_position,
-    }
+    body |= {name: getattr(s, name) for name in _FIGURES}
+    body |= {f"spec_decode_{name}": drafts and getattr(drafts, name) for name in _DRAFT_FIGURES}
     for name in LATENCIES:
         values = s.latencies[name]
         body |= {f"mean_{name}_ms": values.mean, f"median_{name}_ms": values.median, f"std_{name}_ms": values.std}
@@ -94,24 +86,6 @@ def write_points_csv(path: Path, points: Sequence[dict[str, Any]]) -> None:
     """One line a point: every number of `result_json`."""
     rows = [{key: value for key, value in point.items() if not isinstance(value, dict | list)} for point in points]
     _write_csv(path, list(rows[0]), rows)
-
-
-_REQUEST_COLUMNS = (
-    "point",
-    "request",
-    "arrival_s",
-    "start_s",
-    "ttft_ms",
-    "tpot_ms",
-    "e2el_ms",
-    "input_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "chunks",
-    "token_source",
-    "finish_reason",
-    "error",
-)
 
 
 def write_requests_csv(path: Path, points: Sequence[PointResult]) -> None:

@@ -1,4 +1,4 @@
-"""What the server itself says: its models, the longest request, and, where it is dsjax, its devices."""
+"""What the server itself says: its models, the longest request, its devices where it is dsjax, and its counters of drafts."""
 
 import asyncio
 import time
@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 
+from dsjax.bench.serve.statistics import DRAFT_COUNTERS, Counters, counters
 from dsjax.errors import UserError
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
@@ -123,3 +124,16 @@ async def _optional(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 def _integer(body: Any, name: str) -> int | None:
     value = body.get(name) if isinstance(body, dict) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
+
+async def read_counters(session: aiohttp.ClientSession, url: str) -> Counters | None:
+    """A server's counters of drafts; None where it has no `/metrics`, and empty where it has none of them."""
+    names = [("name[]", name) for name in DRAFT_COUNTERS]
+    try:
+        async with session.get(f"{url}/metrics", params=names, timeout=_TIMEOUT) as response:
+            return counters(await response.text()) if response.status == 200 else None
+    except (aiohttp.ClientError, OSError, ValueError):
+        return None

@@ -1,14 +1,60 @@
-"""Records as the figures of a benchmark. Definitions: `docs/bench-serve.md`."""
+"""Records and counters of drafts as the figures of a benchmark, by objectives too. Definitions: `docs/bench-serve.md`."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
-from dsjax.bench.serve.goodput import is_good
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
+from dsjax.errors import UserError
+
+_PREFIX = "vllm:spec_decode_num_"
+_ROWS, _DRAFTED, _ACCEPTED = (f"{_PREFIX}{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
+_PER_POSITION = f"{_PREFIX}accepted_tokens_per_pos_total"
+DRAFT_COUNTERS = (_ROWS, _DRAFTED, _ACCEPTED, _PER_POSITION)
+
+Counters = dict[tuple[str, str], float]
+"""(name, position or nothing) to its sum over all engines."""
+METRICS = ("ttft", "tpot", "e2el", "tps")
+
+
+class GoodputError(UserError):
+    """An objective that is not `METRIC:MILLISECONDS`."""
+
+
+def parse_goodput(words: Sequence[str]) -> dict[str, float]:
+    """Objectives in milliseconds, from words such as `ttft:200`; several may stand in one word, with commas or spaces.
+
+    `tps:20`, at least 20 tokens a second for each user, is `tpot:50`.
+
+    Raises:
+        GoodputError: an unknown metric, or no positive number.
+    """
+    objectives: dict[str, float] = {}
+    for word in " ".join(words).replace(",", " ").split():
+        name, _, number = word.partition(":")
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = 0.0
+        if name not in METRICS or not limit > 0:
+            raise GoodputError(
+                f"--goodput has {word!r}, expected METRIC:MILLISECONDS with a metric of {', '.join(METRICS[:-1])}, or "
+                "tps:TOKENS_PER_SECOND"
+            )
+        if name == "tps":
+            name, limit = "tpot", 1e3 / limit
+        objectives[name] = min(limit, objectives.get(name, limit))
+    return objectives
+
+
+def is_good(record: RequestRecord, objectives: dict[str, float]) -> bool:
+    """Whether a successful request met every objective. An answer of one token meets any TPOT."""
+    seconds = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
+    return all(seconds[name] * 1e3 <= limit for name, limit in objectives.items())
 
 
 @dataclass(frozen=True)
@@ -144,3 +190,65 @@ def _peak_concurrency(records: Sequence[RequestRecord]) -> int:
     """Most intervals [start, end) that share a moment. An end counts before a start at the same time."""
     changes = sorted([(r.start, 1) for r in records] + [(r.end, -1) for r in records])
     return int(np.cumsum([change for _, change in changes]).max(initial=0))
+
+
+@dataclass(frozen=True)
+class DraftFigures:
+    """Drafts of one point; vLLM's names in its result files.
+
+    Attributes:
+        num_drafts: rows that had drafts to verify.
+        draft_tokens, accepted_tokens: drafts in them, and how many were accepted.
+        accepted_per_position: of the first, second, … draft of each row, how many were accepted.
+    """
+
+    num_drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+    @classmethod
+    def between(cls, before: Counters | None, after: Counters | None) -> "DraftFigures | None":
+        """What happened between two readings; None where the server drafted nothing, or does not tell."""
+        if before is None or after is None:
+            return None
+
+        def grown(name: str, position: str = "") -> int:
+            old, new = before.get((name, position), 0.0), after.get((name, position), 0.0)
+            return round(new - old if new >= old else new)  # one that fell was begun anew, by a restart
+
+        if not grown(_DRAFTED):
+            return None
+        positions = sorted({int(position) for name, position in after if name == _PER_POSITION})
+        per_position = tuple(grown(_PER_POSITION, str(position)) for position in positions)
+        return cls(grown(_ROWS), grown(_DRAFTED), grown(_ACCEPTED), per_position)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts in percent of all, as vLLM has it."""
+        return 100 * self.accepted_tokens / self.draft_tokens
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a row with drafts made on average, the one after the accepted drafts included."""
+        return 1 + self.accepted_tokens / self.num_drafts
+
+    @property
+    def per_position_acceptance_rates(self) -> list[float]:
+        """Share of the rows with drafts whose draft at each position was accepted; 0 to 1."""
+        return [accepted / self.num_drafts for accepted in self.accepted_per_position]
+
+
+def counters(text: str) -> Counters:
+    """The counters of drafts in an exposition.
+
+    Raises:
+        ValueError: it is not the text format.
+    """
+    sums: Counters = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(_PREFIX) and sample.name.endswith("_total"):
+                key = sample.name, sample.labels.get("position", "")
+                sums[key] = sums.get(key, 0.0) + sample.value
+    return sums

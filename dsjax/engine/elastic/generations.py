@@ -239,7 +239,7 @@ class Generations:
             self._group.collectives.cut(self.number)
 
     def _look_at_links(self, error: Exception) -> GroupError | None:
-        """Find out who is gone on without, where a collective failed though nobody is known to be gone: a link is cut, or a process hangs."""
+        """Find whom to go on without, where a collective failed though nobody is known to be gone: a link is cut or a process hangs."""
         self.phase = "looking at links"
         self._cut()
         before, self.number = self.number, self.number + 1

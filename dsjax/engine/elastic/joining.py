@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from typing import Any
 
@@ -10,6 +9,7 @@ from dsjax.engine.contract.commands import VERSION
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
+from dsjax.versions import installed_version
 from sharding.emulation import emulate_devices
 
 _OWN = ("model", "revision", "kernel_cache")
@@ -86,11 +86,4 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
 
 def versions() -> dict[str, str]:
     """Give the versions of the packages that every process must have alike, by name as messages have it."""
-    return {f"the version of {name}": _version(name) for name in ("dsjax", "jax", "jaxlib")}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return {f"the version of {name}": installed_version(name) for name in ("dsjax", "jax", "jaxlib")}

@@ -12,7 +12,6 @@ It holds token ids of prompts and outputs: it is as confidential as they are, so
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import logging
 import os
 import time
@@ -30,6 +29,7 @@ from dsjax.engine.contract.executor import (
     RowResult,
 )
 from dsjax.errors import UserError
+from dsjax.versions import installed_version
 
 MAGIC = b"dsjaxstp"
 FORMAT = 1
@@ -127,12 +127,9 @@ def describe_recording(
     options: dict[str, Any], limits: ExecutorLimits, fingerprint: str, *, jax: str, platform: str, device_kind: str
 ) -> Header:
     """Make the header of a recording that begins now."""
-    try:
-        version = importlib.metadata.version("dsjax")
-    except importlib.metadata.PackageNotFoundError:
-        version = "not installed"
     sizes = {name: int(size) for name, size in dataclasses.asdict(limits).items()}
-    return Header(FORMAT, VERSION, version, jax, platform, device_kind, fingerprint, options, sizes, time.time())
+    written_by = installed_version("dsjax")
+    return Header(FORMAT, VERSION, written_by, jax, platform, device_kind, fingerprint, options, sizes, time.time())
 
 
 def check_writable(path: str | Path) -> None:

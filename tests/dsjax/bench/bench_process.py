@@ -26,9 +26,9 @@ def main() -> int:
         grid = network_options.CollectiveGrid(mesh="dp=4", sizes="64", repeats=2, only="all_gather,all_to_all")
         verdict = network_options.VerdictOptions(cluster=cluster, json_file=network_json, progress=False)
         code = network_command._measure(grid, verdict, spec, load_cluster(cluster), processes)
-        from dsjax.bench.modules import exchange
+        from dsjax.bench.modules import routed
 
-        exchange.METHODS, exchange.SKEWS = ("padded",), {"even": 0.0}  # one program to compile
+        routed.METHODS, routed.SKEWS = ("padded",), {"even": 0.0}  # one program to compile
         # Nothing is built, and no ceiling is measured: this test times nothing that anybody reads.
         model = ModelOptions(model="demo", kernels="plain")
         run = RunOptions(seconds=0.001, hardware="h200", json_file=modules_json, progress=False)

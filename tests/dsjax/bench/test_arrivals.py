@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from dsjax.bench.serve.arrivals import arrival_times
+from dsjax.bench.serve.load import arrival_times
 
 COUNT = 20_000
 

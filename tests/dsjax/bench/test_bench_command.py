@@ -1,6 +1,7 @@
 """`dsjax bench serve` as a user meets it: what is printed, what is written, how it ends."""
 
 import csv
+import importlib.util
 import json
 import re
 import signal
@@ -10,6 +11,9 @@ import time
 
 import pytest
 from commands import Ended, run
+from typer.testing import CliRunner
+
+from dsjax.cli import app
 
 COMMON = ("--num-prompts", "8", "--random-input-len", "6", "--random-output-len", "4", "--vocab-size", "50")
 
@@ -231,3 +235,17 @@ def test_a_search_says_the_largest_load_that_meets_the_objectives(start_fake):
     found = json.loads(done.stdout)
     assert (found["swept"], [point["good_share"] for point in found["points"]]) == ("max_concurrency", [0.0])
     assert bench(start_fake().url, "--search", "rate").stderr.startswith("error: --search wants objectives")
+
+
+@pytest.mark.parametrize(("package", "options"), [("aiohttp", []), ("matplotlib", ["--plot", "a.png"])])
+def test_a_package_that_a_server_does_not_need_is_asked_for_by_its_extra(monkeypatch, package, options):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    done = CliRunner().invoke(app, ["bench", "serve", *options])
+    assert f"needs {package}, which is not installed: pip install 'dsjax[bench]'" in str(done.exception)
+
+
+def test_the_options_are_shown_without_the_extra():
+    code = "import sys; sys.modules['aiohttp'] = sys.modules['matplotlib'] = None; from dsjax.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "bench", "serve", "--help"], capture_output=True, text=True)
+    assert "--random-input-len" in done.stdout, done.stderr

@@ -8,19 +8,27 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from dsjax.bench.serve.datasets import DatasetError
-from dsjax.bench.serve.datasets.prefix_repetition import PrefixRepetition
-from dsjax.bench.serve.datasets.random_lengths import RandomLengths
-from dsjax.bench.serve.datasets.sharegpt import ShareGpt
-from dsjax.bench.serve.datasets.trace import Trace
+from dsjax.bench.serve.datasets import Dataset, DatasetError
 from dsjax.bench.serve.options import WorkloadOptions
-from dsjax.bench.serve.prompt_form import PromptSource
-from dsjax.bench.serve.prompts import TextPrompts, TokenPrompts, UnmakablePromptError, count_tokens, read_tokenizer
+from dsjax.bench.serve.prompts import (
+    PromptSource,
+    TextPrompts,
+    TokenPrompts,
+    UnmakablePromptError,
+    count_tokens,
+    read_tokenizer,
+)
 from dsjax.bench.serve.server_facts import ServerFacts
-from dsjax.bench.serve.workload import draw_requests, make_dataset
 from dsjax.options import OptionError
 
 TOKENS = TokenPrompts(1000, special_ids=frozenset(range(10)))
+
+
+def dataset_of(name="random", prompts=TOKENS, tokenizer=None, **options):
+    """A workload of the options that begin with its name, given here without it."""
+    short = name.replace("-", "_")
+    named = {key if key == "dataset_path" else f"{short}_{key}": value for key, value in options.items()}
+    return Dataset(WorkloadOptions(dataset_name=name, **named), prompts, PromptSource(tokenizer, 1000))
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +37,17 @@ def demo_tokenizer():
 
 
 def test_random_lengths_stay_in_their_range_and_fill_it():
-    requests = RandomLengths(TOKENS, 100, 20, 0.5).requests(400, 1)
+    requests = dataset_of(input_len=100, output_len=20, range_ratio=0.5).requests(400, 1)
     inputs, outputs = [len(r.prompt) for r in requests], [r.output_tokens for r in requests]
     assert inputs == [r.prompt_tokens for r in requests]
     assert (min(inputs), max(inputs)) == (50, 150)
     assert (min(outputs), max(outputs)) == (10, 30)
     assert min(min(r.prompt) for r in requests) >= 10, "special tokens are not drawn"
-    assert {len(r.prompt) for r in RandomLengths(TOKENS, 7, 1).requests(5, 1)} == {7}
+    assert {len(r.prompt) for r in dataset_of(input_len=7, output_len=1).requests(5, 1)} == {7}
 
 
 def test_a_seed_repeats_and_another_draw_has_the_same_lengths_and_other_prompts():
-    dataset = RandomLengths(TOKENS, 100, 20, 0.5, prefix_len=8)
+    dataset = dataset_of(input_len=100, output_len=20, range_ratio=0.5, prefix_len=8)
     first, again, other = dataset.requests(50, 1), dataset.requests(50, 1), dataset.requests(50, 2)
     assert first == again
     assert [(r.prompt_tokens, r.output_tokens) for r in first] == [(r.prompt_tokens, r.output_tokens) for r in other]
@@ -48,7 +56,7 @@ def test_a_seed_repeats_and_another_draw_has_the_same_lengths_and_other_prompts(
 
 
 def test_prefix_repetition_shares_its_prefixes_evenly():
-    dataset = PrefixRepetition(TOKENS, prefix_len=32, suffix_len=8, num_prefixes=4, output_len=5)
+    dataset = dataset_of("prefix-repetition", prefix_len=32, suffix_len=8, num_prefixes=4, output_len=5)
     requests = dataset.requests(42, 1)
     assert sorted(Counter(tuple(r.prompt[:32]) for r in requests).values()) == [10, 10, 11, 11]
     assert len({tuple(r.prompt) for r in requests}) == 42
@@ -65,7 +73,8 @@ def test_text_prompts_have_the_tokens_that_were_drawn(demo_tokenizer, count):
 
 
 def test_text_prompts_share_their_prefix_as_text(demo_tokenizer):
-    requests = PrefixRepetition(TextPrompts(demo_tokenizer), 64, 8, 2, 1).requests(6, 1)
+    lengths = {"prefix_len": 64, "suffix_len": 8, "num_prefixes": 2, "output_len": 1}
+    requests = dataset_of("prefix-repetition", TextPrompts(demo_tokenizer), **lengths).requests(6, 1)
     ids = [demo_tokenizer.encode(r.prompt, add_special_tokens=False).ids for r in requests]
     assert len({tuple(i[:64]) for i in ids}) == 2
     assert {len(i) for i in ids} == {72}
@@ -89,13 +98,17 @@ def test_sharegpt_takes_first_turns_that_fit(tmp_path, demo_tokenizer):
     bad = [talk("alone in the world"), talk("a", "too short a prompt"), talk("def f(x): " * 2000, "too long, this one")]
     path = tmp_path / "talks.json"
     path.write_text(json.dumps(bad + good + [{}]))
-    requests = ShareGpt(path, demo_tokenizer).requests(100, 1)
+
+    def sharegpt(**options):
+        return dataset_of("sharegpt", tokenizer=demo_tokenizer, dataset_path=str(path), **options)
+
+    requests = sharegpt().requests(100, 1)
     assert sorted(r.prompt for r in requests) == [f"def function_{n}(x, y): return" for n in range(5)]
     assert {r.output_tokens for r in requests} == {count_tokens(demo_tokenizer, "x plus y and so on")}
-    assert {r.output_tokens for r in ShareGpt(path, demo_tokenizer, 9).requests(2, 1)} == {9}
+    assert {r.output_tokens for r in sharegpt(output_len=9).requests(2, 1)} == {9}
     path.write_text('{"a": 1}')
     with pytest.raises(DatasetError, match="no ShareGPT file"):
-        ShareGpt(path, demo_tokenizer).requests(1, 1)
+        sharegpt().requests(1, 1)
 
 
 def test_mooncake_s_blocks_are_shared_by_hash_and_times_are_milliseconds(tmp_path):
@@ -106,13 +119,13 @@ def test_mooncake_s_blocks_are_shared_by_hash_and_times_are_milliseconds(tmp_pat
     ]
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    first, second = Trace(path, TOKENS).requests(10, 1)
+    first, second = dataset_of("trace", dataset_path=str(path)).requests(10, 1)
     assert (first.arrival, second.arrival) == (0.0, 3.0)
     assert (len(first.prompt), len(second.prompt)) == (1100, 1300)
     assert (first.output_tokens, second.output_tokens) == (3, 7)
     assert first.prompt[:1024] == second.prompt[:1024]
     assert first.prompt[1024:1100] != second.prompt[1024:1100]
-    scaled = Trace(path, TOKENS, speed=2.0, length_scale=0.125).requests(10, 1)
+    scaled = dataset_of("trace", dataset_path=str(path), speed=2.0, length_scale=0.125).requests(10, 1)
     assert [r.arrival for r in scaled] == [0.0, 1.5]
     assert [len(r.prompt) for r in scaled] == [138, 162]
     assert scaled[0].prompt[:128] == scaled[1].prompt[:128]
@@ -125,22 +138,22 @@ def test_burstgpt_s_columns(tmp_path):
         "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
         "5,ChatGPT,472,18,490,Conversation log\n45.5,ChatGPT,30,0,30,API log\n118,GPT-4,11,2,13,API log\n"
     )
-    requests = Trace(path, TOKENS).requests(10, 1)
+    requests = dataset_of("trace", dataset_path=str(path)).requests(10, 1)
     assert [(r.arrival, len(r.prompt), r.output_tokens) for r in requests] == [(0.0, 472, 18), (113.0, 11, 2)]
     path.write_text("a,b\n1,2\n")
     with pytest.raises(DatasetError, match="no trace"):
-        Trace(path, TOKENS).requests(1, 1)
+        dataset_of("trace", dataset_path=str(path)).requests(1, 1)
 
 
 def test_what_the_server_cannot_take_is_left_out_and_said():
     options = WorkloadOptions(random_input_len=100, random_output_len=10, random_range_ratio=0.5, num_prompts=200)
-    dataset = make_dataset(options, TOKENS, PromptSource(None, 1000))
-    kept, left_out = draw_requests(dataset, options, 1, 100)
+    dataset = Dataset(options, TOKENS, PromptSource(None, 1000))
+    kept, left_out = dataset.draw(1, 100)
     assert max(r.prompt_tokens + r.output_tokens for r in kept) <= 100
     assert len(kept) + left_out == 200
     assert left_out > 20
     with pytest.raises(DatasetError, match=r"the shortest has .* choose shorter lengths: --random-input-len"):
-        draw_requests(dataset, options, 1, 12)
+        dataset.draw(1, 12)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +163,14 @@ def test_what_the_server_cannot_take_is_left_out_and_said():
         ({"dataset_name": "sharegpt"}, "name it with --dataset-path"),
         ({"dataset_name": "trace", "dataset_path": "no-such.jsonl"}, "no-such.jsonl, which is no file"),
         ({"dataset_path": "trace.jsonl"}, "--dataset-name random reads no file"),
+        ({"random_range_ratio": 1.0}, "--random-range-ratio is 1.0, expected at least 0 and less than 1"),
+        (
+            {"dataset_name": "prefix-repetition", "prefix_repetition_prefix_len": 0, "prefix_repetition_suffix_len": 0},
+            "--prefix-repetition-prefix-len and -suffix-len are both 0",
+        ),
     ],
 )
-def test_files_that_are_not_there_and_options_that_lack_one_are_found_before_a_server_is_asked(options, said):
+def test_files_that_are_not_there_and_lengths_that_cannot_be_are_found_before_a_server_is_asked(options, said):
     with pytest.raises(OptionError, match=said):
         WorkloadOptions(**options)
 
@@ -163,7 +181,7 @@ def test_a_file_that_went_away_since_then_is_named(tmp_path):
     options = WorkloadOptions(dataset_name="trace", dataset_path=str(path))
     path.unlink()
     with pytest.raises(DatasetError, match=r"cannot read --dataset-path .*trace\.jsonl"):
-        draw_requests(make_dataset(options, TOKENS, PromptSource(None, 10)), options, 1, None)
+        Dataset(options, TOKENS, PromptSource(None, 10)).draw(1, None)
 
 
 def test_the_form_of_prompts(demo_tokenizer):

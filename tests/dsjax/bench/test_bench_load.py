@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from dsjax.bench.serve.benchmark import Search
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
-from dsjax.bench.serve.search import Search
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -16,10 +16,9 @@ from dsjax.bench.modules.dense import mlp_cases
 from dsjax.bench.modules.grid import cases
 from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, layer_stack, one_rank_cases
 from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
-from dsjax.bench.modules.prepare import make_setting
 from dsjax.bench.modules.routed import arrivals, route_randomly
 from dsjax.bench.modules.run import run_cases
-from dsjax.bench.modules.setting import LayerStack
+from dsjax.bench.modules.setting import LayerStack, make_setting
 from dsjax.bench.modules.timing import Budget
 from dsjax.cli import app
 from dsjax.config import load_config

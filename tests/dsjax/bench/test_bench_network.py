@@ -9,9 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dsjax.bench.network import programs
-from dsjax.bench.network.groups import device_groups
 from dsjax.bench.network.options import CollectiveGrid
-from dsjax.bench.network.programs import CollectiveProgram
+from dsjax.bench.network.programs import CollectiveProgram, device_groups
 from dsjax.bench.network.run import CollectiveCase, check_cluster, expect, run_cases, sample
 from dsjax.cli import app
 from dsjax.errors import UserError

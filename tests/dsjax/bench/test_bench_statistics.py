@@ -5,11 +5,10 @@ import json
 import pytest
 
 from dsjax.bench.serve.answer import AnswerError, AnswerReader
-from dsjax.bench.serve.goodput import GoodputError, is_good, parse_goodput
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.report import LoadPoint, report
-from dsjax.bench.serve.statistics import summarise
+from dsjax.bench.serve.statistics import GoodputError, is_good, parse_goodput, summarise
 
 
 def event(body) -> bytes:

@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from test_logit_rules import published
+from published_logits import published
 from worded_checkpoint import VOCABULARY, write_worded_checkpoint
 
 from dsjax import LLM, SamplingParams

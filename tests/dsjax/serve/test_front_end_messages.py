@@ -11,7 +11,7 @@ from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.engine.text.output_processor import error_kind
 from dsjax.serve.front_ends.front_end import _result
-from dsjax.serve.front_ends.messages import FromEngine, NewRequest, Tokens
+from dsjax.serve.front_ends.messages import FromEngine, NewRequest, StepUpdates
 from dsjax.serve.front_ends.shared_engine import _Owner
 
 
@@ -31,6 +31,6 @@ def test_a_request_that_the_new_mesh_cannot_hold_ends_with_the_same_code_behind_
     params = SamplingParams(max_tokens=9)
     refused = RowResult(error="the cache holds 4 tokens", kind=ErrorKind.NO_ROOM)
     entry = _Owner(SimpleNamespace(), 7).entry(Update(request(params, 9), refused, FinishReason.ERROR))
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(Tokens([entry])), type=FromEngine)
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(StepUpdates([entry])), type=FromEngine)
     _, token_ids, _, more = told.updates[0]
     assert error_kind(params, _result(token_ids, more)) is ErrorKind.NO_ROOM

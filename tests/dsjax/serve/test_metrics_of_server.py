@@ -7,8 +7,8 @@ import pytest
 import yaml
 from live_server import wait_until
 
-from dsjax.serve.device_memory import device_memory
 from dsjax.serve.metrics import Metrics
+from dsjax.serve.metrics_parts import device_memory
 
 BODY = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
@@ -21,10 +21,10 @@ def server(start_server):
 def total(server, name: str, **labels: str) -> float:
     """The sum over ranks, as a scrape shows it."""
     registry = server.serving.metrics.registry
-    found = [
+    values = [
         registry.get_sample_value(name, {"model_name": "tiny", "engine": str(rank), **labels}) or 0 for rank in range(4)
     ]
-    return sum(found)
+    return sum(values)
 
 
 def ends(server) -> dict[str, float]:
@@ -44,7 +44,7 @@ def test_streamed_or_not_every_token_is_measured(server, stream):
     assert total(server, "vllm:request_time_per_output_token_seconds_count") == 4
     parts = [total(server, f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")]
     assert sum(parts) == pytest.approx(total(server, "vllm:e2e_request_latency_seconds_sum"), rel=1e-6)
-    assert not server.serving.metrics._requests._tracks, "nothing is followed any more"
+    assert not server.serving.metrics._completions._tracks, "nothing is followed any more"
 
 
 def test_a_stop_string_is_a_stop_and_what_the_core_does_after_it_is_not_counted(server):
@@ -71,7 +71,7 @@ def test_a_client_that_leaves_and_a_failure_are_counted_as_what_they_are(start_s
     assert server.post("/v1/completions", {**BODY, "prompt": "ab"}).status_code == 500
     assert ends(server)["error"] == 1
     assert total(server, "vllm:corrupted_requests_total") == 1
-    assert not server.serving.metrics._requests._tracks
+    assert not server.serving.metrics._completions._tracks
 
 
 class Everything:

@@ -1,0 +1,248 @@
+"""Workloads: the requests of a point, and those of them that the server can take.
+
+Every draw has the same lengths, and other prompts where the workload makes them up. Draw 0 is the warm-up's, 1 the first point's of a
+sweep, and so on: no point finds the one before in the server's prefix cache.
+"""
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsjax.bench.serve.options import WorkloadOptions
+from dsjax.bench.serve.prompts import PromptMaker, PromptSource, count_tokens
+from dsjax.bench.serve.records import BenchRequest
+from dsjax.errors import UserError, why_unreadable
+
+_DEFAULT_COUNT, _WHOLE_FILE = 1000, 10**9
+_SHAREGPT_LEAST, _SHAREGPT_LONGEST_PROMPT, _SHAREGPT_LONGEST = 4, 1024, 2048
+_MOONCAKE_BLOCK = 512
+"""Tokens that one of Mooncake's hash ids stands for."""
+
+
+class DatasetError(UserError):
+    """A workload that cannot be made: a length, or a file."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The workload that options ask for. prompts: makes the prompts; source: has the tokenizer that counts the tokens of a file's."""
+
+    options: WorkloadOptions
+    prompts: PromptMaker
+    source: PromptSource
+
+    def requests(self, count: int, draw: int) -> list[BenchRequest]:
+        """The first `count` requests of a draw; fewer where a file has fewer.
+
+        Raises:
+            DatasetError: a file that cannot be read, or is of another format.
+        """
+        return _DATASETS[self.options.dataset_name](self, count, draw)
+
+    def draw(self, draw: int, max_model_len: int | None, count: int | None = None) -> tuple[list[BenchRequest], int]:
+        """The requests of a draw that the server can take, and how many more there were that are too long for it.
+
+        Args:
+            draw: which one.
+            max_model_len: most tokens of prompt and answer; None for no bound.
+            count: requests to draw; None for as many as the options say.
+
+        Raises:
+            DatasetError: none is left.
+        """
+        name = self.options.dataset_name
+        count = count or self.options.num_prompts or (_WHOLE_FILE if name == "trace" else _DEFAULT_COUNT)
+        requests = self.requests(count, draw)
+        kept = [r for r in requests if max_model_len is None or r.prompt_tokens + r.output_tokens <= max_model_len]
+        if not requests:
+            raise DatasetError(f"--dataset-name {name} has no request that can be used")
+        if not kept:
+            shortest = min(r.prompt_tokens + r.output_tokens for r in requests)
+            raise DatasetError(
+                f"every request is longer than the server's {max_model_len:,} tokens: the shortest has {shortest:,} "
+                f"(prompt and answer); choose shorter lengths{_HOW_TO_SHORTEN.get(name, '')}"
+            )
+        return kept, len(requests) - len(kept)
+
+    def cached_share_bound(self, count: int) -> float | None:
+        """The largest share of prompt tokens that a prefix cache can have; None for a workload without a bound.
+
+        Each prefix of `prefix-repetition` is computed once, suffixes always.
+        """
+        o = self.options
+        if o.dataset_name != "prefix-repetition":
+            return None
+        prefix, suffix = o.prefix_repetition_prefix_len, o.prefix_repetition_suffix_len
+        first = min(count, o.prefix_repetition_num_prefixes)
+        return prefix * (count - first) / ((prefix + suffix) * count)
+
+
+_HOW_TO_SHORTEN = {
+    "random": ": --random-input-len, --random-output-len",
+    "prefix-repetition": ": --prefix-repetition-prefix-len, -suffix-len, -output-len",
+    "trace": ": --trace-length-scale",
+}
+
+
+def _random_lengths(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
+    """Lengths are uniform integers between `length × (1 − ratio)` and `length × (1 + ratio)`, at least 1, as vLLM's.
+
+    `--random-prefix-len` tokens, the same for all requests of a draw, come before the input.
+    """
+    o, prompts = dataset.options, dataset.prompts
+    rng, tokens = np.random.default_rng([o.seed, 0]), np.random.default_rng([o.seed, 1, draw])
+
+    def lengths(mean: int) -> list[int]:
+        least = max(1, int(np.floor(mean * (1 - o.random_range_ratio))))
+        most = max(least, int(np.ceil(mean * (1 + o.random_range_ratio))))
+        return rng.integers(least, most + 1, count).tolist()
+
+    inputs, outputs = lengths(o.random_input_len), lengths(o.random_output_len)
+    prefix = prompts.draw(tokens, o.random_prefix_len)
+    assembled = [prompts.assemble(prefix + prompts.draw(tokens, length)) for length in inputs]
+    return [BenchRequest(*prompt, output_len) for prompt, output_len in zip(assembled, outputs, strict=True)]
+
+
+def _prefix_repetition(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
+    """Each request is one of a few prefixes and a suffix of its own; names and defaults are vLLM's.
+
+    Prefixes take turns in a shuffled order. If `count` is no multiple of their number, some prefixes have one request more (vLLM sends
+    fewer requests than asked for instead).
+    """
+    o, prompts = dataset.options, dataset.prompts
+    order = np.random.default_rng([o.seed, 0]).permutation(count) % o.prefix_repetition_num_prefixes
+    tokens = np.random.default_rng([o.seed, 1, draw])
+    prefixes = [prompts.draw(tokens, o.prefix_repetition_prefix_len) for _ in range(o.prefix_repetition_num_prefixes)]
+    suffix_len, output_len = o.prefix_repetition_suffix_len, o.prefix_repetition_output_len
+    assembled = (prompts.assemble(prefixes[which] + prompts.draw(tokens, suffix_len)) for which in order.tolist())
+    return [BenchRequest(prompt, length, output_len) for prompt, length in assembled]
+
+
+def _sharegpt(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
+    """The first two turns of each conversation, shuffled: the first is the prompt, the second's length the output's.
+
+    As vLLM: conversations of one turn are left out, and so are prompts or outputs of fewer than 4 tokens, prompts of more than 1,024 and
+    pairs of more than 2,048 tokens. `draw` changes nothing: the file has what it has.
+    """
+    o, tokenizer = dataset.options, dataset.source.need_tokenizer("sharegpt")
+    turns = _read_turns(Path(o.dataset_path))
+    requests: list[BenchRequest] = []
+    for index in np.random.default_rng([o.seed, 0]).permutation(len(turns)).tolist():
+        if len(requests) == count:
+            break
+        prompt, answer = turns[index]
+        prompt_len = count_tokens(tokenizer, prompt)
+        output_len = o.sharegpt_output_len or count_tokens(tokenizer, answer)
+        short = prompt_len < _SHAREGPT_LEAST or (o.sharegpt_output_len is None and output_len < _SHAREGPT_LEAST)
+        if not short and prompt_len <= _SHAREGPT_LONGEST_PROMPT and prompt_len + output_len <= _SHAREGPT_LONGEST:
+            requests.append(BenchRequest(prompt, prompt_len, output_len))
+    return requests
+
+
+def _read_turns(path: Path) -> list[tuple[str, str]]:
+    """The first two turns of each conversation that has them, of a JSON list of `{"conversations": [{"value": text}, …]}`."""
+    try:
+        entries: list[Any] = json.loads(path.read_text(encoding="utf-8"))
+        talks = [entry.get("conversations") or () for entry in entries]
+        return [(str(talk[0]["value"]), str(talk[1]["value"])) for talk in talks if len(talk) >= 2]
+    except OSError as error:
+        raise DatasetError(f"cannot read --dataset-path {path}: {why_unreadable(error)}") from error
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise DatasetError(
+            f'{path} is no ShareGPT file: expected a JSON list of {{"conversations": [{{"value": …}}, …]}}; '
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One request of a trace: seconds, tokens, and the ids of its prompt's blocks (empty: nothing is shared)."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def _trace(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
+    """The requests of a trace in order of time, the first at 0; prompts are made up: equal hash ids give equal blocks of tokens.
+
+    Lengths, and Mooncake's blocks, are multiplied by `--trace-length-scale` (at least 1 token).
+    """
+    o, prompts = dataset.options, dataset.prompts
+    tokens = np.random.default_rng([o.seed, 1, draw])
+
+    def scaled(length: int) -> int:
+        return max(1, round(length * o.trace_length_scale))
+
+    def block(hash_id: int) -> list[int]:
+        return prompts.draw(np.random.default_rng([o.seed, 2, draw, hash_id]), scaled(_MOONCAKE_BLOCK))
+
+    rows = read_trace(Path(o.dataset_path))[:count]
+    requests = []
+    for row in rows:
+        length = scaled(row.input_length)
+        ids = [token for hash_id in row.hash_ids for token in block(hash_id)][:length]
+        prompt, counted = prompts.assemble(ids + prompts.draw(tokens, length - len(ids)))
+        arrival = (row.timestamp - rows[0].timestamp) / o.trace_speed
+        requests.append(BenchRequest(prompt, counted, scaled(row.output_length), arrival))
+    return requests
+
+
+def read_trace(path: Path) -> list[TraceRow]:
+    """All requests of a trace that answer something, in order of time.
+
+    path: `.jsonl` as Mooncake's (timestamp in milliseconds, input_length, output_length, hash_ids of 512 tokens each), or `.csv` as
+    BurstGPT's (Timestamp in seconds, Request tokens, Response tokens).
+
+    Raises:
+        DatasetError: no such file, or a line that is not as the format has it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"cannot read --dataset-path {path}: {why_unreadable(error)}") from error
+    try:
+        rows = _burstgpt(text) if path.suffix == ".csv" else _mooncake(text)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DatasetError(
+            f"{path} is no trace: expected Mooncake's lines of JSON (timestamp, input_length, output_length, hash_ids) or, "
+            f"in a .csv, BurstGPT's columns (Timestamp, Request tokens, Response tokens); {type(error).__name__}: {error}"
+        ) from error
+    rows = sorted((row for row in rows if row.output_length > 0), key=lambda row: row.timestamp)
+    if not rows:
+        raise DatasetError(f"{path} has no request that answers anything")
+    return rows
+
+
+def _mooncake(text: str) -> list[TraceRow]:
+    entries = [json.loads(line) for line in filter(str.strip, text.splitlines())]
+    return [
+        TraceRow(
+            entry["timestamp"] / 1000,
+            int(entry["input_length"]),
+            int(entry["output_length"]),
+            tuple(map(int, entry.get("hash_ids") or ())),
+        )
+        for entry in entries
+    ]
+
+
+def _burstgpt(text: str) -> list[TraceRow]:
+    return [
+        TraceRow(float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"]))
+        for row in csv.DictReader(text.splitlines())
+    ]
+
+
+_DATASETS: dict[str, Callable[[Dataset, int, int], list[BenchRequest]]] = {
+    "random": _random_lengths,
+    "prefix-repetition": _prefix_repetition,
+    "sharegpt": _sharegpt,
+    "trace": _trace,
+}

@@ -1,0 +1,25 @@
+"""What penalties, biases, bans and masks do to a row of logits, by their published definitions, token by token."""
+
+import numpy as np
+
+from dsjax.engine.contract.sampling_params import SamplingParams
+
+
+def published(logits, prompt, output, stop_ids=(), bad_words=(), **params):
+    """vLLM's and OpenAI's definitions, token by token in float64."""
+    params = SamplingParams(max_tokens=5000, **params)
+    x = logits.astype(np.float64)
+    for token in range(len(x)):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            x[token] = -np.inf
+        for word in bad_words:
+            if word[-1] == token and tuple(output[len(output) - len(word) + 1 :]) == tuple(word[:-1]):
+                x[token] = -np.inf
+        if token in stop_ids and len(output) < params.min_tokens:
+            x[token] = -np.inf
+        x[token] += (params.logit_bias or {}).get(token, 0.0)
+        if token in prompt or token in output:
+            x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        x[token] -= params.frequency_penalty * output.count(token)
+        x[token] -= params.presence_penalty * (token in output)
+    return x

@@ -1,0 +1,59 @@
+"""The page source of docs/page-sources.md works as it stands there: pages leave, come back, and tokens are the same."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsjax import LLM, SamplingParams
+from dsjax.errors import UserError
+
+PAGE = Path(__file__).parents[4] / "docs" / "page-sources.md"
+OPTIONS = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 96, "page_size": 4, "prefill_chunk": 32}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The example, as a module that the option can name."""
+    [code] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(code.splitlines()) <= 60, "a whole page source is short"
+    (tmp_path / "kept_pages.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "kept_pages"
+    sys.modules.pop("kept_pages", None)
+
+
+def prompts():
+    """Four beginnings that the cache cannot hold together, each asked for twice."""
+    return [{"prompt_token_ids": [n + 1] * 4 + list(range(10 * n, 10 * n + 50))} for n in (0, 1, 2, 3, 0, 1, 2, 3)]
+
+
+def generated(llm):
+    return [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts()]
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2"])
+def test_the_example_of_the_docs_keeps_pages_and_gives_them_back(module, mesh):
+    plain = LLM("demo", mesh=mesh, **OPTIONS)
+    llm = LLM("demo", mesh=mesh, page_source=module, cache_tokens=96, **OPTIONS)
+    try:
+        assert generated(llm) == generated(plain)
+        assert sum(rank.hits["kept"] for rank in llm.engine.core.scheduler.ranks) >= 100
+        llm.engine.flush_prefix_cache()
+        assert generated(llm) == generated(plain)
+    finally:
+        llm.shutdown()
+        plain.shutdown()
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"--page-source no_such_module cannot be imported \(ModuleNotFoundError"):
+        LLM("demo", page_source="no_such_module", **OPTIONS)
+    (tmp_path / "half_a_source.py").write_text("def attachment(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        UserError, match=r"half_a_source has no device_part; it must define attachment\(\) and device_part"
+    ):
+        LLM("demo", page_source="half_a_source", **OPTIONS)

@@ -1,0 +1,443 @@
+"""Prompts that another process computes make the tokens of one plain engine, and a process that dies costs no request and no page."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drafting_checkpoint import write_drafting_checkpoint
+from fake_executor import FakeExecutor
+from quick_compilation import QUICK_COMPILATION
+from transports import EACH_BACKEND
+
+from dsjax import LLM, SamplingParams
+from dsjax.engine.contract.commands import int32s
+from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.schedule.request import RequestOptions
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.stream.leader import Landings
+from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
+from dsjax.engine.transfer.messages import (
+    ChunkGoneError,
+    ChunkReady,
+    PrefillRequest,
+    PulledChunk,
+    ReleaseChunk,
+    TransferFailed,
+    TransfersUnderWay,
+)
+from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handoff
+from dsjax.engine.transfer.prefill_links import PrefillLinks
+from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.errors import UserError
+from dsjax.hosts.wire import split_address
+
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
+OPTIONS = {
+    "dtype": "float32",
+    "transfer_host": "127.0.0.1",
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+class PrefillProcess:
+    def __init__(self, checkpoint, **options):
+        script = Path(__file__).with_name("side_process.py")
+        given = {
+            "disaggregation_mode": "prefill",
+            "model": str(checkpoint),
+            "mesh": "tp=2",
+            **SIZES,
+            **OPTIONS,
+            **options,
+        }
+        root = str(Path(__file__).parents[4])
+        environment = os.environ | {
+            "PYTHONPATH": root,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join(QUICK_COMPILATION),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(given)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.address = self._answer()["address"]
+
+    def _answer(self):
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, **request):
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def is_empty(self):
+        """Whether it comes to keep nothing."""
+        for _ in range(1200):
+            counts = self.ask()
+            if counts["jobs"] == counts["chunks"] == counts["pages"] == 0:
+                return True
+            time.sleep(0.05)
+        return counts
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("network")
+    write_drafting_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="module", params=EACH_BACKEND)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def decode(checkpoint, backend):
+    llm = LLM(
+        str(checkpoint),
+        mesh="dp=2",
+        disaggregation_mode="decode",
+        local_prefill_tokens=1,
+        transfer_timeout=60,
+        disaggregation_transfer_backend=backend,
+        **SIZES,
+        **OPTIONS,
+    )
+    llm.executor.buckets = replace(llm.executor.buckets, decode=(SIZES["max_num_seqs"],))  # one program instead of two
+    yield llm
+    llm.shutdown()
+
+
+def prompts(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, 290, size=int(rng.integers(20, 70))).tolist() for _ in range(count)]
+
+
+def run(llm, requests, between=lambda step: None):
+    """Tokens of (name, prompt, what prefill said)."""
+    for name, tokens, prefill in requests:
+        llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, RequestOptions(prefill=prefill))
+    found, steps = {}, 0
+    while llm.engine.has_unfinished():
+        between(steps)
+        steps += 1
+        for output in llm.engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+    return found
+
+
+def alone(llm, given):
+    """What decode makes by itself."""
+    llm.engine.flush_prefix_cache()
+    found = run(llm, [(f"{i}", tokens, None) for i, tokens in enumerate(given)])
+    llm.engine.flush_prefix_cache()
+    return found
+
+
+def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(
+    checkpoint, decode, backend
+):
+    given = prompts(8)
+    expected = alone(decode, given)
+    incoming = decode.engine.core.part(PrefillLinks).source
+    process = PrefillProcess(checkpoint, transfer_timeout=60, disaggregation_transfer_backend=backend)
+    try:
+        # Prefill first: what it answers goes with the request.
+        requests = [(f"{i}", tokens, process.ask(tokens=tokens)) for i, tokens in enumerate(given)]
+        assert run(decode, requests) == expected
+        assert incoming.transfer_counts.completed == len(given)
+        assert incoming.transfer_counts.given_up == 0
+        assert process.is_empty() is True
+
+        # Both at once, each side told of the same room: decode asks first, then prefill does.
+        decode.engine.flush_prefix_cache()
+        rooms = [(f"{i}", tokens, handoff(process.address, 100 + i)) for i, tokens in enumerate(given)]
+
+        def tell(step):
+            if step in range(2, 10):
+                assert process.ask(tokens=given[step - 2], room=98 + step) == rooms[step - 2][2]
+
+        assert run(decode, rooms, tell) == expected
+        assert incoming.transfer_counts.completed == 2 * len(given)
+        assert process.is_empty() is True
+
+        # Aborted at some moments; nothing of it stays.
+        decode.engine.flush_prefix_cache()
+        for turns in range(0, 9, 2):
+            decode.engine.add_request(
+                "gone", {"prompt_token_ids": given[0]}, GREEDY, RequestOptions(prefill=process.ask(tokens=given[0]))
+            )
+            for _ in range(turns):
+                decode.engine.step()
+            decode.engine.abort("gone")
+            assert run(decode, [("other", given[1], process.ask(tokens=given[1]))])["other"] == expected["1"]
+            decode.engine.flush_prefix_cache()
+        assert process.is_empty() is True
+        assert all(rank.pool.num_used == 0 for rank in decode.engine.core.scheduler.ranks)
+
+        # It dies in the middle: decode computes what has not come.
+        requests = [(f"{i}", tokens, process.ask(tokens=tokens)) for i, tokens in enumerate(given)]
+        assert run(decode, requests, lambda step: step == 3 and process.kill()) == expected
+        assert all(rank.pool.num_used == 0 for rank in decode.engine.core.scheduler.ranks)
+        assert incoming.num_under_way == 0
+        decode.engine.flush_prefix_cache()
+        assert run(decode, [("0", given[0], handoff(process.address))])["0"] == expected["0"]
+    finally:
+        process.kill()
+
+
+class FakeTransport:
+    address = "here"
+
+    def __init__(self):
+        self.published, self.pulled, self.withdrawn, self.disconnected, self.pulls = {}, [], [], [], True
+
+    def publish(self, number, chunk):
+        self.published[number] = chunk
+        return b"ticket %d" % number
+
+    def withdraw(self, number, chunk, *, pulled):
+        assert self.published.pop(number) is chunk
+        (self.pulled if pulled else self.withdrawn).append(number)
+
+    def pull(self, address, number, ticket, shapes, device):
+        assert ticket == b"ticket %d" % number
+        if not self.pulls:
+            raise OSError("the link is down")
+        return self.published[number]
+
+    def disconnect(self, address):
+        self.disconnected.append(address)
+
+
+def served(**fields):
+    """A server in front of an engine without JAX, and what its transport holds."""
+    executor = FakeExecutor(transfers=True)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    engine = PrefillEngine(executor, config, timeout=0.5)
+    transport, space = FakeTransport(), {"page_size": 4, **fields}
+    chunks = ChunkServer(engine.buffers.take, transport, space, "127.0.0.1", 0.5)
+    server = PrefillServer(engine, chunks, space, "127.0.0.1")
+    engine.buffers.reset([Keeper(chunks.address)])
+    engine.start()
+    return server, transport
+
+
+def linked(server, transport, **space):
+    """The way to a server, and what comes from it but for what is under way, which may be said any number of times."""
+    link = RemoteLink(server.address, RemoteChunks(transport, space, {}, 5), space)
+    found = []
+    link.connect(lambda message: None if isinstance(message, TransfersUnderWay) else found.append(message))
+    return link, found
+
+
+def until(true, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert true()
+
+
+def test_sides_that_move_pages_by_different_transports_are_told_so(decode, backend, caplog):
+    server, _ = served(disaggregation_transfer_backend="mooncake")
+    [tokens] = prompts(1)
+    expected = alone(decode, [tokens])
+    assert run(decode, [("0", tokens, handoff(server.address))]) == expected
+    assert f"disaggregation_transfer_backend ('mooncake' here, '{backend}' there)" in caplog.text
+    server.shutdown()
+
+
+def test_sides_whose_pages_differ_are_told_in_what():
+    server, transport = served(dtype="bfloat16")
+    link, found = linked(server, transport, page_size=4, dtype="float32")
+    link.send(PrefillRequest("a", int32s(range(9)), 0, 2))
+    until(lambda: found)
+    assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in found[0].reason
+    assert isinstance(found[0], TransferFailed)
+    link.close()
+    server.shutdown()
+
+
+def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes():
+    server, transport = served()
+    link, found = linked(server, transport, page_size=4)
+    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    until(lambda: sum(message.count for message in found) == 8)
+    first, *others = found
+    assert link.pull(first.number, None, first.address)["tokens"][0] == [0, 1, 2, 3]
+    link.send(ReleaseChunk(first.number))
+    with pytest.raises(ChunkGoneError, match="is not kept any more"):
+        link.pull(12345, None, first.address)
+    transport.pulls = False
+    with pytest.raises(ChunkGoneError, match="the link is down"):
+        link.pull(others[0].number, None, others[0].address)
+    link.close()
+    until(lambda: (transport.pulled, transport.withdrawn, transport.published) == ([1], [2], {}))
+    until(lambda: server.engine.num_jobs == server.engine.buffers.num_kept == 0)
+    server.shutdown()
+
+
+def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again():
+    server, transport = served()
+    buffers, told = server.engine.buffers, []
+    buffers.room = lambda rank: 0
+    link, _ = linked(server, transport, page_size=4)
+    link.connect(told.append)
+    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    until(lambda: told.count(TransfersUnderWay(["a"])) > 4)  # half a second, which is all that leases have
+    del buffers.room
+    until(lambda: sum(message.count for message in told if isinstance(message, ChunkReady)) == 8)
+    assert not any(isinstance(message, TransferFailed) for message in told)
+    link.close()
+    server.shutdown()
+
+
+def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():
+    server, _ = served()
+    server.prefill(list(range(33)))
+    until(lambda: server.engine.buffers.pages_sent == 8)
+    until(lambda: server.engine.num_jobs == server.engine.buffers.num_kept == 0)
+    assert server.engine.buffers.expired
+    server.shutdown()
+
+
+def transfer_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("dsjax-transfer")}
+
+
+def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_keeps_no_thread(caplog):
+    before = transfer_threads()  # some of another test's may still be ending
+    nobody = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers until it is closed
+    link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteChunks(FakeTransport(), {}, {}, 5), {})
+    found = []
+    link.connect(found.append)
+    for name in "abc":
+        link.send(PrefillRequest(name, b"", 0, 1))
+    nobody.close()
+    until(lambda: found)
+    assert "cannot be reached" in found[0].reason
+    assert len(found) == len(caplog.records) == 1
+    until(lambda: transfer_threads() <= before)
+    link.send(PrefillRequest("d", b"", 0, 1))
+    until(lambda: len(found) == 2)
+    link.close()
+
+
+def test_nothing_is_kept_of_a_side_that_has_gone():
+    before = transfer_threads()  # some of another test's may still be ending
+    server, transport = served()
+    link, found = linked(server, transport, page_size=4)
+    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    until(lambda: sum(message.count for message in found) == 8)
+    link.pull(found[0].number, None, found[0].address)
+    assert transport.disconnected == []
+    server.shutdown()
+    until(lambda: transport.disconnected == ["here"])
+    until(lambda: transfer_threads() <= before)
+    assert isinstance(found[-1], TransferFailed)
+    with pytest.raises(ChunkGoneError, match="cannot be reached"):
+        link.pull(found[0].number, None, found[0].address)
+    link.close()
+
+
+def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
+    server, transport = served()
+    link, found = linked(server, transport, page_size=4)
+    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    until(lambda: sum(message.count for message in found) == 8)
+    link.pull(found[0].number, None, found[0].address)
+    [client], [puller] = server.listener._channels, server._chunks.listener._channels
+    for channel in (client, puller, link._channel, link._chunks._connection(found[0].address).channel):
+        assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    link.close()
+    server.shutdown()
+
+
+def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another(monkeypatch):
+    tried, limit = [], threading.Event()
+
+    def connect_to(address, space):
+        tried.append(address)
+        if address == "gone:1":
+            limit.wait(5)
+        raise OSError("no route")
+
+    monkeypatch.setattr("dsjax.engine.transfer.chunk_network.connect_to", connect_to)
+    chunks = RemoteChunks(FakeTransport(), {}, {}, 5)
+    with ThreadPoolExecutor(2) as threads:
+        pulls = [threads.submit(chunks.pull, "gone:1", number, None) for number in (1, 2)]
+        until(lambda: tried)
+        with pytest.raises(ChunkGoneError, match="other:1 cannot be reached: no route"):
+            chunks.pull("other:1", 3, None)
+        assert not any(pull.done() for pull in pulls)
+        limit.set()
+        for pull in pulls:
+            with pytest.raises(ChunkGoneError, match=r"gone:1 .* reached"):
+                pull.result()
+    assert tried == ["gone:1", "other:1"]
+
+
+def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
+    kept = FollowerSendBuffers(timeout=5)
+    timer = threading.Timer(0.05, kept.ready, (3, {"tokens": []}))
+    timer.start()
+    assert kept.take(3) == {"tokens": []}
+    kept.ready(4, None)  # a third process has that one
+    kept.drop([3, 4])
+    for number in (3, 4):
+        with pytest.raises(ChunkGoneError):
+            kept.take(number)
+    assert len(kept) == 0
+
+
+def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():
+    executor = FakeExecutor(transfers=True)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    engine = PrefillEngine(executor, config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
+    offers = []
+    engine.post(PrefillRequest("a", int32s(range(9)), 0, 2), offers.append)
+    while not any(isinstance(message, ChunkReady) for message in offers):
+        engine.turn(wait=False)
+    offers = [message for message in offers if isinstance(message, ChunkReady)]
+    assert {offer.address for offer in offers} == {"there:1"}
+    for offer in offers:
+        engine.post(ReleaseChunk(offer.number), offers.append)
+    engine.turn(wait=False)
+    engine.turn(wait=False)
+    assert executor.dropped_chunks == [offer.number for offer in offers]
+    assert engine.buffers.num_kept == engine.num_jobs == 0
+
+
+def test_a_chunk_has_come_when_it_has_come_in_every_process_of_its_rank():
+    found = []
+    landings = Landings([[0], [0, 1]], found.append)
+    landings.enter(PulledChunk(0, 0, 7, [1], True))
+    for ok in (True, False):
+        landings.enter(PulledChunk(1, 0, 8, [2, 3], ok))
+        landings.enter(PulledChunk(1, 0, 9, [4], True))
+    assert [(chunk.number, chunk.ok) for chunk in found] == [(7, True), (8, False), (9, True)]
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:0", "host:x"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(UserError, match="expected HOST:PORT"):
+        split_address(address)

@@ -1,0 +1,167 @@
+"""Every transport hands chunks over as they were, from any device to any device, and none that was withdrawn."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from publishing_process import SHAPES, chunk, values
+from transports import EACH_BACKEND, NIXL
+
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.transfer import transport as table
+from dsjax.engine.transfer.transport import open_transport
+from dsjax.errors import UserError
+
+
+def is_chunk(found, number, device):
+    for name, expected in values(number).items():
+        assert found[name].devices() == {device}
+        assert found[name].dtype == expected.dtype
+        np.testing.assert_array_equal(np.asarray(found[name]), expected)
+
+
+@pytest.fixture(params=EACH_BACKEND)
+def ends(request):
+    """Two ends of a transport, as two processes have them."""
+    return [open_transport(request.param, jax.devices()[0], "127.0.0.1") for _ in range(2)]
+
+
+@pytest.fixture
+def nixl_ends():
+    return [open_transport("nixl", jax.devices()[0], "127.0.0.1") for _ in range(2)]
+
+
+def test_chunks_come_as_they_were_in_any_order_from_and_to_any_device(ends):
+    sender, receiver = ends
+    devices = jax.devices()
+    chunks = {number: chunk(number, devices[number % 3]) for number in range(1, 7)}
+    tickets = {number: sender.publish(number, chunks[number]) for number in chunks}
+    for number in (3, 1, 6, 5):
+        found = receiver.pull(sender.address, number, tickets[number], SHAPES, devices[number % 2])
+        is_chunk(found, number, devices[number % 2])
+        sender.withdraw(number, chunks[number], pulled=True)
+    for number in (2, 4):
+        sender.withdraw(number, chunks[number], pulled=False)
+    ticket = sender.publish(7, chunks[1])
+    is_chunk(receiver.pull(sender.address, 7, ticket, SHAPES, devices[0]), 1, devices[0])
+    sender.withdraw(7, chunks[1], pulled=True)
+
+
+def test_chunks_are_published_and_pulled_in_many_threads_at_once(ends):
+    sender, receiver = ends
+    device = jax.devices()[0]
+
+    def hand_over(number):
+        own = chunk(number)
+        found = receiver.pull(sender.address, number, sender.publish(number, own), SHAPES, device)
+        sender.withdraw(number, own, pulled=True)
+        is_chunk(found, number, device)
+        return number
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sorted(threads.map(hand_over, range(1, 201))) == list(range(1, 201))
+
+
+def test_a_process_that_was_disconnected_can_be_pulled_from_again(ends):
+    sender, receiver = ends
+    for number in (1, 2):
+        own = chunk(number)
+        ticket = sender.publish(number, own)
+        is_chunk(receiver.pull(sender.address, number, ticket, SHAPES, jax.devices()[0]), number, jax.devices()[0])
+        sender.withdraw(number, own, pulled=True)
+        receiver.disconnect(sender.address)
+
+
+class PublishingProcess:
+    """Another process, whose transport publishes chunks."""
+
+    def __init__(self, backend):
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4]), "JAX_PLATFORMS": "cpu"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("publishing_process.py")), backend],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.address = self._answer()["address"]
+
+    def publish(self, number):
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+        return bytes.fromhex(self._answer()["ticket"])
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self):
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.mark.parametrize("backend", EACH_BACKEND)
+def test_chunks_come_from_another_process(backend):
+    process, receiver = PublishingProcess(backend), open_transport(backend, jax.devices()[0], "127.0.0.1")
+    tickets = {number: process.publish(number) for number in range(1, 5)}
+    for number, ticket in tickets.items():
+        found = receiver.pull(process.address, number, ticket, SHAPES, jax.devices()[1])
+        is_chunk(found, number, jax.devices()[1])
+    process.kill()
+
+
+@NIXL
+def test_nixl_says_that_a_process_has_gone_where_jax_would_wait_for_it():
+    process, receiver = PublishingProcess("nixl"), open_transport("nixl", jax.devices()[0], "127.0.0.1")
+    first, second = process.publish(1), process.publish(2)
+    is_chunk(receiver.pull(process.address, 1, first, SHAPES, jax.devices()[0]), 1, jax.devices()[0])
+    process.kill()
+    for _ in range(2):  # connected before, and not
+        with pytest.raises(Exception, match=r"NIXL_ERR|could not read"):
+            receiver.pull(process.address, 2, second, SHAPES, jax.devices()[0])
+
+
+@NIXL
+def test_nixl_returns_no_chunk_that_was_withdrawn(nixl_ends):
+    sender, receiver = nixl_ends
+    own, device = chunk(1), jax.devices()[0]
+    old = sender.publish(1, own)
+    sender.withdraw(1, own, pulled=False)
+    with pytest.raises(ConnectionError, match="withdrawn"):
+        receiver.pull(sender.address, 1, old, SHAPES, device)
+    new = sender.publish(2, chunk(2))  # in the same buffer
+    with pytest.raises(ConnectionError, match="withdrawn"):
+        receiver.pull(sender.address, 1, old, SHAPES, device)
+    is_chunk(receiver.pull(sender.address, 2, new, SHAPES, device), 2, device)
+
+
+@NIXL
+def test_nixl_registers_as_many_buffers_as_are_needed_at_the_same_time(nixl_ends):
+    sender, receiver = nixl_ends
+    device = jax.devices()[0]
+    for number in range(1, 60, 2):
+        pair = {own: chunk(own) for own in (number, number + 1)}
+        tickets = {own: sender.publish(own, pair[own]) for own in pair}
+        for own in pair:
+            receiver.pull(sender.address, own, tickets[own], SHAPES, device)
+            sender.withdraw(own, pair[own], pulled=True)
+    [sends], [receives] = sender._sends._free.values(), receiver._receives._free.values()
+    assert (len(sends), len(receives)) == (2, 1)
+    assert receiver._agent._peers[sender.address].known == {0, 1}
+
+
+def test_a_backend_that_is_not_installed_or_has_nobody_to_pull_from_is_refused(monkeypatch):
+    with pytest.raises(UserError, match="moves pages between processes, and no others are told of here"):
+        EngineArgs(disaggregation_transfer_backend="nixl")
+    with pytest.raises(UserError, match="expected one of jax, nixl"):
+        EngineArgs(disaggregation_mode="decode", disaggregation_transfer_backend="mooncake")
+    monkeypatch.setattr(table.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"needs the package nixl_cu13, which is not installed: pip install 'dsjax\[nixl\]'"
+    ):
+        EngineArgs(disaggregation_mode="decode", disaggregation_transfer_backend="nixl")
