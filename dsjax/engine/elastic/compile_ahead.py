@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import logging
 import threading
@@ -56,7 +57,6 @@ class CompileAhead:
 
     def __init__(self, args: EngineArgs, library: ProgramLibrary):
         self._args, self._library = args, library
-        self._checkpoint: Checkpoint | None = None
         self._going: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self.done = self.total = 0
@@ -102,7 +102,7 @@ class CompileAhead:
         self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights, going: threading.Event
     ) -> None:
         def find() -> list[MeshCandidate]:
-            config, losses = self._open().config, self._args.compile_ahead
+            config, losses = self._checkpoint.config, self._args.compile_ahead
             devices = [device for device in _all_devices() if device.process_index in live]
             after_losses = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
             return after_losses if now == wanted else [*after_losses, _over_all(wanted, "processes come back")]
@@ -114,7 +114,7 @@ class CompileAhead:
         try:
             enable_compile_cache()
             wanted = find()
-            described = [described_programs(self._args, self._open(), each, self._library) for each in wanted]
+            described = [described_programs(self._args, self._checkpoint, each, self._library) for each in wanted]
             done, total = 0, sum(programs.count(buckets) for programs, buckets in described)
             for each, (programs, buckets) in zip(wanted, described, strict=True):
                 began = time.monotonic()
@@ -147,10 +147,9 @@ class CompileAhead:
 
         return go_on
 
-    def _open(self) -> Checkpoint:
-        if self._checkpoint is None:
-            self._checkpoint = open_checkpoint(resolve(self._args.model, revision=self._args.revision))
-        return self._checkpoint
+    @functools.cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return open_checkpoint(resolve(self._args.model, revision=self._args.revision))
 
 
 def _over_all(spec: MeshSpec, reason: str) -> MeshCandidate:

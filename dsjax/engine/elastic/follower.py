@@ -107,7 +107,7 @@ class Follower:
         announcement = None
         if self.group.generation > 0:
             self.group.say_prepared()
-            announcement = self._next(None)
+            announcement = self.group.announcements.next(None)
         while announcement is None or not announcement.ended:
             executor, failure = None, None
             try:
@@ -128,7 +128,9 @@ class Follower:
                 self.phase = "regrouping"
             if failure is not None:
                 _log.warning("Process 0 is waited for, as this generation has failed here: %s", failure)
-            following = self._next(None if failure is None else self._patience(seconds))
+            if failure is not None and seconds is None:
+                seconds = 2 * self.group.options.heartbeat_timeout + _REGROUP_SECONDS
+            following = self.group.announcements.next(None if failure is None else seconds)
             if self.ahead is not None:
                 self.ahead.stop()
             if following is None:
@@ -172,13 +174,6 @@ class Follower:
         self._over.set()
         if self.reason is not None:
             raise GroupError(f"process 0 has ended the group: {self.reason}")
-
-    def _next(self, seconds: float | None) -> Announcement | None:
-        """Wait for the next announcement; a group without a leader ends by itself."""
-        return self.group.announcements.next(seconds)
-
-    def _patience(self, seconds: float | None) -> float:
-        return 2 * self.group.options.heartbeat_timeout + _REGROUP_SECONDS if seconds is None else seconds
 
     def _read(self, reader: StreamReader, work: _Work) -> None:
         """Take messages out of the store as they come."""

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from dsjax.engine.elastic.compile_ahead import CompileAhead
 from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.loading import EngineFacts, LoadedEngine, load_model
+from dsjax.engine.setup.facts import EngineFacts
+from dsjax.engine.setup.loading import LoadedEngine, load_model
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
 from dsjax.errors import ChangeUnderWayError, UserError
@@ -306,8 +307,7 @@ class Generations:
     @property
     def _has_worked(self) -> bool:
         """Whether the executor of now has computed anything together with other processes."""
-        leader = _inside(self._executor, LeaderExecutor)
-        return leader is not None and leader.collected > 0
+        return any(isinstance(layer, LeaderExecutor) and layer.collected > 0 for layer in _layers(self._executor))
 
     def _lost_by(self, error: Exception, seconds: float | None = None) -> GroupError | None:
         if self._group is None or not isinstance(error, GroupError | RuntimeError):
@@ -334,21 +334,18 @@ def mesh_of(announcement: Announcement) -> Mesh:
 
 def release(executor: Executor | None) -> None:
     """Give back what an executor holds on the devices, though its last step may have failed; it is of no use any more."""
-    while isinstance(executor, ExecutorWrapper):
-        if isinstance(executor, RecordingExecutor):
-            executor.file.close("the mesh has changed")
-        if isinstance(executor, LeaderExecutor):
-            executor.retire()
-        executor = executor.inner
-    if executor is not None:
-        executor.release()
+    for layer in _layers(executor):
+        if isinstance(layer, RecordingExecutor):
+            layer.file.close("the mesh has changed")
+        elif isinstance(layer, LeaderExecutor):
+            layer.retire()
+        elif not isinstance(layer, ExecutorWrapper):
+            layer.release()
     gc.collect()
 
 
-def _inside(executor: Any, kind: type) -> Any:
-    """Find the executor of this kind among those around one another; None where there is none."""
-    while isinstance(executor, ExecutorWrapper):
-        if isinstance(executor, kind):
-            return executor
-        executor = executor.inner
-    return None
+def _layers(executor: Executor | None) -> Iterator[Any]:
+    """Give an executor, and those that it is around, from outside inward."""
+    while executor is not None:
+        yield executor
+        executor = executor.inner if isinstance(executor, ExecutorWrapper) else None

@@ -243,10 +243,7 @@ class ExpertBalancer(Attachment):
         if isinstance(one.command, ReadLoads):
             self._enter_window(result, decide)
             return
-        stats = self._stats
-        self._stats = replace(
-            stats, exchanges=stats.exchanges + 1, exchange_seconds=stats.exchange_seconds + result.seconds
-        )
+        self._count(exchanges=1, exchange_seconds=result.seconds)
         if result.error is not None:
             _log.error(
                 "Rebalancing experts is given up: MoE layer %d could not be changed (%s). It is as it was; %d layers after it were "
@@ -256,35 +253,32 @@ class ExpertBalancer(Attachment):
                 sum(isinstance(command, PlaceExperts) for command in self._waiting),
             )
             self._waiting.clear()
-            self._stats = replace(self._stats, failures=stats.failures + 1)
+            self._count(failures=1)
             self._end()
         elif isinstance(one.command, PlaceExperts):
             experts = self._sizes.pop(one.command.layer, 0)
-            moved = experts * self._mover.slots.expert_bytes
-            self._stats = replace(
-                self._stats,
-                layers_changed=stats.layers_changed + 1,
-                experts_moved=stats.experts_moved + experts,
-                bytes_moved=stats.bytes_moved + moved,
-            )
+            self._count(layers_changed=1, experts_moved=experts, bytes_moved=experts * self._mover.slots.expert_bytes)
             if not self._sizes and self._began is not None:
-                self._stats = replace(self._stats, rebalances=stats.rebalances + 1)
+                self._count(rebalances=1)
                 self._end()
+
+    def _count(self, **more: float) -> None:
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + value for name, value in more.items()})
 
     def _end(self) -> None:
         began, self._began, self._sizes = self._began, None, {}
         if began is None:
             return
         seconds = self._clock() - began
-        self._stats = replace(self._stats, rebalance_seconds=self._stats.rebalance_seconds + seconds)
+        self._count(rebalance_seconds=seconds)
         _log.info("Rebalancing experts took %.3f s, in which steps went on.", seconds)
 
     def _enter_window(self, window: LoadWindow, decide: bool) -> None:
         self._windows.append(window)
         of_sums, of_layers, _ = balancedness_of_ranks(window.by_rank)
+        self._count(windows=1)
         self._stats = replace(
             self._stats,
-            windows=self._stats.windows + 1,
             balancedness=of_sums,
             layer_balancedness=of_layers,
             rank_tokens=tuple(window.by_rank.sum(axis=0).tolist()),

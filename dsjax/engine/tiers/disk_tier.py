@@ -45,10 +45,8 @@ class DiskTier:
     Attributes:
         reads_pause, writes_pause: whether the disk is left alone now: it was too slow, and no page of it is found meanwhile; or it
             could not be written.
-        on_gone: is told the names of pages that can be found no more; None: nobody wants to know.
+        on_gone: is told the names of pages that can be found no more.
     """
-
-    on_gone: Callable[[Sequence[bytes]], None] | None = None
 
     def __init__(self, num_pages: int, page_bytes: int = 0):
         if num_pages < 1:
@@ -56,6 +54,7 @@ class DiskTier:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.reads_pause = self.writes_pause = False
+        self.on_gone: Callable[[Sequence[bytes]], None] = lambda names: None
         self._is_listed = False
         self._names = SegmentedLru(num_pages)
         self._writing: dict[bytes, int] = {}
@@ -147,7 +146,7 @@ class DiskTier:
             if name in self._writing:  # it is deleted when it has been written
                 del self._by_number[self._writing.pop(name)]
                 self._dropped.append(name)
-                self._tell_gone([name])
+                self.on_gone([name])
         return self._drop(names)
 
     def invalidate(self) -> None:
@@ -179,7 +178,7 @@ class DiskTier:
             victim, _ = self._names.remove_first()
             self._dropped.append(victim)
             self._count("evicted")
-            self._tell_gone([victim])
+            self.on_gone([victim])
         return True
 
     def _drop(self, names: Iterable[bytes]) -> list[bytes]:
@@ -187,12 +186,9 @@ class DiskTier:
         for name in gone:
             self._names.remove(name)
         self._dropped += gone
-        self._tell_gone(gone)
+        if gone:
+            self.on_gone(gone)
         return gone
-
-    def _tell_gone(self, names: Sequence[bytes]) -> None:
-        if self.on_gone is not None and names:
-            self.on_gone(names)
 
     def _count(self, what: str) -> None:
         self._counts = self._counts._replace(**{what: getattr(self._counts, what) + 1})

@@ -67,7 +67,7 @@ class OffloadTiers(PageSource):
     def __init__(self, host_slots: int, disk_pages: int = 0, disk_page_bytes: int = 0):
         if not host_slots and not disk_pages:
             raise ValueError("found neither host memory nor a disk, expected one of them")
-        self.slots, self._disk_pages, self._disk_page_bytes = host_slots, disk_pages, disk_page_bytes
+        self.resize(host_slots, disk_pages, disk_page_bytes)
         self.host: list[HostTier] = []
         self.disk: DiskTier | None = None
 
