@@ -26,6 +26,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.sizes import EngineLayout, weight_bytes
 from dsjax.model.parameters import Weights
 from sharding import MeshSpec
+from sharding.mesh import device_order
 
 _REST_SHARE = 1.0
 """After each program the thread rests for this share of the time that the program took: steps need Python's lock and the cores too."""
@@ -103,7 +104,7 @@ class CompileAhead:
     ) -> None:
         def find() -> list[MeshCandidate]:
             config, losses = self._checkpoint.config, self._args.compile_ahead
-            devices = [device for device in _all_devices() if device.process_index in live]
+            devices = [device for device in sorted(jax.devices(), key=device_order) if device.process_index in live]
             after_losses = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
             return after_losses if now == wanted else [*after_losses, _over_all(wanted, "processes come back")]
 
@@ -154,11 +155,8 @@ class CompileAhead:
 
 def _over_all(spec: MeshSpec, reason: str) -> MeshCandidate:
     """Give a mesh over the first of all devices."""
-    return MeshCandidate(spec, tuple(device.id for device in _all_devices()[: spec.num_devices]), reason)
-
-
-def _all_devices() -> list[jax.Device]:
-    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    devices = sorted(jax.devices(), key=device_order)[: spec.num_devices]
+    return MeshCandidate(spec, tuple(device.id for device in devices), reason)
 
 
 def candidates(

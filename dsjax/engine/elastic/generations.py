@@ -33,6 +33,7 @@ from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
 from sharding import MeshSpec
+from sharding.mesh import device_order
 
 _TELL_SECONDS = 1.0
 """How long after a collective failed a death is waited for before links are looked at: the connection that ends tells of it at once."""
@@ -298,7 +299,7 @@ class Generations:
         """List the devices of processes that live, by process and id."""
         live = None if self._group is None else {member.process_id for member in self._group.live}
         living = [device for device in jax.devices() if live is None or device.process_index in live]
-        return sorted(living, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
+        return sorted(living, key=device_order)
 
     @property
     def _is_broken(self) -> bool:

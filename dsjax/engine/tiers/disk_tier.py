@@ -3,6 +3,7 @@
 docs/cache-tiers.md has the design.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -63,14 +64,15 @@ class DiskTier:
         self._flushed = False
         self._numbers = 0
         self._reads, self._writes = Backoff(), Backoff()
-        self._counts = DiskCounts(usable_pages=num_pages, page_bytes=page_bytes)
+        self._counts: Counter[str] = Counter()
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._names and not self.reads_pause
 
     def counts(self) -> DiskCounts:
         """Count what it has done, and holds."""
-        return self._counts._replace(used_pages=len(self._names), writing=len(self._writing))
+        now = {"used_pages": len(self._names), "usable_pages": self.num_pages, "page_bytes": self.page_bytes}
+        return DiskCounts(**now, **self._counts, writing=len(self._writing))
 
     def begin_step(self, now: float) -> None:
         """Take the time of the step that is planned next."""
@@ -89,7 +91,7 @@ class DiskTier:
         if name in self._names or name in self._writing:
             return NOWHERE
         if not self._is_listed or self.writes_pause or len(self._writing) >= MOST_WRITING or not self._make_room(1):
-            self._count("not_written")
+            self._counts["not_written"] += 1
             return NOWHERE
         number = self._numbers
         self._numbers = (number + 1) % 2**30
@@ -110,7 +112,7 @@ class DiskTier:
         """End a writing, and give the page's name unless it was forgotten meanwhile. It can be found from now on if all went well."""
         name = self._by_number.pop(number, None)
         if not ok:
-            self._count("failed_writes")
+            self._counts["failed_writes"] += 1
             self._writes.begin(now)
         if name is None or self._writing.get(name) != number:
             return None
@@ -119,24 +121,24 @@ class DiskTier:
             return name
         self._writes.end()
         self._names.add(name)
-        self._count("stored")
+        self._counts["stored"] += 1
         return name
 
     def fetch(self, name: bytes) -> None:
         """Protect a page that came from the disk and goes to a device."""
-        self._count("fetched")
+        self._counts["fetched"] += 1
         self._reads.end()
         if name in self._names:
             self._names.ask(name)
 
     def read_failed(self, name: bytes) -> bool:
         """Give up a page that could not be read, and say whether it was still known."""
-        self._count("failed_reads")
+        self._counts["failed_reads"] += 1
         return bool(self._drop([name]))
 
     def late(self, now: float) -> None:
         """Leave the disk alone for a while, since a request has waited too long for its pages."""
-        self._count("late")
+        self._counts["late"] += 1
         self._reads.begin(now)
 
     def forget(self, names: Iterable[bytes]) -> list[bytes]:
@@ -177,7 +179,7 @@ class DiskTier:
                 return False
             victim, _ = self._names.remove_first()
             self._dropped.append(victim)
-            self._count("evicted")
+            self._counts["evicted"] += 1
             self.on_gone([victim])
         return True
 
@@ -189,6 +191,3 @@ class DiskTier:
         if gone:
             self.on_gone(gone)
         return gone
-
-    def _count(self, what: str) -> None:
-        self._counts = self._counts._replace(**{what: getattr(self._counts, what) + 1})

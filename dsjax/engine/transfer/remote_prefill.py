@@ -4,7 +4,7 @@ ready, and when it goes on without. Plain Python.
 
 import itertools
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -100,7 +100,7 @@ class RemotePrefills(PageSource):
     def __init__(self, num_links: int, local_tokens: int, timeout: float):
         self.local_tokens, self.timeout = local_tokens, timeout
         self.connect: Callable[[str], int] | None = None
-        self._counts = TransferCounts()
+        self._counts: Counter[str] = Counter()
         self._waits: list[tuple[str, float]] = []
         self._transfers: dict[str, Transfer] = {}
         self._expected: dict[tuple[int, bytes], Transfer] = {}
@@ -141,7 +141,7 @@ class RemotePrefills(PageSource):
     def transfer_counts(self) -> TransferCounts:
         """What has come of transfers so far."""
         landed = sum(pages.landing.count(self) for pages in self.ranks)
-        return self._counts._replace(under_way=len(self._transfers), landed=landed)
+        return TransferCounts(**self._counts, under_way=len(self._transfers), landed=landed)
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:
         """Take the (prefill engine, message) that are to be sent; each is given once."""
@@ -241,7 +241,7 @@ class RemotePrefills(PageSource):
             self._give_up(transfer)
             return
         self._arrived(transfer, name)
-        self._count(pages=1)
+        self._counts["pages"] += 1
         transfer.since = now
         transfer.wake()
         if not transfer.awaited:
@@ -318,7 +318,7 @@ class RemotePrefills(PageSource):
         salt, priority = request.options.cache_salt, request.options.priority
         ask = PrefillRequest(name, int32s(tokens), num_cached, len(names), salt, priority)
         self._messages.append((link, ask))
-        self._count(asked=1)
+        self._counts["asked"] += 1
         self.awaits(rank, request, rest[0])
 
     def _links(self, request: Request, now: float) -> list[int]:
@@ -387,7 +387,7 @@ class RemotePrefills(PageSource):
                 return
 
     def _complete(self, transfer: Transfer, now: float) -> None:
-        self._count(completed=1)
+        self._counts["completed"] += 1
         self._waits.append((TIER, now - transfer.began))
         for offer in transfer.offers:
             self._messages.append((transfer.link, ReleaseChunk(offer.number)))
@@ -396,7 +396,7 @@ class RemotePrefills(PageSource):
 
     def _give_up(self, transfer: Transfer, tells: bool = True) -> None:
         """Go on without what has not come: its requests compute the rest."""
-        self._count(given_up=1)
+        self._counts["given_up"] += 1
         for request in transfer.requests:
             self._computed_here.add(request)
         self._end(transfer, tells)
@@ -412,8 +412,3 @@ class RemotePrefills(PageSource):
         if tells:
             self._messages.append((transfer.link, CancelTransfer(transfer.name)))
         transfer.wake()
-
-    def _count(self, **more: int) -> None:
-        self._counts = self._counts._replace(
-            **{name: getattr(self._counts, name) + value for name, value in more.items()}
-        )
