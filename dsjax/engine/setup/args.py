@@ -317,7 +317,7 @@ class EngineArgs:
                     "--eplb-config is given without --enable-eplb; add it, or for experts that stay where they are use --redundant-experts"
                 )
             return None
-        return EplbConfig.parse(self.eplb_config)
+        return EplbConfig() if self.eplb_config is None else EplbConfig.parse(self.eplb_config)
 
     @property
     def kv_events(self) -> KvEventsConfig | None:
