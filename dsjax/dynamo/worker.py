@@ -20,7 +20,7 @@ from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.loading import EngineFacts
+from dsjax.engine.setup.facts import EngineFacts
 from dsjax.hosts.group import HostGroup
 from dsjax.serve.watchdog import Watchdog
 

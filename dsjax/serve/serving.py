@@ -25,7 +25,7 @@ from dsjax.serve.tool_calls import ToolFormat
 
 if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
     from dsjax.engine.elastic.generations import Generations
-    from dsjax.engine.setup.loading import EngineFacts
+    from dsjax.engine.setup.facts import EngineFacts
     from dsjax.serve.front_ends.processes import FrontEnds
 
 Answer = TypeVar("Answer")

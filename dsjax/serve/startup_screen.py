@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dsjax.engine.contract import executor
 from dsjax.engine.engine import ENGINE_END
-from dsjax.engine.setup.loading import EngineFacts
+from dsjax.engine.setup.facts import EngineFacts
 from dsjax.progress import Tenths
 
 _MOST_ROWS = 4
