@@ -146,8 +146,10 @@ def test_a_follower_launches_and_collects_in_the_leaders_order(max_in_flight):
     leader.shutdown()
     pair.join()
     assert pair.error is None
-    own, followed = pair.inner.in_order(), pair.told.in_order()
-    assert [event for event in followed if event[0] != "collect"] == [event for event in own if event[0] != "collect"]
+    inner_events, followed = pair.inner.in_order(), pair.told.in_order()
+    assert [event for event in followed if event[0] != "collect"] == [
+        event for event in inner_events if event[0] != "collect"
+    ]
     # What had been collected when a command was laid out is the same; what nothing came after is not collected at all.
     assert followed.index(("collect", 1)) < followed.index(("launch", step(3)))
     assert followed.index(("collect", 1)) > followed.index(("launch", step(2)))
@@ -258,20 +260,20 @@ class Group:
     def __init__(self):
         self.store = MemoryStore()
         members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
-        self.leader, self.own = (
+        self.leader, self.second = (
             HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
             for index in (0, 1)
         )
         self.leader._alone.set()
-        self.own.hear(1)
-        self.follower, self.loaded, self.released = Follower(self.own), [], []
+        self.second.hear(1)
+        self.follower, self.loaded, self.released = Follower(self.second), [], []
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._follow, daemon=True)
         self.thread.start()
 
-    def _load(self, found):
+    def _load(self, announcement):
         executor = Told()
-        executor.generation = 0 if found is None else found.number
+        executor.generation = 0 if announcement is None else announcement.number
         self.loaded.append(executor)
         return executor
 
@@ -322,7 +324,7 @@ def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_wi
     group.until(lambda: group.loaded)
     assert group.leader.links.look(Announcement(1, looks=True)) == (None, True)
     group.until(lambda: group.follower.phase == "standing by")  # it is no mesh
-    group.own.links.unreached = lambda members: [0]  # process 0 hears of it by another way
+    group.second.links.unreached = lambda members: [0]  # process 0 hears of it by another way
     error, all_answered = group.leader.links.look(Announcement(2, looks=True))
     assert all_answered
     assert "the link between process 1 (host, pid 11) and process 0 (host, pid 10) at 127.0.0.1 is cut" in str(error)
@@ -330,7 +332,7 @@ def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_wi
     ((pid, reason),) = group.leader.links.left_out.values()
     assert pid == 11  # this process is another one, so that it is not meant
     group.leader.announce(Announcement(3, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid, reason)}))
-    group.until(lambda: group.own.generation == 3)
+    group.until(lambda: group.second.generation == 3)
     group.leader.announce(Announcement(4, [0], [0], {"mesh": "dp=1"}, left_out={1: (os.getpid(), reason)}))
     group.thread.join(60)
     assert str(group.error) == str(error)
@@ -340,7 +342,7 @@ def test_one_that_does_not_say_whom_it_reaches_may_hang_and_is_not_left_out(monk
     group = Group()
     group.until(lambda: group.loaded)
     monkeypatch.setattr("dsjax.hosts.links._GRACE_SECONDS", -2.9)  # of the 3 s that they have to look
-    group.own.links.tell = lambda number: None
+    group.second.links.tell = lambda number: None
     group.leader.links.unreached = lambda members: [1]
     assert group.leader.links.look(Announcement(1, looks=True)) == (None, False)
     assert len(group.leader.live) == 2
@@ -377,7 +379,7 @@ def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_g
 
     def ask():
         try:
-            group.own.ask("loading")
+            group.second.ask("loading")
         except GroupError as error:
             asked.append(error)
 

@@ -166,11 +166,11 @@ def prompts(count, seed=0, longest=80):
     """Prompts that begin alike in threes."""
     choose = random.Random(seed)
     shared = [[choose.randrange(300) for _ in range(longest)] for _ in range(max(1, count // 3))]
-    found = []
+    given = []
     for _ in range(count):
         beginning = choose.choice(shared)[: choose.randrange(longest)]
-        found.append(beginning + [choose.randrange(300) for _ in range(1 + choose.randrange(9))])
-    return found
+        given.append(beginning + [choose.randrange(300) for _ in range(1 + choose.randrange(9))])
+    return given
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 3)])
@@ -521,11 +521,11 @@ def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
     [(range(9), 2, 2), (range(8), 0, 2), ([1, -1, 3, 4, 5], 0, 1), ([1, 2, 3, 4, 300], 0, 1)],
 )
 def test_what_makes_no_sense_is_refused_before_it_reaches_a_device(tokens, first, end):
-    pair, found = Pair(), []
+    pair, answers = Pair(), []
     for given in (int32s(tokens), int32s(tokens) + b"?"):
-        pair.engines[0].post(PrefillRequest("odd", given, first, end), found.append)
+        pair.engines[0].post(PrefillRequest("odd", given, first, end), answers.append)
         pair.engines[0].turn(wait=False)
-        assert isinstance(found.pop(), TransferFailed)
+        assert isinstance(answers.pop(), TransferFailed)
     pair.settle()
 
 
@@ -538,9 +538,9 @@ def test_an_engine_that_ends_ends_its_prefill_threads():
     pair.core.shutdown()
     assert not pair.engines[0]._thread.alive
     assert pair.engines[0].core.executor.closed
-    found = []
-    pair.engines[0].post(PrefillRequest("late", b"", 0, 1), found.append)
-    assert isinstance(found[0], TransferFailed)
+    answers = []
+    pair.engines[0].post(PrefillRequest("late", b"", 0, 1), answers.append)
+    assert isinstance(answers[0], TransferFailed)
 
 
 def test_when_decode_takes_nothing_prefill_keeps_so_much_and_no_more():
