@@ -43,7 +43,7 @@ def bounds() -> str:
         "|---|---|---|---|---|---|",
     ]
     held = 256 // CLUSTER.num_devices
-    for batch in (1, 8, 32, 64, 164, 512, 2048):
+    for batch in (1, 32, 164, 2048):
         operations = 2 * held * batch * EXPERT / CHIP.fp8_flops
         weights = held * EXPERT / CHIP.memory_bandwidth
         away = CLUSTER.devices_per_host * batch * SENT * (1 - 1 / CLUSTER.hosts) / PORT
@@ -65,7 +65,6 @@ def room() -> str:
         (4, "dp=32"),
         (4, "dp=4,tp=8"),
         (4, "tp=32,ep=32"),
-        (8, "dp=64"),
         (8, "dp=32,tp=2"),
         (8, "dp=8,tp=8"),
     ):

