@@ -1,13 +1,45 @@
-"""How the suite is shared among processes: how many, the order of files, which programs are kept; `conftest.py` beside this file."""
+"""How the suite is made: which tests are whose (`tools/tests_of.py`), how many processes share it, in which order, which programs are kept.
+
+The latter are in `conftest.py` beside this file.
+"""
 
 import os
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+
+from tests_of import ENGINE, files_of, named_in
+
 HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+MODULES = [path.relative_to(ROOT) for path in sorted((ROOT / ENGINE).rglob("*.py")) if path.name != "__init__.py"]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ENGINE)))
+def test_each_module_of_the_engine_has_tests_of_its_name_or_is_named_in_some(module):
+    assert files_of(module), f"no test file is named after {module}, or names it in its docstring"
+
+
+def test_tests_name_modules_that_exist():
+    named = {name for names in named_in(ROOT / "tests" / ENGINE).values() for name in names if name.endswith(".py")}
+    elsewhere = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    assert sorted(name for name in named - elsewhere if not (ROOT / ENGINE / name).exists()) == []
+
+
+def test_a_modules_tests_are_those_of_its_name_and_those_that_name_it(tmp_path):
+    room = tmp_path / "tests" / ENGINE / "schedule"
+    room.mkdir(parents=True)
+    (room / "test_pages.py").touch()
+    (room / "test_rank.py").write_text('"""Ranks. These are the tests of `schedule/pages.py` too."""\n')
+    pages, rank, other = (ENGINE / "schedule" / name for name in ("pages.py", "rank.py", "other.py"))
+    names = [[path.name for path in files_of(module, tmp_path)] for module in (pages, rank, other)]
+    assert names == [["test_pages.py", "test_rank.py"], ["test_rank.py"], []]
 
 
 @pytest.fixture

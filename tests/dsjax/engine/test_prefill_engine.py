@@ -1,4 +1,7 @@
-"""A prefill engine keeps what decode has not taken, refuses what makes no sense, and ends with its threads."""
+"""A prefill engine keeps what decode has not taken, refuses what makes no sense, and ends with its threads.
+
+These are the tests of `transfer/prefill_service.py` too.
+"""
 
 import time
 from types import SimpleNamespace

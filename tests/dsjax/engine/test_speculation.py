@@ -2,6 +2,8 @@
 
 The module of this tiny model often agrees with the model and often does not (``drafting_checkpoint.py``), and every comparison says
 that drafts were accepted and refused in it. More meshes, dispatches and forms: ``tools/check_layouts.py``.
+
+These are the tests of `device/traced_programs.py` too.
 """
 
 import dataclasses

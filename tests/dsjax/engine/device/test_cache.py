@@ -1,4 +1,7 @@
-"""The cache on the devices: its bytes, how many pages fit, and that a step updates it in place."""
+"""The cache on the devices: its bytes, how many pages fit, and that a step updates it in place.
+
+These are the tests of `device/programs.py` too.
+"""
 
 import dataclasses
 

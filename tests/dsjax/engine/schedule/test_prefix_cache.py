@@ -1,4 +1,7 @@
-"""Which pages are found again, which are not, and what is counted."""
+"""Which pages are found again, which are not, and what is counted.
+
+These are the tests of `schedule/pages.py` and `schedule/rank.py` too.
+"""
 
 from zlib import crc32
 

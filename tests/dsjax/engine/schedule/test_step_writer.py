@@ -1,4 +1,7 @@
-"""What a step's command says: after any history the executor's page tables are what the requests hold, told only once."""
+"""What a step's command says: after any history the executor's page tables are what the requests hold, told only once.
+
+These are the tests of `schedule/plan.py` too.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,7 @@
-"""Offload tiers under an engine's requests: pages that leave come back as they were, and nobody waits who need not."""
+"""Offload tiers under an engine's requests: pages that leave come back as they were, and nobody waits who need not.
+
+These are the tests of `schedule/attachment.py`, `schedule/landing_area.py` and `schedule/page_loads.py` too.
+"""
 
 import random
 

@@ -1,4 +1,7 @@
-"""A model with offload tiers: its tokens stay the same, and its pages come back, from an earlier engine's folder too."""
+"""A model with offload tiers: its tokens stay the same, and its pages come back, from an earlier engine's folder too.
+
+These are the tests of `tiers/offloaded_pages.py` and `setup/tier_sizes.py` too.
+"""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Prompts that another process computes make the tokens of one plain engine, and a process that dies costs no request and no page."""
+"""Prompts that another process computes make the tokens of one plain engine, and a process that dies costs no request and no page.
+
+These are the tests of `transfer/page_channel.py`, `transfer/messages.py` and `transfer/send_buffers.py` too.
+"""
 
 import json
 import os

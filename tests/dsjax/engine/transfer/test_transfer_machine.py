@@ -1,4 +1,7 @@
-"""Any order of requests, aborts, stalls, lost messages and flushes between two engines costs no page and changes no token."""
+"""Any order of requests, aborts, stalls, lost messages and flushes between two engines costs no page and changes no token.
+
+These are the tests of `transfer/remote_prefill.py` and `transfer/send_buffers.py` too.
+"""
 
 import time
 from collections import Counter

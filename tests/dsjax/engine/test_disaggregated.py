@@ -1,4 +1,7 @@
-"""A model whose prompts are computed on one mesh and decoded on another makes the tokens of one plain engine."""
+"""A model whose prompts are computed on one mesh and decoded on another makes the tokens of one plain engine.
+
+These are the tests of `setup/side_options.py` and `transfer/page_chunks.py` too.
+"""
 
 import threading
 from dataclasses import replace
