@@ -3,6 +3,7 @@
 The latter are in `conftest.py` beside this file.
 """
 
+import json
 import os
 import sys
 import time
@@ -96,19 +97,27 @@ def test_programs_of_a_week_ago_go_once_a_run(suite, monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_files_with_slow_tests_come_first_and_whole(suite):
-    def item(file: str, name: str, slow: bool):
-        return SimpleNamespace(path=file, name=name, get_closest_marker=lambda _: slow or None)
+def test_the_longest_files_come_first_and_whole_and_slow_ones_of_unknown_length_before_them(suite):
+    def item(file: str, name: str, slow: bool = False):
+        return SimpleNamespace(path=ROOT / file, name=name, get_closest_marker=lambda _: slow or None)
 
     items = [
-        item("a", "1", False),
-        item("b", "2", False),
-        item("b", "3", True),
-        item("b", "4", False),
-        item("c", "5", False),
+        item("a", "1"),
+        item("b", "2"),
+        item("b", "3", slow=True),
+        item("b", "4"),
+        item("c", "5"),
+        item("d/e", "6", slow=True),
+        item("f", "7"),
     ]
-    suite.pytest_collection_modifyitems(items)
-    assert [each.name for each in items] == ["2", "3", "4", "1", "5"]
+    names = [each.name for each in suite.longest_first(items, {"d/e": 2, "c": 30, "gone": 70}, ROOT)]
+    assert names == ["2", "3", "4", "5", "6", "1", "7"]
+
+
+def test_the_seconds_that_order_the_files_are_of_files_that_exist(suite):
+    seconds = json.loads(suite.SECONDS.read_text())
+    assert len(seconds) > 50
+    assert [path for path in seconds if not (ROOT / path).is_file()] == []
 
 
 def test_without_a_compiler_every_other_command_is_found(suite, tmp_path):
