@@ -1,7 +1,15 @@
-"""`Tenths`: progress where there is no terminal: a line at each tenth, in place of a bar that a log would see once, at its end."""
+"""How far something is: a bar on a terminal, and elsewhere a line at each tenth, since a log would see a bar once, at its end."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Titled = TypeVar("Titled")
+"""Something with a `title`."""
 
 
 class Tenths:
@@ -20,7 +28,7 @@ class Tenths:
         self._tenth = -1
 
     def reach(self, done: float) -> None:
-        """So much is done."""
+        """Report progress."""
         share = done / self._total if self._total else 1.0
         tenth = int(share * 10 + 1e-9)
         if tenth <= self._tenth:
@@ -28,3 +36,40 @@ class Tenths:
         self._tenth = tenth
         seconds = time.monotonic() - self._begun
         self._write(f"{self._title}: {self._show(done)} of {self._show(self._total)} ({share:.0%}), {seconds:.0f} s")
+
+
+@contextlib.contextmanager
+def counting(console: "Console", shown: bool, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """Show how many of `total` are done; gives a function to call with that number and a few words, which only the bar shows.
+
+    The bar goes away at the end. Where the console is no terminal, there is a line at each tenth.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns += (TimeRemainingColumn(), TextColumn("{task.fields[detail]}"))
+    tenths = Tenths(title, total, lambda line: console.print(line, highlight=False))
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task(title, total=total, detail="")
+
+        def report(done: int, detail: str) -> None:
+            if shown and not console.is_terminal:
+                tenths.reach(done)
+            bar.update(task, completed=done, detail=detail)
+
+        yield report
+
+
+def in_turn(console: "Console", shown: bool, title: str, items: Sequence[Titled]) -> Iterator[Titled]:
+    """Go through items, and show which one it is and how many are done."""
+    with counting(console, shown, title, len(items)) as report:
+        for number, item in enumerate(items):
+            report(number, item.title)
+            yield item

@@ -74,9 +74,9 @@ def measure_host(requests: int, ranks: int, prefix_caching: bool) -> dict[str, f
 
 def print_host(requests: int, ranks: list[int], repeats: int) -> None:
     """Host times with the prefix cache and without."""
-    from dsjax.serve.server import settle_interpreter
+    from dsjax.serve.server import tune_interpreter
 
-    settle_interpreter()
+    tune_interpreter()
     print(f"{requests} running requests, milliseconds of the host a step, all of it while the device computes")
     for count in ranks:
         for prefix_caching in (True, False):

@@ -17,8 +17,8 @@ PAGE, POINTS = ROOT / "docs" / "plan-validation.md", ROOT / "docs" / "measuremen
 _PAGE = """# The planner beside public measurements
 
 This page compares predictions of `dsjax plan` with 123 published figures, so that you know how far to trust a plan.
-`python tools/plan_validation.py` writes it and [plan-validation.csv](measurements/plan-validation.csv), which has every point with its
-source, its prediction and what had to be assumed. Tests hold both.
+`python tools/plan_validation.py` writes it and [plan-validation.csv](measurements/plan-validation.csv), which has every point
+with its source, its prediction and what had to be assumed. Tests hold both.
 
 Step times come from tables of single operations; [plan.md](plan.md#a-step) lists them and the assumptions. **No factor is fitted to a
 measured point.** *Predicted* is the middle estimate; *interval* combines the ranges of the assumptions as independent ones, and *inside*

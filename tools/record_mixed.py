@@ -22,10 +22,15 @@ recorded on a virtual clock, by `tools/record_commands.py`.
 import argparse
 import json
 import random
+import sys
 from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dsjax import LLM, SamplingParams, StructuredOutputs
-from dsjax.engine.stream.step_record import Launched, StepRecord
+from dsjax.engine.stream.step_record import Launched
+from tools.step_recording import StepRecording
 
 PREFIXES = (
     '"""Tools for reading and writing files."""\n\nimport os\nimport sys\nfrom pathlib import Path\n\n\n',
@@ -135,7 +140,7 @@ def main() -> None:
     found["preemptions"] = sum(rank.num_preemptions for rank in loads)
     found["prompt tokens from the cache"] = sum(rank.prefix_hits for rank in loads)
     llm.shutdown()
-    record = StepRecord(arguments.file)
+    record = StepRecording(arguments.file)
     found.update(f"{type(frame.command).__name__} commands" for frame in record if isinstance(frame, Launched))
     print("Recorded: " + ", ".join(f"{count} {name}" for name, count in found.items()))
 

@@ -31,11 +31,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from dsjax.engine.contract.commands import Command, Flush, Score, Step, from_int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.device.buckets import Buckets
-from dsjax.engine.stream.step_record import Collected, Launched, RecordError, RecordingEnd, StepRecord, collected
+from dsjax.engine.stream.step_record import Collected, Launched, RecordError, RecordingEnd, collected
 from dsjax.errors import UserError
+from tools.step_recording import StepRecording
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Report:
         return {**found, "first_difference": first, "end": self.end, "kinds": kinds}
 
 
-def replay(record: StepRecord, executor: Executor, kind_of: Callable[[Command], str]) -> Report:
+def replay(record: StepRecording, executor: Executor, kind_of: Callable[[Command], str]) -> Report:
     """Give an executor, whose cache is empty, the recorded stream.
 
     kind_of: under which heading a command's time is listed.
@@ -155,7 +158,7 @@ def launch_kind(command: Command, buckets: Buckets) -> str:
     return " + ".join(name if count == 1 else f"{count} · {name}" for name, count in counted.items())
 
 
-def build_executor(record: StepRecord, model: str | None, *, show_progress: bool = False) -> Executor:
+def build_executor(record: StepRecording, model: str | None, *, show_progress: bool = False) -> Executor:
     """The executor that the recording's header describes, in this process. JAX must not have started.
 
     model: the checkpoint's name or directory here; None: as it was recorded.
@@ -283,7 +286,7 @@ def main() -> int:
 
 
 def _replay_file(file: Path, arguments: argparse.Namespace, console: Console) -> int:
-    record = StepRecord(file)
+    record = StepRecording(file)
     header = record.header
     executor = build_executor(record, arguments.model)
     import jax
@@ -316,7 +319,7 @@ def _replay_file(file: Path, arguments: argparse.Namespace, console: Console) ->
     return 0
 
 
-def header_json(record: StepRecord) -> dict[str, Any]:
+def header_json(record: StepRecording) -> dict[str, Any]:
     """The header as a JSON object."""
     header = record.header
     return {name: getattr(header, name) for name in header.__struct_fields__}

@@ -109,11 +109,11 @@ def measuring_together(
     try:
         yield Processes(group)
     except (GroupError, jax.errors.JaxRuntimeError) as error:
-        found = _explained(group, error)
-        reason = str(found)
-        if found is error:
+        explained = _explained(group, error)
+        reason = str(explained)
+        if explained is error:
             raise
-        raise found from error
+        raise explained from error
     except BaseException as error:
         reason = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
         raise

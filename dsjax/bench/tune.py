@@ -55,8 +55,8 @@ class AttentionSetting:
     @property
     def entry_bytes(self) -> int:
         """Bytes of a token in one layer's cache."""
-        found = cache_arrays(self.layout, self.config, self.cache_dtype).values()
-        return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in found)
+        arrays = cache_arrays(self.layout, self.config, self.cache_dtype).values()
+        return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
 
     def find(self, tokens: Iterable[int], chunk: int, drafts: int) -> list[Product]:
         """Attention of a step with so many tokens of a DP rank, each once: of decode rows with their drafts, and of chunks of prompts."""
@@ -64,8 +64,8 @@ class AttentionSetting:
         shapes = [(count, 1 + drafts) for count in tokens]
         shapes += [(count // chunk, chunk) for count in tokens if count >= chunk]
         most = max(1, MOST_CACHE_BYTES // (self.context * self.entry_bytes))
-        of = lambda rows, own: attention.attention_product(rows, own * self.heads, width, self.cache_dtype)  # noqa: E731
-        return list(dict.fromkeys(of(rows, own) for rows, own in shapes if rows <= most))
+        of = lambda rows, chunk_len: attention.attention_product(rows, chunk_len * self.heads, width, self.cache_dtype)  # noqa: E731
+        return list(dict.fromkeys(of(rows, chunk_len) for rows, chunk_len in shapes if rows <= most))
 
 
 def find_products(
@@ -77,7 +77,7 @@ def find_products(
     infos: of all parameters. n_physical: physical experts. quantises: whether rows are FP8 where weights are.
     """
     ways = dict(zip(AXES, spec.shape, strict=True))
-    found: dict[Product, None] = {}
+    products_of_layers: dict[Product, None] = {}
     for path, info in infos.items():
         layer, name = path.startswith(("dense_layers.", "moe_layers.")), path.split(".")[-2]
         if not (layer and path.endswith(".weight") and name in ("q", "q_a", "q_b", "kv_a", "o", "gate_up", "down")):
@@ -91,10 +91,14 @@ def find_products(
         for count in tokens:
             if ".experts." in path:
                 load = count * spec.dp_size / spec.num_devices * spec.ep_size * config.num_experts_per_tok / n_physical
-                found[Product(f"experts_{name}{suffix}", local[2], local[-1], info.dtype.name, load)] = None
+                products_of_layers[Product(f"experts_{name}{suffix}", local[2], local[-1], info.dtype.name, load)] = (
+                    None
+                )
             else:
-                found[Product(f"dense{suffix}", local[1], math.prod(local[2:]), info.dtype.name, count)] = None
-    return list(found)
+                products_of_layers[
+                    Product(f"dense{suffix}", local[1], math.prod(local[2:]), info.dtype.name, count)
+                ] = None
+    return list(products_of_layers)
 
 
 def candidates(product: Product) -> Iterator[Tiles]:
@@ -111,8 +115,8 @@ def candidates(product: Product) -> Iterator[Tiles]:
     columns = (BLOCK,) if product.kernel == "experts_gate_up_fp8" else (64, 128)
     splits = sorted({1, default.splits, 2 * default.splits}) if product.kernel.startswith("dense") else [1]
     rows = [size for size in (16, 32, 64, 128) if size <= 2 * power(pairs)]
-    for own in itertools.product(rows, columns, (64, 128), (4, 8), (2, 3, 4), splits):
-        sizes = dict(zip(("rows", "columns", "depth", "warps", "stages", "splits"), own, strict=True))
+    for values in itertools.product(rows, columns, (64, 128), (4, 8), (2, 3, 4), splits):
+        sizes = dict(zip(("rows", "columns", "depth", "warps", "stages", "splits"), values, strict=True))
         if sizes["splits"] * sizes["depth"] > max(product.depth, sizes["depth"]):
             continue
         tiles = replace(default, **sizes, spread=max(1, math.ceil(pairs / sizes["rows"])))
@@ -129,13 +133,10 @@ def default_tiles(product: Product) -> Tiles:
     return ProductTiles.for_load(product.rows)
 
 
-def tune(
-    table: TileTable, todo: Iterable[Product], path: Path, timer: Timer, on_start: Callable[[Product], None]
-) -> TileTable:
+def tune(table: TileTable, todo: Iterable[Product], path: Path, timer: Timer) -> TileTable:
     """Time each product that the table lacks, and write the table after each."""
     done = {entry.product for entry in table.entries}
     for product in todo:
-        on_start(product)
         if product in done:
             continue
         default, *others = candidates(product)
@@ -146,9 +147,9 @@ def tune(
             )
         best, seconds = default, default_seconds
         for tiles in others:
-            own = timer(product, tiles)
-            if own is not None and own < min(seconds, NEAR * default_seconds):
-                best, seconds = tiles, own
+            timed = timer(product, tiles)
+            if timed is not None and timed < min(seconds, NEAR * default_seconds):
+                best, seconds = tiles, timed
         sizes = tuple(sorted((name, size) for name, size in vars(best).items() if name != "spread"))
         table = table.with_entry(Tuned(product, sizes, seconds, default_seconds))
         table.write(path)

@@ -1,6 +1,5 @@
 """`dsjax doctor`: what this machine has for dsjax, and what to do about what it lacks."""
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -13,6 +12,7 @@ import typer
 from rich.text import Text
 
 from dsjax.cli.output import report_console, write_json
+from dsjax.versions import installed_version
 
 _STYLES = {"ok": "green", "note": "yellow", "trouble": "bold red"}
 _MINIMUM_JAX, _BEYOND_JAX = (0, 10, 2), (0, 12)
@@ -64,18 +64,19 @@ def look() -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    found = {name: _version(name) for name in ("dsjax", "jax", "jaxlib", "flax", "orbax-checkpoint", "llguidance")}
-    shown = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.items())
-    missing = [name for name, version in found.items() if version is None and name != "dsjax"]
+    packages = ("dsjax", "jax", "jaxlib", "flax", "orbax-checkpoint", "llguidance")
+    installed = {name: installed_version(name) for name in packages}
+    shown = ", ".join(f"{name} {version}" for name, version in installed.items())
+    missing = [name for name in packages[1:] if not _is_installed(name)]
     if missing:
         yield Finding("versions", "trouble", shown, f"pip install {' '.join(missing)}")
         return
-    numbers = tuple(int(part) for part in found["jax"].split(".")[:3] if part.isdigit())
+    numbers = tuple(int(part) for part in installed["jax"].split(".")[:3] if part.isdigit())
     if not numbers >= _MINIMUM_JAX or not numbers < _BEYOND_JAX:
         yield Finding("versions", "trouble", shown, "pip install 'jax>=0.10.2,<0.12': other versions are not tested")
-    elif found["jax"] != found["jaxlib"]:
+    elif installed["jax"] != installed["jaxlib"]:
         yield Finding(
-            "versions", "note", shown, f"pip install jaxlib=={found['jax']}: jax and jaxlib should be the same"
+            "versions", "note", shown, f"pip install jaxlib=={installed['jax']}: jax and jaxlib should be the same"
         )
     else:
         yield Finding("versions", "ok", f"{shown}, Python {platform.python_version()}")
@@ -186,8 +187,8 @@ def _room(subject: str, folder: Path, advice: str) -> Finding:
 
 def _compilers() -> Iterator[Finding]:
     plugins: list[tuple[str, Callable[[], bool], str]] = [
-        ("GPU", lambda: any(_version(f"jax-cuda{number}-plugin") for number in (12, 13)), "cuda"),
-        ("TPU", lambda: _version("libtpu") is not None, "tpu"),
+        ("GPU", lambda: any(_is_installed(f"jax-cuda{number}-plugin") for number in (12, 13)), "cuda"),
+        ("TPU", lambda: _is_installed("libtpu"), "tpu"),
     ]
     for name, is_here, extra in plugins:
         if is_here():
@@ -201,8 +202,5 @@ def _compilers() -> Iterator[Finding]:
         yield Finding("C++ compiler", "note", "is not here", "only kernels that are built on this machine need one")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _is_installed(package: str) -> bool:
+    return bool(installed_version(package, missing=""))

@@ -118,10 +118,10 @@ def _show(console: Console, facts: dict[str, Any]) -> None:
     weights = device["weight_bytes"]
     title = f"bytes of weights on one device of {device['mesh']} ({device['devices']} in all)"
     table = _table(title, "component", *weights)
-    for name in dict.fromkeys(name for found in weights.values() for name in found):
-        table.add_row(name, *(f"{found.get(name, 0):,}" for found in weights.values()))
+    for name in dict.fromkeys(name for by_component in weights.values() for name in by_component):
+        table.add_row(name, *(f"{by_component.get(name, 0):,}" for by_component in weights.values()))
     table.add_section()
-    table.add_row("all", *(f"{sum(found.values()):,}" for found in weights.values()))
+    table.add_row("all", *(f"{sum(by_component.values()):,}" for by_component in weights.values()))
     console.print(table)
     console.print(
         f"latent cache: {device['cache_bytes_per_token']:,} bytes a token of a DP rank in bf16, on each of its devices",

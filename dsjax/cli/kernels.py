@@ -43,9 +43,9 @@ def build(
 
     path = output / building.prebuilt_name(march)
     try:
-        found = building.build(path, march)
+        built = building.build(path, march)
     except OSError as error:
         raise UserError(f"cannot write {output} ({error.strerror or error}); choose another --output") from error
-    if found.path is None:
-        raise UserError(found.note)
+    if built.path is None:
+        raise UserError(built.note)
     typer.echo(f"{path}: {path.stat().st_size:,} bytes; use it with --kernel-cache {output}")

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from dsjax.cli.help import PLAIN, Commands, PanelledCommand
 from dsjax.errors import UserError
+from dsjax.versions import installed_version
 
 COMMANDS = {
     "serve": ("dsjax.serve.command", "serve"),
@@ -58,15 +59,8 @@ app = typer.Typer(cls=LazyCommands, no_args_is_help=True, **PLAIN)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
-
-        found = {}
         for package in ("dsjax", "jax", "jaxlib", "flax"):
-            try:
-                found[package] = version(package)
-            except PackageNotFoundError:  # dsjax run from its source tree
-                found[package] = "not installed"
-        typer.echo("\n".join(f"{package} {number}" for package, number in found.items()))
+            typer.echo(f"{package} {installed_version(package)}")
         raise typer.Exit
 
 

@@ -24,7 +24,7 @@ def options_of(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [p.replace(kind=p.KEYWORD_ONLY) for name, p in signature.parameters.items() if name not in kinds]
+        others = [p.replace(kind=p.KEYWORD_ONLY) for name, p in signature.parameters.items() if name not in kinds]
         options = [
             _parameter(field, hint, title(kind))
             for kind in kinds.values()
@@ -39,8 +39,8 @@ def options_of(
             }
             command(**made, **given)
 
-        with_options.__signature__ = inspect.Signature([*options, *own])
-        with_options.__annotations__ = {p.name: p.annotation for p in (*options, *own)}
+        with_options.__signature__ = inspect.Signature([*options, *others])
+        with_options.__annotations__ = {p.name: p.annotation for p in (*options, *others)}
         return with_options
 
     return decorate

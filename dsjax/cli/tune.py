@@ -9,6 +9,7 @@ from rich.console import Console
 from dsjax.cli.options import engine_options
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
+from dsjax.progress import in_turn
 
 _INTERRUPTED = 130
 
@@ -37,7 +38,6 @@ def tune(
     import jax
 
     from dsjax.bench import tune as tuning
-    from dsjax.bench.modules.report import case_progress
     from dsjax.bench.modules.timing import Budget
     from dsjax.config import load_config
     from dsjax.engine.device.process import enable_compile_cache
@@ -77,8 +77,7 @@ def tune(
     timer = tuning.device_timer(dtype, max(1, n_physical // spec.ep_size), setting, Budget(seconds, samples=5))
     console = Console(stderr=True)
     try:
-        with case_progress(console, progress, len(todo)) as on_start:
-            table = tuning.tune(table, todo, output, timer, on_start)
+        table = tuning.tune(table, in_turn(console, progress, "timing cases", todo), output, timer)
     except KeyboardInterrupt:
         done = TileTable.read(output).entries if output.exists() else ()
         left = sum(product not in {entry.product for entry in done} for product in todo)

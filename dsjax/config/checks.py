@@ -7,9 +7,9 @@ from typing import Any
 from dsjax.errors import ConfigError
 
 
-def reject(name: str, found: Any, accepted: str) -> ConfigError:
+def reject(name: str, value: Any, accepted: str) -> ConfigError:
     """Make the error for field `name`; the caller raises it. `accepted` completes "accepted is …"."""
-    return ConfigError(f"config field `{name}`: found {found!r}, accepted is {accepted}")
+    return ConfigError(f"config field `{name}`: found {value!r}, accepted is {accepted}")
 
 
 def required(raw: Mapping[str, Any], name: str, within: str = "") -> Any:

@@ -1,5 +1,6 @@
 """Between Hugging Face's `config.json` and the fields of `ModelConfig`: spellings, defaults, keys without effect."""
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -9,93 +10,20 @@ from dsjax.config.quantization import read_quantization
 from dsjax.config.rope import read_rope
 from dsjax.errors import ConfigError
 
-_REQUIRED = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
+_READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id")
+"""Fields of `ModelConfig` that are spelt otherwise in `config.json`, or in more than one way."""
 _REQUIRED_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
-# Missing or null means the dataclass's default.
-_OPTIONAL = (
-    "n_routed_experts",
-    "moe_intermediate_size",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "first_k_dense_replace",
-    "moe_layer_freq",
-    "n_group",
-    "topk_group",
-    "topk_method",
-    "scoring_func",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "attention_bias",
-    "num_nextn_predict_layers",
-    "bos_token_id",
-    "hidden_act",
-    "initializer_range",
-)
-_ROUTER_DEFAULTS = {
-    "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
-}
+_ROUTER_DEFAULTS = {"deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}}
 # Read elsewhere in this file, or without any effect on inference.
-_KNOWN_OTHERS = frozenset(
-    (
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "rope_interleave",
-        "quantization_config",
-        "torch_dtype",
-        "dtype",
-        "eos_token_id",
-        "num_mtp_layers",
-        "num_experts",
-        "num_local_experts",
-        "qk_head_dim",
-        "head_dim",
-        "num_key_value_heads",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "aux_loss_alpha",
-        "chunk_size_feed_forward",
-        "ep_size",
-        "id2label",
-        "is_encoder_decoder",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "seq_aux",
-        "transformers_version",
-        "unsloth_fixed",
-        "use_cache",
-    )
-)
+_KNOWN_OTHERS = (
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "quantization_config", "torch_dtype", "dtype", "eos_token_id",
+    "num_mtp_layers", "num_experts", "num_local_experts", "qk_head_dim", "head_dim", "num_key_value_heads", "_name_or_path",
+    "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "ep_size", "id2label",
+    "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "problem_type", "return_dict", "seq_aux", "transformers_version", "unsloth_fixed", "use_cache",
+)  # fmt: skip
 # Keys that would change the arithmetic, with the one value under which they do not.
-_NOT_BUILT = {
-    "mlp_bias": False,
-    "index_topk": None,
-    "sliding_window": None,
-    "layer_types": None,
-}
+_NOT_BUILT = {"mlp_bias": False, "index_topk": None, "sliding_window": None, "layer_types": None}
 
 _ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -104,11 +32,22 @@ _ARCHITECTURES = {
 }
 
 
-def read_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _read_alike(config: Any) -> tuple[list[str], list[str]]:
+    """The fields of `ModelConfig` that `config.json` has under their own names: those that it must have, and the others.
+
+    Of the others, missing or null means the dataclass's default. `q_lora_rank` must be there, and may be null.
+    """
+    fields = [field for field in dataclasses.fields(config) if field.name not in _READ_APART]
+    must = [f.name for f in fields if f.default is dataclasses.MISSING or f.name == "q_lora_rank"]
+    return must, [field.name for field in fields if field.name not in must]
+
+
+def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns of keys that nobody knows."""
-    fields = {name: required(raw, name) for name in _REQUIRED}
+    must, optional = _read_alike(config)
+    fields = {name: required(raw, name) for name in must}
     fields |= _ROUTER_DEFAULTS.get(fields["model_type"], {}) if isinstance(fields["model_type"], str) else {}
-    fields |= {name: raw[name] for name in _OPTIONAL if raw.get(name) is not None}
+    fields |= {name: raw[name] for name in optional if raw.get(name) is not None}
     if fields.get("n_routed_experts"):
         fields |= {name: required(raw, name) for name in _REQUIRED_WITH_EXPERTS}
         if raw.get("topk_group") is None:
@@ -125,23 +64,23 @@ def read_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     fields["rope"] = read_rope(raw)
     fields["quantization"] = read_quantization(raw)
     _check_derived(raw, fields)
-    _check_unbuilt(raw)
+    _check_unbuilt(raw, {*must, *optional})
     return fields
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> Any:
     """The weights' dtype under either of its keys; float32 where neither is given, as in transformers."""
-    found = [raw[key] for key in ("torch_dtype", "dtype") if raw.get(key) is not None]
-    if len(found) == 2 and found[0] != found[1]:
-        raise reject("dtype", found[1], f"what `torch_dtype` says, which is {found[0]!r}, or none")
-    return found[0] if found else "float32"
+    dtypes = [raw[key] for key in ("torch_dtype", "dtype") if raw.get(key) is not None]
+    if len(dtypes) == 2 and dtypes[0] != dtypes[1]:
+        raise reject("dtype", dtypes[1], f"what `torch_dtype` says, which is {dtypes[0]!r}, or none")
+    return dtypes[0] if dtypes else "float32"
 
 
-def _read_tokens(found: Any) -> tuple[Any, ...]:
-    """`eos_token_id` may be missing, one id, or a list of ids."""
-    if found is None:
+def _read_tokens(ids: Any) -> tuple[Any, ...]:
+    """Read `eos_token_id`, which may be missing, one id, or a list of ids."""
+    if ids is None:
         return ()
-    return tuple(found) if isinstance(found, list | tuple) else (found,)
+    return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
 
 
 def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
@@ -163,11 +102,11 @@ def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
             raise reject(key, raw[key], f"{expected!r}, equal to {why}")
 
 
-def _check_unbuilt(raw: Mapping[str, Any]) -> None:
+def _check_unbuilt(raw: Mapping[str, Any], fields: set[str]) -> None:
     for key, harmless in _NOT_BUILT.items():
         if key in raw and raw[key] is not None and raw[key] != harmless:
             raise ConfigError(f"config field `{key}`: found {raw[key]!r}; this architecture is not supported")
-    known = {*_REQUIRED, *_OPTIONAL, *_KNOWN_OTHERS, *_NOT_BUILT}
+    known = {*fields, *_KNOWN_OTHERS, *_NOT_BUILT}
     unknown = sorted(str(key) for key in raw if key not in known)
     if unknown:
         warnings.warn(f"config.json has keys that are unknown here and are ignored: {', '.join(unknown)}", stacklevel=4)
@@ -176,7 +115,8 @@ def _check_unbuilt(raw: Mapping[str, Any]) -> None:
 def write_fields(config: Any) -> dict[str, Any]:
     """Return `config.json` of a `ModelConfig` in the original spelling (`rope_scaling`, `torch_dtype`)."""
     written: dict[str, Any] = {"architectures": [_ARCHITECTURES[config.model_type]]}
-    written |= {name: getattr(config, name) for name in (*_REQUIRED, *_OPTIONAL)}
+    must, optional = _read_alike(config)
+    written |= {name: getattr(config, name) for name in (*must, *optional)}
     written["num_key_value_heads"] = config.num_attention_heads
     written["n_routed_experts"] = config.n_routed_experts or None
     written |= config.rope.to_dict()

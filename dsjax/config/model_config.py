@@ -11,14 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsjax.config.checks import (
-    check_boolean,
-    check_choice,
-    check_integer,
-    check_mapping,
-    check_number,
-    reject,
-)
+from dsjax.config.checks import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
 from dsjax.config.hugging_face import read_fields, write_fields
 from dsjax.config.quantization import QuantizationConfig
 from dsjax.config.rope import RopeConfig
@@ -33,26 +26,13 @@ _ROUTERS = {
 
 # Least value of each integer field.
 _INTEGERS = {
-    "vocab_size": 1,
-    "hidden_size": 1,
-    "intermediate_size": 1,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "kv_lora_rank": 1,
-    "qk_nope_head_dim": 1,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 1,
-    "max_position_embeddings": 1,
-    "first_k_dense_replace": 0,
+    "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "kv_lora_rank": 1,
+    "qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 1, "max_position_embeddings": 1, "first_k_dense_replace": 0,
     "num_nextn_predict_layers": 0,
-}
+}  # fmt: skip
 _EXPERT_INTEGERS = {
-    "moe_intermediate_size": 1,
-    "n_shared_experts": 0,
-    "num_experts_per_tok": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
+    "moe_intermediate_size": 1, "n_shared_experts": 0, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +182,7 @@ class ModelConfig:
         Keys that cannot change inference are passed over; keys nobody knows are named in a warning; keys that would
         change the arithmetic in a way that is not built here raise `ConfigError`.
         """
-        return cls(**read_fields(check_mapping("config.json", raw)))
+        return cls(**read_fields(cls, check_mapping("config.json", raw)))
 
     def to_dict(self) -> dict[str, Any]:
         """Write Hugging Face's `config.json` in the original spelling; `from_dict` reads it back to an equal config."""

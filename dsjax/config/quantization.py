@@ -45,16 +45,16 @@ def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
     """
     if raw.get("quantization_config") is None:
         return None
-    found = check_mapping("quantization_config", raw["quantization_config"])
-    for key in found:
+    given = check_mapping("quantization_config", raw["quantization_config"])
+    for key in given:
         if key not in _KEYS:
-            raise reject(f"quantization_config.{key}", found[key], f"no such key; known are {', '.join(_KEYS)}")
-    check_choice("quantization_config.quant_method", required(found, "quant_method", "quantization_config."), ("fp8",))
-    if found.get("activation_scheme") is not None:
-        check_choice("quantization_config.activation_scheme", found["activation_scheme"], ("dynamic",))
-    block = required(found, "weight_block_size", "quantization_config.")
+            raise reject(f"quantization_config.{key}", given[key], f"no such key; known are {', '.join(_KEYS)}")
+    check_choice("quantization_config.quant_method", required(given, "quant_method", "quantization_config."), ("fp8",))
+    if given.get("activation_scheme") is not None:
+        check_choice("quantization_config.activation_scheme", given["activation_scheme"], ("dynamic",))
+    block = required(given, "weight_block_size", "quantization_config.")
     if not isinstance(block, list | tuple):
         raise reject("quantization_config.weight_block_size", block, "[128, 128]")
     return QuantizationConfig(
-        weight_block_size=tuple(block), fmt=found.get("fmt", "e4m3"), scale_fmt=found.get("scale_fmt")
+        weight_block_size=tuple(block), fmt=given.get("fmt", "e4m3"), scale_fmt=given.get("scale_fmt")
     )

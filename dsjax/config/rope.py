@@ -14,15 +14,8 @@ from dsjax.errors import ConfigError
 
 _DEFAULT_THETA = 10000.0
 _YARN_KEYS = (
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "attention_factor",
-    "truncate",
-)
+    "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"
+)  # fmt: skip
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -117,8 +110,8 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
             spellings[name] = _read_spelling(name, check_mapping(name, raw[name]))
     settings: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    for source, found in [("rope_theta", top_theta), *spellings.items()]:
-        for key, value in found.items():
+    for source, given in [("rope_theta", top_theta), *spellings.items()]:
+        for key, value in given.items():
             if key in settings and settings[key] != value:
                 raise ConfigError(
                     f"config field `{source}`: found {key} = {value!r}, but `{origin[key]}` says {settings[key]!r}; "

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
@@ -26,6 +24,7 @@ from dsjax.engine.device.traced_programs import TracedPrograms
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.errors import UserError
 from dsjax.model.step import ModelStep
+from dsjax.versions import installed_version
 from sharding import MeshSpec
 
 # The CPU program is read and never run: LLVM's optimisations would only cost seconds. What XLA itself does is not changed.
@@ -56,7 +55,7 @@ class CompiledProgram:
             return self.compiled.as_text()
         except jax.errors.JaxRuntimeError as error:
             raise UserError(
-                f"jaxlib {version('jaxlib')} cannot read the program that {_accelerator_compilers()} made "
+                f"jaxlib {installed_version('jaxlib')} cannot read the program that {_accelerator_compilers()} made "
                 f"({_first_line(error)}); a compiler and jaxlib must belong together: pip install -U 'dsjax[tpu]' or 'dsjax[cuda]' "
                 "installs the one that does"
             ) from error
@@ -73,8 +72,8 @@ class CompiledExchange:
     @property
     def temporaries(self) -> int:
         """What the larger of the two needs beside weights, buffer and state: temporaries, and outputs that are not aliased."""
-        found = [program.compiled.memory_analysis() for program in (self.stage, self.place)]
-        return max(one.output_size_in_bytes - one.alias_size_in_bytes + one.temp_size_in_bytes for one in found)
+        memories = [program.compiled.memory_analysis() for program in (self.stage, self.place)]
+        return max(one.output_size_in_bytes - one.alias_size_in_bytes + one.temp_size_in_bytes for one in memories)
 
 
 @dataclass(frozen=True)
@@ -182,11 +181,8 @@ def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:
 
 def _accelerator_compilers() -> str:
     """Those that are installed, with their versions."""
-    found = []
-    for name in ("libtpu", "jax-cuda13-plugin"):
-        with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return " or ".join(found) or "the compiler"
+    versions = {name: installed_version(name, missing="") for name in ("libtpu", "jax-cuda13-plugin")}
+    return " or ".join(f"{name} {version}" for name, version in versions.items() if version) or "the compiler"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Seconds of a compiled program's operations and collectives on a target: its rooflines, and what is assumed beside them."""
+"""Seconds of the operations and collectives of a compiled program on a target: its rooflines, what its links carry, and what is assumed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dsjax.dryrun.links import BETWEEN, INSIDE, carried_bytes
 from dsjax.hardware import Hardware
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind, assumed
@@ -15,6 +14,29 @@ from dsjax.plan.network import network_latency, torus_hops
 from sharding.program import OperationCost, ProgramCollective
 from sharding.program.costs import bytes_moved, products
 from sharding.program.text import Computation, Operation, Program
+
+INSIDE, BETWEEN = "network inside", "network between"
+
+
+def carried_bytes(one: ProgramCollective) -> tuple[float, float, int]:
+    """``(bytes over a device's scale-up link, bytes through its share of the network, latencies one after another)``.
+
+    Exchanges send every row straight to where it belongs. A gather brings each row to a host once, through one of its cards, and
+    on over the fast links; scattered sums go the other way; an all-reduce is one after the other. This is what rings over
+    hosts come to (NCCL's algorithms for many ranks), where a direct exchange would send each row to every rank of a host.
+    """
+    n, h = one.ranks, one.neighbours
+    hosts = -(-n // h)
+    size = one.operand_bytes
+    if one.kind in ("all-gather", "collective-broadcast"):
+        return (size * (n - 1) if h > 1 else 0), size * (n - h) / h, hosts - 1
+    part = size / n
+    if one.kind == "reduce-scatter":
+        return (part * (n - 1) if h > 1 else 0), part * (n - h) / h, hosts - 1
+    if one.kind == "all-reduce":
+        return (2 * part * (n - 1) if h > 1 else 0), 2 * part * (n - h) / h, 2 * (hosts - 1)
+    return one.bytes_inside, one.bytes_between, min(hosts - 1, 1) if one.bytes_between else 0
+
 
 COPIES = "copies"
 """The thread of asynchronous copies, which move memory beside the compute thread."""
@@ -137,16 +159,16 @@ class TargetPrices:
 
     def links(self, inside: float, between: float, crossings: int) -> dict[str, OperationCost]:
         """Bytes over a device's scale-up link, bytes through its share of the network, and latencies on the way between hosts."""
-        found, a = {}, self.assumed
+        costs, a = {}, self.assumed
         if inside:
             moving = inside * self._time(a.hops) / (self._rate(a.scale_up_bandwidth) * self._rate(a.link_share))
             fixed = self._time(a.fixed_inside)
-            found[INSIDE] = OperationCost(fixed + moving, 0.0, inside, "latency" if fixed > moving else "bandwidth")
+            costs[INSIDE] = OperationCost(fixed + moving, 0.0, inside, "latency" if fixed > moving else "bandwidth")
         if between:
             moving = between / (self._rate(a.network_bandwidth) * self._rate(a.network_share))
             fixed = self._time(a.fixed_between) + crossings * self._time(a.latency)
-            found[BETWEEN] = OperationCost(fixed + moving, 0.0, between, "latency" if fixed > moving else "bandwidth")
-        return found
+            costs[BETWEEN] = OperationCost(fixed + moving, 0.0, between, "latency" if fixed > moving else "bandwidth")
+        return costs
 
     def copied(self, size: float) -> float:
         """Seconds in which so many bytes are read and written again on the device, with a launch."""

@@ -72,10 +72,10 @@ class ExpertMoves:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `docs/dryrun.md` documents the fields."""
-        found = {name: value for name, value in vars(self).items() if not isinstance(value, Moves)}
+        body = {name: value for name, value in vars(self).items() if not isinstance(value, Moves)}
         for name in ("first", "next"):
             moves: Moves = getattr(self, name)
-            found[name] = {
+            body[name] = {
                 "experts": moves.experts,
                 "received": moves.received,
                 "received_bytes": moves.received * self.expert_bytes,
@@ -83,7 +83,7 @@ class ExpertMoves:
                 "layer_seconds": moves.seconds and moves.seconds.to_json(),
                 "steps": self.steps(moves),
             }
-        return found
+        return body
 
 
 def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster | None) -> ExpertMoves:
@@ -174,8 +174,8 @@ def _busiest(moves: Iterable[tuple[int, int]], each: int, ranks: int, domain: in
 
 def _seconds(prices: TargetPrices, exchanges: Iterable[Exchange], received: int, size: int) -> float:
     """Seconds of a layer: rows are gathered, sent and written where they are staged; and staged rows are written into their slots."""
-    found = prices.copied(received * size)
+    seconds = prices.copied(received * size)
     for one in exchanges:
         links = prices.links(one.inside * size, one.between * size, 1 if one.between else 0)
-        found += prices.copied(max(one) * size) + max((work.seconds for work in links.values()), default=0.0)
-    return found
+        seconds += prices.copied(max(one) * size) + max((work.seconds for work in links.values()), default=0.0)
+    return seconds

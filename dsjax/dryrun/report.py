@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.dryrun.fit import Fit
-from dsjax.dryrun.memory import DeviceMemory
+from dsjax.dryrun.memory import DeviceMemory, Fit
 from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.timeline import Timeline
 from dsjax.hardware import Hardware
@@ -66,18 +65,8 @@ class DryRunReport(ProgramReport):
             **self.request,
             "parameters": {**self.parameters, "total": sum(self.parameters.values())},
             "device_bytes": {
-                "weights": memory.weights,
+                **vars(memory),
                 "weights_total": memory.weight_bytes,
-                "cache": memory.cache,
-                "state": memory.state,
-                "inputs": memory.inputs,
-                "arguments": memory.arguments,
-                "outputs": memory.outputs,
-                "aliased": memory.aliased,
-                "temporaries": memory.temporaries,
-                "drafting": memory.drafting,
-                "staging": memory.staging,
-                "moving": memory.moving,
                 "total": memory.total,
                 "memory": self.hardware.memory_bytes if self.hardware else None,
             },

@@ -9,8 +9,7 @@ from dsjax.config import ModelConfig, load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import TEXT, EvenExperts, drafting_trip_counts, trip_counts
 from dsjax.dryrun.compilation import CompiledProgram, CompiledStep, compile_step
-from dsjax.dryrun.fit import fit
-from dsjax.dryrun.memory import DeviceMemory, parameters_by_component
+from dsjax.dryrun.memory import DeviceMemory, fit, parameters_by_component
 from dsjax.dryrun.prices import default_cluster, even_ragged_share
 from dsjax.dryrun.rebalance import read_rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport
@@ -57,9 +56,8 @@ def dry_run(
             raise UserError(
                 f"{flag} is {given}, but the model has {config.max_position_embeddings} positions; lower it"
             )
-    if (
-        args.row_tokens > config.max_position_embeddings
-    ):  # neither was given, and the usual context is beyond the model's
+    # Neither was given, and the usual context is beyond the model's.
+    if args.row_tokens > config.max_position_embeddings:
         args = replace(args, context=config.max_position_embeddings)
     spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.
@@ -162,17 +160,17 @@ def _cluster(hardware: Hardware | None, name: str | None, devices: int) -> Clust
     """The named cluster, or hosts as the hardware's file describes them; None on the CPU target."""
     if name is None:
         return default_cluster(hardware, devices) if hardware else None
-    found = load_cluster(name)
-    if hardware is None or found.hardware.key != hardware.key:
+    named = load_cluster(name)
+    if hardware is None or named.hardware.key != hardware.key:
         raise UserError(
-            f"--cluster {name} is of {found.hardware.key}, --target is {hardware.key if hardware else 'cpu'}; "
-            f"give --target {found.hardware.key}"
+            f"--cluster {name} is of {named.hardware.key}, --target is {hardware.key if hardware else 'cpu'}; "
+            f"give --target {named.hardware.key}"
         )
-    if found.num_devices < devices:
+    if named.num_devices < devices:
         raise UserError(
-            f"--cluster {name} has {found.num_devices} devices, the mesh {devices}; expected at most as many"
+            f"--cluster {name} has {named.num_devices} devices, the mesh {devices}; expected at most as many"
         )
-    return found
+    return named
 
 
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:

@@ -7,8 +7,7 @@ from rich.table import Table
 
 from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.report import DryRunReport, ProgramReport
-from dsjax.dryrun.scopes import model_part
-from dsjax.dryrun.timeline import Timeline
+from dsjax.dryrun.timeline import Timeline, model_part
 from dsjax.plan.figure import Figure, Kind
 
 
@@ -103,16 +102,8 @@ def _collectives(program: ProgramReport, name: str) -> Table:
         axes = "?" if one.axes is None else "×".join(one.axes)
         array = f"{one.operand[0]}" + (f" × {len(one.operand)}" if len(one.operand) > 1 else "")
         beside = str(len(one.beside)) if one.asynchronous else "–"
-        key = (
-            one.kind,
-            axes,
-            array,
-            one.operand_bytes,
-            one.bytes_inside,
-            one.bytes_between,
-            beside,
-            model_part(one.op_name),
-        )
+        part = model_part(one.op_name)
+        key = (one.kind, axes, array, one.operand_bytes, one.bytes_inside, one.bytes_between, beside, part)
         rows[key] = rows.get(key, 0) + one.times
     inside = between = 0.0
     for (kind, axes, array, operand, near, far, beside, part), times in rows.items():
@@ -171,26 +162,26 @@ def _timeline(timeline: Timeline, name: str) -> Table:
     return table
 
 
-def _rebalance(found: ExpertMoves) -> Table:
+def _rebalance(moves: ExpertMoves) -> Table:
     table = _table(
-        f"moving experts: policy {found.policy}, at most {_size(found.max_bytes_per_step)} received between two steps",
+        f"moving experts: policy {moves.policy}, at most {_size(moves.max_bytes_per_step)} received between two steps",
         "", "first, from no load known", "next, after drift",
     )  # fmt: skip
-    both = (found.first, found.next)
+    both = (moves.first, moves.next)
 
     def row(name: str, value) -> None:
         table.add_row(name, *(value(one) for one in both))
 
     row("experts of a layer that move, all ranks", lambda one: f"{one.experts:.4g}")
     row("  that the rank with the most receives", lambda one: f"{one.received:.3g}")
-    row("  bytes", lambda one: _size(one.received * found.expert_bytes))
+    row("  bytes", lambda one: _size(one.received * moves.expert_bytes))
     row("exchanges of a layer", lambda one: f"{one.exchanges:.3g}")
-    if found.next.seconds:
+    if moves.next.seconds:
         row("milliseconds of a layer, predicted", lambda one: _milliseconds(one.seconds))
-    row(f"steps of a rebalance of all {found.layers} layers", lambda one: f"{found.steps(one):,}")
+    row(f"steps of a rebalance of all {moves.layers} layers", lambda one: f"{moves.steps(one):,}")
     table.caption = (
-        f"an expert has {found.expert_bytes:,} bytes on a device; {found.experts_per_exchange} to a rank in an exchange, for which "
-        f"the compiled program sends {found.sent_bytes:,} bytes; its own temporaries {_size(found.exchange_temporaries)}"
+        f"an expert has {moves.expert_bytes:,} bytes on a device; {moves.experts_per_exchange} to a rank in an exchange, for which "
+        f"the compiled program sends {moves.sent_bytes:,} bytes; its own temporaries {_size(moves.exchange_temporaries)}"
     )
     return table
 
@@ -204,11 +195,9 @@ def _assumed(figure: Figure) -> str:
 
 
 def _fit(report: DryRunReport) -> Table:
-    found, r = report.fit, report.request
-    table = _table(
-        f"what fits into {found.room / 1e9:.4g} GB of a device ({found.compilations} programs compiled)", "", ""
-    )
-    table.add_row(f"rows of a DP rank at context {r['context']:,}", f"{found.batch:,}")
-    table.add_row(f"context of a row at {r['batch']} rows", f"{found.context:,}")
-    table.add_row(f"cache tokens of a DP rank beside {r['batch']} rows", f"{found.cache_tokens:,}")
+    fit, r = report.fit, report.request
+    table = _table(f"what fits into {fit.room / 1e9:.4g} GB of a device ({fit.compilations} programs compiled)", "", "")
+    table.add_row(f"rows of a DP rank at context {r['context']:,}", f"{fit.batch:,}")
+    table.add_row(f"context of a row at {r['batch']} rows", f"{fit.context:,}")
+    table.add_row(f"cache tokens of a DP rank beside {r['batch']} rows", f"{fit.cache_tokens:,}")
     return table

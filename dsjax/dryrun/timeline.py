@@ -1,18 +1,83 @@
-"""`Timeline`: a compiled step played through on a target, what it predicts, and what the time is made of."""
+"""`Timeline`: a compiled step played through on a target, by parts of the model: what it predicts, and what the time is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.dryrun.links import BETWEEN, INSIDE
-from dsjax.dryrun.prices import Assumed, TargetPrices
-from dsjax.dryrun.scopes import parts_of
+from dsjax.dryrun.prices import BETWEEN, INSIDE, Assumed, TargetPrices
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind
 from sharding.program import COMPUTE, Operation, Program, ProgramCollective, Schedule, Span, Turn, play
+from sharding.program.text import Computation
 from sharding.program.walk import TripCount
+
+_MADE_BY_JAX = ("while", "body", "closed_call", "shard_map", "jit(", "eval_jaxpr", "cond", "branch", "checkpoint")
+_FAR = 6
+"""Operations between one without a name and the one that it takes its name from, at most."""
+
+
+def model_part(op_name: str) -> str:
+    """The model's own scopes in a path: ``jit(run)/while/body/closed_call/mla_output/dot_general`` → ``mla_output``.
+
+    An operation outside all scopes is known by its primitive: ``(dynamic_slice)``.
+    """
+    parts = [p for p in op_name.split("/")[:-1] if not p.startswith(_MADE_BY_JAX) and "->" not in p]
+    return "/".join(parts) or f"({op_name.split('/')[-1]})"
+
+
+def parts_of(program: Program) -> Mapping[Operation, str]:
+    """Operation → part of the model.
+
+    An operation that XLA made up belongs to what it takes its operands from, or else to what uses it; between a part and a
+    part of that part, to the whole. ``(copy)`` and the like where neither tells.
+    """
+    parts: dict[Operation, str] = {}
+    for computation in program.computations.values():
+        for operation in computation.operations.values():
+            name = operation.op_name or _inside(program, operation)
+            parts[operation] = model_part(name) if name else _beside(program, computation, operation)
+    return parts
+
+
+def _inside(program: Program, operation: Operation) -> str:
+    """The path of a fusion's own operations, its result's first."""
+    names = _fused(program, operation)
+    return next((name for name in names if "/" in name), "")
+
+
+def _fused(program: Program, operation: Operation) -> list[str]:
+    called = operation.computation("calls")
+    if called not in program.computations:
+        return []
+    inner = program.computations[called]
+    return [inner.root.op_name, *(one.op_name for one in inner.operations.values())]
+
+
+def _beside(program: Program, computation: Computation, operation: Operation) -> str:
+    def producer(one: Operation) -> Operation | None:
+        return next((computation.operations[name] for name in one.operands if name in computation.operations), None)
+
+    def user(one: Operation) -> Operation | None:
+        return next(iter(computation.users.get(one.name, ())), None)
+
+    before, after = (_first_named(operation, step) for step in (producer, user))
+    if before is None:
+        return model_part(after.op_name) if after else f"({operation.opcode})"
+    part = model_part(before.op_name)
+    wholes = [model_part(name) for name in (after.op_name, *_fused(program, after))] if after else []
+    return next((whole for whole in wholes if part.startswith(f"{whole}/")), part)
+
+
+def _first_named(operation: Operation, step: Callable[[Operation], Operation | None]) -> Operation | None:
+    """The nearest operation with a path, going from one to the next."""
+    at = step(operation)
+    for _ in range(_FAR):
+        if at is None or "/" in at.op_name:
+            return at
+        at = step(at)
+    return None
 
 
 @dataclass(frozen=True)
@@ -81,11 +146,11 @@ class Timeline:
     def critical_by_bound(self) -> dict[str, float]:
         """Seconds of the critical path by what bounds them: ``operations``, ``memory``, ``launch``, ``host``, or a link's
         ``bandwidth`` or ``latency``."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for span, times in _leaves(self.critical_path):
             bound = span.work.bound if span.thread == COMPUTE else f"{span.thread}: {span.work.bound}"
-            found[bound] = found.get(bound, 0.0) + times * span.seconds
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            seconds[bound] = seconds.get(bound, 0.0) + times * span.seconds
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def by_scope(self) -> dict[str, Share]:
         """Part of the model → what it takes, those with most of the critical path first."""
@@ -123,10 +188,7 @@ class Timeline:
             "exposed_network": self.exposed_network,
             "network": {link: self.network(link) for link in (INSIDE, BETWEEN)},
             "layer_seconds": layer and layer.end - layer.begin,
-            "critical_path": {
-                "spans": len(self.critical_path),
-                "by_bound": self.critical_by_bound(),
-            },
+            "critical_path": {"spans": len(self.critical_path), "by_bound": self.critical_by_bound()},
             "by_scope": {name: vars(share) for name, share in self.by_scope().items()},
             "assumed": [
                 {"name": figure.name, **figure.to_json(), "source": figure.source} for figure in self.assumed.figures()

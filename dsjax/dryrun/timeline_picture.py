@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsjax.dryrun.links import BETWEEN, INSIDE
-from dsjax.dryrun.prices import COPIES
+from dsjax.dryrun.prices import BETWEEN, COPIES, INSIDE
 from dsjax.dryrun.timeline import Timeline
 from dsjax.errors import UserError
 from sharding.program import COMPUTE, Span
@@ -109,13 +108,13 @@ def _bars(timeline: Timeline, span: Span) -> Iterator[Bar]:
 
 def _merged(bars, smallest: float) -> list[Bar]:
     """Bars in order, neighbours of one part joined where the gap between them could not be seen."""
-    found: list[Bar] = []
+    merged: list[Bar] = []
     for begin, end, part in bars:
-        if found and found[-1][2] == part and begin - found[-1][1] < smallest:
-            found[-1] = (found[-1][0], max(end, found[-1][1]), part)
+        if merged and merged[-1][2] == part and begin - merged[-1][1] < smallest:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]), part)
         else:
-            found.append((begin, end, part))
-    return found
+            merged.append((begin, end, part))
+    return merged
 
 
 def _legend(figure, timeline: Timeline, colours: dict[str, str]) -> None:
@@ -129,14 +128,9 @@ def _legend(figure, timeline: Timeline, colours: dict[str, str]) -> None:
     if len(named) < len(shares):
         handles.append(Patch(color=_REST, label=f"all others: {rest * scale:.3g} {unit}"))
     handles.append(Patch(color=_CRITICAL, label="critical path"))
+    title = "on the critical path in the whole step"
     figure.legend(
-        handles=handles,
-        loc="lower center",
-        ncols=4,
-        fontsize=8,
-        frameon=False,
-        title="on the critical path in the whole step",
-        title_fontsize=8,
+        handles=handles, loc="lower center", ncols=4, fontsize=8, frameon=False, title=title, title_fontsize=8
     )
 
 

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dsjax.dryrun.links import BETWEEN, INSIDE
-from dsjax.dryrun.prices import COPIES
+from dsjax.dryrun.prices import BETWEEN, COPIES, INSIDE
 from dsjax.dryrun.timeline import Timeline
 from sharding.program import COMPUTE, Span
 
@@ -38,10 +37,11 @@ def trace(timeline: Timeline, title: str) -> dict[str, Any]:
     """The trace as plain data. Times are microseconds, whole nanoseconds, from the step's begin."""
     spans, path = timeline.schedule.spans, timeline.schedule.critical_path()
     used = {span.thread for span in spans}
-    events: list[dict[str, Any]] = [_name("process_name", 0, title)]
+    events: list[dict[str, Any]] = [_event("M", None, "process_name", args={"name": title})]
     for number, thread in enumerate(THREADS, 1):
         if thread in used or thread == _PATH:
-            events += [_name("thread_name", number, thread), _order(number)]
+            events.append(_event("M", thread, "thread_name", args={"name": thread}))
+            events.append(_event("M", thread, "thread_sort_index", args={"sort_index": number}))
     for turn in timeline.schedule.turns:
         name = f"{turn.index + 1} of {turn.times}"
         events.append(_complete(COMPUTE, name, turn.begin, turn.end, {"loop": turn.loop.name}))
@@ -85,17 +85,8 @@ def _operation(timeline: Timeline, span: Span, thread: str, begin: float, end: f
 
 
 def _complete(thread: str, name: str, begin: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-    start = _nanoseconds(begin)
-    return {
-        "name": name,
-        "cat": thread,
-        "ph": "X",
-        "ts": start / 1000,
-        "dur": (_nanoseconds(end) - start) / 1000,
-        "pid": _PROCESS,
-        "tid": THREADS.index(thread) + 1,
-        "args": args,
-    }
+    duration = (_nanoseconds(end) - _nanoseconds(begin)) / 1000
+    return _event("X", thread, name, begin, cat=thread, dur=duration, args=args)
 
 
 def _flows(spans: tuple[Span, ...]) -> Iterable[dict[str, Any]]:
@@ -105,26 +96,14 @@ def _flows(spans: tuple[Span, ...]) -> Iterable[dict[str, Any]]:
             continue
         cause = spans[span.cause]
         # Slices of a thread touch: an arrow has to leave from inside its own.
-        ends = (("s", cause.thread, cause.end - min(cause.seconds / 2, 1e-9)), ("f", span.thread, span.begin))
-        for phase, thread, at in ends:
-            event = {"name": "waits", "cat": "waits", "ph": phase, "id": index, "ts": _nanoseconds(at) / 1000}
-            event |= {"pid": _PROCESS, "tid": THREADS.index(thread) + 1}
-            yield event | ({"bp": "e"} if phase == "f" else {})
+        yield _event("s", cause.thread, "waits", cause.end - min(cause.seconds / 2, 1e-9), cat="waits", id=index)
+        yield _event("f", span.thread, "waits", span.begin, cat="waits", id=index, bp="e")
 
 
-def _name(what: str, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": _PROCESS, "tid": thread, "ts": 0, "args": {"name": name}}
-
-
-def _order(thread: int) -> dict[str, Any]:
-    return {
-        "name": "thread_sort_index",
-        "ph": "M",
-        "pid": _PROCESS,
-        "tid": thread,
-        "ts": 0,
-        "args": {"sort_index": thread},
-    }
+def _event(phase: str, thread: str | None, name: str, at: float = 0.0, **more: Any) -> dict[str, Any]:
+    """An event of the format. thread: None for one of the process; at: seconds from the step's begin."""
+    number = 0 if thread is None else THREADS.index(thread) + 1
+    return {"name": name, "ph": phase, "pid": _PROCESS, "tid": number, "ts": _nanoseconds(at) / 1000, **more}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -103,13 +103,13 @@ def allow_shutdown(variables: MutableMapping[str, str], shutdown_timeout: float)
             f"--shutdown-timeout is {shutdown_timeout:g}, and Dynamo ends a process after a finite time; give seconds"
         )
     needed = math.ceil(shutdown_timeout) + CLEANUP_SECONDS
-    found = variables.get(DEADLINE) or str(max(needed, 30))
-    if not found.isdecimal() or int(found) < needed:
+    deadline = variables.get(DEADLINE) or str(max(needed, 30))
+    if not deadline.isdecimal() or int(deadline) < needed:
         raise UserError(
-            f"{DEADLINE} is {found}, and --shutdown-timeout {shutdown_timeout:g} needs {needed} whole seconds at least, of which "
+            f"{DEADLINE} is {deadline}, and --shutdown-timeout {shutdown_timeout:g} needs {needed} whole seconds at least, of which "
             f"{CLEANUP_SECONDS} are the engine's own; leave the variable out, or give a smaller --shutdown-timeout"
         )
-    variables[DEADLINE] = found
+    variables[DEADLINE] = deadline
     variables.setdefault(DRAIN, f"{shutdown_timeout:g}")
 
 
@@ -209,7 +209,7 @@ def _serve(engine: "LLMEngine", worker: "WorkerConfig") -> None:
     async def run() -> None:
         await Worker(engine, worker).run()
 
-    engine.heed_signals()
+    engine.handle_signals()
     try:
         uvloop.run(run())
     except Exception:

@@ -18,15 +18,13 @@ from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.llm import LLM
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.schedule.request import FinishReason, Request
-from dsjax.engine.schedule.scheduler import Update
-from dsjax.engine.stats import StepStats
-from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, RequestOutput
+from dsjax.engine.stats import EngineObserver, StepStats
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 from dsjax.serve.command import metrics_of
 from dsjax.serve.message_parser import CLOSE, OPEN
-from dsjax.serve.server import settle_interpreter
+from dsjax.serve.server import tune_interpreter
 from dsjax.serve.startup_screen import show_facts, warm_up_bar
 from dsjax.serve.watchdog import Watchdog
 
@@ -34,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
 _IDLE_SECONDS = 1.0
-"""How often loads are asked for while no step tells them, until a rank holds nothing."""
+"""Seconds between two questions for loads while no step tells them, until a rank holds nothing."""
 
 
 class DsjaxEngine(Worker):
@@ -61,10 +59,10 @@ class DsjaxEngine(Worker):
             lambda new: self._metrics.on_change(new.facts.dp_ranks, new.facts.physical_experts_per_device)
         )
         engine.on_death = self._end_process
-        settle_interpreter()
+        tune_interpreter()
         engine.start()
         self._loads.start()
-        self._watch_steps(asyncio.get_running_loop())
+        self._watchdog = Watchdog.over(engine, self._options.step_timeout)
         return registration(self._options, self._llm.executor.limits, self._llm.parts.inputs.config, facts)
 
     def _load(self) -> None:
@@ -157,26 +155,16 @@ class DsjaxEngine(Worker):
         tokenizer = self._llm.tokenizer
         return build_health_check_payload((tokenizer and tokenizer.bos_id) or 0)
 
-    def _watch_steps(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._options.step_timeout:
-            engine = self._engine
-            self._watchdog = Watchdog(
-                self._options.step_timeout,
-                engine.steppers,
-                tell_clients=lambda: loop.call_soon_threadsafe(engine.abort_all),
-            )
-            self._watchdog.start()
 
-
-class LoadPublisher:
-    """An `EngineObserver` that tells Dynamo how many pages each DP rank's requests hold.
+class LoadPublisher(EngineObserver):
+    """Tells Dynamo how many pages each DP rank's requests hold.
 
     Steps tell it. When they end while pages are held, by a request that is then aborted, it asks once a second until none are: a router
     would avoid a worker for ever that seems to be full.
     """
 
     def __init__(self, num_ranks: int, engine: AsyncEngine):
-        self._told: list[tuple | None] = [None] * num_ranks
+        self._published: list[tuple | None] = [None] * num_ranks
         self._engine = engine
         self._publisher: Any = None
         self._task: asyncio.Task | None = None
@@ -197,37 +185,25 @@ class LoadPublisher:
 
     def on_step(self, stats: StepStats) -> None:
         """Tell what a step has changed."""
-        self._tell(stats.ranks)
+        self._publish(stats.ranks)
 
-    def _tell(self, loads: Sequence[RankLoad]) -> None:
+    def _publish(self, loads: Sequence[RankLoad]) -> None:
         if self._publisher is None:
             return
-        for load in loads[: len(self._told)]:
+        for load in loads[: len(self._published)]:
             told = (load.used_pages, load.usable_pages, load.queried)
-            if told != self._told[load.rank]:
-                self._told[load.rank] = told
+            if told != self._published[load.rank]:
+                self._published[load.rank] = told
                 self._publisher.publish(load.rank, snapshot(load))
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
-            if any(told and told[0] for told in self._told) and not self._engine.num_unfinished:
+            if any(told and told[0] for told in self._published) and not self._engine.num_unfinished:
                 try:
-                    self._tell(await self._engine.call(lambda core: core.loads()))
+                    self._publish(await self._engine.call(lambda core: core.loads()))
                 except EngineDeadError:
                     return
-
-    def on_updates(self, updates: Sequence[Update]) -> None:
-        """Nothing to tell."""
-
-    def on_ended(self, requests: Sequence[Request], reason: FinishReason) -> None:
-        """Nothing to tell: the pages are given back by the engine's thread."""
-
-    def on_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Nothing to tell."""
-
-    def on_rejected(self, reason: str) -> None:
-        """Nothing to tell."""
 
 
 def thinking_tokens(tokenizer: Tokenizer | None) -> ThinkingTokens | None:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 
@@ -33,7 +35,7 @@ class KvEvents:
         """Translate a rank's events, and send what they change."""
         publisher = self._publishers.get(rank)
         if publisher is not None:
-            changes = self._ranks.setdefault(rank, _Rank()).enter(events)
+            changes = self._ranks.setdefault(rank, _Rank()).apply(events)
             if changes:
                 publisher.publish_batch(changes)
 
@@ -52,14 +54,14 @@ class _Rank:
     def __init__(self):
         self._places: dict[int, set[str | None]] = {}  # by block: the tiers that have it
         self._salts: dict[int, str] = {}
-        self._told: set[int] = set()
+        self._published: set[int] = set()
         self._waiting: dict[
             int, dict[int, BlockStored]
         ] = {}  # by unknown parent, then by block: the event of that one block
         self._parents: dict[int, int] = {}  # of each block that waits, the parent that it waits for
 
-    def enter(self, events: Sequence[Event]) -> list[dict[str, Any]]:
-        """What the router is to be told: what several events come to together, new blocks before those that have gone."""
+    def apply(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+        """Make what the router is to be told: what several events come to together, new blocks before those that have gone."""
         changes: list[dict[str, Any]] = []
         left: list[int] = []
         for event in events:
@@ -75,9 +77,9 @@ class _Rank:
                 self._places.clear()
                 self._waiting.clear()
                 self._parents.clear()
-        gone = [block for block in dict.fromkeys(left) if block in self._told and block not in self._places]
+        gone = [block for block in dict.fromkeys(left) if block in self._published and block not in self._places]
         if gone:
-            self._told.difference_update(gone)
+            self._published.difference_update(gone)
             for block in gone:
                 self._salts.pop(block, None)
             changes.append({"type": "removed", "block_hashes": [signed(block) for block in gone]})
@@ -86,31 +88,31 @@ class _Rank:
     def _store(self, event: BlockStored, changes: list[dict[str, Any]]) -> None:
         for block in event.block_hashes:
             self._places.setdefault(block, set()).add(event.medium)
-        if self._told.isdisjoint(event.block_hashes) and self._knows(event.parent_block_hash):
-            self._tell(event, changes)
+        if self._published.isdisjoint(event.block_hashes) and self._knows(event.parent_block_hash):
+            self._publish(event, changes)
             return
         for one in _blocks(event):
-            if one.block_hashes[0] in self._told:
+            if one.block_hashes[0] in self._published:
                 continue
             if self._knows(one.parent_block_hash):
-                self._tell(one, changes)
+                self._publish(one, changes)
             else:
                 self._waiting.setdefault(one.parent_block_hash, {})[one.block_hashes[0]] = one
                 self._parents[one.block_hashes[0]] = one.parent_block_hash
 
-    def _tell(self, event: BlockStored, changes: list[dict[str, Any]]) -> None:
+    def _publish(self, event: BlockStored, changes: list[dict[str, Any]]) -> None:
         due = [event]
         while due:  # a chain of waiting blocks may be longer than Python's stack
             event = due.pop()
             salt = event.extra_keys[0][0] if event.extra_keys else self._salts.get(event.parent_block_hash)
             changes.append(_stored(event, salt))
-            self._told.update(event.block_hashes)
+            self._published.update(event.block_hashes)
             for block in event.block_hashes:
                 if salt is not None:
                     self._salts[block] = salt
                 for child, waiting in self._waiting.pop(block, {}).items():
                     del self._parents[child]
-                    if child not in self._told:
+                    if child not in self._published:
                         due.append(waiting)
 
     def _leave(self, block: int, medium: str | None) -> None:
@@ -126,7 +128,7 @@ class _Rank:
                         del self._waiting[parent]
 
     def _knows(self, parent: int | None) -> bool:
-        return parent is None or parent in self._told
+        return parent is None or parent in self._published
 
 
 def signed(block_hash: int) -> int:
@@ -139,15 +141,12 @@ def _blocks(event: BlockStored) -> list[BlockStored]:
     parents = [event.parent_block_hash, *event.block_hashes]
     size = event.block_size
     return [
-        BlockStored(
-            [block],
-            parents[place],
-            event.token_ids[place * size : (place + 1) * size],
-            size,
-            event.lora_id,
-            event.medium,
-            event.lora_name,
-            event.extra_keys[:1] if event.extra_keys and not place else None,
+        msgspec.structs.replace(
+            event,
+            block_hashes=[block],
+            parent_block_hash=parents[place],
+            token_ids=event.token_ids[place * size : (place + 1) * size],
+            extra_keys=event.extra_keys[:1] if event.extra_keys and not place else None,
         )
         for place, block in enumerate(event.block_hashes)
     ]

@@ -36,17 +36,13 @@ class DsjaxPrefillEngine(Worker):
     def _begin(self) -> EngineConfig:
         engine = self._server.engine
         engine.on_step, engine.on_death = self._publish, self._die
-        if self._options.step_timeout:
-            self._watchdog = Watchdog(
-                self._options.step_timeout,
-                {"the engine": engine},
-                tell_clients=lambda: None,  # decode workers see the connection end
-            )
-            self._watchdog.start()
-        found = registration(self._options, engine.core.executor.limits, engine.core.scheduler.config)
+        # Decode workers see the connection end: nobody else is to be told.
+        self._watchdog = Watchdog(self._options.step_timeout, {"the engine": engine}, notify_clients=lambda: None)
+        self._watchdog.start()
+        config = registration(self._options, engine.core.executor.limits, engine.core.scheduler.config)
         if self._options.bootstrap:
-            found.llm.bootstrap_host, found.llm.bootstrap_port = split_address(self._server.address)
-        return found
+            config.llm.bootstrap_host, config.llm.bootstrap_port = split_address(self._server.address)
+        return config
 
     def _load(self) -> None:
         from dsjax.engine.device.process import size_memory_pool

@@ -167,19 +167,19 @@ _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReas
 
 
 def _given(options: Any) -> dict[str, Any]:
-    """What has a value: the frontend writes null for all others."""
+    """Keep what has a value: the frontend writes null for all others."""
     return {name: value for name, value in (options or {}).items() if value is not None}
 
 
-def _token_ids(found: Any) -> list[int]:
+def _token_ids(given: Any) -> list[int]:
     """A list, or packed as little-endian 32-bit integers, as the request plane may hand it on."""
-    if isinstance(found, bytes | bytearray | memoryview):
+    if isinstance(given, bytes | bytearray | memoryview):
         packed = array.array("i")
-        packed.frombytes(bytes(found))
+        packed.frombytes(bytes(given))
         if sys.byteorder != "little":
             packed.byteswap()
         return packed.tolist()
-    return [int(token_id) for token_id in (() if found is None else found)]
+    return [int(token_id) for token_id in (() if given is None else given)]
 
 
 def _refuse_unknown(options: Mapping[str, Any], stops: Mapping[str, Any]) -> None:
@@ -197,11 +197,11 @@ def _refuse_unknown(options: Mapping[str, Any], stops: Mapping[str, Any]) -> Non
         raise SamplingError("max_thinking_tokens", "reasoning cannot be cut short; leave it out, or use max_tokens")
 
 
-def _logit_bias(found: Any) -> dict[int, float] | None:
+def _logit_bias(given: Any) -> dict[int, float] | None:
     try:
-        return None if not found else {int(token_id): bias for token_id, bias in dict(found).items()}
+        return None if not given else {int(token_id): bias for token_id, bias in dict(given).items()}
     except (TypeError, ValueError) as error:
-        raise SamplingError("logit_bias", f"found {found!r}, expected token ids with numbers") from error
+        raise SamplingError("logit_bias", f"found {given!r}, expected token ids with numbers") from error
 
 
 def _form(
@@ -220,7 +220,7 @@ def _form(
 
 
 def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[str, str] | None:
-    """Where a prompt is computed: as its prefill worker has said, or as the frontend has told both sides."""
+    """Read where a prompt is computed: as its prefill worker has said, or as the frontend has told both sides."""
     told = _given(_given(request.get("prefill_result")).get("disaggregated_params"))
     if {"address", "transfer"} <= told.keys():
         return {"address": told["address"], "transfer": told["transfer"]}
@@ -235,14 +235,14 @@ def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[s
 def _top(entry: TokenLogprobs) -> list[dict[str, Any]]:
     """The token taken, then the most probable ones. The frontend writes their texts: it has the tokenizer."""
     return [
-        {"rank": found.rank or 0, "token_id": token_id, "token": found.decoded_token, "logprob": found.logprob}
-        for token_id, found in entry.items()
+        {"rank": one.rank or 0, "token_id": token_id, "token": one.decoded_token, "logprob": one.logprob}
+        for token_id, one in entry.items()
     ]
 
 
 def _prompt_entry(entry: TokenLogprobs) -> dict[str, Any]:
     """One position of a prompt; the ids are text, as in JSON."""
     return {
-        str(token_id): {"logprob": found.logprob} | ({} if found.rank is None else {"rank": found.rank})
-        for token_id, found in entry.items()
+        str(token_id): {"logprob": one.logprob} | ({} if one.rank is None else {"rank": one.rank})
+        for token_id, one in entry.items()
     }

@@ -51,7 +51,7 @@ class Options:
 def registration(
     options: Options, limits: ExecutorLimits, config: SchedulerConfig, facts: EngineFacts | None = None
 ) -> EngineConfig:
-    """What Dynamo is told of an engine. All of its DP ranks are one worker's; page 0 of each is never given out.
+    """Make what Dynamo is told of an engine. All of its DP ranks are one worker's; page 0 of each is never given out.
 
     facts: of the loaded model, which name the mesh that makes tokens also where another one computes prompts.
     """
@@ -88,7 +88,7 @@ class Worker(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
-        """From a command line, as `python -m dsjax.dynamo` reads it, or this process's own; for Dynamo's launchers."""
+        """Make an engine from a command line, as `python -m dsjax.dynamo` reads it, or this process's own; for Dynamo's launchers."""
         from dsjax.dynamo.command import app
 
         made: list[tuple[LLMEngine, WorkerConfig]] = []
@@ -107,7 +107,7 @@ class Worker(LLMEngine):
         finally:
             self._starting = False
 
-    def heed_signals(self) -> None:
+    def handle_signals(self) -> None:
         """End the process at SIGTERM or SIGINT while it starts. To be called in the main thread, before Dynamo's own handlers are set.
 
         Dynamo would wait for the start, and after `DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT` call C's `exit`, which destroys what XLA's
@@ -138,7 +138,7 @@ class Worker(LLMEngine):
         self._load()
 
     async def kv_event_sources(self) -> list[KvEventSource]:
-        """One for each DP rank; none without a prefix cache, where there is nothing to find."""
+        """Make a source of page events for each DP rank; none without a prefix cache, where there is nothing to find."""
         if not self._args.enable_prefix_caching:
             return []
         return [
@@ -168,7 +168,7 @@ class Worker(LLMEngine):
 
 
 def snapshot(load: RankLoad) -> ComponentSnapshot:
-    """A rank's load in Dynamo's words. The hit rate is that of all prompts so far, in tokens; None before the first."""
+    """Put a rank's load into Dynamo's words. The hit rate is that of all prompts so far, in tokens; None before the first."""
     return ComponentSnapshot(
         kv_used_blocks=load.used_pages,
         kv_total_blocks=load.usable_pages,

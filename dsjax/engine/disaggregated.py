@@ -18,9 +18,9 @@ from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.layout import EngineLayout
 from dsjax.engine.setup.loading import LoadedEngine, PrefillSizes, load_model
 from dsjax.engine.setup.side_options import decode_args, prefill_args
+from dsjax.engine.setup.sizes import EngineLayout
 from dsjax.engine.transfer.chunk_network import ChunkServer
 from dsjax.engine.transfer.page_chunks import move_chunk
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink

@@ -14,7 +14,7 @@ from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_events import EventSink, EventSinks
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.setup.page_source_module import import_page_source
+from dsjax.engine.setup.args import import_page_source
 from dsjax.engine.text.input_processor import InputProcessor, Prompt
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import RequestOutput

@@ -257,7 +257,7 @@ class CompletionAnswer(Answer):
                     chunk = self._chunk(prompt_index, output, empty, first=False)
                     self._text_chunks[index] = TextChunk(chunk, b'"text":""')
                 chunks.append(self._text_chunks[index].with_text(completion.text))
-            elif self._is_told(completion) or (first and self._body.echo):
+            elif self._is_sent(completion) or (first and self._body.echo):
                 self._begun.add(index)
                 chunks.append(self._chunk(prompt_index, output, completion, first=first))
         return chunks
@@ -267,7 +267,7 @@ class CompletionAnswer(Answer):
     ) -> CompletionResponse:
         return self._chunk_of(self._choice(prompt_index, output, completion, first=first))
 
-    def _is_told(self, completion: CompletionOutput) -> bool:
+    def _is_sent(self, completion: CompletionOutput) -> bool:
         ids = self._body.return_token_ids and completion.token_ids
         return bool(completion.text or completion.finished or completion.logprobs or ids)
 

@@ -30,7 +30,7 @@ class ChatAnswer(Answer):
         self._tokenizer = serving.engine.tokenizer
         self._section: Section | None = None
         self._parsers: list[MessageParser] = []  # of a stream's choices
-        self._prompt_is_told = False
+        self._prompt_is_sent = False
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
@@ -55,7 +55,7 @@ class ChatAnswer(Answer):
             return await submit(self.id, [prompt.token_ids], params, place)
 
     def _form(self) -> dict[str, Any] | None:
-        """The form that the answer must have: one asked for, or that of the tool calls that must come."""
+        """Choose the form that the answer must have: one asked for, or that of the tool calls that must come."""
         body = self._body
         form, forced = self._serving.with_whitespace(body.form_of_text()), body.forced_tools
         if not forced:
@@ -92,7 +92,7 @@ class ChatAnswer(Answer):
         )
 
     def _form_after(self, prompt: ChatPrompt) -> int | None:
-        """The token after which a form binds: reasoning is free, also where it is left in the content."""
+        """Give the token after which a form binds: reasoning is free, also where it is left in the content."""
         reasoning = self._serving.reasoning
         if reasoning is None or reasoning.start_of(prompt.text, prompt.unfinished) is not Section.REASONING:
             return None
@@ -107,10 +107,10 @@ class ChatAnswer(Answer):
         if self._parses_tools:
             most = 1 if self._body.parallel_tool_calls is False else bounds.MAX_TOOL_CALLS
             tools = ToolCallParser(self._serving.tool_format, most)
-        splitter = None if self._section is None else ReasoningSplitter(self._section)
-        reasoning = self._serving.reasoning
-        close = reasoning.close_token_id if reasoning is not None else None
-        return MessageParser(splitter, tools, self._body.include_reasoning is not False, close)
+        splitter = None
+        if self._section is not None:
+            splitter = ReasoningSplitter(self._section, self._serving.reasoning.close_token_id)
+        return MessageParser(splitter, tools, self._body.include_reasoning is not False)
 
     async def whole(self, stream: OutputStream) -> ChatResponse:
         """Wait for all completions, and give the whole answer."""
@@ -139,12 +139,12 @@ class ChatAnswer(Answer):
         return answer
 
     def first_chunks(self) -> list[ChatResponse]:
-        """The first chunk of each choice, which tells its role."""
+        """Give the first chunk of each choice, which tells its role."""
         self._parsers = [self._parser() for _ in range(self._body.n)]
         return [self._chunk_of(_delta(index, {"role": "assistant", "content": ""})) for index in range(self._body.n)]
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[ChatResponse]:
-        """The chunks of one output: one for each completion that has something new.
+        """Give the chunks of one output: one for each completion that has something new.
 
         Raises:
             ApiError: a completion failed.
@@ -157,13 +157,13 @@ class ChatAnswer(Answer):
             if choice is None:
                 continue
             chunks.append(self._chunk_of(choice))
-            if self._body.return_token_ids and not self._prompt_is_told:
+            if self._body.return_token_ids and not self._prompt_is_sent:
                 chunks[-1]["prompt_token_ids"] = output.prompt_token_ids
-                self._prompt_is_told = True
+                self._prompt_is_sent = True
         return chunks
 
     def _chunk(self, completion: CompletionOutput, parser: MessageParser) -> ChatChoice | None:
-        """What a chunk says of a completion; None where there is nothing to say."""
+        """Make what a chunk says of a completion; None where there is nothing to say."""
         delta = parser.push(completion.text, completion.finished, completion.token_ids).delta()
         self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
         ids = self._body.return_token_ids and completion.token_ids
@@ -183,7 +183,7 @@ class ChatAnswer(Answer):
         return {"content": [self._token(entry) for entry in completion.logprobs]}
 
     def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
-        """The token taken, and the most probable ones: as many as asked for, the token taken only where it is one."""
+        """Describe the token taken, and the most probable ones: as many as asked for, the token taken only where it is one."""
         count = self._body.top_logprobs or 0
         ranked = [(token, one) for token, one in entry.items() if one.rank is not None and one.rank <= count]
         ranked.sort(key=lambda pair: pair[1].rank)
@@ -200,7 +200,7 @@ def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:
 
 
 def _end(completion: CompletionOutput, parser: MessageParser) -> dict[str, Any]:
-    """How a completion ended. One that called tools says so, unless it was cut off."""
+    """Say how a completion ended. One that called tools says so, unless it was cut off."""
     called = parser.has_calls and completion.finish_reason is FinishReason.STOP
     reason = "tool_calls" if called else completion.finish_reason
     return {"finish_reason": reason, "stop_reason": completion.stop_reason}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -28,22 +29,27 @@ class TextPart(StrictModel):
         kind = part.get("type")
         if kind == "refusal" and "text" not in part:
             return {"type": kind, "text": part.get("refusal")}
-        if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise PydanticCustomError(
-                "text_only", "found a part of type {kind}, but this model reads text only", {"kind": kind}
-            )
+        refuse_other_kinds(kind, ("text", "refusal"))
         return part
 
 
-def _text_or_parts(content: Any) -> str:
-    return "parts" if isinstance(content, list) else "text"
+def refuse_other_kinds(kind: Any, kinds: Collection[str]) -> None:
+    """Raise for a part that is not of these kinds, which are those of text."""
+    if isinstance(kind, str) and kind not in kinds:
+        raise PydanticCustomError(
+            "text_only", "found a part of type {kind}, but this model reads text only", {"kind": kind}
+        )
 
 
-# The discriminator keeps an error about a part from being followed by one about text.
-Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(max_length=bounds.MAX_PARTS), Tag("parts")],
-    Discriminator(_text_or_parts),
-]
+def text_or_list(part: Any, most: int) -> Any:
+    """The type of a text, or of a list of parts. The discriminator keeps an error about a part from being followed by one about text."""
+    return Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[part], Field(max_length=most), Tag("parts")],
+        Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
+    ]
+
+
+Content = text_or_list(TextPart, bounds.MAX_PARTS)
 
 
 class CalledFunction(StrictModel):
@@ -209,10 +215,10 @@ class ChatRequest(SamplingFields, PromptFields):
         return variables
 
     def fields_without_effect(self, source: str) -> list[str]:
-        """As `without_effect`, for a model with this chat template."""
-        found = self.without_effect()
+        """Name the fields without effect, for a model with this chat template."""
+        unused_fields = self.without_effect()
         read = any(names(source, name) for name in (*THINKING_SWITCHES, "reasoning_effort"))
-        return found + (["reasoning_effort"] if self.reasoning_effort is not None and not read else [])
+        return unused_fields + (["reasoning_effort"] if self.reasoning_effort is not None and not read else [])
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -229,7 +235,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return []
 
     def token_limit(self) -> int | None:
-        """The most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.
+        """Give the most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.
 
         Raises:
             ApiError: both are given and differ.
@@ -239,7 +245,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def num_logprobs(self) -> int | None:
-        """How many of the most probable tokens to give beside each token; None where no log-probabilities are asked for.
+        """Say how many of the most probable tokens to give beside each token; None where no log-probabilities are asked for.
 
         Raises:
             ApiError: `top_logprobs` without `logprobs`.

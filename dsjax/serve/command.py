@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dsjax.cli.options import engine_options
+from dsjax.cli.options import options_of
 from dsjax.engine.elastic.joining import host_options
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
-from dsjax.serve.options import REASONING_PARSERS, TOOL_CALL_PARSERS, ServeOptions, read_keys
+from dsjax.serve.options import HttpOptions, ServeOptions, read_keys
 
 if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
     from dsjax.engine.llm import LLM
@@ -32,9 +32,10 @@ StepTimeout = Annotated[
 ]
 
 
-@engine_options
+@options_of(lambda kind: "Engine" if kind is EngineArgs else "Requests and answers", args=EngineArgs, http=HttpOptions)
 def serve(
     args: EngineArgs,
+    http: HttpOptions,
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")
     ] = "127.0.0.1",
@@ -57,34 +58,7 @@ def serve(
         str | None,
         typer.Option(help="Key for the admin endpoints; without one they are closed.", envvar="DSJAX_ADMIN_API_KEY"),
     ] = None,
-    max_queued_requests: Annotated[
-        int | None,
-        typer.Option(help="Most completions that wait for a slot; more get a 429. Default: no limit.", min=1),
-    ] = None,
-    max_queued_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of waiting completions; more get a 429. Default: no limit.", min=1)
-    ] = None,
-    max_body_bytes: Annotated[int, typer.Option(help="Largest body of a request.", min=1024)] = 16 * 1024 * 1024,
-    request_timeout: Annotated[
-        float, typer.Option(help="Seconds in which a request's head, then its body, must arrive.", min=0.1)
-    ] = 60.0,
     step_timeout: StepTimeout = 300.0,
-    reasoning_parser: Annotated[
-        str, typer.Option(help=f"How reasoning is told from the answer ({', '.join(REASONING_PARSERS)}).")
-    ] = "auto",
-    tool_call_parser: Annotated[
-        str, typer.Option(help=f"How tool calls are written ({', '.join(TOOL_CALL_PARSERS)}).")
-    ] = "auto",
-    disable_any_whitespace: Annotated[
-        bool,
-        typer.Option(
-            "--disable-any-whitespace",
-            help="Structured output has no blanks between JSON's parts, unless a request says otherwise.",
-        ),
-    ] = False,
-    profile_dir: Annotated[
-        str | None, typer.Option(help="Where /start_profile writes traces; without it it is closed.")
-    ] = None,
     log_level: Annotated[
         str, typer.Option(help="Of the server's log: critical, error, warning, info, debug or trace.")
     ] = "info",
@@ -99,19 +73,8 @@ def serve(
             f"--disaggregation-mode {args.disaggregation_mode} is one side of two behind an orchestrator that tells each of the other; "
             "dsjax serve alone has both with --prefill-mesh and --decode-mesh"
         )
-    options = ServeOptions(
-        api_keys=read_keys(api_key or (), api_key_file or ()),
-        admin_api_key=admin_api_key,
-        max_queued_requests=max_queued_requests,
-        max_queued_tokens=max_queued_tokens,
-        max_body_bytes=max_body_bytes,
-        request_timeout=request_timeout,
-        step_timeout=step_timeout,
-        reasoning_parser=reasoning_parser,
-        tool_call_parser=tool_call_parser,
-        disable_any_whitespace=disable_any_whitespace,
-        profile_dir=profile_dir,
-    )
+    keys = read_keys(api_key or (), api_key_file or ())
+    options = ServeOptions(**vars(http), api_keys=keys, admin_api_key=admin_api_key, step_timeout=step_timeout)
     configure_logging(log_level, as_json=log_json)
     group_options = host_options(args)
     leads = group_options is None or group_options.is_leader
@@ -161,8 +124,7 @@ def serve_model(
     front_end_listeners: one for each process that is to speak HTTP; none: this one does, on `listener`.
     """
     from dsjax.engine.async_engine import AsyncEngine
-    from dsjax.serve.front_ends.engine_server import EngineServer
-    from dsjax.serve.front_ends.shared_engine import SharedEngine
+    from dsjax.serve.front_ends.shared_engine import EngineServer, SharedEngine
     from dsjax.serve.server import Server
     from dsjax.serve.serving import Serving
     from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
@@ -207,7 +169,7 @@ def serve_model(
 
 
 def metrics_of(model: "LLM", name: str) -> "Metrics":
-    """What counts a loaded model's work. name: as clients know it."""
+    """Make the metrics of a loaded model's work. name: as clients know it."""
     from dsjax.serve.metrics import Metrics
     from dsjax.serve.metrics_parts import device_memory
 

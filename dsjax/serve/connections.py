@@ -175,7 +175,7 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": last + self._END, "more_body": False})
 
     async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:
-        """The events of some outputs; those before one that failed are sent in any case."""
+        """Send the events of some outputs; those before one that failed are sent in any case."""
         chunks: list[Mapping[str, Any] | bytes] = []
         try:
             for index, output in outputs:
@@ -184,7 +184,7 @@ class EventStream(StreamingResponse):
             await self._send_all(chunks)
 
     def _write_each(self, outputs: list[tuple[int, RequestOutput]]) -> bool:
-        """As `_send_each`, without waiting; False, and nothing done, where that cannot be."""
+        """Send the events of some outputs without waiting; False, and nothing done, where that cannot be."""
         if self._writer is None or not self._writer.is_ready:
             return False
         chunks: list[Mapping[str, Any] | bytes] = []
@@ -207,7 +207,7 @@ class EventStream(StreamingResponse):
         return b"data: %b\n\n" % (chunk if isinstance(chunk, bytes) else to_json(chunk))
 
     def _failure(self, error: ApiError) -> Mapping[str, Any]:
-        """What tells of an error after the head has been sent."""
+        """Make the chunk that tells of an error after the head has been sent."""
         return error.body()
 
 

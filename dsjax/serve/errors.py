@@ -48,7 +48,7 @@ class ApiError(HTTPException):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What the client is told of an exception. One that nobody foresaw is a 500 without details."""
+    """Make what the client is sent for an exception. One that nobody foresaw is a 500 without details."""
     match error:
         case ApiError():
             return error
@@ -92,9 +92,9 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     messages: dict[str, list[str]] = {}
     for problem in problems:
         text = "unknown field; leave it out" if problem["type"] == "extra_forbidden" else problem["msg"]
-        found = messages.setdefault(_path(problem["loc"], error.body, problem["type"]), [])
-        if text not in found:
-            found.append(text)
+        texts = messages.setdefault(_path(problem["loc"], error.body, problem["type"]), [])
+        if text not in texts:
+            texts.append(text)
     told = [f"{path}: {_one_of(texts)}" for path, texts in list(messages.items())[:_MOST_PROBLEMS]]
     if len(messages) > _MOST_PROBLEMS:
         told.append(f"and {len(messages) - _MOST_PROBLEMS} more")
@@ -103,7 +103,7 @@ def _from_validation(error: RequestValidationError) -> ApiError:
 
 
 def _path(location: Sequence[str | int], body: Any, kind: str) -> str:
-    """Where in the body a problem is. pydantic's location also names which branch of a union it tried; those are left out."""
+    """Write where in the body a problem is. pydantic's location also names which branch of a union it tried; those are left out."""
     parts, value = [], body
     steps = [part for part in location if part != "body"]
     for at, part in enumerate(steps):

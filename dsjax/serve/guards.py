@@ -57,7 +57,7 @@ ADMIN_PATHS = frozenset(
     }
 )
 _OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What a load balancer asks, which has no key."""
+"""Paths that a load balancer asks, which has no key."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ALLOWED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 _random = random.Random()  # seeded by the system once; asking it each time is a system call
@@ -114,7 +114,7 @@ class RequestLog(Guard):
 
 
 def of_completions(requests: Sequence[EngineRequest]) -> dict[str, Any]:
-    """Tokens and times of a request's completions; empty where it has none.
+    """Sum up tokens and times of a request's completions; empty where it has none.
 
     `output_tokens` counts what the model made, which may be a token or two more than a stop string let through.
     """
@@ -283,7 +283,7 @@ class Keys(Guard):
 
 
 def _given_key(authorization: str, method: str) -> bytes:
-    """The key that a header gives; empty for none.
+    """Read the key that a header gives; empty for none.
 
     A browser cannot be told to send a bearer key with the page itself, so what only reads also takes the key as the password of
     basic authentication. What changes something does not: a browser would send it along for any other site.
@@ -347,7 +347,7 @@ class BodyLimits(Guard):
 
 
 def strict_json(body: bytes) -> Any:
-    """What a body holds. NaN, half surrogate pairs and nesting beyond 200 levels are refused.
+    """Read what a body holds. NaN, half surrogate pairs and nesting beyond 200 levels are refused.
 
     Raises:
         ValueError: it is not JSON.
@@ -396,7 +396,7 @@ class UsualRequests(Guard):
     """
 
     _ERRORS = (UserError, HTTPException, ClientGoneError)
-    """What the application has an answer for; anything else is a defect, and passes on."""
+    """Exceptions that the application has an answer for; anything else is a defect, and passes on."""
     _SESSION, _RANK = b"x-session-affinity", b"x-data-parallel-rank"
     _READ = frozenset({b"content-type", _SESSION, _RANK})
 
@@ -434,7 +434,7 @@ class UsualRequests(Guard):
         await response(scope, receive, send)
 
     def _read(self, scope: Scope, message: Message, schema: type[BaseModel]) -> tuple[BaseModel, RequestOptions] | None:
-        """A request's body and place; None unless it is usual and without a mistake. `BodyLimits` has made one message of its body."""
+        """Read a request's body and place; None unless it is usual and without a mistake. `BodyLimits` has made one message of its body."""
         given = [(name, value) for name, value in scope["headers"] if name in self._READ]
         headers = dict(given)
         session, rank = headers.get(self._SESSION), headers.get(self._RANK)

@@ -34,21 +34,39 @@ class ReasoningSplitter:
     """Takes an answer's text piece by piece; line breaks next to the tags are dropped, everything else is kept.
 
     However the text is cut, the pieces put together are the same.
+
+    Args:
+        close_token_id: the closing tag as a token; None where it is none: the tokens that came together with it count as reasoning.
+
+    Attributes:
+        num_tokens: tokens of the reasoning so far, its closing tag included.
     """
 
-    def __init__(self, start: Section):
-        self._section = start
+    def __init__(self, start: Section, close_token_id: int | None = None):
+        self._section, self._close = start, close_token_id
         self._held = ""
         self._at_start = start is not Section.CONTENT
-        self.had_reasoning = start is Section.REASONING
+        self._had_reasoning = start is Section.REASONING
+        self._num_undecided = 0
+        self.num_tokens = 0
 
-    @property
-    def section(self) -> Section:
-        """What the text has come to."""
-        return self._section
+    def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> SplitText:
+        """Add text, and the tokens that it comes from; with `finished` nothing is held back any more."""
+        before = self._section
+        split = self._split(text, finished)
+        if before is not Section.CONTENT:
+            self._count(token_ids)
+        return split
 
-    def push(self, text: str, finished: bool = False) -> SplitText:
-        """Add text; with `finished` nothing is held back any more."""
+    def _count(self, token_ids: Sequence[int]) -> None:
+        if self._section is Section.UNDECIDED:
+            self._num_undecided += len(token_ids)
+        elif self._had_reasoning:
+            ends = self._section is Section.CONTENT and self._close in token_ids
+            self.num_tokens += self._num_undecided + (token_ids.index(self._close) + 1 if ends else len(token_ids))
+            self._num_undecided = 0
+
+    def _split(self, text: str, finished: bool) -> SplitText:
         self._held += text
         if self._section is Section.UNDECIDED:
             self._decide(finished)
@@ -60,7 +78,7 @@ class ReasoningSplitter:
         text = self._held.lstrip()
         if text.startswith(OPEN):
             self._section, self._held = Section.REASONING, text[len(OPEN) :]
-            self.had_reasoning = True
+            self._had_reasoning = True
         elif finished or not OPEN.startswith(text):
             self._section, self._at_start = Section.CONTENT, False
 
@@ -86,33 +104,6 @@ class ReasoningSplitter:
         if self._at_start:
             self._held = self._held.lstrip("\n")
             self._at_start = not self._held
-
-
-class ReasoningTokens:
-    """Counts the tokens of the reasoning, its closing tag included, while a splitter reads their text.
-
-    Where the closing tag is no token of the model, the tokens that came together with it count as reasoning.
-    """
-
-    def __init__(self, splitter: ReasoningSplitter, close_token_id: int | None):
-        self._splitter, self._close = splitter, close_token_id
-        self._before = splitter.section
-        self._undecided = 0
-        self.count = 0
-
-    def push(self, token_ids: Sequence[int]) -> None:
-        """Enter the tokens whose text the splitter has just read."""
-        before, self._before = self._before, self._splitter.section
-        if before is Section.CONTENT:
-            return
-        if self._before is Section.UNDECIDED:
-            self._undecided += len(token_ids)
-        elif self._before is Section.REASONING:
-            self.count += self._undecided + len(token_ids)
-            self._undecided = 0
-        elif self._splitter.had_reasoning:
-            ended = token_ids.index(self._close) + 1 if self._close in token_ids else len(token_ids)
-            self.count += self._undecided + ended
 
 
 class ReasoningParser:
@@ -158,7 +149,7 @@ class MessagePiece:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def delta(self) -> dict[str, Any]:
-        """As a chunk's delta."""
+        """Make a chunk's delta."""
         body: dict[str, Any] = {}
         if self.reasoning:
             body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
@@ -169,7 +160,7 @@ class MessagePiece:
         return body
 
     def message(self) -> dict[str, Any]:
-        """As a whole message: every delta of a call has been put together."""
+        """Make a whole message: the deltas of a call are put together."""
         calls: list[dict[str, Any]] = []
         for delta in self.tool_calls:
             if delta["index"] == len(calls):
@@ -192,11 +183,8 @@ class MessageParser:
         reasoning: ReasoningSplitter | None,
         tools: ToolCallParser | None,
         include_reasoning: bool,
-        close_token_id: int | None = None,
     ):
-        self._reasoning = reasoning
-        self._tokens = None if reasoning is None else ReasoningTokens(reasoning, close_token_id)
-        self._tools = tools
+        self._reasoning, self._tools = reasoning, tools
         self._include_reasoning = include_reasoning
 
     @property
@@ -207,16 +195,15 @@ class MessageParser:
     @property
     def reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far, its closing tag included."""
-        return 0 if self._tokens is None else self._tokens.count
+        return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
         """Add text, and the tokens that it comes from; with `finished` nothing is held back any more."""
         piece = MessagePiece(content=text)
         if self._reasoning is not None:
-            reasoning, piece.content = self._reasoning.push(text, finished)
-            self._tokens.push(token_ids)
+            reasoning, piece.content = self._reasoning.push(text, finished, token_ids)
             piece.reasoning = reasoning if self._include_reasoning else ""
         if self._tools is not None:
-            found = self._tools.push(piece.content, finished)
-            piece.content, piece.tool_calls = found.content, found.deltas
+            parsed = self._tools.push(piece.content, finished)
+            piece.content, piece.tool_calls = parsed.content, parsed.deltas
         return piece

@@ -148,7 +148,7 @@ class Metrics:
         self._state.compilations = stats.compilations_after_warm_up
         self._state.experts = stats.experts or self._state.experts
         if stats.drafts is not None:
-            self._drafts.enter(stats.drafts)
+            self._drafts.count(stats.drafts)
 
     def show(self, loads: Sequence[RankLoad], parts: Mapping[str, Any]) -> None:
         """Show these loads from now on, and what the core's attachments have done, as `StepStats.parts` has it."""
@@ -168,7 +168,7 @@ class Metrics:
 
     def on_updates(self, updates: Sequence[Update]) -> None:
         """Enter a step's tokens."""
-        self._completions.enter(updates)
+        self._completions.count(updates)
 
     def on_ended(self, requests: Sequence[Request], reason: FinishReason) -> None:
         """Enter completions that ended outside a step: by a stop string, or because nobody waits for them."""
@@ -277,8 +277,8 @@ class CompletionMetrics:
             for kind in ErrorKind:
                 self._failed.add((*rank, kind.value), 0)
 
-    def enter(self, updates: Sequence[Update]) -> None:
-        """Enter what a step did to each completion."""
+    def count(self, updates: Sequence[Update]) -> None:
+        """Count what a step did to each completion."""
         now = self._clock()
         tracks = self._tracks
         gaps: dict[tuple[int, float], int] = {}
@@ -291,7 +291,7 @@ class CompletionMetrics:
                 rank = min(max(request.rank, 0), len(self._ranks) - 1)
                 if track is None:
                     track = tracks[request.request_id] = _Track(now)
-                    self._enter_first(request, now)
+                    self._count_first(request, now)
                 else:
                     # All that decoded in the step before waited equally long: one entry for them together.
                     gap = (rank, track.last)
@@ -318,7 +318,7 @@ class CompletionMetrics:
         """Its rank: the first where it left before the engine gave it one, the last that is known where the mesh has just grown."""
         return self._ranks[min(max(request.rank, 0), len(self._ranks) - 1)]
 
-    def _enter_first(self, request: Request, now: float) -> None:
+    def _count_first(self, request: Request, now: float) -> None:
         rank = self._of(request)
         self._first_token.observe(rank, now - request.arrival_time)
         for counter in (self._prompt_tokens, self._queries):

@@ -46,15 +46,15 @@ class Registry(CollectorRegistry):
 
     def histogram(self, name: str, documentation: str, bounds: Sequence[float], *labelnames: str) -> "Histogram":
         """Add histograms of these upper bounds."""
-        return Histogram(self, name, documentation, labelnames, bounds)
+        return Histogram(self, name, documentation, labelnames, bounds=bounds)
 
     def gauge(self, name: str, documentation: str, read: Callable[[], Reading], *labelnames: str) -> None:
         """Add values that rise and fall."""
-        Gauge(self, name, documentation, labelnames, read)
+        Gauge(self, name, documentation, labelnames, read=read)
 
     def total(self, name: str, documentation: str, read: Callable[[], Reading], *labelnames: str) -> None:
         """Add sums that only grow and are kept elsewhere."""
-        Total(self, name, documentation, labelnames, read)
+        Total(self, name, documentation, labelnames, read=read)
 
 
 class Family(Collector):
@@ -120,15 +120,8 @@ class Gauge(Family):
     kind = "gauge"
     _suffix = ""
 
-    def __init__(
-        self,
-        registry: Registry,
-        name: str,
-        documentation: str,
-        labelnames: Sequence[str],
-        read: Callable[[], Reading],
-    ):
-        super().__init__(registry, name, documentation, labelnames)
+    def __init__(self, *declaration, read: Callable[[], Reading]):
+        super().__init__(*declaration)
         self._read = read
 
     def samples(self) -> Iterable[Sample]:
@@ -160,12 +153,10 @@ class Histogram(Family):
 
     kind = "histogram"
 
-    def __init__(
-        self, registry: Registry, name: str, documentation: str, labelnames: Sequence[str], bounds: Sequence[float]
-    ):
+    def __init__(self, *declaration, bounds: Sequence[float]):
+        super().__init__(*declaration)
         if list(bounds) != sorted(set(bounds)):
-            raise ValueError(f"{name}: found bounds {bounds}, expected them to rise")
-        super().__init__(registry, name, documentation, labelnames)
+            raise ValueError(f"{self.name}: found bounds {bounds}, expected them to rise")
         self._bounds = [float(bound) for bound in bounds]
         self._bound_names = [*map(floatToGoString, self._bounds), "+Inf"]
         self._children: dict[Labels, _Buckets] = {}

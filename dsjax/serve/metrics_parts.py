@@ -56,6 +56,15 @@ class LatestState:
         return self.parts.get("disk")
 
 
+def _field_of(record: Callable[[], Any]) -> Callable[[str], Callable[[], float | None]]:
+    """Make a function from a field's name to one that reads it of the record that there is at the scrape; None where there is none."""
+
+    def field(name: str) -> Callable[[], float | None]:
+        return lambda: None if (there := record()) is None else getattr(there, name)
+
+    return field
+
+
 def add_load_metrics(registry: Registry, state: LatestState) -> None:
     """Add what each DP rank has to do, and the pages of its cache."""
 
@@ -162,10 +171,7 @@ def _add_host_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def _add_disk_metrics(registry: Registry, state: LatestState) -> None:
-    def count(field: str) -> Callable[[], float | None]:
-        return lambda: None if state.disk is None else getattr(state.disk, field)
-
-    name = "dsjax_disk_pages"
+    name, count = "dsjax_disk_pages", _field_of(lambda: state.disk)
     registry.gauge(name, "Pages that the disk has room for.", count("usable_pages"))
     registry.gauge(f"{name}_used", "Pages on the disk.", count("used_pages"))
     registry.gauge(f"{name}_writing", "Pages on their way to the disk.", count("writing"))
@@ -193,11 +199,8 @@ def _add_disk_metrics(registry: Registry, state: LatestState) -> None:
 def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     """Add what prefill engines were asked for, and what came of it."""
 
-    def counts() -> TransferCounts | None:
-        return state.parts.get("transfers")
-
-    def count(field: str) -> Callable[[], float | None]:
-        return lambda: None if (transfers := counts()) is None else getattr(transfers, field)
+    counts: Callable[[], TransferCounts | None] = lambda: state.parts.get("transfers")  # noqa: E731
+    count = _field_of(counts)
 
     def landed_bytes() -> float | None:
         return None if (transfers := counts()) is None else transfers.landed * state.page_bytes
@@ -292,18 +295,13 @@ def add_expert_metrics(registry: Registry, state: LatestState) -> None:
         recorded(lambda counts: _numbered(counts.rows_sent.tolist())),
         "device",
     )
-    registry.total(
-        "dsjax_dispatch_rounds", "Rounds of dispatch, of the layer with most.", recorded(lambda counts: counts.rounds)
-    )
-    registry.total(
-        "dsjax_dispatch_bytes",
-        "Bytes that all devices sent to dispatch.",
-        recorded(lambda counts: counts.dispatch_bytes),
-    )
+    count = _field_of(lambda: state.experts)
+    registry.total("dsjax_dispatch_rounds", "Rounds of dispatch, of the layer with most.", count("rounds"))
+    registry.total("dsjax_dispatch_bytes", "Bytes that all devices sent to dispatch.", count("dispatch_bytes"))
     registry.gauge(
         "dsjax_dispatch_padding_share",
         "Share of the exchange's rows that held no token, since recording began.",
-        recorded(lambda counts: counts.padding_share),
+        count("padding_share"),
     )
     registry.gauge(
         "dsjax_expert_balancedness",
@@ -323,22 +321,21 @@ def add_balance_metrics(registry: Registry, state: LatestState) -> None:
         ratios = [(("sums",), stats.balancedness), (("layers",), stats.layer_balancedness)]
         return ratios if stats.windows else None
 
-    for name, documentation, value in (
-        ("windows", "Windows of experts' loads that were read.", lambda stats: stats.windows),
-        ("rebalances", "Rebalances that were carried out to their end.", lambda stats: stats.rebalances),
-        ("failures", "Rebalances that were given up because an exchange failed.", lambda stats: stats.failures),
-        ("layers_changed", "Layers that were placed anew.", lambda stats: stats.layers_changed),
-        ("experts_moved", "Experts that were written to another slot.", lambda stats: stats.experts_moved),
-        ("moved_bytes", "Bytes of those, over the devices of an EP group.", lambda stats: stats.bytes_moved),
-        ("exchanges", "Commands between steps that moved experts.", lambda stats: stats.exchanges),
-        ("exchange_seconds", "Time in those, in which no step computed.", lambda stats: stats.exchange_seconds),
-        ("rebalance_seconds", "Time from decisions to the last layer.", lambda stats: stats.rebalance_seconds),
+    count = _field_of(lambda: state.parts.get("balance"))
+    for name, documentation, counted in (
+        ("windows", "Windows of experts' loads that were read.", "windows"),
+        ("rebalances", "Rebalances that were carried out to their end.", "rebalances"),
+        ("failures", "Rebalances that were given up because an exchange failed.", "failures"),
+        ("layers_changed", "Layers that were placed anew.", "layers_changed"),
+        ("experts_moved", "Experts that were written to another slot.", "experts_moved"),
+        ("moved_bytes", "Bytes of those, over the devices of an EP group.", "bytes_moved"),
+        ("exchanges", "Commands between steps that moved experts.", "exchanges"),
+        ("exchange_seconds", "Time in those, in which no step computed.", "exchange_seconds"),
+        ("rebalance_seconds", "Time from decisions to the last layer.", "rebalance_seconds"),
     ):
-        registry.total(f"dsjax_eplb_{name}", documentation, known(value))
+        registry.total(f"dsjax_eplb_{name}", documentation, count(counted))
     registry.gauge(
-        "dsjax_eplb_layers_left",
-        "Layers that the rebalance under way has still to change.",
-        known(lambda stats: stats.layers_left),
+        "dsjax_eplb_layers_left", "Layers that the rebalance under way has still to change.", count("layers_left")
     )
     registry.gauge(
         "dsjax_eplb_balancedness",
@@ -372,10 +369,10 @@ class DraftMetrics:
             "position",
         )
         if most_drafts:
-            self.enter(DraftCounts(0, 0, 0, (0,) * most_drafts))
+            self.count(DraftCounts(0, 0, 0, (0,) * most_drafts))
 
-    def enter(self, counts: DraftCounts) -> None:
-        """Enter a step's drafts."""
+    def count(self, counts: DraftCounts) -> None:
+        """Count a step's drafts."""
         self._rows.add((), counts.num_drafts)
         self._drafted.add((), counts.num_draft_tokens)
         self._accepted.add((), counts.num_accepted_tokens)

@@ -7,40 +7,53 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.errors import UserError, why_unreadable
-
-REASONING_PARSERS = ("auto", "deepseek_r1", "none")
-TOOL_CALL_PARSERS = ("auto", "deepseek_v3", "deepseek_v31", "none")
+from dsjax.options import Checked, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Options of the server, beside the engine's.
+class HttpOptions(Checked):
+    """Options of `dsjax serve` that say what may be asked of it, and how answers are taken apart and made."""
+
+    max_queued_requests: int | None = option(
+        None, "Most completions that wait for a slot, over all ranks; more get a 429. Default: no limit.", min=1
+    )
+    max_queued_tokens: int | None = option(
+        None, "Most tokens of waiting completions; more get a 429. Default: no limit.", min=1
+    )
+    max_body_bytes: int = option(16 * 1024 * 1024, "Largest body of a request.", min=1024)
+    request_timeout: float = option(60.0, "Seconds in which a request's head, then its body, must arrive.", min=0.1)
+    reasoning_parser: str = option(
+        "auto",
+        "How reasoning is told from the answer; auto looks at the model's template",
+        choices=("auto", "deepseek_r1", "none"),
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "How tool calls are written; auto looks at the model's template",
+        choices=("auto", "deepseek_v3", "deepseek_v31", "none"),
+    )
+    disable_any_whitespace: bool = option(
+        False, "Structured output has no blanks between JSON's parts, unless a request says otherwise.", switch=True
+    )
+    profile_dir: str | None = option(None, "Where /start_profile writes traces; without it it is closed.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(HttpOptions):
+    """All options of the server, beside the engine's.
 
     Attributes:
         api_keys: any of them opens everything but the admin endpoints; without any, all of that is open to everybody.
         admin_api_key: opens everything; None: admin endpoints are closed to all.
-        max_queued_requests, max_queued_tokens: what may wait for a slot over all ranks; None: no limit.
-        max_body_bytes: largest body of a request.
-        request_timeout: seconds in which a request's head, and then its body, must have arrived.
         step_timeout: seconds after which a step is taken for a hang; 0: never.
-        reasoning_parser, tool_call_parser: how answers are taken apart; `auto` looks at the model's template.
-        disable_any_whitespace: JSON has no blanks between its parts unless a request says otherwise.
-        profile_dir: where `/start_profile` writes; None: there is no profiling.
     """
 
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
-    max_queued_requests: int | None = None
-    max_queued_tokens: int | None = None
-    max_body_bytes: int = 16 * 1024 * 1024
-    request_timeout: float = 60.0
     step_timeout: float = 300.0
-    reasoning_parser: str = "auto"
-    tool_call_parser: str = "auto"
-    disable_any_whitespace: bool = False
-    profile_dir: str | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         for key in (*self.api_keys, *([self.admin_api_key] if self.admin_api_key is not None else [])):
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise UserError(
@@ -48,10 +61,6 @@ class ServeOptions:
                 )
         if self.admin_api_key in self.api_keys:
             raise UserError("--admin-api-key is also an --api-key, so every client would be an admin; choose another")
-        for name, known in (("reasoning_parser", REASONING_PARSERS), ("tool_call_parser", TOOL_CALL_PARSERS)):
-            if getattr(self, name) not in known:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
 
     def to_json(self) -> dict[str, Any]:
         """For `/server_info`: of keys only how many there are."""
@@ -72,8 +81,8 @@ def read_keys(given: Iterable[str], files: Iterable[Path]) -> tuple[str, ...]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--api-key-file {path} cannot be read: {why_unreadable(error)}") from error
-        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not found:
+        keys_of_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not keys_of_file:
             raise UserError(f"--api-key-file {path} holds no key, so the server would be open to all; write one a line")
-        keys += found
+        keys += keys_of_file
     return tuple(dict.fromkeys(keys))

@@ -130,7 +130,7 @@ class ResponsesAnswer:
         ]
 
     async def start(self, place: RequestOptions) -> OutputStream:
-        """As the chat answer's.
+        """Check everything and queue the prompt, as the chat answer does.
 
         Raises:
             ApiError, UserError: nothing was queued.
@@ -138,7 +138,7 @@ class ResponsesAnswer:
         return await self._chat.start(place)
 
     async def whole(self, stream: OutputStream) -> dict[str, Any]:
-        """The answer when all is done."""
+        """Wait until all is done, and give the whole answer."""
         answer = await self._chat.whole(stream)
         (choice,) = answer["choices"]
         message = choice["message"]
@@ -149,7 +149,7 @@ class ResponsesAnswer:
         return self._response(self._status, answer["usage"])
 
     def first_chunks(self) -> list[Event]:
-        """That the answer exists, and that it is being made."""
+        """Say that the answer exists, and that it is being made."""
         self._chat.first_chunks()
         shown = self._response("in_progress", None)
         return self._numbered(
@@ -157,7 +157,7 @@ class ResponsesAnswer:
         )
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[Event]:
-        """The events of one output.
+        """Give the events of one output.
 
         Raises:
             ApiError: the completion failed.
@@ -170,7 +170,7 @@ class ResponsesAnswer:
         return self._numbered(events)
 
     def last_chunks(self) -> list[Event]:
-        """What closes the items, then the whole answer."""
+        """Close the items, then give the whole answer."""
         events = self._items.finish(self._status)
         done = self._response(self._status, self._chat.usage())
         return self._numbered([*events, {"type": f"response.{self._status}", "response": done}])

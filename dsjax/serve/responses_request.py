@@ -3,10 +3,9 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from dsjax.serve import bounds
-from dsjax.serve.chat_fields import ChatRequest, FunctionName
+from dsjax.serve.chat_fields import ChatRequest, FunctionName, refuse_other_kinds, text_or_list
 from dsjax.serve.errors import ApiError
 from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields, StrictModel
 
@@ -35,21 +34,11 @@ class Part(Item):
     @classmethod
     def _only_text(cls, part: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in (*_TEXTS, "refusal"):
-            raise PydanticCustomError(
-                "text_only", "found a part of type {kind}, but this model reads text only", {"kind": kind}
-            )
+        refuse_other_kinds(kind, (*_TEXTS, "refusal"))
         return part
 
 
-def _text_or_parts(content: Any) -> str:
-    return "parts" if isinstance(content, list) else "text"
-
-
-Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Part], Field(max_length=bounds.MAX_PARTS), Tag("parts")],
-    Discriminator(_text_or_parts),
-]
+Content = text_or_list(Part, bounds.MAX_PARTS)
 
 
 def text_of(content: Any) -> str:
@@ -117,10 +106,7 @@ InputItem = Annotated[
 ]
 
 
-Input = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[InputItem], Field(max_length=bounds.MAX_MESSAGES), Tag("parts")],
-    Discriminator(_text_or_parts),
-]
+Input = text_or_list(InputItem, bounds.MAX_MESSAGES)
 
 
 class FunctionTool(StrictModel):
@@ -212,10 +198,10 @@ class ResponsesRequest(OpenAIFields):
             raise ApiError(400, reason, param="truncation")
 
     def without_effect(self) -> list[str]:
-        """As `OpenAIFields.without_effect`; that nothing is stored is said in the answer's `store`."""
-        found = [name for name in super().without_effect() if name not in ("store", "metadata")]
+        """Name the fields without effect, but for `store` and `metadata`: the answer's `store` says that nothing is stored."""
+        unused_fields = [name for name in super().without_effect() if name not in ("store", "metadata")]
         summary = self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary)
-        return found + (["reasoning.summary"] if summary else [])
+        return unused_fields + (["reasoning.summary"] if summary else [])
 
     @property
     def wants_logprobs(self) -> bool:

@@ -42,7 +42,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "verbosity": ("medium",),
 }
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 class StrictModel(BaseModel):
@@ -93,9 +93,9 @@ def warning_headers(names: list[str]) -> dict[str, str]:
     """A `Warning` header for fields without effect; each of them is logged the first time."""
     if not names:
         return {}
-    new = [name for name in names if name not in _told]
+    new = [name for name in names if name not in _logged]
     if new:
-        _told.update(new)
+        _logged.update(new)
         logger.warning("requests have %s, without effect on this server; further ones are not logged", ", ".join(new))
     return {"Warning": f'299 dsjax "without effect on this server: {", ".join(names)}"'}
 
@@ -145,10 +145,10 @@ class GuidedFields(StrictModel):
         Raises:
             ApiError: several are asked for, or one without its content.
         """
-        found: list[tuple[str, dict[str, Any]]] = []
+        wanted_forms: list[tuple[str, dict[str, Any]]] = []
         for name in ("json", "regex", "choice", "grammar"):
             if (value := getattr(self, f"guided_{name}")) is not None:
-                found.append((f"guided_{name}", {name: value}))
+                wanted_forms.append((f"guided_{name}", {name: value}))
         if self.structured_outputs is not None:
             given = self.structured_outputs
             forms = {"json": given.json_, "json_object": given.json_object or None, "regex": given.regex}
@@ -157,12 +157,16 @@ class GuidedFields(StrictModel):
             StructuredOutputs(**chosen)  # says what is wrong with none or several
             if given.disable_any_whitespace is not None:
                 chosen["disable_any_whitespace"] = given.disable_any_whitespace
-            found.append(("structured_outputs", chosen))
+            wanted_forms.append(("structured_outputs", chosen))
         if self.response_format is not None and self.response_format.type != "text":
-            found.append(("response_format", self._response_form(self.response_format)))
-        if len(found) > 1:
-            raise ApiError(400, f"{found[0][0]} and {found[1][0]} both ask for a form; give one", param=found[1][0])
-        return found[0][1] if found else None
+            wanted_forms.append(("response_format", self._response_form(self.response_format)))
+        if len(wanted_forms) > 1:
+            raise ApiError(
+                400,
+                f"{wanted_forms[0][0]} and {wanted_forms[1][0]} both ask for a form; give one",
+                param=wanted_forms[1][0],
+            )
+        return wanted_forms[0][1] if wanted_forms else None
 
     @staticmethod
     def _response_form(given: ResponseFormat) -> dict[str, Any]:

@@ -25,9 +25,9 @@ _FLUSH_SECONDS = 5
 _LOOK_SECONDS = 0.05
 
 KEEP_ALIVE_SECONDS = 75
-"""How long a connection without a request is kept. Longer than clients keep theirs (httpx 5 s, aiohttp 15 s, nginx 60 s): a request that a
-client sends in the moment in which the server closes the connection is lost, and for a POST no client may try again by itself. uvicorn's
-own 5 s are httpx's."""
+"""Seconds that a connection without a request is kept: longer than clients keep theirs (httpx 5, aiohttp 15, nginx 60). A request that a
+client sends in the moment in which the server closes the connection is lost, and for a POST no client may try again by itself. uvicorn
+alone would keep one for 5, as httpx does."""
 
 YOUNG_OBJECTS = 20_000
 SWITCH_SECONDS = 0.0005
@@ -111,10 +111,10 @@ class Server(uvicorn.Server):
         if self.should_exit or self._warm_up_error is not None:
             self.should_exit = True
             return
-        settle_interpreter()
+        tune_interpreter()
         self._engine.start()
-        self._watch_steps(asyncio.get_running_loop())
-        self._serving.enter(Phase.READY)
+        self._watchdog = Watchdog.over(self._engine, self._serving.options.step_timeout)
+        self._serving.enter_phase(Phase.READY)
         self._on_ready()
 
     def _run_warm_up(self) -> None:
@@ -131,15 +131,6 @@ class Server(uvicorn.Server):
         if self.should_exit:
             raise _StoppedError
 
-    def _watch_steps(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._serving.options.step_timeout:
-            self._watchdog = Watchdog(
-                self._serving.options.step_timeout,
-                self._engine.steppers,
-                tell_clients=lambda: loop.call_soon_threadsafe(self._engine.abort_all),
-            )
-            self._watchdog.start()
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On the first signal, let finish what runs; on the second, whichever it is, end at once."""
         self.force_exit = self.should_exit
@@ -147,7 +138,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Admit no more, wait for what runs, end what is left, close the door."""
-        self._serving.enter(Phase.CLOSING)
+        self._serving.enter_phase(Phase.CLOSING)
         deadline = time.monotonic() + self._shutdown_timeout
         while (self._engine.num_unfinished or self._warming) and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -185,7 +176,7 @@ class Server(uvicorn.Server):
 
 
 def bind_shared(host: str, port: int, count: int) -> list[socket.socket]:
-    """As `bind`, so many sockets of one address, over which the system spreads connections.
+    """Take an address with so many sockets, over which the system spreads connections.
 
     Raises:
         UserError: the address cannot be had, or the system cannot share one.
@@ -194,11 +185,11 @@ def bind_shared(host: str, port: int, count: int) -> list[socket.socket]:
         raise UserError("--api-server-count above 1 needs SO_REUSEPORT, which this system has not; leave it out")
     if port:
         bind(host, port).close()  # a socket that shares would be let in beside another server's that do
-    found: list[socket.socket] = []
-    while len(found) < count:
-        found.append(bind(host, port, shared=True))
-        port = found[0].getsockname()[1]
-    return found
+    listeners: list[socket.socket] = []
+    while len(listeners) < count:
+        listeners.append(bind(host, port, shared=True))
+        port = listeners[0].getsockname()[1]
+    return listeners
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
@@ -223,7 +214,7 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     return listener
 
 
-def settle_interpreter() -> None:
+def tune_interpreter() -> None:
     """Set Python up for a server's process: its garbage collector, and how long a thread may keep the interpreter to itself.
 
     All present objects are kept out of garbage collection, and it comes less often than by default: the libraries' and the model's objects

@@ -136,8 +136,8 @@ class Serving:
         self.expert_counts: ExpertCounts | None = None  # the last ones that were recorded
         self._under_way: dict[str, list[OutputStream]] = {}
 
-    def enter(self, phase: Phase) -> None:
-        """Be in another phase."""
+    def enter_phase(self, phase: Phase) -> None:
+        """Begin another phase."""
         self.phase = phase
         self.on_phase(phase)
 

@@ -40,7 +40,7 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
 
 
 def _capacity(facts: EngineFacts) -> str:
-    """What the cache holds, and how many requests of which length that serves."""
+    """Say what the cache holds, and how many requests of which length that serves."""
     of_a_rank = facts.cache_tokens // facts.dp_ranks
     ranks = f", {of_a_rank:,} on each of {facts.dp_ranks} DP ranks" if facts.dp_ranks > 1 else ""
     longest = facts.max_model_len
@@ -54,7 +54,7 @@ def _capacity(facts: EngineFacts) -> str:
 
 
 def _prefill_lines(facts: EngineFacts) -> str:
-    """The engines beside these that compute prompts, and what each of them takes in a step."""
+    """Say which engines beside these compute prompts, and what each of them takes in a step."""
     sizes = facts.prefill_sizes
     longest = (
         f"; prompts of {sizes.max_model_len:,} tokens or more are computed where they are decoded"
@@ -69,7 +69,7 @@ def _prefill_lines(facts: EngineFacts) -> str:
 
 
 def _speculation_line(speculation: dict[str, Any]) -> str:
-    """How many tokens the MTP module drafts, and under which load."""
+    """Say how many tokens the MTP module drafts, and under which load."""
     ranges = speculation["num_speculative_tokens_per_batch_size"]
     if ranges is None:
         count = speculation["num_speculative_tokens"]
@@ -123,7 +123,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
     """A progress bar for `LLMEngine.warm_up`; where the console is no terminal, a line at each tenth. Each engine begins anew."""
     if not console.is_terminal:
-        yield _Lines(console).tell
+        yield _Lines(console).report
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
@@ -142,7 +142,7 @@ class _Lines:
         self._console = console
         self._engine: str | None = None
 
-    def tell(self, done: int, total: int, label: str) -> None:
+    def report(self, done: int, total: int, label: str) -> None:
         """Take the progress of an engine, as `executor.Progress` has it."""
         engine = label.rpartition(ENGINE_END)[0]
         if engine != self._engine:

@@ -60,7 +60,7 @@ class ToolFormat:
         return CALLS_BEGIN + self.between_calls.join(self.call(*call) for call in calls) + CALLS_END
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """What the system message says of the functions, for templates that do not say it themselves."""
+        """Write what the system message says of the functions, for templates that do not say it themselves."""
         lines = ["## Tools", "You have access to the following tools:", ""]
         for tool in tools:
             function = tool["function"]
@@ -122,16 +122,16 @@ def _closed(schema: Any) -> Any:
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    closed = {}
     for name, value in schema.items():
         if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            found[name] = {key: _closed(each) for key, each in value.items()}  # names of the user's, not of JSON Schema
+            closed[name] = {key: _closed(each) for key, each in value.items()}  # the user's names, not JSON Schema's
         else:
-            found[name] = value if name in ("enum", "const", "default", "examples") else _closed(value)
+            closed[name] = value if name in ("enum", "const", "default", "examples") else _closed(value)
     composed = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     if isinstance(schema.get("properties"), dict) and not composed:
-        found["additionalProperties"] = False
-    return found
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _marker(text: str, tokenizer: Tokenizer) -> str:
@@ -187,9 +187,9 @@ class ToolCallParser:
     # Each state takes what it can from `_held` and says whether the next state may go on.
 
     def _text(self, piece: ToolPiece, finished: bool) -> bool:
-        found = find_first(self._held, (CALLS_BEGIN, CALL_BEGIN))
-        if found:
-            at, marker = found
+        first_marker = find_first(self._held, (CALLS_BEGIN, CALL_BEGIN))
+        if first_marker:
+            at, marker = first_marker
             piece.content += self._held[:at]
             self._held = self._held[at + (len(marker) if marker == CALLS_BEGIN else 0) :]
             self._step = self._between
@@ -200,22 +200,22 @@ class ToolCallParser:
         return False
 
     def _between(self, piece: ToolPiece, finished: bool) -> bool:
-        found = find_first(self._held, (CALL_BEGIN, CALLS_END))
-        if not found:
+        first_marker = find_first(self._held, (CALL_BEGIN, CALLS_END))
+        if not first_marker:
             return False
-        at, marker = found
+        at, marker = first_marker
         self._held = self._held[at + len(marker) :]
         self._step = self._name if marker == CALL_BEGIN else self._text
         return True
 
     def _name(self, piece: ToolPiece, finished: bool) -> bool:
         end = find_first(self._held, (CALL_END,))
-        found = find_first(self._held, (self._fence or SEPARATOR,))
-        if found is None or (end is not None and end[0] < found[0]):
+        name_end = find_first(self._held, (self._fence or SEPARATOR,))
+        if name_end is None or (end is not None and end[0] < name_end[0]):
             if end is not None:  # a call without arguments' beginning: nothing to make of it
                 self._held, self._step = self._held[end[0] + len(CALL_END) :], self._between
             return end is not None
-        at, marker = found
+        at, marker = name_end
         name = self._held[:at].rpartition(SEPARATOR)[2].strip()
         self._held = self._held[at + len(marker) :]
         self.num_calls += 1
@@ -228,9 +228,9 @@ class ToolCallParser:
     def _arguments(self, piece: ToolPiece, finished: bool) -> bool:
         if not self._has_arguments:
             self._held = self._held.lstrip()
-        found = find_first(self._held, self._ends)
-        if found:
-            at, marker = found
+        end_marker = find_first(self._held, self._ends)
+        if end_marker:
+            at, marker = end_marker
             text, self._held = self._held[:at], self._held[at + len(marker) :]
             if not (text or self._has_arguments):
                 text = "{}"
@@ -241,7 +241,7 @@ class ToolCallParser:
         if text:
             self._has_arguments = True
             self._emit(piece, {"function": {"arguments": text}})
-        return found is not None
+        return end_marker is not None
 
     def _emit(self, piece: ToolPiece, delta: dict[str, Any]) -> None:
         if self.num_calls <= self._most:

@@ -1,5 +1,6 @@
 """`Watchdog`: a step that hangs becomes a diagnosed exit."""
 
+import asyncio
 import faulthandler
 import os
 import sys
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from dsjax.engine.async_engine import ThreadedEngine
 from dsjax.engine.engine_thread import Stepper
 from dsjax.engine.schedule.request import Request, Status
 
@@ -23,8 +25,9 @@ class Watchdog:
     """A thread that checks every so often how long each step under way has run; it needs neither an engine's thread nor the loop.
 
     Args:
+        step_timeout: seconds after which a step is taken for a hang; 0: never.
         steppers: what takes steps, by its name in messages.
-        tell_clients: called before the end; ends their streams with an error.
+        notify_clients: called before the end; ends their streams with an error.
     """
 
     def __init__(
@@ -32,21 +35,31 @@ class Watchdog:
         step_timeout: float,
         steppers: Mapping[str, Stepper],
         *,
-        tell_clients: Callable[[], None],
+        notify_clients: Callable[[], None],
         exit: Callable[[int], None] = os._exit,
         out: TextIO | None = None,
     ):
         self._step_timeout = step_timeout
         self._steppers = steppers
-        self._tell_clients = tell_clients
+        self._notify_clients = notify_clients
         self._exit = exit
         self._out = out or sys.stderr
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dsjax-watchdog", daemon=True)
 
+    @classmethod
+    def over(cls, engine: ThreadedEngine, step_timeout: float) -> "Watchdog":
+        """Look after an engine from now on. It ends the streams in the event loop that this is called in."""
+        loop = asyncio.get_running_loop()
+        notify_clients = lambda: loop.call_soon_threadsafe(engine.abort_all)  # noqa: E731
+        watchdog = cls(step_timeout, engine.steppers, notify_clients=notify_clients)
+        watchdog.start()
+        return watchdog
+
     def start(self) -> None:
-        """Begin to look."""
-        self._thread.start()
+        """Begin to look; not where a step may take for ever."""
+        if self._step_timeout:
+            self._thread.start()
 
     def stop(self) -> None:
         """Look no more."""
@@ -63,7 +76,7 @@ class Watchdog:
     def _end(self, name: str, seconds: float) -> None:
         try:
             self._diagnose(name, seconds)
-            self._tell_clients()
+            self._notify_clients()
             time.sleep(_FLUSH_SECONDS)
         finally:
             self._exit(HANG_EXIT_CODE)

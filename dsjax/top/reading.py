@@ -20,44 +20,17 @@ HISTOGRAMS = {
 """Name in the view to name in the exposition."""
 
 _OTHERS = (
-    "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total",
-    "vllm:request_success_total",
-    "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total",
-    "vllm:num_preemptions_total",
-    "vllm:corrupted_requests_total",
-    "dsjax_rank_host_pages",
-    "dsjax_rank_host_pages_used",
-    "dsjax_rank_host_pages_stored_total",
-    "dsjax_rank_host_pages_fetched_total",
-    "dsjax_disk_pages",
-    "dsjax_disk_pages_used",
-    "dsjax_disk_pages_stored_total",
-    "dsjax_disk_pages_fetched_total",
-    "dsjax_disk_failures_total",
-    "dsjax_prefix_cache_hits_total",
-    "vllm:external_prefix_cache_queries_total",
-    "dsjax_cache_fetch_seconds_bucket",
-    "dsjax_cache_fetch_seconds_sum",
-    "dsjax_step_tokens_total",
-    "dsjax_host_seconds_total",
-    "dsjax_compilations_after_warm_up_total",
-    "dsjax_requests_rejected_total",
-    "vllm:spec_decode_num_drafts_total",
-    "vllm:spec_decode_num_draft_tokens_total",
-    "vllm:spec_decode_num_accepted_tokens_total",
-    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-    "dsjax_expert_tokens_total",
-    "dsjax_expert_balancedness",
-    "dsjax_eplb_balancedness",
-    "dsjax_eplb_rebalances_total",
-    "dsjax_eplb_experts_moved_total",
-    "dsjax_eplb_moved_bytes_total",
-    "dsjax_eplb_exchanges_total",
-    "dsjax_eplb_exchange_seconds_total",
-    "dsjax_eplb_layers_left",
-)
+    "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total", "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total", "vllm:corrupted_requests_total", "dsjax_rank_host_pages",
+    "dsjax_rank_host_pages_used", "dsjax_rank_host_pages_stored_total", "dsjax_rank_host_pages_fetched_total", "dsjax_disk_pages",
+    "dsjax_disk_pages_used", "dsjax_disk_pages_stored_total", "dsjax_disk_pages_fetched_total", "dsjax_disk_failures_total",
+    "dsjax_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total", "dsjax_cache_fetch_seconds_bucket",
+    "dsjax_cache_fetch_seconds_sum", "dsjax_step_tokens_total", "dsjax_host_seconds_total", "dsjax_compilations_after_warm_up_total",
+    "dsjax_requests_rejected_total", "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total", "dsjax_expert_tokens_total",
+    "dsjax_expert_balancedness", "dsjax_eplb_balancedness", "dsjax_eplb_rebalances_total", "dsjax_eplb_experts_moved_total",
+    "dsjax_eplb_moved_bytes_total", "dsjax_eplb_exchanges_total", "dsjax_eplb_exchange_seconds_total", "dsjax_eplb_layers_left",
+)  # fmt: skip
 _NAMES = (*(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucket", "sum", "count")), *_OTHERS)
 
 
@@ -81,22 +54,24 @@ class Exposition:
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of a name's samples that have these labels; 0 where there is none."""
-        return sum(value for found, value in self._samples.get(name, ()) if labels.items() <= found.items())
+        return sum(
+            value for sample_labels, value in self._samples.get(name, ()) if labels.items() <= sample_labels.items()
+        )
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """The sums by these labels' values."""
         sums: dict[tuple[str, ...], float] = {}
-        for found, value in self._samples.get(name, ()):
-            key = tuple(found.get(label, "") for label in labels)
+        for sample_labels, value in self._samples.get(name, ()):
+            key = tuple(sample_labels.get(label, "") for label in labels)
             sums[key] = sums.get(key, 0.0) + value
         return sums
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
         """A histogram over all its samples that have these labels: upper bound to cumulative count."""
         sums: dict[str, float] = {}
-        for found, value in self._samples.get(f"{name}_bucket", ()):
-            if labels.items() <= found.items():
-                sums[found["le"]] = sums.get(found["le"], 0.0) + value
+        for sample_labels, value in self._samples.get(f"{name}_bucket", ()):
+            if labels.items() <= sample_labels.items():
+                sums[sample_labels["le"]] = sums.get(sample_labels["le"], 0.0) + value
         return {float(bound): count for bound, count in sorted(sums.items())}
 
 

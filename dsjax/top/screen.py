@@ -72,31 +72,31 @@ def _summary(url: str, view: dict[str, Any]) -> Group:
         "not finite": requests["not_finite"],
         "compiled after warm-up": steps["compilations_after_warm_up"],
     }
-    found = [f"{name} {count:,.0f}" for name, count in troubles.items() if count]
-    return Group(*lines, *([Text("   ".join(found), "bold yellow")] if found else []), Text(""))
+    counts = [f"{name} {count:,.0f}" for name, count in troubles.items() if count]
+    return Group(*lines, *([Text("   ".join(counts), "bold yellow")] if counts else []), Text(""))
 
 
-def _balancing(found: dict[str, Any]) -> str:
-    balance = ", ".join(f"{value:.2f} ({of})" for of, value in found["balancedness"].items()) or "no window yet"
-    moved = f"{found['experts_moved']:,.0f} moved ({found['moved_bytes'] / 1e6:,.1f} MB)"
-    left = f", {found['layers_left']:,.0f} layers left" if found["layers_left"] else ""
+def _balancing(balancing: dict[str, Any]) -> str:
+    balance = ", ".join(f"{value:.2f} ({of})" for of, value in balancing["balancedness"].items()) or "no window yet"
+    moved = f"{balancing['experts_moved']:,.0f} moved ({balancing['moved_bytes'] / 1e6:,.1f} MB)"
+    left = f", {balancing['layers_left']:,.0f} layers left" if balancing["layers_left"] else ""
     return (
-        f"experts balanced {balance}   {found['rebalances']:,.0f} rebalances, {moved} in "
-        f"{found['exchange_seconds'] * 1e3:,.0f} ms{left}"
+        f"experts balanced {balance}   {balancing['rebalances']:,.0f} rebalances, {moved} in "
+        f"{balancing['exchange_seconds'] * 1e3:,.0f} ms{left}"
     )
 
 
-def _pages_below(title: str, found: dict[str, Any]) -> str:
-    failed = f", {found['failed']:,.0f} FAILED" if found.get("failed") else ""
-    return f"{title}: pages {_percent(found['usage'])} used, {found['stored']:,.0f} stored, {found['fetched']:,.0f} fetched{failed}"
+def _pages_below(title: str, pages: dict[str, Any]) -> str:
+    failed = f", {pages['failed']:,.0f} FAILED" if pages.get("failed") else ""
+    return f"{title}: pages {_percent(pages['usage'])} used, {pages['stored']:,.0f} stored, {pages['fetched']:,.0f} fetched{failed}"
 
 
 def _tiers(tiers: dict[str, Any]) -> str:
-    hits = ", ".join(f"{tier} {_percent(found['hit_share'])}" for tier, found in tiers.items())
+    hits = ", ".join(f"{tier} {_percent(tier_figures['hit_share'])}" for tier, tier_figures in tiers.items())
     waits = ", ".join(
-        f"{tier} {_seconds(found['wait']['p50'])} (P99 {_seconds(found['wait']['p99'])})"
-        for tier, found in tiers.items()
-        if found["wait"]["count"]
+        f"{tier} {_seconds(tier_figures['wait']['p50'])} (P99 {_seconds(tier_figures['wait']['p99'])})"
+        for tier, tier_figures in tiers.items()
+        if tier_figures["wait"]["count"]
     )
     return f"prefix hits by tier: {hits}" + (f"   waited for {waits}" if waits else "")
 
@@ -116,9 +116,9 @@ def _latencies(latency: dict[str, dict[str, float | None]]) -> Table:
     for name in ("mean", "p50", "p90", "p99", "n"):
         table.add_column(name, justify="right")
     for key, label in _LATENCIES.items():
-        found = latency[key]
-        quantiles = [_seconds(found[name]) for name in ("mean", "p50", "p90", "p99")]
-        table.add_row(label, *quantiles, f"{found['count']:,.0f}")
+        figures = latency[key]
+        quantiles = [_seconds(figures[name]) for name in ("mean", "p50", "p90", "p99")]
+        table.add_row(label, *quantiles, f"{figures['count']:,.0f}")
     return table
 
 

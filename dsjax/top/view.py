@@ -101,9 +101,9 @@ def _pages_below(old: Exposition, new: Exposition, name: str) -> dict[str, float
 
 
 def _disk_pages(old: Exposition, new: Exposition) -> dict[str, float | None] | None:
-    found = _pages_below(old, new, "dsjax_disk_pages")
+    pages = _pages_below(old, new, "dsjax_disk_pages")
     failed = sum(_growth(old, new, "dsjax_disk_failures_total", "operation").values())
-    return found and {**found, "failed": failed}
+    return pages and {**pages, "failed": failed}
 
 
 def _tiers(old: Exposition, new: Exposition) -> dict[str, Any] | None:
@@ -116,10 +116,7 @@ def _tiers(old: Exposition, new: Exposition) -> dict[str, Any] | None:
     }
     asked = missed + by_tier["device"]
     return {
-        tier: {
-            "hit_share": _share(tokens, asked),
-            "wait": _latency(old, new, "dsjax_cache_fetch_seconds", tier=tier),
-        }
+        tier: {"hit_share": _share(tokens, asked), "wait": _latency(old, new, "dsjax_cache_fetch_seconds", tier=tier)}
         for tier, tokens in by_tier.items()
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,31 +34,31 @@ def attention_cases(
         context = cached + chunk
         if context > setting.max_model_len:
             continue
-        cost = mla_cost(
-            setting.config,
-            form,
-            rows=rows,
-            chunk=chunk,
-            context=context,
-            attended=cached + (chunk + 1) / 2,
-            weight_itemsize=1,
-            cache_itemsize=itemsize,
-            activation_itemsize=setting.dtype.itemsize,
-        )
+        flops, other = attention_cost(setting, form, rows, chunk, cached)
         stack = _stack(setting, form)
         block = paged_attention(setting, form).block(rows, chunk)
-        other = cost.cache_read_bytes + cost.cache_write_bytes + cost.activation_bytes
         layers = cache_layers(setting, form, rows, context)
         pages = rows * -(-context // setting.step.page_size) + 1
         cache = layers * pages * setting.step.page_size * cache_bytes(setting.config, form, itemsize)
-        yield ModuleCase(
-            "attention",
-            f"{form} {phase}",
-            {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk, "block": block},
-            ModuleWork(cost.flops, stack.layer_bytes, other),
-            stack.nbytes + 2 * cache,
-            lambda rows=rows, chunk=chunk, cached=cached: attention_loop(setting, form, rows, chunk, cached),
-        )
+        sizes = {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk, "block": block}
+        work = ModuleWork(flops, stack.layer_bytes, other)
+        build = partial(attention_loop, setting, form, rows, chunk, cached)
+        yield ModuleCase("attention", f"{form} {phase}", sizes, work, stack.nbytes + 2 * cache, build)
+
+
+def attention_cost(setting: Setting, form: Form, rows: int, chunk: int, cached: int) -> tuple[float, float]:
+    """Operations of a layer's attention, and the bytes that it moves beside its weights."""
+    cost = mla_cost(
+        setting.config,
+        form,
+        rows=rows,
+        chunk=chunk,
+        context=cached + chunk,
+        attended=cached + (chunk + 1) / 2,
+        cache_itemsize=jnp.dtype(setting.step.cache_dtype).itemsize,
+        activation_itemsize=setting.dtype.itemsize,
+    )
+    return cost.flops, cost.cache_read_bytes + cost.cache_write_bytes + cost.activation_bytes
 
 
 def cache_layers(setting: Setting, form: Form, rows: int, context: int) -> int:
@@ -110,10 +111,9 @@ def cache_for(setting: Setting, form: Form, rows: int, context: int) -> Cache:
     """Zeros, for `cache_layers` layers."""
     step, pages = setting.step, rows * -(-context // setting.step.page_size) + 1
     lead = (cache_layers(setting, form, rows, context), pages, step.page_size)
-    found = paged_attention(setting, form).arrays
     return {
         name: jnp.zeros((*lead, *width), storage_dtype(dtype, setting.platform))
-        for name, (width, dtype) in found.items()
+        for name, (width, dtype) in paged_attention(setting, form).arrays.items()
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +19,19 @@ _SIDE = 2048
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes and operations a second that no module can exceed, and where the figures are from."""
+    """Bytes and operations a second that no module can exceed, and where the figures are from. The fields are those of the JSON."""
 
-    bandwidth: float
-    flops: float
+    bytes_per_s: float
+    flops_per_s: float
     source: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Stable fields."""
-        return {"bytes_per_s": self.bandwidth, "flops_per_s": self.flops, "source": self.source}
 
 
 @dataclass(frozen=True)
 class Device:
-    """What was measured: its name, as the planner compares it; JAX's platform; memory; a file of `configs/hardware`, if any."""
+    """What was measured: its name, as the planner compares it; JAX's platform; memory; a file of `configs/hardware`, if any.
+
+    The fields are those of the JSON.
+    """
 
     name: str
     platform: str
@@ -49,16 +47,6 @@ class Device:
         memory = int(stats["bytes_limit"]) if stats else host_memory()
         count = 1 if device.platform == "cpu" else len(jax.devices())
         return cls(name, device.platform, memory, hardware_of(name), count)
-
-    def to_json(self) -> dict[str, Any]:
-        """Stable fields."""
-        return {
-            "name": self.name,
-            "platform": self.platform,
-            "memory_bytes": self.memory_bytes,
-            "hardware": self.hardware,
-            "count": self.count,
-        }
 
 
 def hardware_of(name: str) -> str | None:

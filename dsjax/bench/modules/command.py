@@ -14,6 +14,7 @@ from dsjax.bench.processes import GroupOptions, Processes, measuring_together
 from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json
 from dsjax.errors import UserError
+from dsjax.progress import in_turn
 
 _INTERRUPTED = 130
 
@@ -40,7 +41,7 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
     from dsjax.bench.modules.ceilings import Ceilings, Device, find_ceilings
     from dsjax.bench.modules.grid import cases
     from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, one_rank_cases
-    from dsjax.bench.modules.report import case_progress, show, show_extrapolation, to_json
+    from dsjax.bench.modules.report import show, show_extrapolation, to_json
     from dsjax.bench.modules.run import run_cases
     from dsjax.bench.modules.setting import make_setting
     from dsjax.bench.modules.timing import Budget
@@ -50,36 +51,38 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
         processes.check_shares(spec, spec.build())
     device = Device.of(setting.step.mesh.devices.flat[0])
     budget = Budget(run.seconds or (0.2 if grid.quick else 1.0))
-    own = dataclasses.astuple(find_ceilings(setting, device, run.hardware, budget)) if processes.leads else None
-    ceilings = Ceilings(*processes.agree("ceilings", own)[0])
+    leaders = dataclasses.astuple(find_ceilings(setting, device, run.hardware, budget)) if processes.leads else None
+    ceilings = Ceilings(*processes.agree("ceilings", leaders)[0])
     plan = OneRankPlan.of(setting, grid.one_rank_of, grid.batch, grid.layers) if grid.one_rank_of else None
     todo = list(one_rank_cases(setting, plan, grid.context_lengths) if plan else cases(setting, grid))
     if not todo:
         raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
     if not processes.leads:
         todo = [case for case in todo if case.shared]
-    with case_progress(Console(stderr=True), run.progress and processes.leads, len(todo)) as on_start:
-        found = run_cases(setting, todo, ceilings, budget, run.row_limit, on_start, processes.agree)
+    timed = in_turn(Console(stderr=True), run.progress and processes.leads, "timing cases", todo)
+    results = run_cases(setting, timed, ceilings, budget, run.row_limit, processes.agree)
 
     def report() -> None:
         console = report_console(stderr=run.json_file == "-")
-        show(console, found, ceilings, device)
-        steps = extrapolate(setting, found.rows) if plan else []
+        show(console, results, ceilings, device)
+        steps = extrapolate(setting, results.rows) if plan else []
         if plan:
             show_extrapolation(console, steps, plan, setting.config)
         if run.json_file:
             command = shlex.join(["dsjax", *sys.argv[1:]])
             more = {"one_rank": {**vars(plan), "steps": [step.to_json() for step in steps]}} if plan else {}
-            body = to_json(found, setting, model.model, ceilings, device, command, processes=processes.members, **more)
+            body = to_json(
+                results, setting, model.model, ceilings, device, command, processes=processes.members, **more
+            )
             write_json(run.json_file, body)
 
-    if found.partial and processes.members:
+    if results.partial and processes.members:
         # The others wait for this process, or have gone: the group ends. What there is is not lost.
         if processes.leads:
             report()
-        raise found.failure or KeyboardInterrupt
+        raise results.failure or KeyboardInterrupt
     processes.report(report)
-    return found.interrupted
+    return results.interrupted
 
 
 def _alike(model: ModelOptions, grid: ModuleGrid, run: RunOptions) -> dict[str, Any]:

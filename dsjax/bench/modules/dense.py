@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,27 +31,15 @@ def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleC
     config = setting.config
     table = config.vocab_size * config.hidden_size * _table_dtype(setting).itemsize
     for count in tokens:
-        rows = count * config.hidden_size * setting.dtype.itemsize
+        sizes, rows = {"tokens": count}, count * config.hidden_size * setting.dtype.itemsize
         read = count * config.hidden_size * _table_dtype(setting).itemsize
+        build = partial(_on_device, setting, count)
+        yield ModuleCase("embedding", "device", sizes, ModuleWork(0, read, rows), 2 * table, build)
         yield ModuleCase(
-            "embedding",
-            "device",
-            {"tokens": count},
-            ModuleWork(0, read, rows),
-            2 * table,
-            lambda n=count: _on_device(setting, n),
+            "embedding", "host", sizes, ModuleWork(0, read, 2 * rows), table, partial(_host, setting, count)
         )
-        yield ModuleCase(
-            "embedding",
-            "host",
-            {"tokens": count},
-            ModuleWork(0, read, 2 * rows),
-            table,
-            lambda n=count: _host(setting, n),
-        )
-    yield ModuleCase(
-        "embedding", "copied", {"tokens": 1}, ModuleWork(0, 2 * table), 2 * table, lambda: _copied(setting)
-    )
+    work = ModuleWork(0, 2 * table)
+    yield ModuleCase("embedding", "copied", {"tokens": 1}, work, 2 * table, partial(_copied, setting))
 
 
 def _table_dtype(setting: Setting) -> np.dtype:
@@ -137,10 +126,8 @@ def norm_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     config = setting.config
     make = lambda declare: LayerNorms(declare, config.hidden_size, config.rms_norm_eps)  # noqa: E731
     apply = lambda norms, x, total: norms.mlp_norm(norms.attn_norm(total))  # noqa: E731
-    moved = 4 * config.hidden_size * setting.dtype.itemsize
-    yield from _layer_cases(
-        setting, "norms", make, apply, config.num_hidden_layers, tokens, 8 * config.hidden_size, moved
-    )
+    flops, moved = 8 * config.hidden_size, 4 * config.hidden_size * setting.dtype.itemsize
+    yield from _layer_cases(setting, "norms", make, apply, config.num_hidden_layers, tokens, flops, moved)
 
 
 def _layer_cases(
@@ -158,14 +145,10 @@ def _layer_cases(
         return
     stack = LayerStack.of(setting, make, in_model)
     for count in tokens:
-        yield ModuleCase(
-            module,
-            "",
-            {"tokens": count},
-            ModuleWork(count * flops, stack.layer_bytes, count * moved),
-            stack.nbytes + 4 * int(count * (moved + setting.config.hidden_size * setting.dtype.itemsize)),
-            lambda count=count: layer_loop(setting, make, apply, in_model, count),
-        )
+        work = ModuleWork(count * flops, stack.layer_bytes, count * moved)
+        memory = stack.nbytes + 4 * int(count * (moved + setting.config.hidden_size * setting.dtype.itemsize))
+        build = partial(layer_loop, setting, make, apply, in_model, count)
+        yield ModuleCase(module, "", {"tokens": count}, work, memory, build)
 
 
 def layer_loop(setting: Setting, make, apply, in_model: int, tokens: int) -> PreparedCase:
@@ -218,11 +201,6 @@ def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
 
     for count in tokens:
         x_bytes = count * D * setting.dtype.itemsize
-        yield ModuleCase(
-            "head",
-            "",
-            {"tokens": count},
-            ModuleWork(2 * count * D * V, stack.layer_bytes, x_bytes + 3 * 4 * count * V),
-            stack.nbytes + 2 * (x_bytes + 4 * count * V),
-            lambda count=count: one_in_a_step(setting, stack, apply, setting.random((1, count, D))),
-        )
+        work = ModuleWork(2 * count * D * V, stack.layer_bytes, x_bytes + 3 * 4 * count * V)
+        build = lambda n=count: one_in_a_step(setting, stack, apply, setting.random((1, n, D)))  # noqa: E731
+        yield ModuleCase("head", "", {"tokens": count}, work, stack.nbytes + 2 * (x_bytes + 4 * count * V), build)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def quantisation_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[Modu
         for variant in ("quantise", "dequantise"):
             work = ModuleWork(3 * count * D, 0, count * (D * size + wire.row_bytes))
             memory = 4 * count * (D * size + wire.row_bytes)
-            build = lambda n=count, v=variant: _quantisation(setting, n, v)  # noqa: E731
+            build = partial(_quantisation, setting, count, variant)
             yield ModuleCase("fp8", variant, {"tokens": count}, work, memory, build)
 
 
@@ -71,23 +72,17 @@ def product_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCas
     for weights in ("f32", "bf16", "fp8"):
         if weights == "f32" and setting.dtype != np.float32:
             continue
-        own = dataclasses.replace(setting, weights=weights)
+        kept = dataclasses.replace(setting, weights=weights)
         make = lambda declare: OutputProjection(declare, rows, columns)  # noqa: E731
-        stack = LayerStack.of(own, make, config.num_hidden_layers)
+        stack = LayerStack.of(kept, make, config.num_hidden_layers)
 
-        def apply(product: OutputProjection, x, total, own=own):
+        def apply(product: OutputProjection, x, total, kept=kept):
             wide = jnp.broadcast_to(x[..., :1], (*x.shape[:-1], rows))
-            return total + own.multiply(product.matrix, wide)
+            return total + kept.multiply(product.matrix, wide)
 
         for count in tokens:
-            size = setting.dtype.itemsize
-            yield ModuleCase(
-                "product",
-                weights,
-                {"tokens": count, "n": columns, "k": rows},
-                ModuleWork(2 * count * rows * columns, stack.layer_bytes, count * size * (rows + columns)),
-                stack.nbytes + 4 * count * size * (rows + columns),
-                lambda own=own, count=count, make=make, apply=apply: layer_loop(
-                    own, make, apply, config.num_hidden_layers, count
-                ),
-            )
+            moved = count * setting.dtype.itemsize * (rows + columns)
+            work = ModuleWork(2 * count * rows * columns, stack.layer_bytes, moved)
+            build = partial(layer_loop, kept, make, apply, config.num_hidden_layers, count)
+            sizes = {"tokens": count, "n": columns, "k": rows}
+            yield ModuleCase("product", weights, sizes, work, stack.nbytes + 4 * moved, build)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -28,10 +29,8 @@ from dsjax.model.rows import GroupShape, flatten
 def launch_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Rows of one token each, as a step's command names them: slot and limit, and a page for each that it gains."""
     for count in tokens:
-        size = 4 * count * (3 + 3)
-        yield ModuleCase(
-            "launch", "", {"tokens": count}, ModuleWork(0, 0, size), 4 * size, lambda n=count: _launch(setting, n)
-        )
+        size, build = 4 * count * (3 + 3), partial(_launch, setting, count)
+        yield ModuleCase("launch", "", {"tokens": count}, ModuleWork(0, 0, size), 4 * size, build)
 
 
 def _launch(setting: Setting, rows: int) -> PreparedCase:
@@ -51,32 +50,26 @@ def _launch(setting: Setting, rows: int) -> PreparedCase:
 
 def _executor(setting: Setting, rows: int) -> MeshExecutor:
     """An executor without weights, whose step does nothing."""
-    limits = ExecutorLimits(
-        rows, rows, 16, setting.step.page_size, 2, 1, setting.max_model_len, setting.config.vocab_size
-    )
+    limits = _limits(setting, rows)
     small = {path: jnp.zeros((1,), info.storage_dtype) for path, info in setting.step.table.infos.items()}
     executor = MeshExecutor(setting.step, small, limits, Buckets((rows,), (Rectangle(1, 16),), False))
     device = executor.device
     device.state = jax.tree.map(lambda array: jnp.zeros((1,), array.dtype), device.state)
-    own: Programs = executor.programs
-    shape = own.shape(Rectangle(rows, 1), None)
+    real: Programs = executor.programs
+    shape = real.shape(Rectangle(rows, 1), None)
     handed_on = StepRows.packed_width(shape.sampled)
 
     def nothing(params, state, packed):
         made = jnp.ones((1, 2 * rows), jnp.int32)
         outcome = jnp.concatenate([packed[:, :rows], made], axis=1)
-        return (
-            state,
-            jnp.zeros((1, handed_on), jnp.int32),
-            outcome,
-            jnp.zeros((1, rows, 1)),
-            jnp.zeros((1, rows, 1)),
-            {},
-        )
+        scores = jnp.zeros((1, rows, 1))
+        return state, jnp.zeros((1, handed_on), jnp.int32), outcome, scores, jnp.zeros((1, rows, 1)), {}
 
-    packed = jax.device_put(np.zeros((1, shape.packed_width), np.int32), own.rows)
+    packed = jax.device_put(np.zeros((1, shape.packed_width), np.int32), real.rows)
     program = jax.jit(nothing, donate_argnums=1, keep_unused=True).lower(small, executor.state, packed).compile()
-    device.programs = SimpleNamespace(shape=own.shape, step=lambda shape, scored: program, rows=own.rows, shared=False)
+    device.programs = SimpleNamespace(
+        shape=real.shape, step=lambda shape, scored: program, rows=real.rows, shared=False
+    )
     return executor
 
 
@@ -87,22 +80,16 @@ def input_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]
         # Slot, limit and most drafts; a page that is gained; the row's page table, read; rotation, read and written.
         moved = 4 * count * (3 + 3 + pages + 2 * setting.config.qk_rope_head_dim)
         moved += 2 * count * setting.config.hidden_size * setting.dtype.itemsize
-        yield ModuleCase(
-            "inputs",
-            "",
-            {"tokens": count},
-            ModuleWork(0, 0, moved),
-            4 * moved,
-            lambda n=count: _inputs(setting, n, pages),
-        )
+        build = partial(_inputs, setting, count, pages)
+        yield ModuleCase("inputs", "", {"tokens": count}, ModuleWork(0, 0, moved), 4 * moved, build)
 
 
 def _inputs(setting: Setting, rows: int, pages: int) -> PreparedCase:
     config, step = setting.config, setting.step
     shape = LaunchShape(GroupShape(rows, 1, pages, step.decode_form), None, step.page_size)
-    own = np.concatenate([np.arange(rows), np.full(rows, setting.max_model_len), np.zeros(rows)])
+    decodes = np.concatenate([np.arange(rows), np.full(rows, setting.max_model_len), np.zeros(rows)])
     changes = np.stack([np.arange(rows), np.zeros(rows), np.ones(rows)], axis=1).reshape(-1)
-    packed = np.concatenate([own, changes, [-1, -1, -1]]).astype(np.int32)[None]
+    packed = np.concatenate([decodes, changes, [-1, -1, -1]]).astype(np.int32)[None]
     inputs = {"packed": jnp.asarray(packed), "x": setting.random((1, rows, config.hidden_size))}
 
     def one_step(inputs, _, carry):
@@ -110,10 +97,10 @@ def _inputs(setting: Setting, rows: int, pages: int) -> PreparedCase:
         state, rotated, written, last = carry
         state, read, groups = slots.read(step, state, inputs["packed"], shape)
         rotation = Rotation.at(flatten([groups[0].positions]), config.rope, config.qk_rope_head_dim)
-        found = flatten([groups[0].slots(step.page_size)])
+        cache_slots = flatten([groups[0].slots(step.page_size)])
         last = last + jnp.take_along_axis(inputs["x"], jnp.maximum(read.slot, 0)[..., None], axis=1)
-        state, _ = slots.commit(step, state, read, found % config.vocab_size)
-        return state, rotation(rotated), written + found, last
+        state, _ = slots.commit(step, state, read, cache_slots % config.vocab_size)
+        return state, rotation(rotated), written + cache_slots, last
 
     carry = (
         _state(setting, rows),
@@ -124,9 +111,15 @@ def _inputs(setting: Setting, rows: int, pages: int) -> PreparedCase:
     return device_loop(one_step, inputs, carry)
 
 
+def _limits(setting: Setting, rows: int) -> ExecutorLimits:
+    return ExecutorLimits(
+        rows, rows, 16, setting.step.page_size, 2, 1, setting.max_model_len, setting.config.vocab_size
+    )
+
+
 def _state(setting: Setting, rows: int) -> DeviceState:
     """Slots whose requests stand at positions of all kinds; without pages and counts, which are not read here."""
-    limits = ExecutorLimits(rows, rows, 16, setting.step.page_size, 2, 1, setting.max_model_len, 1)
-    described = dataclasses.replace(device_state.describe(setting.step, limits), cache={}, copies=None, loads=None)
+    described = device_state.describe(setting.step, _limits(setting, rows))
+    described = dataclasses.replace(described, cache={}, copies=None, loads=None)
     state = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described)
     return dataclasses.replace(state, start=jnp.arange(rows, dtype=jnp.int32)[None] % (setting.max_model_len - 1))

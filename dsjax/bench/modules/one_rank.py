@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from dsjax.bench.modules.attention import AttentionInputs, attend_layer, cache_for, cache_layers
+from dsjax.bench.modules.attention import AttentionInputs, attend_layer, attention_cost, cache_for, cache_layers
 from dsjax.bench.modules.dense import head_cases
 from dsjax.bench.modules.launch import launch_cases
 from dsjax.bench.modules.routed import SKEWS, DispatchedTokens, arrivals, layer_ids, product_of
@@ -17,7 +18,6 @@ from dsjax.bench.modules.run import ModuleCase, ModuleRow, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting, free_memory
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.errors import UserError
-from dsjax.model.mla_costs import mla_cost
 from dsjax.model.transformer import DecoderLayer
 from sharding.dispatch import DispatchConfig, dispatch
 
@@ -70,49 +70,39 @@ def one_rank_cases(setting: Setting, plan: OneRankPlan, contexts: list[int]) -> 
             continue
         if config.num_dense_layers:
             depth = min(2, config.num_dense_layers)
-            yield _case(setting, plan, "dense layer", "", context, layer_stack(setting, 0, depth), None)
+            yield _case(setting, plan, ("dense layer", ""), context, layer_stack(setting, 0, depth), None)
         for variant, skew in SKEWS.items():
-            found = arrivals(setting, plan.batch, plan.experts, skew)
+            sent = arrivals(setting, plan.batch, plan.experts, skew)
             stack = layer_stack(setting, plan.experts, plan.layers)
-            yield _case(setting, plan, "MoE layer", variant, context, stack, found)
+            yield _case(setting, plan, ("MoE layer", variant), context, stack, sent)
     yield from head_cases(setting, [plan.batch])
 
 
 def _case(
     setting: Setting,
     plan: OneRankPlan,
-    module: str,
-    variant: str,
+    kind: tuple[str, str],
     context: int,
     stack: LayerStack,
-    found: DispatchedTokens | None,
+    sent: DispatchedTokens | None,
 ) -> ModuleCase:
+    """A layer at a context. kind: module and variant; sent: what comes to the rank's experts, None in a dense layer."""
     config, size = setting.config, setting.dtype.itemsize
-    attention = mla_cost(
-        config,
-        setting.step.decode_form,
-        rows=plan.batch,
-        chunk=1,
-        context=context + 1,
-        cache_itemsize=jnp.dtype(setting.step.cache_dtype).itemsize,
-        activation_itemsize=size,
-    )
+    flops, other = attention_cost(setting, setting.step.decode_form, plan.batch, 1, context)
     expert = 6 * config.hidden_size * config.moe_intermediate_size
     sizes = {"tokens": plan.batch, "context": context, "layers": stack.depth}
-    other = attention.cache_read_bytes + attention.cache_write_bytes + attention.activation_bytes
-    flops, weights = attention.flops, stack.layer_bytes
-    if found is None:
+    if sent is None:
         flops += 6 * plan.batch * config.hidden_size * config.intermediate_size
     else:
-        flops += expert * (found.pairs + plan.batch * config.n_shared_experts)
-        sizes |= {"experts": plan.experts, "rows": found.rows, "pairs": found.pairs}
-        other += 2 * found.rows * config.hidden_size * size
-    build = lambda: _loop(setting, plan, stack, found, context)  # noqa: E731
-    return ModuleCase(module, variant, sizes, ModuleWork(flops, weights, other), stack.nbytes, build)
+        flops += expert * (sent.pairs + plan.batch * config.n_shared_experts)
+        sizes |= {"experts": plan.experts, "rows": sent.rows, "pairs": sent.pairs}
+        other += 2 * sent.rows * config.hidden_size * size
+    build = partial(_loop, setting, plan, stack, sent, context)
+    return ModuleCase(*kind, sizes, ModuleWork(flops, stack.layer_bytes, other), stack.nbytes, build)
 
 
 def _loop(
-    setting: Setting, plan: OneRankPlan, stack: LayerStack, found: DispatchedTokens | None, context: int
+    setting: Setting, plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, context: int
 ) -> PreparedCase:
     """Whole layers: attention and MLP or experts, each behind a norm and beside a residual, as the step has them."""
     step, config = setting.step, setting.config
@@ -120,11 +110,11 @@ def _loop(
     attention, inputs = AttentionInputs.of(setting, step.decode_form, tokens, 1, context)
     inputs |= {"params": stack.values(setting.seed)}
     graph, experts = stack.graph, None
-    if found is not None:
-        experts = product_of(setting, stack.table.infos["moe.experts.down.weight"].dtype, found)
-        inputs["rows"] = setting.random((found.rows, config.hidden_size))
-        inputs["ids"] = layer_ids(setting, plan.experts, found, stack.depth)
-        inputs["weights"] = jnp.asarray(found.weights)
+    if sent is not None:
+        experts = product_of(setting, stack.table.infos["moe.experts.down.weight"].dtype, sent)
+        inputs["rows"] = setting.random((sent.rows, config.hidden_size))
+        inputs["ids"] = layer_ids(setting, plan.experts, sent, stack.depth)
+        inputs["weights"] = jnp.asarray(sent.weights)
 
     def one_layer(inputs, index, carry):
         x, cache, turn = carry
@@ -135,7 +125,7 @@ def _loop(
         out, cache = attend_layer(attention, block.attn, block.attn_norm(x), inputs, cache, turn)
         x = x + out
         y = block.mlp_norm(x)
-        x = x + (block.mlp(y, setting.multiply) if found is None else _routed(block, y, inputs, params, index))
+        x = x + (block.mlp(y, setting.multiply) if sent is None else _routed(block, y, inputs, params, index))
         return x, cache, (turn + 1) % layers
 
     def _routed(block, y, inputs, params, index):
@@ -180,7 +170,7 @@ class Extrapolation:
 
 def extrapolate(setting: Setting, rows: list[ModuleRow]) -> list[Extrapolation]:
     """For each MoE layer that was timed: the model's dense layers, its MoE layers, head and launch."""
-    config, found = setting.config, []
+    config, steps = setting.config, []
     alone = {row.case.module: row.times.median for row in rows if row.case.module in ("head", "launch")}
     for row in rows:
         if row.case.module != "MoE layer":
@@ -190,5 +180,5 @@ def extrapolate(setting: Setting, rows: list[ModuleRow]) -> list[Extrapolation]:
         parts = [("MoE layers", config.num_moe_layers, row.times.median)]
         parts += [("dense layers", config.num_dense_layers, r.times.median) for r in dense]
         parts += [(name, 1, seconds) for name, seconds in alone.items()]
-        found.append(Extrapolation(row.case.variant, context, tuple(parts)))
-    return found
+        steps.append(Extrapolation(row.case.variant, context, tuple(parts)))
+    return steps

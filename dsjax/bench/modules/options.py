@@ -117,9 +117,9 @@ class RunOptions(Checked):
 
 def _numbers(flag: str, text: str, least: int) -> list[int]:
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        found = []
-    if not found or found[0] < least:
+        numbers = []
+    if not numbers or numbers[0] < least:
         raise OptionError(f"{flag} is {text!r}, expected whole numbers of at least {least}, separated by commas")
-    return found
+    return numbers

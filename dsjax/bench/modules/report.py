@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jaxlib
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dsjax.bench.modules.ceilings import Ceilings, Device
 from dsjax.bench.modules.one_rank import Extrapolation, OneRankPlan
-from dsjax.bench.modules.run import ModuleCase, ModuleResults, ModuleRow
+from dsjax.bench.modules.run import ModuleResults, ModuleRow
 from dsjax.bench.modules.setting import Setting
 from dsjax.config import ModelConfig
 from dsjax.plan.measured import FORMAT, widths
-from dsjax.progress import Tenths
+from dsjax.versions import installed_version
 
 
-def show(console: Console, found: ModuleResults, ceilings: Ceilings, device: Device) -> None:
+def show(console: Console, results: ModuleResults, ceilings: Ceilings, device: Device) -> None:
     """A table for each module, and what was left out."""
     console.print(
-        f"[bold]{device.name}[/bold]: {ceilings.bandwidth / 1e9:,.1f} GB/s, {ceilings.flops / 1e9:,.0f} GFLOP/s "
+        f"[bold]{device.name}[/bold]: {ceilings.bytes_per_s / 1e9:,.1f} GB/s, {ceilings.flops_per_s / 1e9:,.0f} GFLOP/s "
         f"({ceilings.source})",
         highlight=False,
     )
-    for module in dict.fromkeys(row.case.module for row in found.rows):
-        console.print(_table(module, [row for row in found.rows if row.case.module == module], ceilings))
-    for one in found.skipped:
+    for module in dict.fromkeys(row.case.module for row in results.rows):
+        console.print(_table(module, [row for row in results.rows if row.case.module == module], ceilings))
+    for one in results.skipped:
         console.print(f"left out: {one.case.title}: {one.reason}", highlight=False)
     console.print(
         "ms: one application in one layer, median, in a loop on the device (*: called from the host); 10th to 90th "
@@ -60,9 +56,9 @@ def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
             f"{times.low * 1e3:.3g}–{times.high * 1e3:.3g}",
             f"{times.once * 1e6:.0f}",
             f"{bandwidth / 1e9:.3g}",
-            f"{bandwidth / ceilings.bandwidth:.0%}",
+            f"{bandwidth / ceilings.bytes_per_s:.0%}",
             f"{rate / 1e9:.3g}" if work.flops else "",
-            f"{rate / ceilings.flops:.1%}" if work.flops else "",
+            f"{rate / ceilings.flops_per_s:.1%}" if work.flops else "",
         ]
         table.add_row(*cells)
     return table
@@ -88,7 +84,7 @@ def show_extrapolation(console: Console, steps: list[Extrapolation], plan: OneRa
 
 
 def to_json(
-    found: ModuleResults,
+    results: ModuleResults,
     setting: Setting,
     model: str,
     ceilings: Ceilings,
@@ -99,25 +95,10 @@ def to_json(
     **more: Any,
 ) -> dict[str, Any]:
     """Stable fields, as `docs/bench-modules.md` lists them. processes: those of a group, as of `Processes.members`."""
-    return {
-        **head(setting, model, ceilings, device, command),
-        "processes": list(processes),
-        "partial": found.partial,
-        "skipped": [
-            {"module": s.case.module, "variant": s.case.variant, "sizes": dict(s.case.sizes), "reason": s.reason}
-            for s in found.skipped
-        ],
-        "rows": [row.to_json() for row in found.rows],
-        **more,
-    }
-
-
-def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, command: str) -> dict[str, Any]:
-    """What all figures of a run hang on."""
     step = setting.step
     return {
         **origin(FORMAT, command, device),
-        "ceilings": ceilings.to_json(),
+        "ceilings": vars(ceilings),
         "model": model,
         "widths": widths(setting.config),
         "dtype": str(setting.dtype),
@@ -128,6 +109,14 @@ def head(setting: Setting, model: str, ceilings: Ceilings, device: Device, comma
         "page_size": step.page_size,
         "max_model_len": setting.max_model_len,
         "seed": setting.seed,
+        "processes": list(processes),
+        "partial": results.partial,
+        "skipped": [
+            {"module": s.case.module, "variant": s.case.variant, "sizes": dict(s.case.sizes), "reason": s.reason}
+            for s in results.skipped
+        ],
+        "rows": [row.to_json() for row in results.rows],
+        **more,
     }
 
 
@@ -137,46 +126,10 @@ def origin(form: str, command: str, device: Device) -> dict[str, Any]:
         "format": form,
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "device": device.to_json(),
+        "versions": {
+            **{package: installed_version(package) for package in ("dsjax", "jax", "jaxlib")},
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        },
+        "device": vars(device),
     }
-
-
-def versions() -> Mapping[str, str]:
-    """Versions of what the figures hang on beside the device."""
-    import importlib.metadata
-
-    try:
-        own = importlib.metadata.version("dsjax")
-    except importlib.metadata.PackageNotFoundError:
-        own = "not installed"
-    return {
-        "dsjax": own,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "system": platform.platform(),
-    }
-
-
-@contextlib.contextmanager
-def case_progress(console: Console, shown: bool, total: int) -> Iterator[Callable[[ModuleCase], None]]:
-    """A progress bar over cases, with the name of the one that is being timed; gives a function to call when one begins.
-
-    The bar goes away at the end. Where the console is no terminal, a line is written at each tenth instead.
-    """
-    tenths = None
-    if shown and not console.is_terminal:
-        tenths = Tenths("timing cases", total, lambda line: console.print(line, highlight=False))
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task("", total=total)
-        begun = [0]
-
-        def on_start(case: ModuleCase) -> None:
-            if tenths is not None:
-                tenths.reach(begun[0])
-            bar.update(task, completed=begun[0], description=case.title)
-            begun[0] += 1
-
-        yield on_start

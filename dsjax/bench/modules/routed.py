@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -88,33 +89,24 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
     stack = _stack(setting, experts)
     for count in tokens:
         for variant, skew in SKEWS.items():
-            found = arrivals(setting, count, experts, skew)
-            work = ModuleWork(
-                6 * found.pairs * D * F,
-                stack.layer_bytes * found.used / experts,
-                itemsize * (2 * found.rows * D + found.pairs * (2 * D + 5 * F)),
-            )
-            sizes = {"tokens": count, "experts": experts, "rows": found.rows, "pairs": found.pairs, "used": found.used}
-            yield ModuleCase(
-                "experts",
-                variant,
-                sizes,
-                work,
-                stack.nbytes + 8 * found.rows * D * itemsize,
-                lambda found=found: expert_loop(setting, experts, found),
-            )
+            sent = arrivals(setting, count, experts, skew)
+            other_bytes = itemsize * (2 * sent.rows * D + sent.pairs * (2 * D + 5 * F))
+            work = ModuleWork(6 * sent.pairs * D * F, stack.layer_bytes * sent.used / experts, other_bytes)
+            sizes = {"tokens": count, "experts": experts, "rows": sent.rows, "pairs": sent.pairs, "used": sent.used}
+            memory = stack.nbytes + 8 * sent.rows * D * itemsize
+            yield ModuleCase("experts", variant, sizes, work, memory, partial(expert_loop, setting, experts, sent))
 
 
-def expert_loop(setting: Setting, experts: int, found: DispatchedTokens) -> PreparedCase:
+def expert_loop(setting: Setting, experts: int, sent: DispatchedTokens) -> PreparedCase:
     """The step's own call, `dispatch` over an EP group of one rank, whose experts are read out of the whole stack of layers."""
     stack = _stack(setting, experts)
     inputs = {
         "params": stack.values(setting.seed),
-        "x": setting.random((found.rows, setting.config.hidden_size)),
-        "ids": layer_ids(setting, experts, found, stack.depth),
-        "weights": jnp.asarray(found.weights),
+        "x": setting.random((sent.rows, setting.config.hidden_size)),
+        "ids": layer_ids(setting, experts, sent, stack.depth),
+        "weights": jnp.asarray(sent.weights),
     }
-    product = product_of(setting, stack.table.infos["down.weight"].dtype, found)
+    product = product_of(setting, stack.table.infos["down.weight"].dtype, sent)
     specs = {name: P() for name in (*inputs["params"], "layer")}
 
     def one_layer(inputs, layer, total):
@@ -132,19 +124,19 @@ def expert_loop(setting: Setting, experts: int, found: DispatchedTokens) -> Prep
     return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=config.num_moe_layers)
 
 
-def layer_ids(setting: Setting, experts: int, found: DispatchedTokens, layers: int) -> jax.Array:
+def layer_ids(setting: Setting, experts: int, sent: DispatchedTokens, layers: int) -> jax.Array:
     """Ids `[layers, N, K]`: each layer routes differently. Ids that never change would be sorted once, before the loop."""
     rng = np.random.default_rng(setting.seed)
-    every = [np.append(rng.permutation(experts), -1)[found.ids] for _ in range(layers)]
+    every = [np.append(rng.permutation(experts), -1)[sent.ids] for _ in range(layers)]
     return jnp.asarray(np.stack(every), jnp.int32)
 
 
-def product_of(setting: Setting, weight_dtype: np.dtype, found: DispatchedTokens) -> ExpertProduct:
+def product_of(setting: Setting, weight_dtype: np.dtype, sent: DispatchedTokens) -> ExpertProduct:
     """The product that the step would choose."""
     return ExpertProduct(
         weight_dtype=weight_dtype,
         platform=setting.platform,
-        mean_load=found.mean_load,
+        mean_load=sent.mean_load,
         kernels=setting.step.kernels,
         scheme=setting.step.scheme,
     )
@@ -187,20 +179,16 @@ def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> I
             sent = sum(one.bytes_sent * one.times for one in collectives)
             rows = count * spec.dp_size * setting.dtype.itemsize * config.hidden_size
             for variant, skew in SKEWS.items():
-                yield ModuleCase(
-                    "dispatch",
-                    f"{method} {variant}",
-                    {"tokens": count, "mesh": str(spec), "method": method},
-                    ModuleWork(0, 0, sent),
-                    6 * rows * spec.num_devices if platform == "cpu" else 6 * rows,
-                    lambda m=method, n=count, s=skew: _exchange(setting, spec, m, n, experts, s),
-                    shared=True,
-                )
+                sizes = {"tokens": count, "mesh": str(spec), "method": method}
+                memory = 6 * rows * spec.num_devices if platform == "cpu" else 6 * rows
+                build = partial(_exchange, setting, spec, method, count, experts, skew)
+                work = ModuleWork(0, 0, sent)
+                yield ModuleCase("dispatch", f"{method} {variant}", sizes, work, memory, build, shared=True)
 
 
 def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, experts: int, skew: float) -> PreparedCase:
-    own = with_mesh(setting, spec)
-    mesh, config = own.step.mesh, setting.config
+    on_mesh = with_mesh(setting, spec)
+    mesh, config = on_mesh.step.mesh, setting.config
     place = NamedSharding(mesh, P(spec.batch_axes))
     total = tokens * spec.dp_size
     rng = np.random.default_rng(setting.seed)

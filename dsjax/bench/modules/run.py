@@ -112,7 +112,6 @@ def run_cases(
     ceilings: Ceilings,
     budget: Budget,
     row_limit: float,
-    on_start: Callable[[ModuleCase], None] = lambda case: None,
     agree: Agree = alone,
 ) -> ModuleResults:
     """Time each case in turn. Ctrl-C ends the run; what was done is returned.
@@ -120,10 +119,9 @@ def run_cases(
     row_limit: seconds that one application may take at the device's ceilings. agree: of the processes that have the same shared cases;
     the others of a case are this process's own.
     """
-    found = ModuleResults()
+    results = ModuleResults()
     try:
         for case in cases:
-            on_start(case)
             ask = agree if case.shared else alone
             try:
                 outcome = _outcome(setting, case, ceilings, budget, row_limit, ask)
@@ -132,16 +130,16 @@ def run_cases(
                     raise
                 outcome = _TOO_LARGE
             if isinstance(outcome, ModuleRow):
-                found.rows.append(outcome)
+                results.rows.append(outcome)
             else:
-                found.skipped.append(Skipped(case, outcome))
+                results.skipped.append(Skipped(case, outcome))
     except KeyboardInterrupt:
-        found.interrupted = True
+        results.interrupted = True
     except (GroupError, jax.errors.JaxRuntimeError) as error:
         if agree is alone:
             raise
-        found.failure = error
-    return found
+        results.failure = error
+    return results
 
 
 def _outcome(
@@ -178,7 +176,7 @@ def why_not(setting: Setting, case: ModuleCase, ceilings: Ceilings, row_limit: f
     free = free_memory(setting.step.mesh.devices.flat[0])
     if case.memory > MEMORY_SHARE * free:
         return f"needs {case.memory / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-    least = max(case.work.flops / ceilings.flops, case.work.bytes / ceilings.bandwidth)
+    least = max(case.work.flops / ceilings.flops_per_s, case.work.bytes / ceilings.bytes_per_s)
     if least > row_limit:
         return f"takes at least {least:.0f} s at the device's ceilings, more than --row-limit {row_limit:g}"
     return None

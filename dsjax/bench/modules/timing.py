@@ -90,8 +90,8 @@ class PreparedCase:
             started = time.perf_counter()
             self.empty(self.many)
             empty = time.perf_counter() - started
-        own = Sample(empty, short, self._time(self.many))
-        self.samples.append(max((Sample(*one) for one in self.agree("sample", list(own))), key=lambda one: one.long))
+        taken = Sample(empty, short, self._time(self.many))
+        self.samples.append(max((Sample(*one) for one in self.agree("sample", list(taken))), key=lambda one: one.long))
         return self.samples[-1]
 
     def take(self, budget: Budget) -> Times:

@@ -13,6 +13,7 @@ from dsjax.bench.processes import GroupOptions, Processes, measuring_together
 from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json
 from dsjax.errors import UserError
+from dsjax.progress import in_turn
 
 _EXIT_CODES = {None: 0, "as expected": 0, "warning": 3, "failing": 4}
 _INTERRUPTED = 130
@@ -45,7 +46,6 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     import jax.numpy as jnp
 
     from dsjax.bench.modules.ceilings import Device
-    from dsjax.bench.modules.report import case_progress
     from dsjax.bench.network.programs import device_groups
     from dsjax.bench.network.report import show, to_json
     from dsjax.bench.network.run import cases, check_cluster, run_cases
@@ -59,24 +59,24 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     name = grid.dtype if grid.dtype != "auto" else "float32" if first.platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(name)
     todo = list(cases(groups, grid))
-    with case_progress(Console(stderr=True), verdict.progress and processes.leads, len(todo)) as on_start:
-        found = run_cases(todo, grid, dtype, cluster, processes.agree, on_start)
+    timed = in_turn(Console(stderr=True), verdict.progress and processes.leads, "timing cases", todo)
+    results = run_cases(timed, grid, dtype, cluster, processes.agree)
 
     def report() -> None:
-        show(report_console(stderr=verdict.json_file == "-"), found, cluster)
+        show(report_console(stderr=verdict.json_file == "-"), results, cluster)
         if verdict.json_file:
             command = shlex.join(["dsjax", *sys.argv[1:]])
             write_json(
-                verdict.json_file, to_json(found, grid, dtype, cluster, Device.of(first), processes.members, command)
+                verdict.json_file, to_json(results, grid, dtype, cluster, Device.of(first), processes.members, command)
             )
 
-    if found.interrupted and processes.members:
+    if results.interrupted and processes.members:
         raise KeyboardInterrupt  # the others wait for this process: the group ends
     processes.report(report)
-    if found.interrupted:
+    if results.interrupted:
         print("interrupted: the figures are of what was done until then", file=sys.stderr)
         return _INTERRUPTED
-    return _EXIT_CODES[found.verdict]
+    return _EXIT_CODES[results.verdict]
 
 
 def _alike(grid: CollectiveGrid, verdict: VerdictOptions) -> dict[str, Any]:

@@ -41,10 +41,10 @@ class CollectiveGrid(Checked):
     @property
     def byte_counts(self) -> list[int]:
         """`--sizes` in bytes, ascending."""
-        found = [re.fullmatch(r"(\d+)([KMG]?)", part.strip()) for part in self.sizes.split(",")]
-        if not all(found) or any(int(match[1]) < 1 for match in found):
+        matches = [re.fullmatch(r"(\d+)([KMG]?)", part.strip()) for part in self.sizes.split(",")]
+        if not all(matches) or any(int(match[1]) < 1 for match in matches):
             raise OptionError(f"--sizes is {self.sizes!r}, expected sizes such as 1K,256K,64M, separated by commas")
-        return sorted({int(match[1]) * _UNITS[match[2]] for match in found})
+        return sorted({int(match[1]) * _UNITS[match[2]] for match in matches})
 
 
 @dataclass(frozen=True)

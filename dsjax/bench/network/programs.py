@@ -65,7 +65,7 @@ def device_groups(spec: MeshSpec, mesh: Mesh) -> list[DeviceGroup]:
     processes: dict[int, list[jax.Device]] = {}
     for device in mesh.devices.flat:
         processes.setdefault(device.process_index, []).append(device)
-    counts = {len(found) for found in processes.values()}
+    counts = {len(devices) for devices in processes.values()}
     if len(counts) > 1:
         raise UserError(
             f"--mesh {spec} has {min(counts)} to {max(counts)} devices of a process; give a mesh with as many of each"
@@ -75,15 +75,15 @@ def device_groups(spec: MeshSpec, mesh: Mesh) -> list[DeviceGroup]:
     for use, axes in (("experts", spec.expert_axes), ("tp", spec.head_axes)):
         if spec.ep_size > 1 or use == "tp":
             candidates.append((use, _along(mesh, axes)))
-    found: dict[tuple, DeviceGroup] = {}
+    groups: dict[tuple, DeviceGroup] = {}
     for use, devices in candidates:
         if devices.shape[1] == 1:
             continue
         key = tuple(sorted(tuple(device.id for device in row) for row in devices))
-        known = found.get(key)
+        known = groups.get(key)
         hosts = len({device.process_index for device in devices[0]})
-        found[key] = DeviceGroup((*known.uses, use) if known else (use,), devices, hosts)
-    return list(found.values())
+        groups[key] = DeviceGroup((*known.uses, use) if known else (use,), devices, hosts)
+    return list(groups.values())
 
 
 def _along(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
@@ -95,10 +95,10 @@ def _along(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 def _array(rows: Iterable[list[jax.Device]]) -> np.ndarray:
     rows = list(rows)
-    found = np.empty((len(rows), len(rows[0])), object)
+    array = np.empty((len(rows), len(rows[0])), object)
     for k, row in enumerate(rows):
-        found[k] = row
-    return found
+        array[k] = row
+    return array
 
 
 _RANK = "rank"
@@ -201,13 +201,13 @@ class CollectiveProgram:
             if self._collective == "all_gather":
                 right = jnp.concatenate([value(jnp.int32(rank), here) for rank in range(ranks)])
             elif self._collective in ("all_to_all", "ragged_all_to_all"):
-                own = me * block + jnp.arange(block)
-                right = jnp.concatenate([value(jnp.int32(rank), own) for rank in range(ranks)])
+                block_places = me * block + jnp.arange(block)
+                right = jnp.concatenate([value(jnp.int32(rank), block_places) for rank in range(ranks)])
             else:
-                own = here if self._collective == "all_reduce" else me * block + jnp.arange(block)
-                right = functools.reduce(jnp.add, [value(jnp.int32(rank), own) for rank in range(ranks)])
+                block_places = here if self._collective == "all_reduce" else me * block + jnp.arange(block)
+                right = functools.reduce(jnp.add, [value(jnp.int32(rank), block_places) for rank in range(ranks)])
             return jnp.all(result == right)[None]
 
         mapped = jax.shard_map(local, mesh=self._place.mesh, in_specs=(), out_specs=_ALL, check_vma=False)
-        found = jax.block_until_ready(jax.jit(mapped)())
-        return all(bool(np.asarray(shard.data).all()) for shard in found.addressable_shards)
+        is_right = jax.block_until_ready(jax.jit(mapped)())
+        return all(bool(np.asarray(shard.data).all()) for shard in is_right.addressable_shards)

@@ -18,11 +18,11 @@ from dsjax.plan.measured_network import FORMAT
 _STYLES = dict(zip(VERDICTS, ("green", "yellow", "bold red"), strict=True))
 
 
-def show(console: Console, found: NetworkResults, cluster: Cluster | None) -> None:
+def show(console: Console, results: NetworkResults, cluster: Cluster | None) -> None:
     """A table for each group of devices, what was left out, and the verdict."""
-    for group in dict.fromkeys(row.case.group for row in found.rows):
-        console.print(_table([row for row in found.rows if row.case.group is group]))
-    reasons = dict.fromkeys((case.collective, case.group.name, reason) for case, reason in found.skipped)
+    for group in dict.fromkeys(row.case.group for row in results.rows):
+        console.print(_table([row for row in results.rows if row.case.group is group]))
+    reasons = dict.fromkeys((case.collective, case.group.name, reason) for case, reason in results.skipped)
     for collective, group, reason in reasons:
         console.print(f"left out: {collective} over {group}: {reason}", highlight=False)
     console.print(
@@ -35,10 +35,10 @@ def show(console: Console, found: NetworkResults, cluster: Cluster | None) -> No
         console.print(
             "No --cluster: nothing is expected, only whether the data arrived right is judged.", highlight=False
         )
-    if found.verdict:
-        counts = [sum(row.verdict == verdict for row in found.rows) for verdict in VERDICTS]
+    if results.verdict:
+        counts = [sum(row.verdict == verdict for row in results.rows) for verdict in VERDICTS]
         text = ", ".join(f"{count} {verdict}" for verdict, count in zip(VERDICTS, counts, strict=True))
-        console.print(f"{found.verdict}: {text}", style=_STYLES[found.verdict], highlight=False)
+        console.print(f"{results.verdict}: {text}", style=_STYLES[results.verdict], highlight=False)
 
 
 def _table(rows: list[CollectiveRow]) -> Table:
@@ -66,7 +66,7 @@ def _table(rows: list[CollectiveRow]) -> Table:
 
 
 def to_json(
-    found: NetworkResults,
+    results: NetworkResults,
     options: CollectiveGrid,
     dtype: np.dtype,
     cluster: Cluster | None,
@@ -82,11 +82,11 @@ def to_json(
         "cluster": cluster and cluster.name,
         "dtype": str(dtype),
         "repeats": options.repeats,
-        "verdict": found.verdict,
-        "partial": found.interrupted,
+        "verdict": results.verdict,
+        "partial": results.interrupted,
         "skipped": [
             {"group": list(c.group.uses), "collective": c.collective, "bytes": c.size, "reason": r}
-            for c, r in found.skipped
+            for c, r in results.skipped
         ],
-        "rows": [row.to_json() for row in found.rows],
+        "rows": [row.to_json() for row in results.rows],
     }

@@ -120,8 +120,8 @@ class NetworkResults:
     @property
     def verdict(self) -> str | None:
         """The worst of all rows; None where none has one."""
-        found = [VERDICTS.index(row.verdict) for row in self.rows if row.verdict]
-        return VERDICTS[max(found)] if found else None
+        verdicts = [VERDICTS.index(row.verdict) for row in self.rows if row.verdict]
+        return VERDICTS[max(verdicts)] if verdicts else None
 
 
 def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[CollectiveCase]:
@@ -133,34 +133,28 @@ def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[Co
 
 
 def run_cases(
-    todo: Iterable[CollectiveCase],
-    options: CollectiveGrid,
-    dtype: np.dtype,
-    cluster: Cluster | None,
-    agree: Agree,
-    on_start: Callable[[CollectiveCase], None] = lambda case: None,
+    todo: Iterable[CollectiveCase], options: CollectiveGrid, dtype: np.dtype, cluster: Cluster | None, agree: Agree
 ) -> NetworkResults:
     """Time each case in turn. Ctrl-C in a process that is alone ends the run; what was done is returned."""
-    found = NetworkResults()
+    results = NetworkResults()
     last: dict[tuple, CollectiveRow] = {}
     try:
         for case in todo:
-            on_start(case)
             program = CollectiveProgram(case.group, case.collective, case.size, dtype)
             key = (case.group, case.collective)
             reason = why_not(case, program, last.get(key), options.row_limit, agree)
             if reason:
-                found.skipped.append((case, reason))
+                results.skipped.append((case, reason))
                 continue
             correct = all(agree("correct", program.arrives_right()))
             samples = sample(program.loop(), options.repeats, agree)
             expectation = expect(cluster, case, program.sent_bytes) if cluster else None
             row = CollectiveRow(case, program.operand_bytes, program.sent_bytes, correct, samples, expectation)
-            found.rows.append(row)
+            results.rows.append(row)
             last[key] = row
     except KeyboardInterrupt:
-        found.interrupted = True
-    return found
+        results.interrupted = True
+    return results
 
 
 def sample(run: Callable[[int], None], repeats: int, agree: Agree) -> tuple[float, ...]:
@@ -177,8 +171,8 @@ def sample(run: Callable[[int], None], repeats: int, agree: Agree) -> tuple[floa
     for _ in range(repeats):
         empty.append(_time(run, 0))
         long.append(_time(run, count))
-    own = [max(seconds - min(empty), 1e-9) / count for seconds in long]
-    return tuple(max(times) for times in zip(*agree("samples", own), strict=True))
+    samples = [max(seconds - min(empty), 1e-9) / count for seconds in long]
+    return tuple(max(times) for times in zip(*agree("samples", samples), strict=True))
 
 
 def why_not(
@@ -201,9 +195,9 @@ def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
     """What a cluster file says of a case: its own `[acceptance]` table for this collective, or the planner's figure for its links."""
     group, limits = case.group, cluster.acceptance
     place = "between_hosts" if group.between_hosts else "inside_host"
-    own = limits.expected.get((place, case.collective))
-    if own is not None:
-        seconds, source = own[0] + sent / own[1], f"{cluster.name}: acceptance.{place}.{case.collective}"
+    measured = limits.expected.get((place, case.collective))
+    if measured is not None:
+        seconds, source = measured[0] + sent / measured[1], f"{cluster.name}: acceptance.{place}.{case.collective}"
     else:
         near = group.near(cluster.domain, cluster.devices_per_host)
         if case.collective == "all_reduce":

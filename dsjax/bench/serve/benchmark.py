@@ -94,10 +94,7 @@ class Benchmark:
     progress: Callable[[str, int], AbstractContextManager[PointProgress]]
 
     async def run(
-        self,
-        stop: asyncio.Event,
-        on_ready: Callable[[ServerFacts], None],
-        on_point: Callable[[PointResult], None],
+        self, stop: asyncio.Event, on_ready: Callable[[ServerFacts], None], on_point: Callable[[PointResult], None]
     ) -> ServerFacts:
         """Measure every point, until `stop` is set; give what the server said of itself.
 

@@ -123,14 +123,14 @@ _WORD = re.compile(r"[Ġ▁]([A-Za-z]{2,})")
 
 def _words(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     """Ids that are a space and a word, and stay so when the word follows another."""
-    found: dict[int, str] = {}
+    words: dict[int, str] = {}
     for piece, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
         word = _WORD.fullmatch(piece)
         if word:
-            found[token_id] = " " + word[1]
-    texts = list(found.values())
+            words[token_id] = " " + word[1]
+    texts = list(words.values())
     alone = tokenizer.encode_batch([text * 2 for text in texts], add_special_tokens=False) if texts else []
-    return {i: text for (i, text), encoded in zip(found.items(), alone, strict=True) if encoded.ids == [i, i]}
+    return {i: text for (i, text), encoded in zip(words.items(), alone, strict=True) if encoded.ids == [i, i]}
 
 
 def _lone_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:

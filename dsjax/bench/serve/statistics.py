@@ -245,10 +245,10 @@ def counters(text: str) -> Counters:
     Raises:
         ValueError: it is not the text format.
     """
-    found: Counters = {}
+    sums: Counters = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith(_PREFIX) and sample.name.endswith("_total"):
                 key = sample.name, sample.labels.get("position", "")
-                found[key] = found.get(key, 0.0) + sample.value
-    return found
+                sums[key] = sums.get(key, 0.0) + sample.value
+    return sums

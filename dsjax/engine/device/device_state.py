@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import cache as device_cache
+from dsjax.engine.device.sampler import SlotSampling
 from dsjax.model.attention import Cache
 from dsjax.model.step import ModelStep
 from sharding.placement import CopyTables
@@ -27,22 +28,6 @@ MOVED_PAGES = 16
 """Pages of a rank that one program takes to host memory or brings from it."""
 PagesOnTheWay = dict[str, Array]
 """Arrays as ``describe_moved`` describes them."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class SlotSampling:
-    """How each slot's tokens are drawn, ``[B, slots]`` each; fields as of ``commands.Sampling``."""
-
-    num_prompt_tokens: Int[Array, "B Z"]
-    seed: Int[Array, "B Z"]  # uint32
-    top_k: Int[Array, "B Z"]
-    temperature: Float[Array, "B Z"]
-    top_p: Float[Array, "B Z"]
-    min_p: Float[Array, "B Z"]
-    presence: Float[Array, "B Z"]
-    frequency: Float[Array, "B Z"]
-    repetition: Float[Array, "B Z"]
 
 
 @jax.tree_util.register_dataclass

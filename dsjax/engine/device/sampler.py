@@ -38,15 +38,21 @@ def _first(logits: Float[Array, "*b V"], most: Float[Array, "*b"]) -> Int[Array,
 
 @jax.tree_util.register_dataclass
 @dataclass
-class SamplingRows:
-    """Per-row settings, ``[B, R]`` each."""
+class SlotSampling:
+    """How tokens are drawn: of each slot in the device's state, ``[B, slots]``; of each row of a launch, ``[B, R]``, from its slot's.
 
-    temperature: Float[Array, "B R"]  # 0: greedy
-    top_p: Float[Array, "B R"]
-    top_k: Int[Array, "B R"]  # 0: all
-    min_p: Float[Array, "B R"]
-    seed: Int[Array, "B R"]  # uint32
-    step: Int[Array, "B R"]  # tokens made so far
+    Fields as of ``commands.Sampling``.
+    """
+
+    num_prompt_tokens: Int[Array, "B Z"]
+    seed: Int[Array, "B Z"]  # uint32
+    top_k: Int[Array, "B Z"]  # 0: all
+    temperature: Float[Array, "B Z"]  # 0: greedy
+    top_p: Float[Array, "B Z"]
+    min_p: Float[Array, "B Z"]
+    presence: Float[Array, "B Z"]
+    frequency: Float[Array, "B Z"]
+    repetition: Float[Array, "B Z"]
 
 
 class Sampled(NamedTuple):
@@ -75,11 +81,16 @@ class Wanted(NamedTuple):
 
 
 def sample(
-    logits: Float[Array, "B R V"], changed: Float[Array, "B R V"], rows: SamplingRows, wanted: Wanted
+    logits: Float[Array, "B R V"],
+    changed: Float[Array, "B R V"],
+    rows: SlotSampling,
+    num_made: Int[Array, "B R"],
+    wanted: Wanted,
 ) -> Sampled:
     """Draw each row's token.
 
-    logits: the model's, which log-probabilities are of; changed: what bias, penalties and masks made of them.
+    logits: the model's, which log-probabilities are of; changed: what bias, penalties and masks made of them. num_made: tokens that each
+    row's request has made so far.
 
     Tokens outside min-p, then top-k, then top-p, get probability 0; the draw inverts the cumulative distribution *in vocabulary
     order* at one uniform number, so that rounding which swaps two nearly equal tokens in a sorted order changes nothing.
@@ -94,7 +105,9 @@ def sample(
         wanted.truncation, _threshold, lambda scaled, rows: jnp.full(scaled.shape[:-1], -jnp.inf), scaled, rows
     )
     probs = jax.nn.softmax(jnp.where(scaled >= least[..., None], scaled, -jnp.inf), axis=-1)
-    tokens = jnp.where(rows.temperature > 0, _invert(probs, _uniform(rows)), _first(changed, most)).astype(jnp.int32)
+    tokens = jnp.where(
+        rows.temperature > 0, _invert(probs, _uniform(rows.seed, num_made)), _first(changed, most)
+    ).astype(jnp.int32)
     tokens = jnp.where(most > -jnp.inf, tokens, NONE_ALLOWED)
     tokens = jnp.where(finite, tokens, NOT_FINITE)
     return Sampled(tokens, jax.lax.cond(wanted.logprobs, score, _no_scores, logits, tokens))
@@ -116,7 +129,7 @@ def _no_scores(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]) -> Scor
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
-def _threshold(scaled: Float[Array, "B R V"], rows: SamplingRows) -> Float[Array, "B R"]:
+def _threshold(scaled: Float[Array, "B R V"], rows: SlotSampling) -> Float[Array, "B R"]:
     """The least logit that top-k and top-p keep; equals of it are kept too. Those that min-p dropped are −∞.
 
     Both are the greatest logit at or above which there is enough: k tokens, or the probability p. It is searched for bit by
@@ -151,14 +164,14 @@ def _greatest_with(x: Float[Array, "B R V"], weights: Array, enough: Array) -> F
     return jax.lax.bitcast_convert_type(jnp.where(found & sign != 0, found ^ sign, ~found), jnp.float32)
 
 
-def _uniform(rows: SamplingRows) -> Float[Array, "B R"]:
+def _uniform(seeds: Int[Array, "B R"], num_made: Int[Array, "B R"]) -> Float[Array, "B R"]:
     """One number in [0, 1) for each row, from its seed and its count of tokens."""
 
-    def draw(seed, step):
+    def draw(seed, number):
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed)
-        return jax.random.uniform(jax.random.fold_in(key, step))
+        return jax.random.uniform(jax.random.fold_in(key, number))
 
-    return jax.vmap(jax.vmap(draw))(rows.seed, rows.step)
+    return jax.vmap(jax.vmap(draw))(seeds, num_made)
 
 
 def _invert(probs: Float[Array, "B R V"], uniform: Float[Array, "B R"]) -> Int[Array, "B R"]:

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dsjax.engine.device import logit_edits
-from dsjax.engine.device.device_state import MOST_COUNTED, DeviceState, SlotSampling
-from dsjax.engine.device.sampler import SamplingRows, Scores, Wanted, sample, score
+from dsjax.engine.device.device_state import MOST_COUNTED, DeviceState
+from dsjax.engine.device.sampler import Scores, SlotSampling, Wanted, sample, score
 from dsjax.engine.device.slots import StepRows, commit
 from dsjax.model.step import ModelStep
 
@@ -67,11 +67,8 @@ def draw(
         changed = lax.cond(wanted.penalties, penalised, lambda logits: logits, biased)
         allowed = lambda logits: jnp.where(logit_edits.allowed(masks, logits.shape[-1]), logits, -jnp.inf)  # noqa: E731
         changed = lax.cond(wanted.masks, allowed, lambda logits: logits, changed)
-        settings = SamplingRows(
-            of_slot.temperature, of_slot.top_p, of_slot.top_k, of_slot.min_p, of_slot.seed, jnp.maximum(place, 0)
-        )
-        found = sample(raw[None], changed[None], jax.tree.map(lambda a: a[None], settings), wanted)
-        return found
+        of_rows = jax.tree.map(lambda array: array[None], of_slot)
+        return sample(raw[None], changed[None], of_rows, jnp.maximum(place, 0)[None], wanted)
 
     run = jax.shard_map(
         local, mesh=step.mesh, in_specs=(own, own, own, own, own, own, own, P()), out_specs=own, check_vma=False

@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from dsjax.engine.device.device_state import DeviceState, SlotSampling
+from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.sampler import SlotSampling
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
 

@@ -20,10 +20,9 @@ from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.process import enable_compile_cache
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.device.programs import Programs
+from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.layout import EngineLayout
-from dsjax.engine.setup.memory import weight_bytes
-from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, largest_mesh
+from dsjax.engine.setup.sizes import EngineLayout, weight_bytes
 from dsjax.model.parameters import Weights
 from sharding import MeshSpec
 
@@ -105,8 +104,8 @@ class CompileAhead:
         def find() -> list[MeshCandidate]:
             config, losses = self._open().config, self._args.compile_ahead
             devices = [device for device in _all_devices() if device.process_index in live]
-            found = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
-            return found if now == wanted else [*found, _over_all(wanted, "processes come back")]
+            after_losses = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
+            return after_losses if now == wanted else [*after_losses, _over_all(wanted, "processes come back")]
 
         self._compile(find, going, rests=True)
 
@@ -169,15 +168,15 @@ def candidates(
     weights: Weights,
     wanted: MeshSpec,
     devices: Sequence[jax.Device],
-    own: int,
+    this_process: int,
     losses: int,
 ) -> list[MeshCandidate]:
     """The meshes that are formed when up to so many processes are gone, but for process 0 and this one; each once.
 
-    devices: of the processes that live, by process and id. own: this process.
+    devices: of the processes that live, by process and id. this_process: this one's number.
     """
-    found: dict[MeshSpec, MeshCandidate] = {}
-    others = sorted({device.process_index for device in devices} - {0, own})
+    meshes: dict[MeshSpec, MeshCandidate] = {}
+    others = sorted({device.process_index for device in devices} - {0, this_process})
     for count in range(1, min(losses, len(others)) + 1):
         for lost in itertools.combinations(others, count):
             left = [device for device in devices if device.process_index not in lost]
@@ -185,23 +184,23 @@ def candidates(
                 spec = largest_mesh(args, config, weights, wanted, left)
             except NoMeshError:
                 continue
-            if any(device.process_index == own for device in left[: spec.num_devices]):
+            if any(device.process_index == this_process for device in left[: spec.num_devices]):
                 reason = "a process is gone" if count == 1 else f"{count} processes are gone"
                 ids = tuple(device.id for device in left[: spec.num_devices])
-                found.setdefault(spec, MeshCandidate(spec, ids, reason))
-    return list(found.values())
+                meshes.setdefault(spec, MeshCandidate(spec, ids, reason))
+    return list(meshes.values())
 
 
 def described_programs(
     args: EngineArgs, checkpoint: Checkpoint, wanted: MeshCandidate, library: ProgramLibrary
 ) -> tuple[Programs, Buckets]:
     """The programs that an executor on this mesh would have, and its shapes; nothing is allocated."""
-    own = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)
+    changed_args = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)
     devices: Mapping[int, jax.Device] = {device.id: device for device in jax.devices()}
     mesh = wanted.spec.arrange([devices[i] for i in wanted.device_ids])
-    layout = EngineLayout.of(own, checkpoint, mesh)
+    layout = EngineLayout.of(changed_args, checkpoint, mesh)
     params = layout.step.abstract_parameters()
-    limits = layout.limits(own, library, params, weight_bytes(layout.step))
+    limits = layout.limits(changed_args, library, params, weight_bytes(layout.step))
     if mesh.devices.flat[0].platform != "cpu":
         limits = replace(limits, pages_per_rank=int(limits.pages_per_rank * (1 - _POOL_RESERVE)))
         library.pages.setdefault(str(wanted.spec), limits.pages_per_rank)

@@ -69,14 +69,16 @@ class Follower:
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
 
-        def load(found: Announcement | None) -> Executor:
-            if found is None:
+        def load(announcement: Announcement | None) -> Executor:
+            if announcement is None:
                 loaded = load_model(args, self.group, library=library)
             else:
-                loaded = load_generation(args, found, self.group, library)
+                loaded = load_generation(args, announcement, self.group, library)
             if chunks is not None:
                 chunks.join(loaded)
-            spec, wanted = (MeshSpec.parse(text) for text in (loaded.facts.mesh, found.wanted if found else args.mesh))
+            spec, wanted = (
+                MeshSpec.parse(text) for text in (loaded.facts.mesh, announcement.wanted if announcement else args.mesh)
+            )
             self._on_warm = lambda: ahead.begin(spec, wanted, self.group.live_ids, loaded.facts.weights)
             return loaded.executor
 
@@ -102,24 +104,24 @@ class Follower:
         Raises:
             GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.
         """
-        found = None
+        announcement = None
         if self.group.generation > 0:
             self.group.say_prepared()
-            found = self._next(None)
-        while found is None or not found.ended:
+            announcement = self._next(None)
+        while announcement is None or not announcement.ended:
             executor, failure = None, None
             try:
-                if found is not None:
-                    self.group.enter(found)
+                if announcement is not None:
+                    self.group.enter(announcement)
                 if self.group.is_present:
                     self.phase = "loading"
-                    executor = load(found)
+                    executor = load(announcement)
                     if self.follow(executor):
                         return
                 else:
                     self.phase = "standing by"
             except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
-                if self.group.announcements is None or (found is None and isinstance(error, GroupError)):
+                if self.group.announcements is None or (announcement is None and isinstance(error, GroupError)):
                     raise  # the group has not formed
                 failure = error
             if executor is not None or failure is not None:
@@ -134,11 +136,11 @@ class Follower:
             if executor is not None:
                 release(executor)
             del executor
-            found = following
-            reason = self.group.links.why_left_out(found)
+            announcement = following
+            reason = self.group.links.why_left_out(announcement)
             if reason is not None:
                 raise GroupError(reason)
-        self.reason = found.reason or None
+        self.reason = announcement.reason or None
         self._finish()
 
     def follow(self, executor: Executor) -> bool:

@@ -21,10 +21,10 @@ from jax.sharding import Mesh
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.compile_ahead import CompileAhead
+from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import EngineFacts, LoadedEngine, load_model
-from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
 from dsjax.errors import ChangeUnderWayError, UserError
@@ -244,8 +244,8 @@ class Generations:
         self._cut()
         before, self.number = self.number, self.number + 1
         reason = "a collective has failed, and all look whom they reach"
-        found = Announcement(self.number, wanted=str(self.wanted), reason=reason, broken=before, looks=True)
-        lost, all_answered = self._group.links.look(found)
+        announcement = Announcement(self.number, wanted=str(self.wanted), reason=reason, broken=before, looks=True)
+        lost, all_answered = self._group.links.look(announcement)
         return lost or (None if all_answered else self._lost_by(error))
 
     def _load(self, reason: str, broken: bool) -> LoadedEngine:
@@ -259,12 +259,12 @@ class Generations:
         _log.info("Generation %d begins, with %s on processes %s: %s.", self.number, self.spec, processes, reason)
         before = self.number - 1 if broken else None
         out = self._group.links.left_out if self._group is not None else {}
-        found = Announcement(
+        announcement = Announcement(
             self.number, processes, order, options, str(self.wanted), reason, before, left_out=dict(out)
         )
         if self._group is not None:
-            self._group.announce(found)
-        loaded = load_generation(self._args, found, self._group, self._library)
+            self._group.announce(announcement)
+        loaded = load_generation(self._args, announcement, self._group, self._library)
         if self.warm:
             self.phase = "compiling"
             loaded.executor.warm_up(self._show_progress)
@@ -296,8 +296,8 @@ class Generations:
     def _devices(self) -> list[jax.Device]:
         """The devices of processes that live, by process and id."""
         live = None if self._group is None else {member.process_id for member in self._group.live}
-        found = [device for device in jax.devices() if live is None or device.process_index in live]
-        return sorted(found, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
+        living = [device for device in jax.devices() if live is None or device.process_index in live]
+        return sorted(living, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
 
     @property
     def _is_broken(self) -> bool:
@@ -316,20 +316,20 @@ class Generations:
 
 
 def load_generation(
-    args: EngineArgs, found: Announcement, group: HostGroup | None, library: ProgramLibrary
+    args: EngineArgs, announcement: Announcement, group: HostGroup | None, library: ProgramLibrary
 ) -> LoadedEngine:
     """This process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
 
     args: with which the process was started.
     """
-    own = replace(args, **found.options, record_steps=None)
-    return load_model(own, group, mesh=mesh_of(found), is_later=True, library=library)
+    options = replace(args, **announcement.options, record_steps=None)
+    return load_model(options, group, mesh=mesh_of(announcement), is_later=True, library=library)
 
 
-def mesh_of(found: Announcement) -> Mesh:
+def mesh_of(announcement: Announcement) -> Mesh:
     """The mesh of a generation."""
     devices = {device.id: device for device in jax.devices()}
-    return MeshSpec.parse(found.options["mesh"]).arrange([devices[i] for i in found.device_ids])
+    return MeshSpec.parse(announcement.options["mesh"]).arrange([devices[i] for i in announcement.device_ids])
 
 
 def release(executor: Executor | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from typing import Any
 
@@ -10,6 +9,7 @@ from dsjax.engine.contract.commands import VERSION
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
+from dsjax.versions import installed_version
 from sharding.emulation import emulate_devices
 
 _OWN = ("model", "revision", "kernel_cache")
@@ -70,21 +70,20 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
         raise UserError(
             f"--mesh {args.mesh} has {devices} devices, fewer than the {options.num_processes} processes; start {devices}"
         )
-    found = versions() | {"the version of dsjax's commands": VERSION}
-    own = {f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN}
-    own["--heartbeat-timeout"] = options.heartbeat_timeout
-    own["--disaggregation-mode"] = args.disaggregation_mode
-    own["--disaggregation-transfer-backend"] = args.disaggregation_transfer_backend
-    return found | own | {"the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision))}
+    alike = versions() | {"the version of dsjax's commands": VERSION}
+    options_by_flag = {
+        f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN
+    }
+    options_by_flag["--heartbeat-timeout"] = options.heartbeat_timeout
+    options_by_flag["--disaggregation-mode"] = args.disaggregation_mode
+    options_by_flag["--disaggregation-transfer-backend"] = args.disaggregation_transfer_backend
+    return (
+        alike
+        | options_by_flag
+        | {"the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision))}
+    )
 
 
 def versions() -> dict[str, str]:
     """The versions of the packages that every process must have alike, by name as messages have it."""
-    return {f"the version of {name}": _version(name) for name in ("dsjax", "jax", "jaxlib")}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return {f"the version of {name}": installed_version(name) for name in ("dsjax", "jax", "jaxlib")}

@@ -43,7 +43,7 @@ class FollowerTransfers:
     def join(self, loaded: LoadedEngine) -> None:
         """Take part in the transfers of another generation, with its executor."""
         args, group = self._args, self._group
-        own = group.options.process_id
+        process_id = group.options.process_id
         if args.disaggregation_mode == "prefill":
             self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2)
             if self._server is None:
@@ -51,29 +51,31 @@ class FollowerTransfers:
                 take = lambda number: self._kept.take(number)  # noqa: E731
                 transport, space = transport_of(args, host), space_of(args, loaded)
                 self._server = ChunkServer(take, transport, space, host, args.transfer_timeout)
-                group.store.set(_address_key(own, os.getpid()), self._server.address.encode())
+                group.store.set(_address_key(process_id, os.getpid()), self._server.address.encode())
             loaded.executor.extension(ChunkPort).send_chunks(kept.ready, kept.drop)
             return
         if self._chunks is None:
             self._chunks = remote_chunks(args, loaded, group)
-        pull, writer = self._chunks.pull, StreamWriter(group, pulled_stream(own))
+        pull, writer = self._chunks.pull, StreamWriter(group, pulled_stream(process_id))
         loaded.executor.extension(ChunkPort).pull_chunks(
             lambda source, number, device: pull(source.address, number, device),
             lambda chunk: writer.put(msgspec.msgpack.encode(chunk)) and None,
         )
 
 
-def keepers_of(own: str, group: HostGroup | None) -> Keepers:
-    """Which processes keep the chunks of an executor's ranks. own: the address of this one's."""
+def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
+    """Say which processes keep the chunks of an executor's ranks. own_address: where this one's are pulled from."""
 
     def keepers(executor: Executor) -> Sequence[Keeper]:
         if group is None:
-            return [Keeper(own)] * executor.limits.num_ranks
+            return [Keeper(own_address)] * executor.limits.num_ranks
         this = group.options.process_id
         members = {member.process_id: member for member in group.present}
         firsts = [processes[0] for processes in executor.extension(ChunkPort).processes_of_ranks]
-        found = {first: own if first == this else _address_of(members[first], group) for first in set(firsts)}
-        return [Keeper(found[first], first != this) for first in firsts]
+        addresses = {
+            first: own_address if first == this else _address_of(members[first], group) for first in set(firsts)
+        }
+        return [Keeper(addresses[first], first != this) for first in firsts]
 
     return keepers
 
@@ -82,9 +84,9 @@ def _address_of(member: JoinRequest, group: HostGroup) -> str:
     """Where the chunks of another process are pulled from. It says so once its model is loaded."""
     deadline = time.monotonic() + group.options.start_timeout
     while time.monotonic() < deadline:
-        found = group.store.get(_address_key(member.process_id, member.pid), _LOOK_SECONDS)
-        if found is not None:
-            return found.decode()
+        address = group.store.get(_address_key(member.process_id, member.pid), _LOOK_SECONDS)
+        if address is not None:
+            return address.decode()
         group.check()
     raise GroupError(f"{member.name} does not say where its pages can be pulled; start all processes alike")
 

@@ -239,20 +239,20 @@ class ExpertBalancer(Attachment):
         self._launched.append(_Launched(command, self._executor.launch(command), step))
 
     def _enter(self, one: _Launched, decide: bool = True) -> None:
-        found = self._executor.collect(one.pending)
+        result = self._executor.collect(one.pending)
         if isinstance(one.command, ReadLoads):
-            self._enter_window(found, decide)
+            self._enter_window(result, decide)
             return
         stats = self._stats
         self._stats = replace(
-            stats, exchanges=stats.exchanges + 1, exchange_seconds=stats.exchange_seconds + found.seconds
+            stats, exchanges=stats.exchanges + 1, exchange_seconds=stats.exchange_seconds + result.seconds
         )
-        if found.error is not None:
+        if result.error is not None:
             _log.error(
                 "Rebalancing experts is given up: MoE layer %d could not be changed (%s). It is as it was; %d layers after it were "
                 "to be changed.",
                 one.command.layer,
-                found.error,
+                result.error,
                 sum(isinstance(command, PlaceExperts) for command in self._waiting),
             )
             self._waiting.clear()

@@ -1,7 +1,9 @@
 """`EngineArgs`: every option of an engine, once, for `LLM(...)`, `dsjax serve` and `dsjax generate` alike."""
 
 import dataclasses
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from dsjax.engine.contract.executor import ExecutorLimits
@@ -326,12 +328,12 @@ class EngineArgs:
         """
         if self.kv_events_config is None:
             return None
-        found = KvEventsConfig.parse(self.kv_events_config)
-        if found.publishes and not self.enable_prefix_caching:
+        config = KvEventsConfig.parse(self.kv_events_config)
+        if config.publishes and not self.enable_prefix_caching:
             raise UserError(
                 "--kv-events-config tells of the prefix cache's pages, and --no-enable-prefix-caching turns it off; leave one of them out"
             )
-        return found
+        return config
 
     @property
     def num_redundant(self) -> int:
@@ -396,3 +398,24 @@ def _check(field: dataclasses.Field, value: Any) -> None:
             raise UserError(f"{flag} is None, expected an integer of at least {least}")
     elif isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{flag} is {value!r}, expected an integer of at least {least}")
+
+
+def import_page_source(name: str) -> ModuleType:
+    """Import the module of `--page-source`, whose `attachment()` the core gets, and whose `device_part(device, staging)` the executor.
+
+    Raises:
+        UserError: it cannot be imported, or lacks one of the two.
+    """
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # whatever the module raises
+        raise UserError(
+            f"--page-source {name} cannot be imported ({type(error).__name__}: {error}); give the name of a module on PYTHONPATH"
+        ) from error
+    missing = [function for function in ("attachment", "device_part") if not callable(getattr(module, function, None))]
+    if missing:
+        raise UserError(
+            f"--page-source {name} has no {' and no '.join(missing)}; it must define attachment() and device_part(device, staging) "
+            "(docs/page-sources.md)"
+        )
+    return module

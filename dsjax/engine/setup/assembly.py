@@ -115,7 +115,7 @@ def _kernels(
     weights: Weights,
     scheme: ActivationScheme,
 ) -> Kernels:
-    found = choose_kernels(
+    kernels = choose_kernels(
         args.kernels,
         platform,
         dtype,
@@ -124,9 +124,9 @@ def _kernels(
         prebuilt=None if args.kernel_cache is None else Path(args.kernel_cache),
         tiles=None if args.kernel_config is None else Path(args.kernel_config),
     )
-    found = dataclasses.replace(found, quantises=scheme.dynamic)
-    if found.pallas is None or found.pallas.platform != "tpu":
-        return found
+    kernels = dataclasses.replace(kernels, quantises=scheme.dynamic)
+    if kernels.pallas is None or kernels.pallas.platform != "tpu":
+        return kernels
     refused = {
         ("decode attention", "prefill attention"): tpu_attention.refuses(args.page_size, cache_dtype),
         ("experts",): _refuses_experts(config, spec, weights, scheme) if config.is_moe else "",
@@ -134,7 +134,7 @@ def _kernels(
     left = tuple(name for names, reason in refused.items() if reason for name in names)
     if weights != "fp8" or scheme.dynamic:
         left += ("other products",)  # XLA's own are as good with other weights, which is nothing to note
-    return dataclasses.replace(found, left_plain=left, note="; ".join(filter(None, refused.values())))
+    return dataclasses.replace(kernels, left_plain=left, note="; ".join(filter(None, refused.values())))
 
 
 def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, scheme: ActivationScheme) -> str:
@@ -260,22 +260,26 @@ def placement_from_file(
     """
     if not config.is_moe:
         raise UserError("--init-expert-location is given, but this model has no experts; leave it out")
-    found = ExpertLocation.read(args.init_expert_location)
+    location = ExpertLocation.read(args.init_expert_location)
     layers, slots, experts = config.num_moe_layers, default.n_physical, default.n_logical
     rows = default.physical_to_logical.copy()
-    if found.physical_to_logical is not None and _fits(found.physical_to_logical, layers, slots):
-        given = found.physical_to_logical[: len(rows)]
-    elif found.logical_load is not None and _fits(found.logical_load, layers, experts):
+    if location.physical_to_logical is not None and _fits(location.physical_to_logical, layers, slots):
+        given = location.physical_to_logical[: len(rows)]
+    elif location.logical_load is not None and _fits(location.logical_load, layers, experts):
         policy = args.eplb.policy if args.eplb else "auto"
         given = rebalance(
-            found.logical_load[: len(rows)], n_physical=slots, ranks=spec.ep_size, groups=config.n_group, policy=policy
+            location.logical_load[: len(rows)],
+            n_physical=slots,
+            ranks=spec.ep_size,
+            groups=config.n_group,
+            policy=policy,
         )
     else:
         shapes = {
             name: None if table is None else list(table.shape)
             for name, table in (
-                ("physical_to_logical", found.physical_to_logical),
-                ("logical_load", found.logical_load),
+                ("physical_to_logical", location.physical_to_logical),
+                ("logical_load", location.logical_load),
             )
         }
         raise UserError(

@@ -61,8 +61,8 @@ class ExpertLocation:
     def to_json(self) -> dict[str, Any]:
         """As the file has it."""
         arrays = {"logical_load": self.logical_load, "physical_to_logical": self.physical_to_logical}
-        found = {name: array.tolist() for name, array in arrays.items() if array is not None}
-        return {"version": VERSION, "model": self.model, **found}
+        tables = {name: array.tolist() for name, array in arrays.items() if array is not None}
+        return {"version": VERSION, "model": self.model, **tables}
 
 
 def _table(path: str | Path, given: dict, name: str) -> np.ndarray | None:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -29,17 +30,15 @@ from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
-from dsjax.engine.setup import tier_sizes
-from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.args import EngineArgs, import_page_source
 from dsjax.engine.setup.assembly import check_layout, dispatch_method, weights_format
-from dsjax.engine.setup.layout import EngineLayout
-from dsjax.engine.setup.memory import check_device_memory, check_host_memory
-from dsjax.engine.setup.page_source_module import import_page_source
+from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory, page_bytes
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages, Shapes
+from dsjax.engine.tiers.page_files import PageFiles, lock_folder
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
@@ -170,7 +169,7 @@ def load_model(
     """
     if args.record_steps is not None:
         check_writable(args.record_steps)
-    lock = tier_sizes.lock_disk(args, group)
+    lock = lock_disk(args, group)
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -240,7 +239,7 @@ def load_model(
                     mtp=step.has_module,
                     only=paths,
                 ),
-                lock and partial(tier_sizes.open_disk, args, step, directory, lock),
+                lock and partial(_open_disk, args, page_space(args, step, directory), lock),
             ),
             meet=None if group is None else lambda: group.ask("compiled"),
             library=library,
@@ -257,7 +256,7 @@ def load_model(
         config,
         read_eos_token_ids(directory, tokenizer),
         _facts(args, step, limits, buckets, params, weights),
-        tier_sizes.page_space(args, step, directory) if limits.transfers else None,
+        page_space(args, step, directory) if limits.transfers else None,
     )
 
 
@@ -281,6 +280,41 @@ def _parts(
     return parts
 
 
+def lock_disk(args: EngineArgs, group: HostGroup | None) -> IO[bytes] | None:
+    """The lock of the folder for pages; None where none is wanted. To be taken before anything expensive is done.
+
+    Raises:
+        UserError: the folder cannot be used, or several processes would have to share it.
+    """
+    if args.disk_cache is None:
+        return None
+    if group is not None:
+        raise UserError(
+            "--disk-cache does not work on a mesh of several processes yet; leave it out, or use --host-cache-bytes"
+        )
+    return lock_folder(args.disk_cache)
+
+
+def _open_disk(args: EngineArgs, space: dict[str, Any], lock: IO[bytes], shapes: Shapes) -> DiskPages:
+    """Give the folder's pages of this model. shapes: of a page's arrays."""
+    return DiskPages(PageFiles(args.disk_cache, space, shapes), args.disk_cache_bytes, lock)
+
+
+def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
+    """What a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
+    return {
+        "fingerprint": fingerprint(directory),
+        "dtype": str(step.dtype),
+        "kv_dtype": str(jnp.dtype(step.cache_dtype)),
+        "weights": args.weights,
+        "activation_scheme": str(step.scheme),
+        "dispatch_wire": args.dispatch_wire,
+        "layout": step.attention.layout,
+        "page_size": step.page_size,
+        "module_layer": step.has_module,
+    }
+
+
 def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
     """Refuse a mesh in which a process of the group has no device: it would have nothing to follow with."""
     sharing = {device.process_index for device in mesh.devices.flat}
@@ -294,10 +328,10 @@ def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
 
 def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
     """Limits with as many pages as fit the device, and the host, with the least room."""
-    own = group.run("memory", find)
-    found = group.ask("pages", [own.pages_per_rank, own.host_pages_per_rank])
-    pages, host_pages = (min(each) for each in zip(*found, strict=True))
-    return replace(own, pages_per_rank=pages, host_pages_per_rank=host_pages)
+    limits = group.run("memory", find)
+    rooms = group.ask("pages", [limits.pages_per_rank, limits.host_pages_per_rank])
+    pages, host_pages = (min(each) for each in zip(*rooms, strict=True))
+    return replace(limits, pages_per_rank=pages, host_pages_per_rank=host_pages)
 
 
 def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
@@ -324,15 +358,15 @@ def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array
     def products(params):
         # The derived entries are not read; they stand in so that the module can be bound.
         stand_in = {path: params.get(path, 0) for path in step.table.infos}
-        model, found = step.table.bind(stand_in), {}
+        model, made = step.table.bind(stand_in), {}
         for name in {path.rpartition(".")[0] for path in derived}:
             attention = operator.attrgetter(name)(model)
             graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.{path[-1]}" in derived, ...)  # noqa: B023
             query_key, value_output = jax.lax.map(
                 lambda w, graph=graph, absent=absent: nnx.merge(graph, absent, w).materialise(step.dtype), weights
             )
-            found |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
-        return {path: store(value, derived[path].dtype, derived[path].storage_dtype) for path, value in found.items()}
+            made |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
+        return {path: store(value, derived[path].dtype, derived[path].storage_dtype) for path, value in made.items()}
 
     return {**params, **jax.jit(products, out_shardings=shardings)(params)}
 
@@ -345,13 +379,13 @@ def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tu
     Raises:
         TokenizerError: one of the files is unreadable, or its `eos_token_id` is neither an integer nor a list of them.
     """
-    found: set[int] = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
+    token_ids: set[int] = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
     for name in ("generation_config.json", "config.json"):
         ids = _eos_field(Path(directory) / name)
         if ids:
-            found |= ids
+            token_ids |= ids
             break
-    return tuple(sorted(found))
+    return tuple(sorted(token_ids))
 
 
 def _eos_field(path: Path) -> set[int]:
@@ -408,7 +442,7 @@ def _facts(
         max_num_batched_tokens=args.max_num_batched_tokens,
         prefill_chunk=limits.max_chunk,
         disk_cache_tokens=limits.disk_pages * limits.page_size,
-        page_bytes=tier_sizes.page_bytes(step),
+        page_bytes=page_bytes(step),
         host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),

@@ -33,18 +33,18 @@ _ONE_SIDE = {
 
 def decode_args(args: Args) -> Args:
     """Give the options of the engine that makes tokens."""
-    own: dict[str, Any] = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
-    return replace(args, **own, **_experts(args, args.decode_mesh, {}), **_ONE_SIDE)
+    changed: dict[str, Any] = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
+    return replace(args, **changed, **_experts(args, args.decode_mesh, {}), **_ONE_SIDE)
 
 
 def prefill_args(args: Args) -> Args:
     """Give the options of the engine that computes prompts, with sizes of its own where they are given."""
-    own = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | _prefills_own(args)
-    own |= _experts(args, args.prefill_mesh, own)
-    return replace(args, **own, **_DECODES_ALONE, **_ONE_SIDE)
+    changed = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | _prefills_own(args)
+    changed |= _experts(args, args.prefill_mesh, changed)
+    return replace(args, **changed, **_DECODES_ALONE, **_ONE_SIDE)
 
 
-def _experts(args: Args, mesh: str, own: dict[str, Any]) -> dict[str, Any]:
+def _experts(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """The options by which the experts of a side have copies and move.
 
     A side on which each device has all experts has nothing to move. It may stand beside a side that does move experts.
@@ -53,7 +53,7 @@ def _experts(args: Args, mesh: str, own: dict[str, Any]) -> dict[str, Any]:
 
     if args.eplb is None:
         return {}
-    redundant = own.get("redundant_experts", args.num_redundant)
+    redundant = sizes.get("redundant_experts", args.num_redundant)
     has_all = {one: MeshSpec.parse(one).ep_size == 1 for one in (args.prefill_mesh, args.decode_mesh)}
     if has_all[mesh] and not all(has_all.values()):
         return {"enable_eplb": False, "eplb_config": None, "redundant_experts": redundant}
@@ -61,18 +61,18 @@ def _experts(args: Args, mesh: str, own: dict[str, Any]) -> dict[str, Any]:
     return {"eplb_config": config, "redundant_experts": redundant}
 
 
-def check_sizes(args: Args, own: frozenset[str] = frozenset()) -> None:
-    """Check that the sizes of an engine go together. own: of `PREFILLS_OWN`, those of which the prefill engine has values of its own.
+def check_sizes(args: Args, of_prefill: frozenset[str] = frozenset()) -> None:
+    """Check that the sizes of an engine go together. of_prefill: of `PREFILLS_OWN`, those of which the prefill engine has other values.
 
     Raises:
         UserError: they do not.
     """
-    sizes = dict.fromkeys(PREFILLS_OWN, "") | dict.fromkeys(own, "prefill_")
-    found = {name: getattr(args, before + name) for name, before in sizes.items()}
+    sizes = dict.fromkeys(PREFILLS_OWN, "") | dict.fromkeys(of_prefill, "prefill_")
+    values = {name: getattr(args, before + name) for name, before in sizes.items()}
     flags = {name: _flag(before + name) for name, before in sizes.items()}
-    seqs, tokens, kept = (found[name] for name in ("max_num_seqs", "max_num_batched_tokens", "cache_tokens"))
+    seqs, tokens, kept = (values[name] for name in ("max_num_seqs", "max_num_batched_tokens", "cache_tokens"))
     if seqs is not None and tokens < seqs:
-        other = "" if not own or "max_num_seqs" in own else ", or give --prefill-max-num-seqs"
+        other = "" if not of_prefill or "max_num_seqs" in of_prefill else ", or give --prefill-max-num-seqs"
         raise UserError(
             f"{flags['max_num_batched_tokens']} is {tokens}, less than {flags['max_num_seqs']} {seqs}, so running requests would "
             f"stall each other; raise the first or lower the second{other}"
@@ -160,8 +160,8 @@ def _check_prefills_alone(args: Args) -> None:
 
 def _prefills_own(args: Args) -> dict[str, Any]:
     """Give those of `PREFILLS_OWN` of which the prefill engine has values of its own, by the options' own names."""
-    own = {name: getattr(args, f"prefill_{name}") for name in PREFILLS_OWN}
-    return {name: value for name, value in own.items() if value is not None}
+    values = {name: getattr(args, f"prefill_{name}") for name in PREFILLS_OWN}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _flag(name: str) -> str:

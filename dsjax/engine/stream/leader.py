@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ import msgspec
 
 from dsjax.engine.contract.commands import Command, Flush, Score, Step
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper, Kind, Progress
-from dsjax.engine.transfer.messages import Chunk, ChunkPort, Pull, PulledChunk
+from dsjax.engine.transfer.messages import ChunkPort, Pull, PulledChunk
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.stream import StreamReader, StreamWriter
 
@@ -175,7 +176,7 @@ class LeaderExecutor(ExecutorWrapper):
             reader.closed.set()
 
     def shutdown(self) -> None:
-        """EndMessage the others, and give back what the inner executor holds."""
+        """Tell the others that this is the end, and give back what the inner executor holds."""
         self._put(EndMessage())
         for reader, _ in self._readers:
             reader.closed.set()
@@ -192,41 +193,26 @@ class LeaderExecutor(ExecutorWrapper):
             return method(argument)
         except (
             RuntimeError
-        ) as error:  # a collective that lost its other side, as may be known by now or soon (`Generations.after`)
+        ) as error:  # a collective that lost its other side, as may be known soon (`Generations.after`)
             self.group.check(error)
             raise
 
 
 class _LeaderPort:
-    """The way to other engines of an executor that leads other processes."""
+    """The way to other engines of an executor that leads other processes. What it does not do otherwise, the inner port does."""
 
     def __init__(self, port: ChunkPort, leader: LeaderExecutor):
         self._port, self._leader = port, leader
 
-    @property
-    def chunk_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shape and dtype of a chunk's arrays, by name."""
-        return self._port.chunk_shapes
-
-    @property
-    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
-        """The processes that have devices of each DP rank."""
-        return self._port.processes_of_ranks
-
-    def send_chunks(
-        self,
-        offer: Callable[[int, Chunk | None], None],
-        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
-    ) -> None:
-        """Have chunks offered, and dropped."""
-        self._port.send_chunks(offer, drop)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._port, name)
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
         """Report a chunk when every process with devices of its rank has said what came of it there."""
         processes = self._port.processes_of_ranks
         landings = Landings(processes, report)
         self._port.pull_chunks(pull, landings.enter)
-        self._leader.listen(landings, (each for own in processes for each in own))
+        self._leader.listen(landings, itertools.chain.from_iterable(processes))
 
 
 def _read_pulled(reader: StreamReader, landings: Landings) -> None:
@@ -236,17 +222,3 @@ def _read_pulled(reader: StreamReader, landings: Landings) -> None:
                 landings.enter(msgspec.msgpack.decode(data, type=PulledChunk))
     except ConnectionError:  # the group knows
         return
-
-
-__all__ = [
-    "EndMessage",
-    "GroupError",
-    "Landings",
-    "LaunchMessage",
-    "LeaderExecutor",
-    "Record",
-    "WarmUp",
-    "decode",
-    "is_collected",
-    "pulled_stream",
-]

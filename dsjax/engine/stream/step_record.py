@@ -1,4 +1,4 @@
-"""The stream of commands written to a file while an engine runs, and read back: `dsjax serve --record-steps FILE`.
+"""The stream of commands written to a file while an engine runs: `dsjax serve --record-steps FILE`. `tools/step_recording.py` reads it.
 
 The file is eight bytes of `MAGIC`, then frames: the length of a message as four little-endian bytes, and the message in MessagePack. The
 first is the `Header`; then come, in the order in which the engine's thread did these things, a `Launched` for every command and a
@@ -12,11 +12,9 @@ It holds token ids of prompts and outputs: it is as confidential as they are, so
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +29,7 @@ from dsjax.engine.contract.executor import (
     RowResult,
 )
 from dsjax.errors import UserError
+from dsjax.versions import installed_version
 
 MAGIC = b"dsjaxstp"
 FORMAT = 1
@@ -121,8 +120,6 @@ class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 Frame = Launched | Collected | RecordingEnd
 
 _encoder = msgspec.msgpack.Encoder()
-_frames = msgspec.msgpack.Decoder(Frame)
-_header = msgspec.msgpack.Decoder(Header)
 _END_ROOM = 128
 
 
@@ -130,12 +127,9 @@ def describe_recording(
     options: dict[str, Any], limits: ExecutorLimits, fingerprint: str, *, jax: str, platform: str, device_kind: str
 ) -> Header:
     """The header of a recording that begins now."""
-    try:
-        own = importlib.metadata.version("dsjax")
-    except importlib.metadata.PackageNotFoundError:
-        own = "not installed"
     sizes = {name: int(size) for name, size in dataclasses.asdict(limits).items()}
-    return Header(FORMAT, VERSION, own, jax, platform, device_kind, fingerprint, options, sizes, time.time())
+    written_by = installed_version("dsjax")
+    return Header(FORMAT, VERSION, written_by, jax, platform, device_kind, fingerprint, options, sizes, time.time())
 
 
 def check_writable(path: str | Path) -> None:
@@ -277,15 +271,15 @@ class _Numbered:
 def collected(number: int, done: float, command: Command, results: Any) -> Collected:
     """What a recording keeps of a command's results, as `Executor.collect` gives them."""
     if isinstance(command, Step):
-        return Collected(number, done, [_rank(found) for found in results])
+        return Collected(number, done, [_rank(rank_results) for rank_results in results])
     if isinstance(command, Score):
         finite = bool((abs(results) < float("inf")).all())
         return Collected(number, done, [], results.argmax(-1).tolist() if finite else [], finite)
     return Collected(number, done)
 
 
-def _rank(found: RankResults) -> RankOutcomes:
-    return RankOutcomes(*(_rows(rows) for rows in found))
+def _rank(results: RankResults) -> RankOutcomes:
+    return RankOutcomes(*(_rows(rows) for rows in results))
 
 
 def _rows(results: list[RowResult]) -> list[RowOutcome]:
@@ -302,61 +296,6 @@ def _unusual(result: RowResult) -> RowOutcome:
     return Outcome(list(result.token_ids), result.finite, result.error)
 
 
-class StepRecord:
-    """A recording that is read. Iterating gives its frames, each time from the first.
-
-    Raises:
-        RecordError: not a recording, or one of another format or version of the commands.
-    """
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        try:
-            with self.path.open("rb") as file:
-                if file.read(len(MAGIC)) != MAGIC:
-                    raise RecordError(
-                        f"{self.path} is no recording of steps (dsjax serve --record-steps FILE makes one)"
-                    )
-                first = _read(file)
-        except OSError as error:
-            raise RecordError(f"{self.path} cannot be read: {error.strerror}") from error
-        if first is None:
-            raise RecordError(f"{self.path} ends inside its header, so nothing of it can be replayed")
-        self._start = len(MAGIC) + 4 + len(first)
-        self.header = self._checked(first)
-
-    def __iter__(self) -> Iterator[Frame]:
-        with self.path.open("rb") as file:
-            file.seek(self._start)
-            while (message := _read(file)) is not None:
-                try:
-                    yield _frames.decode(message)
-                except msgspec.DecodeError as error:
-                    raise RecordError(f"{self.path} is damaged before byte {file.tell():,}: {error}") from None
-
-    def _checked(self, first: bytes) -> Header:
-        try:
-            versions = msgspec.msgpack.decode(first)
-            found = (versions["format"], versions["commands"])
-            if found != (FORMAT, VERSION):
-                raise RecordError(
-                    f"{self.path} has format {found[0]} with commands of version {found[1]}, written by dsjax "
-                    f"{versions.get('dsjax')}; this dsjax reads format {FORMAT} with commands of version {VERSION}. "
-                    "Replay it with the dsjax that wrote it."
-                )
-            return _header.decode(first)
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
-            raise RecordError(f"{self.path} has a header that cannot be read: {error}") from None
-
-
 def _frame(message: msgspec.Struct) -> bytes:
     data = _encoder.encode(message)
     return len(data).to_bytes(4, "little") + data
-
-
-def _read(file: IO[bytes]) -> bytes | None:
-    """The next message; None at the end, also where that is inside a frame."""
-    prefix = file.read(4)
-    size = int.from_bytes(prefix, "little")
-    message = file.read(size) if len(prefix) == 4 else b""
-    return message if len(prefix) == 4 and len(message) == size else None

@@ -39,7 +39,7 @@ class DiskPages:
         self._reported = threading.Condition(self._lock)
         self._read: list[tuple[int, int, bool]] = []
         self._written: list[tuple[int, bool]] = []
-        self._found: list[bytes] | None = None
+        self._names: list[bytes] | None = None
         self._pages: dict[tuple[int, int], Page | None] = {}  # None: being read
         self._others: list[tuple[float, str, int]] = []
         self._own = self._other_bytes = 0
@@ -89,11 +89,11 @@ class DiskPages:
     def reports(self, seconds: float = 0.0) -> PageReports:
         """What has come of all that since the last time; where that is nothing, wait so long for the first of it."""
         with self._lock:
-            if seconds and not (self._read or self._written or self._found):
+            if seconds and not (self._read or self._written or self._names):
                 self._reported.wait(seconds)
-            found = PageReports(self._read, self._written, self._found)
-            self._read, self._written, self._found = [], [], None
-        return found
+            reports = PageReports(self._read, self._written, self._names)
+            self._read, self._written, self._names = [], [], None
+        return reports
 
     def close(self) -> None:
         """End the threads, when what is to be written is, or `END_SECONDS` have passed."""
@@ -137,7 +137,7 @@ class DiskPages:
             names = names[excess:]
         self._make_room(0)
         with self._reported:
-            self._found = names
+            self._names = names
             self._reported.notify()
         self._listed.set()
 

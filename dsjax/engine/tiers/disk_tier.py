@@ -40,7 +40,7 @@ class DiskCounts(NamedTuple):
 class DiskTier:
     """The names of the pages on the disk, which all ranks share, and of those on their way there.
 
-    The executor's reports come in with `written`, `read_failed` and `found`; what is to be deleted is taken out with `take_dropped`.
+    The executor's reports come in with `written`, `read_failed` and `listed`; what is to be deleted is taken out with `take_dropped`.
 
     Attributes:
         reads_pause, writes_pause: whether the disk is left alone now: it was too slow, and no page of it is found meanwhile; or it
@@ -56,7 +56,7 @@ class DiskTier:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.reads_pause = self.writes_pause = False
-        self._listed = False
+        self._is_listed = False
         self._names = SegmentedLru(num_pages)
         self._writing: dict[bytes, int] = {}
         self._by_number: dict[int, bytes] = {}
@@ -77,9 +77,9 @@ class DiskTier:
         """Another step is planned."""
         self.reads_pause, self.writes_pause = self._reads.holds(now), self._writes.holds(now)
 
-    def found(self, names: Iterable[bytes]) -> None:
-        """Pages that an earlier run has left, least recently used first. Nothing is written before they are known."""
-        self._listed = True
+    def listed(self, names: Iterable[bytes]) -> None:
+        """Take in the pages that an earlier run has left, least recently used first. Nothing is written before they are known."""
+        self._is_listed = True
         for name in names:
             if name not in self._names and name not in self._writing:
                 self._names.add(name)
@@ -89,7 +89,7 @@ class DiskTier:
         """The number of a new writing, of a page that leaves the device; −1 where it is not to be written."""
         if name in self._names or name in self._writing:
             return NOWHERE
-        if not self._listed or self.writes_pause or len(self._writing) >= MOST_WRITING or not self._make_room(1):
+        if not self._is_listed or self.writes_pause or len(self._writing) >= MOST_WRITING or not self._make_room(1):
             self._count("not_written")
             return NOWHERE
         number = self._numbers
@@ -101,7 +101,7 @@ class DiskTier:
     @property
     def writable(self) -> int:
         """How many further pages may be on their way there now."""
-        return MOST_WRITING - len(self._writing) if self._listed and not self.writes_pause else 0
+        return MOST_WRITING - len(self._writing) if self._is_listed and not self.writes_pause else 0
 
     def has(self, name: bytes) -> bool:
         """Whether a page is there, whether or not it can be read now, or on its way there."""

@@ -73,9 +73,9 @@ class KvEventsConfig:
             raise wrong_field(FLAG, "enable_kv_cache_events", self.enable_kv_cache_events, "true or false")
         if self.publisher not in (None, "zmq", "null"):
             raise wrong_field(FLAG, "publisher", self.publisher, "zmq or null")
-        for name, found in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint)):
-            if not (found is None and name == "replay_endpoint"):
-                _check_endpoint(name, found)
+        for name, endpoint in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint)):
+            if not (endpoint is None and name == "replay_endpoint"):
+                _check_endpoint(name, endpoint)
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             if not is_integer(getattr(self, name)) or getattr(self, name) < 1:
                 raise wrong_field(FLAG, name, getattr(self, name), "an integer of at least 1")
@@ -206,12 +206,12 @@ def endpoint_of(endpoint: str, rank: int) -> str:
     return f"{host}:{int(port) + rank}"
 
 
-def _check_endpoint(name: str, found: Any) -> None:
+def _check_endpoint(name: str, endpoint: Any) -> None:
     expected = "tcp://HOST:PORT, tcp://*:PORT, ipc://PATH or inproc://NAME"
-    if not isinstance(found, str) or not found.startswith(("tcp://", "ipc://", "inproc://")):
-        raise wrong_field(FLAG, name, found, expected)
-    if found.startswith("tcp://") and not found.rpartition(":")[2].isdecimal():
-        raise wrong_field(FLAG, name, found, expected)
+    if not isinstance(endpoint, str) or not endpoint.startswith(("tcp://", "ipc://", "inproc://")):
+        raise wrong_field(FLAG, name, endpoint, expected)
+    if endpoint.startswith("tcp://") and not endpoint.rpartition(":")[2].isdecimal():
+        raise wrong_field(FLAG, name, endpoint, expected)
 
 
 def _open(socket: Any, endpoint: str, bound: bool = False) -> None:

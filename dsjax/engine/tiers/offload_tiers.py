@@ -266,8 +266,8 @@ class OffloadTiers(PageSource):
 
     def enter(self, reports: PageReports, now: float) -> None:
         """Enter what came of pages that were written to the disk, and which ones an earlier run has left there."""
-        if reports.found is not None:
-            self.disk.found(reports.found)
+        if reports.listed is not None:
+            self.disk.listed(reports.listed)
         for number, ok in reports.written:
             name = self.disk.written(number, ok, now)
             if self.ranks[0].events is not None and name is not None:
@@ -370,6 +370,6 @@ def drop_command(everything: bool, names: Iterable[bytes]) -> DropPages:
 def store_command(stores: Sequence[Sequence[StoredPage]]) -> StorePages:
     """The command that copies pages to host memory and to the disk, given rank by rank."""
     return StorePages(
-        [int32s(number for stored in own for number in stored[:3]) for own in stores],
-        [b"".join(stored.name for stored in own if stored.number >= 0) for own in stores],
+        [int32s(number for stored in rank_stores for number in stored[:3]) for rank_stores in stores],
+        [b"".join(stored.name for stored in rank_stores if stored.number >= 0) for rank_stores in stores],
     )

@@ -81,17 +81,17 @@ class OffloadedPages(DevicePart, PageStore):
 
     def _store(self, _: Pending, command: StorePages) -> Running:
         """Copy pages to slots, and write them to the disk."""
-        stored = [np.frombuffer(own, "<i4").reshape(-1, 3) for own in command.ranks]
-        names = [iter(names_of(own)) for own in command.names]
+        stored = [np.frombuffer(rank_pages, "<i4").reshape(-1, 3) for rank_pages in command.ranks]
+        names = [iter(names_of(rank_pages)) for rank_pages in command.names]
         pieces = []
         for piece in cut(stored):
             writes = [
                 (rank, place, int(number), next(names[rank]))
-                for rank, own in enumerate(piece)
-                for place, number in enumerate(own[:, 2])
+                for rank, rank_pages in enumerate(piece)
+                for place, number in enumerate(rank_pages[:, 2])
                 if number >= 0
             ]
-            pieces.append(([own[:, 1] for own in piece], writes, self._device.send(packed(piece))))
+            pieces.append(([rank_pages[:, 1] for rank_pages in piece], writes, self._device.send(packed(piece))))
 
         def run() -> Running:
             self._land(waiting=False)
@@ -129,9 +129,9 @@ class OffloadedPages(DevicePart, PageStore):
         """Pieces of all these pages, which lie in slots or were read from the disk."""
         pieces = []
         for piece in cut(places):
-            numbers = [own[at] for own, at in zip(wanted, piece, strict=True)]
+            numbers = [rank_places[at] for rank_places, at in zip(wanted, piece, strict=True)]
             pieces.append(StagedPiece(piece, partial(self._sent, numbers)))
-        return pieces, [own[:0] for own in places]
+        return pieces, [rank_places[:0] for rank_places in places]
 
     def forget(self, rank: int, number: int) -> None:
         """Keep a page no longer that was read from the disk, or is being read."""
@@ -150,8 +150,8 @@ class OffloadedPages(DevicePart, PageStore):
                 return
             self._leaving.popleft()
             shards = {name: list(_shards(array)) for name, array in head.taken.items()}
-            for name, own in shards.items():
-                for first, rest, values in own:
+            for name, name_shards in shards.items():
+                for first, rest, values in name_shards:
                     for rank, block in enumerate(values, start=first):
                         slots = head.slots[rank]
                         if (slots >= 0).all():  # the usual case, without another copy
@@ -166,10 +166,10 @@ class OffloadedPages(DevicePart, PageStore):
     def _page(self, shards: dict[str, list[Shard]], rank: int, place: int) -> Page:
         """One page out of what has left the devices, its shards put together."""
         page = {}
-        for name, own in shards.items():
+        for name, name_shards in shards.items():
             described = self._described[name]
             page[name] = np.empty(described.shape[2:], described.dtype)
-            for first, rest, values in own:
+            for first, rest, values in name_shards:
                 if first <= rank < first + len(values):
                     page[name][rest] = values[rank - first, place]
         return page
@@ -179,8 +179,8 @@ class OffloadedPages(DevicePart, PageStore):
         self._land(waiting=True)
         read = {
             (rank, int(number)): self._disk.take(rank, int(number))
-            for rank, own in enumerate(slots)
-            for number in own[own >= self._num_slots]
+            for rank, rank_slots in enumerate(slots)
+            for number in rank_slots[rank_slots >= self._num_slots]
         }
 
         def part(name: str, index: tuple[slice, ...]) -> np.ndarray:

@@ -8,6 +8,7 @@ or not what its name says, is never read.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -125,13 +126,12 @@ class PageFiles:
         parts = [_bytes(np.ascontiguousarray(page[key])) for key in self._shapes]
         try:
             try:
-                file = temporary.open("wb", buffering=0)
+                file = temporary.open("wb")
             except FileNotFoundError:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                file = temporary.open("wb", buffering=0)
+                file = temporary.open("wb")
             with file:
-                for part in (HEADER.pack(MAGIC, self._space, name, self._content, _checksum(parts)), *parts):
-                    _write_all(file, part)
+                file.writelines((HEADER.pack(MAGIC, self._space, name, self._content, _checksum(parts)), *parts))
             temporary.rename(path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -148,12 +148,12 @@ class PageFiles:
         path = self._path(name)
         page = {key: np.empty(shape, dtype) for key, (shape, dtype) in self._shapes.items()}
         parts = [_bytes(array) for array in page.values()]
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != HEADER.size + self._content:
                 raise PageFileError(f"{path} is torn")
             header = bytearray(HEADER.size)
             for part in (memoryview(header), *parts):
-                if not _read_all(file, part):
+                if file.readinto(part) < len(part):
                     raise PageFileError(f"{path} is torn")
         if bytes(header) != HEADER.pack(MAGIC, self._space, name, self._content, _checksum(parts)):
             raise PageFileError(f"{path} is damaged, or of another page")
@@ -177,7 +177,7 @@ class PageFiles:
     def list(self) -> Listing:
         """All pages of the folder, of this space and others. What was not written to its end is deleted."""
         began = time.monotonic()
-        own: list[tuple[float, bytes]] = []
+        named: list[tuple[float, bytes]] = []
         others: list[tuple[float, str, int]] = []
         mine = str(self.folder) + os.sep
         for entry in _files(str(self.root)):
@@ -188,10 +188,10 @@ class PageFiles:
             elif not entry.path.startswith(mine):
                 others.append((stat.st_mtime, entry.path, -(-stat.st_size // BLOCK) * BLOCK))
             elif stat.st_size == HEADER.size + self._content and _NAME.fullmatch(stem):
-                own.append((stat.st_mtime, bytes.fromhex(stem)))
+                named.append((stat.st_mtime, bytes.fromhex(stem)))
             else:
                 os.unlink(entry.path)
-        return Listing([name for _, name in sorted(own)], sorted(others), time.monotonic() - began)
+        return Listing([name for _, name in sorted(named)], sorted(others), time.monotonic() - began)
 
     def _path(self, name: bytes) -> Path:
         digits = name.hex()
@@ -218,22 +218,4 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def _checksum(parts: list[memoryview]) -> int:
-    found = 0
-    for part in parts:
-        found = zlib.crc32(part, found)
-    return found
-
-
-def _write_all(file: IO[bytes], part: bytes | memoryview) -> None:
-    view = memoryview(part)
-    while view:
-        view = view[file.write(view) :]
-
-
-def _read_all(file: IO[bytes], view: memoryview) -> bool:
-    while view:
-        count = file.readinto(view)
-        if not count:
-            return False
-        view = view[count:]
-    return True
+    return functools.reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)

@@ -148,12 +148,12 @@ class PageReports(NamedTuple):
     Attributes:
         read: (rank, number, whether it has come) of pages that were to be read.
         written: (number, whether it was written) of those to be written.
-        found: names of the pages that an earlier run has left, least recently used first; None until they are known, and ever after.
+        listed: names of the pages that an earlier run has left, least recently used first; None until they are known, and ever after.
     """
 
     read: list[tuple[int, int, bool]]
     written: list[tuple[int, bool]]
-    found: list[bytes] | None = None
+    listed: list[bytes] | None = None
 
 
 class PageReporter(Protocol):

@@ -107,21 +107,21 @@ class PageChunks(DevicePart, PageStore):
 
     def _send(self, _: Pending, command: SendPages) -> Running:
         """Copy pages to chunks."""
-        ranks = [_chunks(np.frombuffer(own, "<i4").reshape(-1, 2)) for own in command.ranks]
+        ranks = [_chunks(np.frombuffer(rank_chunks, "<i4").reshape(-1, 2)) for rank_chunks in command.ranks]
         device = self._device
         launches = []
         for turn in range(max(map(len, ranks))):
-            own = [chunks[turn] if turn < len(chunks) else None for chunks in ranks]
-            packed = np.zeros((len(own), next(iter(self._described.values())).shape[1]), np.int32)
-            for rank, chunk in enumerate(own):
+            rank_chunks = [chunks[turn] if turn < len(chunks) else None for chunks in ranks]
+            packed = np.zeros((len(rank_chunks), next(iter(self._described.values())).shape[1]), np.int32)
+            for rank, chunk in enumerate(rank_chunks):
                 if chunk is not None:
                     packed[rank, : len(chunk[1])] = chunk[1]
-            launches.append((own, device.send(packed)))
+            launches.append((rank_chunks, device.send(packed)))
 
         def run() -> Running:
-            for own, pages in launches:
+            for rank_chunks, pages in launches:
                 taken = device.programs.take_pages()(device.state, pages)
-                for rank, chunk in enumerate(own):
+                for rank, chunk in enumerate(rank_chunks):
                     if chunk is not None:
                         kept = self.processes_of_ranks[rank][0] == jax.process_index()
                         self._leaving.put((chunk[0], self._part(taken, rank if kept else None), kept))
@@ -144,8 +144,8 @@ class PageChunks(DevicePart, PageStore):
         That is known from here on, before earlier commands are done: a `FetchPages` may be laid out before they are.
         """
         landings: dict[tuple[int, int, int], Landing] = {}
-        for rank, own in enumerate(command.ranks):
-            for source, chunk, place, number in np.frombuffer(own, "<i4").reshape(-1, 4).tolist():
+        for rank, quadruples in enumerate(command.ranks):
+            for source, chunk, place, number in np.frombuffer(quadruples, "<i4").reshape(-1, 4).tolist():
                 key = rank, source, chunk
                 if key not in landings:
                     landings[key] = Landing(rank, Source(*command.sources[source]), chunk, [])
@@ -165,10 +165,10 @@ class PageChunks(DevicePart, PageStore):
         """Pieces of the pages that have come in chunks, a chunk of each rank at a time, and the places of all others."""
         rest: Layout = []
         groups: list[list[tuple[Landing, np.ndarray]]] = []
-        for rank, (numbers, own) in enumerate(zip(wanted, places, strict=True)):
+        for rank, (numbers, rank_places) in enumerate(zip(wanted, places, strict=True)):
             by_chunk: dict[int, tuple[Landing, np.ndarray]] = {}
             others = []
-            for position in own.tolist():
+            for position in rank_places.tolist():
                 number = int(numbers[position])
                 if (rank, number) not in self._landed:
                     others.append(position)
@@ -180,7 +180,7 @@ class PageChunks(DevicePart, PageStore):
             groups.append(list(by_chunk.values()))
         pieces = []
         for turn in range(max(map(len, groups))):
-            now = [own[turn] if turn < len(own) else None for own in groups]
+            now = [rank_places[turn] if turn < len(rank_places) else None for rank_places in groups]
             layout = [np.full(MOVED_PAGES, -1, np.int32) if one is None else one[1] for one in now]
             pieces.append(StagedPiece(layout, partial(self.stage, [one and one[0] for one in now])))
         return pieces, rest
@@ -269,10 +269,10 @@ class PageChunks(DevicePart, PageStore):
             with self._lock:
                 wanted = any((rank, page) in self._landed for page in pages)
             landing.chunk = self._pulled(landing) if wanted else None
-            found = PulledChunk(rank, landing.source.link, landing.number, pages, landing.chunk is not None)
+            pulled = PulledChunk(rank, landing.source.link, landing.number, pages, landing.chunk is not None)
             with self._lock:
                 if not self._closed:
-                    self._report(found)
+                    self._report(pulled)
 
     def _pulled(self, landing: Landing) -> Chunk | None:
         try:

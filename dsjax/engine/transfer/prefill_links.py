@@ -115,11 +115,11 @@ class PrefillLinks(Attachment):
 
     def take_pulled(self) -> list[PulledChunk]:
         """Chunks that have come, or could not, since the last time; their prefill engines need not keep them any more."""
-        found = []
+        pulled = []
         while not self._pulled.empty():
-            found.append(self._pulled.get())
-            self.links[found[-1].link].send(ReleaseChunk(found[-1].number))
-        return found
+            pulled.append(self._pulled.get())
+            self.links[pulled[-1].link].send(ReleaseChunk(pulled[-1].number))
+        return pulled
 
     def send(self) -> None:
         """Send the prefill engines what the scheduler has for them."""

@@ -205,8 +205,8 @@ class RemotePrefills(PageSource):
     def receive(self, link: int, message: ToDecode, now: float) -> None:
         """Take in what a prefill engine has said."""
         if isinstance(message, TransferFailed):
-            own = [transfer for transfer in self._transfers.values() if transfer.link == link]
-            gone = [transfer for transfer in own if message.transfer in ("", transfer.name)]
+            of_link = [transfer for transfer in self._transfers.values() if transfer.link == link]
+            gone = [transfer for transfer in of_link if message.transfer in ("", transfer.name)]
             if not message.transfer:
                 self._backoffs[link].begin(now)
             for transfer in gone:
@@ -298,9 +298,9 @@ class RemotePrefills(PageSource):
 
     def _reserved(self, rank: int) -> tuple[int, int]:
         """Requests of a rank that wait for transfers, and pages that they will need for what has not come."""
-        own = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
-        requests = sum(len(transfer.requests) for transfer in own)
-        return requests, sum(len(transfer.awaited) for transfer in own) + requests
+        of_rank = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
+        requests = sum(len(transfer.requests) for transfer in of_rank)
+        return requests, sum(len(transfer.awaited) for transfer in of_rank) + requests
 
     def _ask(self, rank: int, request: Request, num_cached: int, names: Sequence[bytes], now: float) -> None:
         link = min(self._links(request, now), key=lambda link: self.awaited[link])

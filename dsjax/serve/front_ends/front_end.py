@@ -1,4 +1,7 @@
-"""One front end: the whole HTTP server, tokeniser and text, over an engine in another process."""
+"""One front end: the whole HTTP server, tokeniser and text, over an engine in another process.
+
+The engine's process starts it: `python -m dsjax.serve.front_ends.front_end CHANNEL LISTENER`, two inherited descriptors.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import itertools
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -15,15 +19,12 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsjax.engine.contract.executor import ErrorKind, RowResult
-from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.contract.speculative import SpeculativeConfig
-from dsjax.engine.request_streams import OutputStream, RequestStreams
-from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
+from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.request_streams import RequestStreams
+from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.stats import EngineObserver
-from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest, Prompt
+from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ from dsjax.serve.front_ends.messages import (
     Abort,
     AbortById,
     Add,
+    AddResponse,
     Channel,
     Count,
     EndProcess,
@@ -48,16 +50,13 @@ from dsjax.serve.front_ends.messages import (
     Snapshot,
     StepUpdates,
     UpdateEntry,
-    Verdict,
     Welcome,
-    finish_reason,
     read_first,
 )
 from dsjax.serve.guards import ADMIN_PATHS, Guard
 from dsjax.serve.logs import configure_logging
 from dsjax.serve.metrics import Metrics
-from dsjax.serve.options import ServeOptions
-from dsjax.serve.server import Server, settle_interpreter
+from dsjax.serve.server import Server, tune_interpreter
 from dsjax.serve.serving import Phase, Serving
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ _RETRY_SECONDS = 2
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te"})
 
 
-class RemoteEngine:
+class RemoteEngine(RequestStreams):
     """The engine of another process, as an `EngineClient`: requests and tokens go over a channel, streams and text are this process's.
 
     Attributes:
@@ -86,65 +85,33 @@ class RemoteEngine:
     """No thread of this process is in a step."""
 
     def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
+        inputs = InputProcessor(tokenizer, welcome.scheduler, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
+        outputs = OutputProcessor(tokenizer, welcome.stream_interval)
+        super().__init__(inputs, outputs, self._send_requests, self._send_aborts)
         self.tokenizer = tokenizer
         self.on_death: Callable[[], None] | None = None
         self.on_refused: Callable[[str], None] = lambda code: None
-        config = _scheduler_config(welcome.scheduler)
-        self._inputs = InputProcessor(tokenizer, config, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
-        outputs = OutputProcessor(tokenizer, welcome.stream_interval)
-        self._streams = RequestStreams(self._inputs, outputs, self._admit, self._end)
         self.num_ranks = welcome.num_ranks
         self._limited = welcome.limited
         self._handles = itertools.count(1)
-        self._numbers = itertools.count(1)
         self._by_handle: dict[int, Request] = {}
         self._handle_of: dict[str, int] = {}
-        self._verdicts: dict[int, asyncio.Future] = {}
         self._gone = False
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why the engine has failed; None while it has not."""
-        return self._streams.error
-
-    @property
-    def observers(self) -> list[EngineObserver]:
-        """Who is told of every step and output."""
-        return self._streams.observers
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of this front end's requests that have not ended."""
-        return self._streams.num_unfinished
 
     def start(self) -> None:
         """Do nothing: the engine's process has its own life."""
-
-    async def submit(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        options: RequestOptions = DEFAULT_OPTIONS,
-    ) -> OutputStream:
-        """Check all prompts, then send them all; raises as `RequestStreams.submit`."""
-        return await self._streams.submit(request_id, prompts, params, options)
 
     async def call(self, function: Any) -> Any:
         """Refuse: the core is in another process, whose server answers what needs it."""
         raise EngineDeadError("the engine is in another process")
 
-    def abort_all(self) -> None:
-        """End every request; each stream gets an `EngineClosingError`."""
-        self._streams.abort_all()
-
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End what is left."""
-        self._streams.closing = self._gone = True
+        self.closing = self._gone = True
         self.abort_all()
         self.channel.close()
 
-    async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
+    async def _send_requests(self, prepared: Sequence[PreparedRequest]) -> None:
         sent = []
         for each in prepared:
             handles = [next(self._handles) for _ in each.completions]
@@ -152,37 +119,28 @@ class RemoteEngine:
                 self._by_handle[handle] = request
                 self._handle_of[request.request_id] = handle
             sent.append(NewRequest.of(each, handles[0]))
-        number = next(self._numbers) if self._limited else 0
-        if number:
-            verdict = self._verdicts[number] = asyncio.get_running_loop().create_future()
-        self.channel.send(Add(number, sent))
-        if number:
-            refusal = await verdict
-            if refusal is not None:
-                for each in prepared:
-                    self._forget_handles(request.request_id for request in each.completions)
-                self.on_refused("queue_full")
-                raise ApiError(429, refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
+        if not self._limited:
+            self.channel.send(Add(0, sent))
+            return
+        refusal = await self.channel.ask(lambda number: Add(number, sent))
+        if refusal is not None:
+            for each in prepared:
+                self._forget_handles(request.request_id for request in each.completions)
+            self.on_refused("queue_full")
+            raise ApiError(429, refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
 
-    def resize(self, scheduler: dict[str, Any], num_ranks: int) -> None:
+    def resize(self, scheduler: SchedulerConfig, num_ranks: int) -> None:
         """Check requests by another mesh's limits from now on."""
         self.num_ranks = num_ranks
-        self._inputs.change(_scheduler_config(scheduler))
+        self._inputs.change(scheduler)
 
-    def settle(self, verdict: Verdict) -> None:
-        """Let a request that waits for its admission go on."""
-        future = self._verdicts.pop(verdict.number, None)
-        if future is not None and not future.done():
-            future.set_result(verdict.refusal)
-
-    def enter(self, entries: Sequence[UpdateEntry]) -> None:
-        """Enter what a step did, as the engine's thread hands it over where both are one process."""
+    def receive(self, entries: Sequence[UpdateEntry]) -> None:
+        """Deliver what a step did, as the engine's thread hands it over where both are one process."""
         updates = []
         for handle, token_ids, reason, more in entries:
             request = self._by_handle.get(handle)
             if request is None:
                 continue
-            reason = finish_reason(reason)
             result = None
             if token_ids is not None:
                 result = RowResult(token_ids) if more is None else _result(token_ids, more)
@@ -193,20 +151,18 @@ class RemoteEngine:
                 request.finish_reason = reason
                 self._forget_handles([request.request_id])
             updates.append(Update(request, result, reason))
-        self._streams.deliver(updates, None)
+        self.deliver(updates, None)
 
-    def lose(self) -> None:
-        """The engine has failed, or its process is gone."""
+    def mark_dead(self) -> None:
+        """End every stream and the server: the engine has failed, or its process is gone."""
         if not self._gone:
             self._gone = True
-            for future in self._verdicts.values():
-                if not future.done():
-                    future.set_exception(EngineDeadError("the engine has failed"))
-            self._streams.fail(EngineDeadError("the engine has failed"))
+            self.channel.fail(EngineDeadError("the engine has failed"))
+            self.fail(EngineDeadError("the engine has failed"))
             if self.on_death is not None:
                 self.on_death()
 
-    def _end(self, completion_ids: Sequence[str]) -> None:
+    def _send_aborts(self, completion_ids: Sequence[str]) -> None:
         handles = [self._handle_of[i] for i in completion_ids if i in self._handle_of]
         if handles:
             self.channel.send(Abort(handles))
@@ -218,27 +174,19 @@ class RemoteEngine:
             self._by_handle.pop(handle, None)
 
 
-def _scheduler_config(told: dict[str, Any]) -> SchedulerConfig:
-    speculation = told["speculation"]
-    return SchedulerConfig(**told | {"speculation": None if speculation is None else SpeculativeConfig(**speculation)})
-
-
 def _result(token_ids: list[int], more: More) -> RowResult:
-    scores = [tuple(entry) for entry in more.scores] if more.scores is not None else None
-    prompt_scores = [tuple(entry) for entry in more.prompt_scores] if more.prompt_scores is not None else None
-    kind = None if more.kind is None else ErrorKind(more.kind)
-    return RowResult(token_ids, more.finite, scores, prompt_scores, more.error, kind=kind)
+    return RowResult(token_ids, more.finite, more.scores, more.prompt_scores, more.error, kind=more.kind)
 
 
 def _note(request: Request, more: More) -> None:
-    """What metrics and the log read of a request."""
+    """Enter in a request what metrics and the log read of it."""
     request.rank, request.num_cached_tokens, request.num_preemptions = more.rank, more.cached, more.preemptions
     request.first_scheduled_time, request.first_token_time = more.scheduled, more.first_token
     request.finish_time = more.finished
 
 
 class Forwarding(Guard):
-    """What only the engine's own server can answer is asked there, with the client's headers and body."""
+    """Asks the engine's own server what only that can answer, with the client's headers and body."""
 
     def __init__(self, app: ASGIApp, address: str, timeout: float):
         super().__init__(app)
@@ -294,19 +242,19 @@ class FrontEndServer(Server):
         """Do nothing."""
 
     async def _become_ready(self) -> None:
-        settle_interpreter()
+        tune_interpreter()
         self._remote.start()
         self._channel.send(Hello())
         async for message in self._channel.messages():
             self._receive(message)
-        self._remote.lose()  # sets `should_exit`
+        self._remote.mark_dead()  # sets `should_exit`
 
     def _receive(self, message: Any) -> None:
         match message:
             case StepUpdates():
-                self._remote.enter(message.updates)
-            case Verdict():
-                self._remote.settle(message)
+                self._remote.receive(message.updates)
+            case AddResponse():
+                self._channel.resolve(message.number, message.refusal)
             case PhaseIs():
                 self._serving.phase = Phase(message.phase)
             case Resized():
@@ -322,7 +270,7 @@ class FrontEndServer(Server):
             case EndProcess():
                 self.should_exit = True
             case Failed():
-                self._remote.lose()
+                self._remote.mark_dead()
 
     def _samples(self) -> list[tuple[str, str, tuple[str, ...], float]]:
         return [
@@ -340,23 +288,22 @@ def run(channel_fd: int, listener_fd: int) -> int:
     end = socket.socket(fileno=channel_fd)
     listener = socket.socket(fileno=listener_fd)
     try:
-        told = read_first(end)
+        welcome = read_first(end)
     except EOFError:
         return 1
-    configure_logging(told.log_level, as_json=told.log_json)
-    tokenizer = None if told.tokenizer is None else Tokenizer.from_texts(*told.tokenizer)
-    engine = RemoteEngine(told, tokenizer)
-    options = ServeOptions(**{**told.options, "api_keys": tuple(told.options["api_keys"])})
-    metrics = Metrics(told.model_names[0], told.num_ranks, told.max_model_len)
+    configure_logging(welcome.log_level, as_json=welcome.log_json)
+    tokenizer = None if welcome.tokenizer is None else Tokenizer.from_texts(*welcome.tokenizer)
+    engine = RemoteEngine(welcome, tokenizer)
+    metrics = Metrics(welcome.model_names[0], welcome.num_ranks, welcome.max_model_len)
     serving = Serving(
         engine,
-        tuple(told.model_names),
-        told.model_root,
-        told.max_model_len,
-        options,
+        tuple(welcome.model_names),
+        welcome.model_root,
+        welcome.max_model_len,
+        welcome.options,
         metrics=metrics,
-        orders_by_priority=told.orders_by_priority,
-        created=told.created,
+        orders_by_priority=welcome.orders_by_priority,
+        created=welcome.created,
     )
     engine.on_refused = metrics.on_rejected
     server = FrontEndServer(
@@ -364,7 +311,13 @@ def run(channel_fd: int, listener_fd: int) -> int:
         engine,
         end,
         shutdown_timeout=0.0,
-        log_level=told.log_level,
-        before_routes=functools.partial(Forwarding, address=told.engine_address, timeout=options.request_timeout),
+        log_level=welcome.log_level,
+        before_routes=functools.partial(
+            Forwarding, address=welcome.engine_address, timeout=welcome.options.request_timeout
+        ),
     )
     return server.serve_on(listener)
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1]), int(sys.argv[2])))

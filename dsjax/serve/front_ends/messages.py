@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 
+from dsjax.engine.contract.executor import ErrorKind, TokenScore
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.errors import UserError
 from dsjax.hosts.wire import receive_frame
+from dsjax.serve.options import ServeOptions
 
 _LENGTH = 4
 MOST_UNSENT_BYTES = 64 << 20
@@ -80,7 +84,7 @@ class NewRequest(msgspec.Struct, array_like=True):
         return _params_from_wire(self.params, len(self.completions))
 
     def requests(self, params: SamplingParams, rules: list) -> list[Request]:
-        """What the core is given; rules: one of each completion."""
+        """Make what the core is given; rules: one of each completion."""
         stop_ids = frozenset(self.stop_ids)
         options = RequestOptions(self.priority, _to_text(self.cache_salt), _to_text(self.session), self.dp_rank)
         return [
@@ -106,18 +110,18 @@ class More(msgspec.Struct, array_like=True, omit_defaults=True):
 
     finite: bool = True
     error: str | None = None
-    scores: list | None = None
-    prompt_scores: list | None = None
+    scores: list[TokenScore] | None = None
+    prompt_scores: list[TokenScore] | None = None
     rank: int = -1
     scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
     cached: int | None = None
     preemptions: int = 0
-    kind: str | None = None
+    kind: ErrorKind | None = None
 
 
-UpdateEntry = tuple[int, list[int] | None, str | None, More | None]
+UpdateEntry = tuple[int, list[int] | None, FinishReason | None, More | None]
 """(handle, tokens or None for no result, finish reason, what else there is)."""
 
 
@@ -161,8 +165,8 @@ class Count(_Message):
 class Welcome(_Message):
     """Everything that a front end has to know. tokenizer: the text of `tokenizer.json`, and its configuration."""
 
-    options: dict[str, Any]
-    scheduler: dict[str, Any]
+    options: ServeOptions
+    scheduler: SchedulerConfig
     tokenizer: tuple[str, dict[str, Any]] | None
     vocab_size: int
     eos_token_ids: list[int]
@@ -189,7 +193,7 @@ class PhaseIs(_Message):
 class Resized(_Message):
     """The mesh has changed, and with it what a request may ask for."""
 
-    scheduler: dict[str, Any]
+    scheduler: SchedulerConfig
     max_model_len: int
     num_ranks: int
 
@@ -200,8 +204,8 @@ class StepUpdates(_Message):
     updates: list[UpdateEntry]
 
 
-class Verdict(_Message):
-    """On an `Add`: refusal says why it was turned away; None: it was not."""
+class AddResponse(_Message):
+    """Answers an `Add`. refusal: why it was turned away; None: it was not."""
 
     number: int
     refusal: str | None
@@ -233,16 +237,20 @@ class Failed(_Message):
 
 
 FromFrontEnd = Hello | Add | Abort | Snapshot | Count
-FromEngine = Welcome | PhaseIs | Resized | StepUpdates | Verdict | Gather | AbortById | EndStreams | EndProcess | Failed
+FromEngine = (
+    Welcome | PhaseIs | Resized | StepUpdates | AddResponse | Gather | AbortById | EndStreams | EndProcess | Failed
+)
 
 
 class Channel:
-    """One end of the socket pair. Messages are sent whole and in order, and received one by one."""
+    """One end of the socket pair. Messages are sent whole and in order, and received one by one; some are answered under their number."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any):
         self._reader, self._writer = reader, writer
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(receives)
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future] = {}
 
     @property
     def unsent(self) -> int:
@@ -263,8 +271,28 @@ class Channel:
             raise UserError("a string of the request holds half a surrogate pair, which is no text") from error
         self._writer.write(len(body).to_bytes(_LENGTH, "little") + body)
 
+    def ask(self, question: Callable[[int], _Message]) -> asyncio.Future:
+        """Send the message that `question` makes of a number; give what `resolve` will be called with for that number."""
+        number = next(self._numbers)
+        self.send(question(number))
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        return self._waiting[number]
+
+    def resolve(self, number: int, answer: Any) -> None:
+        """Give whoever asked under this number the answer."""
+        future = self._waiting.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def fail(self, error: Exception) -> None:
+        """Give whoever waits for an answer this error."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # nobody may wait any more, which is no mistake to log
+
     async def messages(self) -> AsyncIterator[Any]:
-        """Until the other end closes."""
+        """Give each message of the other end until that closes."""
         try:
             while True:
                 length = int.from_bytes(await self._reader.readexactly(_LENGTH), "little")
@@ -286,30 +314,25 @@ def read_first(end: socket.socket) -> Any:
     return msgspec.msgpack.decode(receive_frame(end, _MOST_FIRST_BYTES), type=FromEngine)
 
 
-def finish_reason(text: str | None) -> FinishReason | None:
-    """Read the reason in an `UpdateEntry`; None where the completion goes on."""
-    return None if text is None else FinishReason(text)
-
-
 def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    found = {}
+    fields = {}
     for field in dataclasses.fields(SamplingParams):
         value = getattr(params, field.name)
         if field.name not in _TEXT_ALONE and value != field.default:
-            found[field.name] = value
+            fields[field.name] = value
     if params.structured_outputs is not None:
-        found["structured_outputs"] = {
+        fields["structured_outputs"] = {
             field.name: value
             for field in dataclasses.fields(StructuredOutputs)
             if (value := getattr(params.structured_outputs, field.name)) is not None
         }
-    return found
+    return fields
 
 
-def _params_from_wire(found: dict[str, Any], completions: int) -> SamplingParams:
-    form = found.pop("structured_outputs", None)
+def _params_from_wire(fields: dict[str, Any], completions: int) -> SamplingParams:
+    form = fields.pop("structured_outputs", None)
     structured = None if form is None else StructuredOutputs(**form)
-    return SamplingParams(n=completions, structured_outputs=structured, **found)
+    return SamplingParams(n=completions, structured_outputs=structured, **fields)
 
 
 def _to_bytes(text: str | None) -> bytes | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import signal
 import socket
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.errors import UserError
@@ -21,6 +20,7 @@ from dsjax.serve.front_ends.messages import (
     Abort,
     AbortById,
     Add,
+    AddResponse,
     Channel,
     Count,
     EndProcess,
@@ -31,12 +31,13 @@ from dsjax.serve.front_ends.messages import (
     NewRequest,
     PhaseIs,
     Snapshot,
-    Verdict,
     Welcome,
 )
-from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics_families import Family, summed
 from dsjax.serve.serving import Phase, QueueGate, Serving
+
+if TYPE_CHECKING:
+    from dsjax.serve.front_ends.shared_engine import SharedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +61,11 @@ class FrontEnd:
         self.requests: dict[int, Request] = {}
         self.samples: list = []
         self.listens = asyncio.Event()
-        self.waiting: dict[int, asyncio.Future] = {}
         self.preparing: dict[int, bool] = {}
         """Handles whose rules are being made; whether they were aborted meanwhile."""
 
     def send(self, message: Any) -> None:
-        """Tell it something. One that has not read for long hangs, and is killed: its end is then noticed as any other."""
+        """Send it a message. One that has not read for long hangs, and is killed: its end is then noticed as any other."""
         self.channel.send(message)
         if self.channel.unsent > MOST_UNSENT_BYTES:
             logger.error("front end %d does not read what it is told; it is ended", self.index)
@@ -80,7 +80,6 @@ class FrontEnds:
     ):
         self.engine, self._listeners, self._welcome = engine, list(listeners), welcome
         self._links: dict[int, FrontEnd] = {}
-        self._numbers = itertools.count(1)
         self._departed: dict[tuple[str, str, tuple[str, ...]], float] = {}
         self._phase = Phase.WARMING_UP
         self._ending = False
@@ -95,7 +94,7 @@ class FrontEnds:
         """Those that live."""
         return list(self._links.values())
 
-    def bound_by(self, serving: Serving) -> None:
+    def limit_by(self, serving: Serving) -> None:
         """Turn requests away as `serving`'s options say, whichever front end they come from."""
         options = serving.options
         if options.max_queued_requests is not None or options.max_queued_tokens is not None:
@@ -118,20 +117,20 @@ class FrontEnds:
             await asyncio.sleep(0.02)
         self._spawn(self._gather_often())
 
-    def tell(self, message: Any) -> None:
-        """Tell all."""
+    def send_all(self, message: Any) -> None:
+        """Send every front end a message."""
         for link in self.links:
             link.send(message)
 
     def fail(self) -> None:
         """Tell all that the engine has failed: each tells its clients, and ends."""
         self._ending = True
-        self.tell(Failed())
+        self.send_all(Failed())
 
-    def enter(self, phase: Phase) -> None:
-        """Tell all where in its life the server is."""
+    def send_phase(self, phase: Phase) -> None:
+        """Send every front end the phase that the server is in."""
         self._phase = phase
-        self.tell(PhaseIs(phase.value))
+        self.send_all(PhaseIs(phase.value))
 
     async def abort(self, request_id: str | None) -> int:
         """End the requests of an id, or all, wherever they are; give how many there were."""
@@ -142,15 +141,15 @@ class FrontEnds:
         """Ask all for their counters."""
         await self._ask(Gather)
 
-    def families(self, own: Sequence[Family]) -> list[Family]:
+    def families(self, families: Sequence[Family]) -> list[Family]:
         """The engine's own families, with what all front ends, those that have gone too, have counted added to them."""
         snapshots = [[(*key, value) for key, value in self._departed.items()]]
-        return summed(own, snapshots + [link.samples for link in self.links])
+        return summed(families, snapshots + [link.samples for link in self.links])
 
     async def end(self) -> None:
         """Have all close their doors and end; whoever takes too long is killed."""
         self._ending = True
-        self.tell(EndProcess())
+        self.send_all(EndProcess())
         deadline = time.monotonic() + _END_SECONDS
         links = self.links
         while any(link.process.poll() is None for link in links) and time.monotonic() < deadline:
@@ -195,7 +194,7 @@ class FrontEnds:
         listener = self._listeners[index]
         passed = (there.fileno(), listener.fileno())
         process = subprocess.Popen(
-            [sys.executable, "-m", "dsjax.serve.front_ends", *map(str, passed)],
+            [sys.executable, "-m", "dsjax.serve.front_ends.front_end", *map(str, passed)],
             pass_fds=passed,
             stdin=subprocess.DEVNULL,
         )
@@ -214,8 +213,7 @@ class FrontEnds:
         finally:
             link.channel.close()
             ended = self.engine.drop(link, list(link.requests))
-            for future in link.waiting.values():
-                future.cancel()
+            link.channel.fail(ConnectionError("the front end has gone"))
             for name, suffix, labels, value in link.samples:
                 key = (name, suffix, tuple(labels))
                 self._departed[key] = self._departed.get(key, 0) + value
@@ -237,16 +235,16 @@ class FrontEnds:
                 self.engine.drop(link, message.handles)
             case Snapshot():
                 link.samples = message.samples
-                self._settle(link, message.number, len(message.samples))
+                link.channel.resolve(message.number, len(message.samples))
             case Count():
-                self._settle(link, message.number, message.count)
+                link.channel.resolve(message.number, message.count)
             case Hello():
                 link.listens.set()
 
     def _add(self, link: FrontEnd, message: Add) -> None:
         refusal = self._refusal(message)
         if message.number:
-            link.send(Verdict(message.number, refusal))
+            link.send(AddResponse(message.number, refusal))
         if refusal is not None:
             return
         for one in message.requests:
@@ -282,23 +280,13 @@ class FrontEnds:
 
     async def _ask(self, question: Callable[[int], Any]) -> list[Any]:
         """Ask all; give the answers that come in time."""
-        futures = []
-        for link in self.links:
-            number = next(self._numbers)
-            future = link.waiting[number] = asyncio.get_running_loop().create_future()
-            futures.append(future)
-            link.send(question(number))
+        futures = [link.channel.ask(question) for link in self.links]
         if futures:
             await asyncio.wait(futures, timeout=_ANSWER_SECONDS)
-        return [f.result() for f in futures if f.done() and not f.cancelled()]
-
-    def _settle(self, link: FrontEnd, number: int, answer: Any) -> None:
-        future = link.waiting.pop(number, None)
-        if future is not None and not future.done():
-            future.set_result(answer)
+        return [future.result() for future in futures if future.done() and future.exception() is None]
 
     async def _gather_often(self) -> None:
-        """So that little of what a front end has counted is lost when it dies, and the page's history has it."""
+        """Ask for counters every two seconds: little of what a front end has counted is lost when it dies, and the history has it."""
         while True:
             await asyncio.sleep(_GATHER_SECONDS)
             await self.gather()

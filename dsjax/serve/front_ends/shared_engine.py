@@ -1,19 +1,31 @@
-"""`SharedEngine`: the engine for requests that front ends have checked. It hands each front end its tokens."""
+"""The engine's process where front ends have the clients: `SharedEngine` hands each front end its tokens, `EngineServer` serves them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+import contextlib
+import dataclasses
+import itertools
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.async_engine import ThreadedEngine
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
-from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, StepUpdates, UpdateEntry
+from dsjax.errors import UserError
+from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, Resized, StepUpdates, UpdateEntry, Welcome
+from dsjax.serve.front_ends.processes import FrontEnd, FrontEnds
+from dsjax.serve.server import Server
+from dsjax.serve.serving import Serving
 
 if TYPE_CHECKING:
-    from dsjax.serve.front_ends.processes import FrontEnd, FrontEnds
+    from dsjax.engine.elastic.generations import Generations
 
 
 class SharedEngine(ThreadedEngine):
@@ -29,7 +41,7 @@ class SharedEngine(ThreadedEngine):
         self.observers: list[EngineObserver] = []
         self.rules = parts.inputs.rules
         self.front_ends: FrontEnds | None = None
-        # By the core's id: where a completion came from, its handle there, and whether its first token was told of.
+        # By the core's id: where a completion came from, its handle there, and whether its first token was sent.
         self._owners: dict[str, _Owner] = {}
 
     @property
@@ -54,7 +66,7 @@ class SharedEngine(ThreadedEngine):
 
     def abort_all(self) -> None:
         """End every request; each client gets an error from its front end."""
-        self.front_ends.tell(EndStreams())
+        self.front_ends.send_all(EndStreams())
         for link in self.front_ends.links:
             self.drop(link, list(link.requests))
 
@@ -65,16 +77,16 @@ class SharedEngine(ThreadedEngine):
         await super().shutdown(timeout)
 
     def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        told: dict[FrontEnd, list[UpdateEntry]] = {}
+        entries_by_link: dict[FrontEnd, list[UpdateEntry]] = {}
         for update in updates:
             owner = self._owners.get(update.request.request_id)
             if owner is None:
                 continue
-            told.setdefault(owner.link, []).append(owner.entry(update))
+            entries_by_link.setdefault(owner.link, []).append(owner.entry(update))
             if update.finish_reason is not None:
                 del self._owners[update.request.request_id]
                 owner.link.requests.pop(owner.handle, None)
-        for link, entries in told.items():
+        for link, entries in entries_by_link.items():
             link.send(StepUpdates(entries))
         if stats is not None:
             for observer in self.observers:
@@ -89,26 +101,25 @@ class SharedEngine(ThreadedEngine):
 class _Owner:
     """Where a completion came from."""
 
-    __slots__ = ("handle", "link", "told_first")
+    __slots__ = ("first_sent", "handle", "link")
 
     def __init__(self, link: FrontEnd, handle: int):
-        self.link, self.handle, self.told_first = link, handle, False
+        self.link, self.handle, self.first_sent = link, handle, False
 
     def entry(self, update: Update) -> UpdateEntry:
         """An update as the front end gets it: a plain token in four values, the rest where there is something to tell."""
         request, result, reason = update
-        told = reason.value if reason is not None else None
         if result is None:
-            return self.handle, None, told, _more(request)
+            return self.handle, None, reason, _more(request)
         plain = result.finite and result.error is None and result.scores is None and result.prompt_scores is None
-        first = not self.told_first and bool(result.token_ids)
-        self.told_first |= first
+        first = not self.first_sent and bool(result.token_ids)
+        self.first_sent |= first
         if plain and not first and reason is None:
             return self.handle, result.token_ids, None, None
         more = _more(request)
         more.finite, more.error, more.kind = result.finite, result.error, result.kind
         more.scores, more.prompt_scores = result.scores, result.prompt_scores
-        return self.handle, result.token_ids, told, more
+        return self.handle, result.token_ids, reason, more
 
 
 def _more(request: Request) -> More:
@@ -120,3 +131,101 @@ def _more(request: Request) -> More:
         cached=request.num_cached_tokens,
         preemptions=request.num_preemptions,
     )
+
+
+class EngineServer(Server):
+    """The engine's own server, on a private socket, which front ends alone reach: metrics, admin routes, what needs the engine.
+
+    It has the whole life of a `Server` (warm-up, signals, drain, a dead engine), and tells the front ends of each phase.
+    """
+
+    def __init__(self, serving: Serving, front_ends: FrontEnds, **options: Any):
+        self._front_ends = front_ends
+        serving.front_ends = front_ends
+        serving.on_phase = front_ends.send_phase
+        front_ends.limit_by(serving)
+        super().__init__(serving, **options)
+
+    @classmethod
+    def over(
+        cls,
+        serving: Serving,
+        parts: EngineParts,
+        listeners: Sequence[socket.socket],
+        log_json: bool = False,
+        **how: Any,
+    ) -> EngineServer:
+        """A server of a `SharedEngine`, with a front end on each of `listeners`. how: as `Server` takes it."""
+        make = _welcome(serving, parts, how.get("log_level", "info"), log_json)
+        front_ends = FrontEnds(serving.engine, listeners, make)
+        if serving.metrics is not None:
+            serving.metrics.elsewhere = front_ends.families
+
+        def resize(generations: Generations) -> None:
+            front_ends.send_all(Resized(parts.inputs.config, serving.max_model_len, generations.facts.dp_ranks))
+
+        serving.engine.on_change.append(resize)
+        return cls(serving, front_ends, **how)
+
+    def serve_behind(self) -> int:
+        """Serve until the end; give the exit code. The socket lies in a folder that only this user can enter."""
+        folder = tempfile.mkdtemp(prefix="dsjax-")
+        try:
+            self._address = str(Path(folder) / "engine")
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(self._address)
+            return self.serve_on(listener)
+        finally:
+            self._front_ends.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _become_ready(self) -> None:
+        try:
+            await self._front_ends.start(self._address)
+        except UserError as error:
+            self._warm_up_error = error
+            self.should_exit = True
+            return
+        await super()._become_ready()
+
+    def _exit(self) -> None:
+        self._front_ends.kill()
+        with contextlib.suppress(OSError):
+            os.unlink(self._address)
+            os.rmdir(os.path.dirname(self._address))
+        super()._exit()
+
+
+def _welcome(serving: Serving, parts: EngineParts, log_level: str, log_json: bool) -> Callable[[int, str], Welcome]:
+    """A function that makes what a front end has to know, for each anew."""
+    inputs, tokenizer = parts.inputs, parts.tokenizer
+    options = serving.options
+    limited = options.max_queued_requests is not None or options.max_queued_tokens is not None
+    # Limits are the engine's to check, for all front ends together; it alone steps, and profiles.
+    options_of_front_end = dataclasses.replace(
+        options, max_queued_requests=None, max_queued_tokens=None, step_timeout=0.0, profile_dir=None
+    )
+    starts = itertools.count()
+
+    def make(index: int, address: str) -> Welcome:
+        return Welcome(
+            options=options_of_front_end,
+            scheduler=inputs.config,
+            tokenizer=None if tokenizer is None else tokenizer.to_texts(),
+            vocab_size=inputs.vocab_size,
+            eos_token_ids=list(inputs.eos_token_ids),
+            seed=inputs.draw_seed() + next(starts),
+            stream_interval=parts.outputs.stream_interval,
+            model_names=list(serving.model_names),
+            model_root=serving.model_root,
+            max_model_len=serving.max_model_len,
+            num_ranks=parts.num_ranks,
+            orders_by_priority=serving.orders_by_priority,
+            created=serving.created,
+            limited=limited,
+            log_level=log_level,
+            log_json=log_json,
+            engine_address=address,
+        )
+
+    return make

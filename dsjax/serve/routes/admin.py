@@ -42,8 +42,8 @@ def admin_routes(serving: Serving) -> APIRouter:
     documented = errors(403, 503)
 
     async def read_record() -> None:
-        found = await serving.ask(lambda core: core.executor.expert_counts())
-        serving.expert_counts = found or serving.expert_counts
+        counts = await serving.ask(lambda core: core.executor.expert_counts())
+        serving.expert_counts = counts or serving.expert_counts
 
     @router.post("/flush_cache", responses=documented)
     async def flush_cache() -> State:
@@ -68,10 +68,10 @@ def admin_routes(serving: Serving) -> APIRouter:
     async def stop_profile() -> Profiled:
         """End the trace, write it, and say which share of the devices' time went into exchanges; metrics show that too."""
         folder = await serving.ask(lambda core: profiler.stop())
-        found = await asyncio.to_thread(device_time, folder)
+        spent = await asyncio.to_thread(device_time, folder)
         if serving.metrics is not None:
-            serving.metrics.show_exchange_share(found.exchange_share)
-        return {"status": "written", "exchange_share": found.exchange_share}
+            serving.metrics.show_exchange_share(spent.exchange_share)
+        return {"status": "written", "exchange_share": spent.exchange_share}
 
     @router.post("/start_expert_distribution_record", responses=documented)
     async def start_record() -> State:
@@ -88,7 +88,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/dump_expert_distribution_record", responses=documented)
     async def dump_record() -> ExpertLoad:
-        """What was counted since the record began."""
+        """Give what was counted since the record began."""
         await read_record()
         if serving.expert_counts is None:
             raise ApiError(
@@ -100,45 +100,45 @@ def admin_routes(serving: Serving) -> APIRouter:
     async def rebalance_experts() -> Rebalance:
         """Place experts after the load since the last window began, between the next steps, whether or not that pays."""
         try:
-            found = await serving.ask(_rebalance)
+            moves = await serving.ask(_rebalance)
         except RebalanceUnderWayError as error:
             raise ApiError(409, str(error), code="rebalance_under_way") from error
-        if found is None:
+        if moves is None:
             raise ApiError(
                 400, "this server does not move experts; it was started without --enable-eplb", code="no_eplb"
             )
-        return found
+        return moves
 
     @router.post("/scale", responses=errors(403, 409, 422, 503))
     async def scale(body: ScaleRequest) -> Scaled:
         """Go on on another mesh, up or down. Requests go on with it, streams stay open; the answer comes when it is done."""
         serving.check_running()
         try:
-            found = await serving.engine.scale(body.mesh)
+            generations = await serving.engine.scale(body.mesh)
         except ChangeUnderWayError as error:
             raise ApiError(409, str(error), code="change_under_way") from error
         except EngineDeadError as error:
             raise ApiError(503, "the engine has failed", type="server_error") from error
         except ValueError as error:  # a UserError or one of the mesh's
             raise ApiError(400, str(error), param="mesh", code="mesh_impossible") from error
-        if found.failure is not None:
-            reason = f"mesh {body.mesh} cannot be had, and the server goes on on {found.facts.mesh}: {found.failure}"
+        if generations.failure is not None:
+            reason = f"mesh {body.mesh} cannot be had, and the server goes on on {generations.facts.mesh}: {generations.failure}"
             raise ApiError(400, reason, param="mesh", code="mesh_unavailable")
-        facts = found.facts
+        facts = generations.facts
         return {
-            "generation": found.number,
+            "generation": generations.number,
             "mesh": facts.mesh,
             "devices": facts.num_devices,
             "processes": facts.num_processes,
             "cache_tokens": facts.cache_tokens,
-            "seconds": found.counts.last_seconds,
+            "seconds": generations.counts.last_seconds,
         }
 
     return router
 
 
 def _rebalance(core: EngineCore) -> dict[str, Any] | None:
-    """What a core's balancer begins to move now; None where experts stay where they are."""
+    """Have a core's balancer move experts now; give what moves, or None where experts stay where they are."""
     from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy
 
     balancer = core.part(ExpertBalancer)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -17,6 +16,7 @@ from dsjax.serve.connections import JsonResponse
 from dsjax.serve.errors import ApiError
 from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, ServerInfo, State, Version, errors
 from dsjax.serve.serving import Phase, Serving
+from dsjax.versions import installed_version
 
 _LOADS_SECONDS = 0.5
 
@@ -27,14 +27,14 @@ def status_routes(serving: Serving) -> APIRouter:
 
     @router.get("/health", responses=errors(503))
     async def health() -> State:
-        """Whether the server is alive; also before it is ready."""
+        """Say whether the server is alive; also before it is ready."""
         if serving.engine.error is not None:
             raise ApiError(503, "the engine has failed", type="server_error")
         return {"status": "ok"}
 
     @router.get("/ready", responses=errors(503))
     async def ready() -> State:
-        """Whether the server is warmed up and computes. While its mesh is changed it is not, but it still takes requests, which wait."""
+        """Say whether the server is warmed up and computes. While its mesh is changed it does not; requests wait meanwhile."""
         if serving.engine.error is not None or serving.state != Phase.READY.value:
             state = "failed" if serving.engine.error is not None else serving.state
             raise ApiError(503, f"the server is not ready: {state}", type="server_error", code="not_ready")
@@ -42,19 +42,19 @@ def status_routes(serving: Serving) -> APIRouter:
 
     @router.get("/version", responses=errors())
     async def version_of_server() -> Version:
-        """The version of dsjax."""
+        """Give the version of dsjax."""
         return {"version": package_version()}
 
     @router.get("/get_load", responses=errors(503))
     async def get_load() -> Load:
-        """What each DP rank has to do."""
+        """Say what each DP rank has to do."""
         loads, parts = await serving.ask(lambda core: (core.loads(), core.statistics()))
         disk = parts.get("disk")
         return {"ranks": load_bodies(loads), "disk": None if disk is None else disk._asdict()}
 
     @router.get("/server_info", response_model=ServerInfo, responses=errors(503))
     async def server_info(request: Request) -> Response:
-        """What is served, how, and under which load; and whether the request's key opens the admin endpoints."""
+        """Say what is served, how, and under which load; and whether the request's key opens the admin endpoints."""
         experts = serving.expert_counts
         body: ServerInfo = {
             "version": package_version(),
@@ -92,7 +92,7 @@ def create_metrics_routes(app: FastAPI, serving: Any) -> None:
 
     @app.get("/history", responses=errors())
     async def history() -> HistoryBody:
-        """What the server did in the last minutes, every two seconds in which it computed."""
+        """Say what the server did in the last minutes, every two seconds in which it computed."""
         await _refresh_loads(serving)
         return serving.metrics.history.to_json()
 
@@ -111,7 +111,7 @@ async def _refresh_loads(serving: Any) -> None:
 
 
 def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
-    """What each DP rank has to do, as it is between two steps of the engine."""
+    """Describe what each DP rank has to do, as it is between two steps of the engine."""
     bodies = []
     for load in loads:
         body, host = load._asdict(), load.tiers.get("host")
@@ -123,7 +123,7 @@ def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
 
 
 def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:
-    """Recorded counts as JSON can hold them."""
+    """Make recorded counts something that JSON can hold."""
     location = ExpertLocation(model, counts.logical_load, counts.physical_to_logical)
     return {
         **location.to_json(),
@@ -137,7 +137,4 @@ def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:
 
 def package_version() -> str:
     """The version of dsjax that is installed."""
-    try:
-        return version("dsjax")
-    except PackageNotFoundError:  # run from the source tree
-        return "unknown"
+    return installed_version("dsjax", missing="unknown")

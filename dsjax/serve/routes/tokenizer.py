@@ -45,7 +45,7 @@ def tokenizer_routes(serving: Serving) -> APIRouter:
 
     @router.post("/tokenize", responses=errors(422))
     async def tokenize(body: Annotated[TokenizeText | TokenizeMessages, Body()]) -> Tokens:
-        """Text or messages to token ids."""
+        """Turn text or messages into token ids."""
         serving.check_model(body.model)
         tokenizer = _needed(serving)
         ids = await asyncio.to_thread(_ids, serving, tokenizer, body)
@@ -54,7 +54,7 @@ def tokenizer_routes(serving: Serving) -> APIRouter:
 
     @router.post("/detokenize", responses=errors(422))
     async def detokenize(body: DetokenizeRequest) -> Text:
-        """Token ids to text."""
+        """Turn token ids into text."""
         serving.check_model(body.model)
         tokenizer = _needed(serving)
         for token_id in body.tokens:
@@ -66,7 +66,7 @@ def tokenizer_routes(serving: Serving) -> APIRouter:
 
     @router.get("/tokenizer_info", responses=errors())
     async def tokenizer_info() -> TokenizerInfo:
-        """What the tokenizer is."""
+        """Describe the tokenizer."""
         tokenizer = _needed(serving)
         return {
             "vocab_size": tokenizer.vocab_size,

@@ -54,18 +54,18 @@ def test_the_fastest_is_kept_and_an_interrupted_run_goes_on_where_it_stopped(tmp
             1.0 if tiles == tuning.default_tiles(product) else 1.5 - 0.001 * tiles.columns - 0.5 * (tiles.stages == 2)
         )
 
-    def stop(product):
-        if product == TWO:
-            raise KeyboardInterrupt
+    def until_the_second():
+        yield ONE
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tuning.tune(TileTable("a GPU"), [ONE, TWO], path, timer, stop)
+        tuning.tune(TileTable("a GPU"), until_the_second(), path, timer)
     table = TileTable.read(path)
     assert [entry.product for entry in table.entries] == [ONE]
     assert dict(table.entries[0].tiles)["stages"] == 2
     assert table.entries[0].seconds < 0.99 * table.entries[0].default_seconds
     timed.clear()
-    tuning.tune(table, [ONE, TWO], path, timer, lambda product: None)
+    tuning.tune(table, [ONE, TWO], path, timer)
     assert set(timed) == {TWO}
     assert [entry.product for entry in TileTable.read(path).entries] == [ONE, TWO]
 

@@ -12,7 +12,7 @@ import pytest
 
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.run import dry_run
-from dsjax.dryrun.scopes import model_part
+from dsjax.dryrun.timeline import model_part
 from dsjax.engine.contract.commands import (
     TOKEN_MADE,
     Admission,

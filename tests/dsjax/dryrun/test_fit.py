@@ -9,8 +9,7 @@ from layouts import TINY
 from dsjax.config import load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.compilation import compile_step
-from dsjax.dryrun.fit import fit, largest
-from dsjax.dryrun.memory import DeviceMemory
+from dsjax.dryrun.memory import DeviceMemory, fit, largest
 from dsjax.dryrun.run import dry_run
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
@@ -54,7 +53,7 @@ def test_one_more_row_or_page_would_not_fit(tmp_path, monkeypatch):
         totals[asked.rows, asked.row_tokens, asked.engine.cache_tokens] = DeviceMemory.of(compiled).total
         return compiled
 
-    monkeypatch.setattr("dsjax.dryrun.fit.compile_step", recorded)
+    monkeypatch.setattr("dsjax.dryrun.memory.compile_step", recorded)
     needed = DeviceMemory.of(compile_step(args, config, mesh)).total
     found = fit(args, config, mesh, memory_bytes=round(1.2 * needed / 0.8))
     assert found.compilations == len(totals) + 1  # two searches start from the same program

@@ -14,11 +14,9 @@ from dsjax.config import load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import EvenExperts, expected_tiles, trip_counts
 from dsjax.dryrun.compilation import compile_step
-from dsjax.dryrun.links import BETWEEN, INSIDE
-from dsjax.dryrun.prices import Assumed, TargetPrices, default_cluster, even_ragged_share
+from dsjax.dryrun.prices import BETWEEN, INSIDE, Assumed, TargetPrices, default_cluster, even_ragged_share
 from dsjax.dryrun.run import dry_run, even_experts
-from dsjax.dryrun.scopes import model_part, parts_of
-from dsjax.dryrun.timeline import Timeline
+from dsjax.dryrun.timeline import Timeline, model_part, parts_of
 from dsjax.dryrun.timeline_picture import draw
 from dsjax.dryrun.timeline_trace import trace, write_trace
 from dsjax.engine.setup.args import EngineArgs

@@ -114,10 +114,10 @@ class Frontend(Process):
         """Workers that it knows."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                found = json.load(answer)
+                health = json.load(answer)
         except OSError:
             return 0
-        return sum(one["endpoint"] == "generate" for one in found.get("instances", ()))
+        return sum(one["endpoint"] == "generate" for one in health.get("instances", ()))
 
     def serves(self, model: str) -> bool:
         """Whether a request is answered: it has heard of a model some time after it knows the workers."""
@@ -135,8 +135,8 @@ def metric(url: str, name: str, **labels: str) -> list[float]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
-    found = [re.fullmatch(rf"{re.escape(name)}(\{{.*\}})? (\S+)", line) for line in lines]
-    return [float(one[2]) for one in found if one and all(pair in (one[1] or "") for pair in wanted)]
+    matches = [re.fullmatch(rf"{re.escape(name)}(\{{.*\}})? (\S+)", line) for line in lines]
+    return [float(one[2]) for one in matches if one and all(pair in (one[1] or "") for pair in wanted)]
 
 
 def wait_until(condition, seconds: float = START_SECONDS, what: str = "") -> None:

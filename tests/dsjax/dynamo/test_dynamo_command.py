@@ -18,9 +18,9 @@ DEMO = Path(__file__).parents[3] / "configs" / "models" / "demo"
 
 def test_without_dynamo_one_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "dynamo", None)
-    with pytest.raises(UserError, match=r"needs NVIDIA Dynamo 1\.6.*pip install 'dsjax\[dynamo\]'") as found:
+    with pytest.raises(UserError, match=r"needs NVIDIA Dynamo 1\.6.*pip install 'dsjax\[dynamo\]'") as refusal:
         runtime_config([])
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_the_frontends_parsers_are_those_of_the_models_template_unless_asked_for():
@@ -42,11 +42,11 @@ def test_dynamo_gives_requests_as_long_to_finish_as_the_option_says():
     allow_shutdown(variables, 600)
     assert variables == {DEADLINE: "620", DRAIN: "40"}
     allow_shutdown({DEADLINE: "900"}, 600)
-    for found in ("30", "soon"):
+    for seconds in ("30", "soon"):
         with pytest.raises(
-            UserError, match=rf"{DEADLINE} is {found}, and --shutdown-timeout 600 needs 620 whole seconds"
+            UserError, match=rf"{DEADLINE} is {seconds}, and --shutdown-timeout 600 needs 620 whole seconds"
         ):
-            allow_shutdown({DEADLINE: found}, 600)
+            allow_shutdown({DEADLINE: seconds}, 600)
     for endless in (math.inf, math.nan):
         with pytest.raises(UserError, match="Dynamo ends a process after a finite time"):
             allow_shutdown({}, endless)
@@ -83,9 +83,9 @@ def test_a_signal_while_it_compiles_ends_it_cleanly_and_at_once(tmp_path):
     ],
 )
 def test_dynamos_own_options_are_refused_in_one_line(arguments, message):
-    with pytest.raises(UserError, match=message) as found:
+    with pytest.raises(UserError, match=message) as refusal:
         runtime_config(arguments)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.dynamo

@@ -73,14 +73,14 @@ def test_64_clients_at_once_get_what_the_engine_alone_gives(alone, client):
         answers = [
             pool.submit(ask, client, prompt(index), stream=index % 2 == 1, **params[index]) for index in range(CLIENTS)
         ]
-        found = [answer.result() for answer in answers]
-    assert found == [output.text for output in alone([prompt(index) for index in range(CLIENTS)], params)]
+        texts = [answer.result() for answer in answers]
+    assert texts == [output.text for output in alone([prompt(index) for index in range(CLIENTS)], params)]
 
 
 def test_log_probabilities_and_forms_and_stop_strings_are_the_engines(alone, client):
     answer = client.completions.create(model="demo", prompt="def main(", max_tokens=4, temperature=0, logprobs=2)
-    (own,) = alone(["def main("], [{"max_tokens": 4, "temperature": 0, "logprobs": 2}])
-    expected = [entry[token].logprob for token, entry in zip(own.token_ids, own.logprobs, strict=True)]
+    (completion,) = alone(["def main("], [{"max_tokens": 4, "temperature": 0, "logprobs": 2}])
+    expected = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
     assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected, abs=1e-5)
     assert [len(top) for top in answer.choices[0].logprobs.top_logprobs] == [2] * 4
     digits = ask(client, "x = ", max_tokens=8, temperature=0, extra_body={"guided_regex": "[0-9]{3}"})
@@ -117,9 +117,9 @@ def test_a_prompt_comes_back_to_the_rank_that_has_its_beginning(client, deployme
         usage = client.completions.create(model="demo", prompt=LONG, max_tokens=2, temperature=0).usage
         return usage.prompt_tokens_details.cached_tokens
 
-    found = []
-    wait_until(lambda: found.append(cached_tokens()) or len(found) == 6, what="six answers")
-    assert found[1:] == [128] * 5  # of 140: the last full page, and what is behind it, is computed anew
+    cached = []
+    wait_until(lambda: cached.append(cached_tokens()) or len(cached) == 6, what="six answers")
+    assert cached[1:] == [128] * 5  # of 140: the last full page, and what is behind it, is computed anew
     assert routed() - before > 3
 
 
@@ -156,16 +156,16 @@ def test_answers_are_the_engines_when_a_worker_is_killed_under_load(alone, clien
 
     prompts = [prompt(index) for index in range(16)]
     params = {"max_tokens": 100, "temperature": 0}
-    own = [output.text for output in alone(prompts, [{**params, "ignore_eos": True}] * 16)]
+    expected = [output.text for output in alone(prompts, [{**params, "ignore_eos": True}] * 16)]
     all_run = threading.Barrier(17)
 
     def follow(text: str) -> str:
         answer = client.completions.create(
             model="demo", prompt=text, stream=True, **params, extra_body={"ignore_eos": True}
         )
-        found = next(iter(answer)).choices[0].text
+        first_text = next(iter(answer)).choices[0].text
         all_run.wait(60)
-        return found + "".join(chunk.choices[0].text for chunk in answer)
+        return first_text + "".join(chunk.choices[0].text for chunk in answer)
 
     killed, left = deployment[1:]
     with ThreadPoolExecutor(16) as pool:
@@ -173,8 +173,8 @@ def test_answers_are_the_engines_when_a_worker_is_killed_under_load(alone, clien
         all_run.wait(60)
         ran = sum(killed.metric("vllm:num_requests_running"))
         killed.end(signal.SIGKILL)
-        found = [answer.result() for answer in answers]
+        texts = [answer.result() for answer in answers]
     assert ran > 0
-    assert found == own
+    assert texts == expected
     wait_until(lambda: sum(left.metric("vllm:num_requests_running")) == 0, 20, "nothing runs")
     assert left.end() == 0, left.log.read_text()[-4000:]

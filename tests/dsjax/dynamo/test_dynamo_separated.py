@@ -49,6 +49,7 @@ class Deployment:
         self.prefill, self.decode = Worker(folder, "prefill", *PREFILL), Worker(folder, "decode", *DECODE)
         wait_until(lambda: self.prefill.is_ready and self.decode.is_ready, what="the workers are ready")
         wait_until(lambda: self.frontend.num_workers() == 2, what="the frontend knows both")
+        wait_until(lambda: self.frontend.serves("demo"), what="the frontend serves their model")
 
     def replace_prefill(self, name: str, *options: str) -> None:
         from deployment import Worker, wait_until

@@ -41,7 +41,7 @@ def deploy(tmp_path):
     started = [Frontend(tmp_path)]
 
     def start(**workers: tuple[str, ...]):
-        groups = [Group(tmp_path, name, *options(), *MESH, *own) for name, own in workers.items()]
+        groups = [Group(tmp_path, name, *options(), *MESH, *side) for name, side in workers.items()]
         started.extend(groups)
         wait_until(lambda: all(group.is_ready for group in groups), what="the workers are ready")
         wait_until(lambda: started[0].num_workers() == len(groups), what="the frontend knows them")

@@ -117,7 +117,7 @@ def test_a_block_whose_parent_never_comes_is_remembered_no_longer_than_it_is_hel
         events.publish(0, [BlockRemoved([1000 + block, block], "disk")])
     assert router.blocks == {}
     [known] = events._ranks.values()
-    assert not any((known._waiting, known._parents, known._places, known._told, known._salts))
+    assert not any((known._waiting, known._parents, known._places, known._published, known._salts))
 
 
 def test_blocks_that_waited_in_a_long_chain_are_told_when_its_first_one_comes():

@@ -119,9 +119,9 @@ def test_packed_token_ids_are_little_endian_integers_of_32_bits():
     ],
 )
 def test_what_the_engine_has_not_is_refused_by_name(changes, param):
-    with pytest.raises(SamplingError) as found:
+    with pytest.raises(SamplingError) as refusal:
         translate(request(**changes))
-    assert found.value.param == param
+    assert refusal.value.param == param
 
 
 THINKING = ThinkingTokens(begin=20, end=21)

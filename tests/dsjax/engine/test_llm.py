@@ -141,9 +141,9 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused_before_any_device_is_made
 
 
 def test_weights_that_the_host_cannot_hold_are_refused_before_they_are_read(checkpoint, monkeypatch):
-    from dsjax.engine.setup import loading, memory
+    from dsjax.engine.setup import loading, sizes
 
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(sizes, "available_bytes", lambda: 1000)
     monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
     with pytest.raises(
         UserError, match=r"GB on 2 emulated devices, and this host has .* GB of memory .* dsjax dryrun --model"

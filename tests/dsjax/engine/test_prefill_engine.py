@@ -15,7 +15,10 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.transfer.messages import PrefillRequest, TransferFailed
+from dsjax.engine.transfer.messages import (
+    PrefillRequest,
+    TransferFailed,
+)
 from dsjax.serve.metrics import Metrics
 
 
@@ -209,3 +212,59 @@ def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_w
     assert later.output_token_ids == expected_tokens([9] * 60, 6)
     assert executor.steps, "it computes prompts again"
     pair.settle()
+
+
+class CountedWaits:
+    """The commands of an engine's thread, of which it waits for none: it is only noted that it would."""
+
+    def __init__(self, engine):
+        self._commands, engine._thread._commands = engine._thread._commands, self
+        self.waits = 0
+
+    def get(self, **timeout):
+        self.waits += bool(timeout)
+        return self._commands.get(block=False)
+
+    def put(self, command):
+        self._commands.put(command)
+
+    def empty(self):
+        return self._commands.empty()
+
+
+def test_a_prefill_engine_waits_when_three_steps_in_a_row_have_computed_nothing_and_not_before():
+    pair = Pair(pages=(17, 129))
+    [engine] = pair.engines
+    # Chunks of 6 pages at most, each taken after three looks: the prompts go on page by page, in steps between which nobody says anything.
+    engine.buffers._room, pair.core.executor.chunks_take = [6], 3
+    for name in range(4):
+        pair.add(f"{name}", [name] * 50)
+    commands, stuck = CountedWaits(engine), 0
+    while pair.core.has_unfinished:
+        engine.core.executor.move_chunks()
+        if engine.core.has_unfinished:
+            waits = commands.waits
+            engine.turn()
+            stuck += commands.waits - waits
+        else:
+            engine.turn(wait=False)
+        pair.decode.wake.set()
+        pair.core.step()
+    assert stuck == 0, "a step that computes nothing may send pages, and the next one uses their room"
+
+    pair.core.executor.chunks_take = None  # nobody takes anything any more
+    engine.buffers._room = [6]
+    for name in range(4, 8):
+        pair.add(f"{name}", [name] * 50)
+    for _ in range(60):
+        engine.turn(wait=False)
+        pair.decode.wake.set()
+        pair.core.step()
+    assert engine.core.has_unfinished
+    engine._thread.call(lambda: None)  # counting begins anew when something is said
+    waits = []
+    for _ in range(5):
+        before = commands.waits
+        engine.turn()
+        waits.append(commands.waits - before)
+    assert waits == [1, 0, 0, 1, 1], "the first one takes what was said, and three steps compute nothing"

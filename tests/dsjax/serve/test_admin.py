@@ -74,12 +74,12 @@ def test_a_server_without_balancing_says_how_to_get_it(server):
 
 
 def test_a_rebalance_is_begun_once_and_refused_in_its_middle(server, monkeypatch):
-    found = {"layers": 1, "experts": 2, "bytes": 3, "exchanges": 1, "balancedness": {"before": 0.5, "after": 0.9}}
+    moves = {"layers": 1, "experts": 2, "bytes": 3, "exchanges": 1, "balancedness": {"before": 0.5, "after": 0.9}}
     core, balancer = server.serving.engine.core, ExpertBalancer(EplbConfig())
     balancer.start(core.executor, core.scheduler.config)
     monkeypatch.setattr(core, "attachments", [balancer])
-    monkeypatch.setattr(balancer, "rebalance_now", lambda: found)
-    assert admin(server, "/rebalance_experts").json() == found
+    monkeypatch.setattr(balancer, "rebalance_now", lambda: moves)
+    assert admin(server, "/rebalance_experts").json() == moves
 
     def refuse():
         raise RebalanceUnderWayError("a rebalance is under way, with 3 layers left; ask again when it is done")
@@ -116,7 +116,7 @@ def test_a_profile_is_written_where_the_server_was_told(server, tmp_path):
 
 
 def test_the_share_of_exchanges_is_of_operations_each_counted_once():
-    found = sum_of(
+    spent = sum_of(
         [
             ("while.3", 10.0),  # around all that follows
             ("fusion.1", 2.0),
@@ -130,8 +130,8 @@ def test_the_share_of_exchanges_is_of_operations_each_counted_once():
             (None, 100.0),
         ]
     )
-    assert found == (3.0, 6.0)
-    assert found.exchange_share == 0.5
+    assert spent == (3.0, 6.0)
+    assert spent.exchange_share == 0.5
     assert sum_of([(None, 1.0)]).exchange_share is None
 
 

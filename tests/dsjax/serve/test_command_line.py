@@ -295,8 +295,8 @@ def test_without_a_terminal_the_decode_and_the_prefill_engine_say_how_far_they_a
         parts.warm_up(progress)
     lines = console.file.getvalue().splitlines()
     for name in ("decode engine", "prefill engine"):
-        own = [line for line in lines if line.startswith(f"compiling shapes of {name}: ")]
-        assert "3 of 3" in own[-1]
+        lines_of_engine = [line for line in lines if line.startswith(f"compiling shapes of {name}: ")]
+        assert "3 of 3" in lines_of_engine[-1]
     assert len(lines) == len(set(lines)), "nothing is said twice"
 
 

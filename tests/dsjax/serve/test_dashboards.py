@@ -48,30 +48,30 @@ def exposed():
     balance = BalanceStats(windows=1, rank_tokens=(3, 4))
     others = {"drafts": drafts, "balance": balance, "page_waits": [("host", 0.01)], "transfers": TransferCounts(3)}
     server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8]), **others))
-    found: dict[str, set[str]] = {}
+    labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
+            labels.setdefault(sample.name, set()).update(sample.labels)
     server.signal()
     server.join()
-    return {**found, "up": {"job"}}
+    return {**labels, "up": {"job"}}
 
 
 def expressions() -> list[str]:
     dashboard = json.loads((FOLDER / "grafana-dashboard.json").read_text())
-    found = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     rules = yaml.safe_load((FOLDER / "alerts.yml").read_text())
-    found += [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
-    assert len(found) > 50
-    return found
+    expressions += [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    assert len(expressions) > 50
+    return expressions
 
 
 def names_and_labels(expression: str) -> tuple[set[str], list[tuple[str, str]], set[str]]:
     """(metric names, (name, label) of each matcher, labels that are grouped by) of a PromQL expression."""
     grouped = {
         label.strip()
-        for found in re.findall(r"\b(?:by|without|on) \(([^)]*)\)", expression)
-        for label in found.split(",")
+        for labels in re.findall(r"\b(?:by|without|on) \(([^)]*)\)", expression)
+        for label in labels.split(",")
     }
     bare = re.sub(r"\b(?:by|without|on) \([^)]*\)", " ", expression)
     bare = re.sub(r"\[[^\]]*\]", "", bare)
@@ -86,10 +86,10 @@ def names_and_labels(expression: str) -> tuple[set[str], list[tuple[str, str]], 
 
 
 def test_the_little_parser_sees_names_matchers_and_groups():
-    found = names_and_labels(
+    parsed = names_and_labels(
         'histogram_quantile(0.9, sum by (le, a) (rate(x:y_bucket{b="1",c!~"{z"}[5m]))) / scalar(q_sum) > 1e-3'
     )
-    assert found == ({"x:y_bucket", "q_sum"}, [("x:y_bucket", "b"), ("x:y_bucket", "c")], {"le", "a"})
+    assert parsed == ({"x:y_bucket", "q_sum"}, [("x:y_bucket", "b"), ("x:y_bucket", "c")], {"le", "a"})
 
 
 @pytest.mark.parametrize("expression", expressions())

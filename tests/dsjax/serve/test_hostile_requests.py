@@ -396,8 +396,10 @@ def server():
 def answers(live: LiveServer) -> list:
     """What the server says to a few good requests."""
     bodies = [(C, completion(temperature=0, max_tokens=20)), (H, chat(seed=3, max_tokens=20)), (T, {"prompt": "ab"})]
-    found = [live.post(path, body).json() for path, body in bodies]
-    return [[c.get("text", c.get("message")) for c in each["choices"]] if "choices" in each else each for each in found]
+    answered = [live.post(path, body).json() for path, body in bodies]
+    return [
+        [c.get("text", c.get("message")) for c in each["choices"]] if "choices" in each else each for each in answered
+    ]
 
 
 def nothing_is_left(live: LiveServer) -> None:

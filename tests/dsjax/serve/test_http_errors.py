@@ -6,7 +6,7 @@ import re
 import httpx
 import pytest
 
-from dsjax.serve.routes.openai import UsualRequests
+from dsjax.serve.guards import UsualRequests
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -77,7 +77,9 @@ def test_echo_with_logprobs_scores_the_prompt(start, max_tokens, stream):
     assert lists["top_logprobs"][0] is None
     # As lm-eval does: greedy where the token's own value is the greatest of the top ones.
     greedy = [
-        own == max(top.values()) for own, top in zip(lists["token_logprobs"], lists["top_logprobs"], strict=True) if top
+        logprob == max(top.values())
+        for logprob, top in zip(lists["token_logprobs"], lists["top_logprobs"], strict=True)
+        if top
     ]
     assert greedy[: len(prompt) - 1] == [at % 2 == 0 for at in range(1, len(prompt))]
     assert len(lists["tokens"]) == len(lists["text_offset"]) == len(lists["token_logprobs"])
@@ -141,13 +143,13 @@ def test_token_ids_are_given_when_asked_for(start, path):
     assert len(prompt) == whole["usage"]["prompt_tokens"]
     chunks = events(server.post(path, {**body, "stream": True}).text)
     assert [t for chunk in chunks for choice in chunk["choices"] for t in choice.get("token_ids", ())] == ids
-    found = [
+    told_prompts = [
         part["prompt_token_ids"]
         for chunk in chunks
         for part in (chunk, *chunk["choices"])
         if "prompt_token_ids" in part
     ]
-    assert found == [prompt]
+    assert told_prompts == [prompt]
 
 
 def test_usage_comes_with_every_chunk_when_asked_for(start):
@@ -192,8 +194,8 @@ def test_request_ids_are_taken_from_the_header_or_the_field_and_echoed(start, st
 
     def ids(**options):
         answer = server.post(COMPLETIONS, {**body, **options.pop("fields", {})}, **options)
-        found = events(answer.text)[0]["id"] if stream else answer.json()["id"]
-        return found, answer.headers["x-request-id"]
+        answer_id = events(answer.text)[0]["id"] if stream else answer.json()["id"]
+        return answer_id, answer.headers["x-request-id"]
 
     assert ids(headers={"X-Request-ID": "mine-1"}) == ("cmpl-mine-1", "mine-1")
     assert ids(fields={"request_id": "field"}) == ("cmpl-field", "field")
@@ -467,7 +469,7 @@ def test_fields_without_effect_are_taken_with_a_warning_that_names_them(start, p
 
 
 def test_a_field_without_effect_is_logged_once(start, caplog, monkeypatch):
-    monkeypatch.setattr("dsjax.serve.sampling_fields._told", set())
+    monkeypatch.setattr("dsjax.serve.sampling_fields._logged", set())
     server = start("answer")
     for _ in range(3):
         server.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, "safety_identifier": "a"})

@@ -11,7 +11,7 @@ import pytest
 from live_server import wait_until
 
 from dsjax.errors import UserError
-from dsjax.serve import bodies
+from dsjax.serve import connections
 from dsjax.serve.server import bind
 
 LONG = {"prompt": "ab", "max_tokens": 110, "temperature": 0}
@@ -57,11 +57,13 @@ def test_pieces_written_at_once_are_the_bytes_that_uvicorn_sends(start_server, m
         return b"".join(events).split(b"\n\n")  # which of them were ready together is up to the clock
 
     written = []
-    write = bodies.BodyWriter.write
-    monkeypatch.setattr(bodies.BodyWriter, "write", lambda self, piece: (written.append(piece), write(self, piece)))
+    write = connections.BodyWriter.write
+    monkeypatch.setattr(
+        connections.BodyWriter, "write", lambda self, piece: (written.append(piece), write(self, piece))
+    )
     at_once = ask()
     assert len(written) > 50
-    monkeypatch.setattr(bodies.BodyWriter, "behind", lambda send: None)
+    monkeypatch.setattr(connections.BodyWriter, "behind", lambda send: None)
     assert ask() == at_once
     assert len(at_once) > 150
 

@@ -105,9 +105,9 @@ def test_records_of_any_kind_are_one_json_object_a_line():
         record = logging.LogRecord("x", logging.ERROR, "f", 1, "%s failed", ("it",), (ValueError, error, None))
     text = JsonLines().format(record)
     assert "\n" not in text
-    found = json.loads(text)
-    assert (found["message"], found["level"]) == ("it failed", "error")
-    assert "two\nlines" in found["exception"]
+    line = json.loads(text)
+    assert (line["message"], line["level"]) == ("it failed", "error")
+    assert "two\nlines" in line["exception"]
 
 
 def test_configure_logging_sets_the_process_up_and_refuses_unknown_levels(capsys):

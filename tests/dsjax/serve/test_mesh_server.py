@@ -38,8 +38,8 @@ class Command:
         try:
             for line in self.process.stdout:
                 self.output += line
-                if found := re.search(r"serving demo at (http://127\.0\.0\.1:\d+)", line):
-                    return found.group(1)
+                if match := re.search(r"serving demo at (http://127\.0\.0\.1:\d+)", line):
+                    return match.group(1)
         finally:
             deadline.cancel()
         raise AssertionError(f"the server ended with {self.process.wait()}:\n{self.output}")

@@ -57,8 +57,8 @@ def test_auto_needs_a_template_that_writes_the_closing_tag():
     assert parser("auto", "{{ '<think>' }}") is None
     assert parser("auto", None) is None
     assert parser("none", "{{ '</think>' }}") is None
-    found = parser("auto", "{{ '</think>' }}")
-    assert found.close_token_id == tiny_tokenizer().token_id("</think>") is not None
+    chosen = parser("auto", "{{ '</think>' }}")
+    assert chosen.close_token_id == tiny_tokenizer().token_id("</think>") is not None
     assert parser("deepseek_r1", None) is not None
 
 

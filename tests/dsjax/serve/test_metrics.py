@@ -98,11 +98,11 @@ def test_requests_that_waited_differently_are_each_entered_with_their_own_gap(me
 
 def drafts(metrics: Metrics) -> dict[str, float | None]:
     name = "vllm:spec_decode_num"
-    found = {what: value(metrics, f"{name}_{what}_total") for what in ("drafts", "draft_tokens", "accepted_tokens")}
+    counts = {what: value(metrics, f"{name}_{what}_total") for what in ("drafts", "draft_tokens", "accepted_tokens")}
     positions = {
         str(place): value(metrics, f"{name}_accepted_tokens_per_pos_total", position=str(place)) for place in range(3)
     }
-    return {**found, **positions}
+    return {**counts, **positions}
 
 
 def test_drafts_are_summed_over_steps_and_positions():
@@ -245,8 +245,8 @@ def test_experts_that_follow_the_load_are_shown_as_the_engine_adds_them_up(metri
     metrics.on_step(step([], balance=BalanceStats()))
     assert value(metrics, "dsjax_eplb_rebalances_total") == 0
     assert value(metrics, "dsjax_eplb_balancedness", of="sums") is None, "no window yet"
-    found = BalanceStats(3, 0.75, 0.5, (10, 20), 2, 1, 5, 40, 4000, 9, 0.25, 1.5, 4)
-    metrics.on_step(step([], balance=found))
+    stats = BalanceStats(3, 0.75, 0.5, (10, 20), 2, 1, 5, 40, 4000, 9, 0.25, 1.5, 4)
+    metrics.on_step(step([], balance=stats))
     assert value(metrics, "dsjax_eplb_balancedness", of="sums") == 0.75
     assert value(metrics, "dsjax_eplb_balancedness", of="layers") == 0.5
     assert value(metrics, "dsjax_eplb_rank_tokens", ep_rank="1") == 20
@@ -347,10 +347,14 @@ def test_bytes_hits_and_waits_are_told_by_tier():
     waits = [("disk", 0.3), ("disk", 0.1), ("host", 0.002), ("prefill", 0.4)]
     transfers = TransferCounts(asked=9, completed=5, given_up=1, pages=70, under_way=3)
     metrics.on_step(step(loads, disk=disk, page_waits=waits, transfers=transfers))
-    found = samples(read_text(metrics.render().decode()))
+    shown = samples(read_text(metrics.render().decode()))
 
     def value(name, **labels):
-        return next(v for n, own, v in found if n == name and dict(own) == {"model_name": "m", **labels})
+        return next(
+            v
+            for n, labels_of_sample, v in shown
+            if n == name and dict(labels_of_sample) == {"model_name": "m", **labels}
+        )
 
     assert [value("dsjax_cache_tier_bytes", tier=tier) for tier in ("device", "host", "disk")] == [600, 800, 896]
     assert [value("dsjax_cache_tier_limit_bytes", tier=tier) for tier in ("device", "host", "disk")] == [
@@ -401,13 +405,13 @@ def test_the_exposition_is_prometheus_clients_in_both_formats():
         (metrics.render(), text_encoder(metrics.registry, ALLOWUTF8), read_text),
         (metrics.render(openmetrics=True), openmetrics_encoder(metrics.registry, ALLOWUTF8), read_openmetrics),
     ):
-        found, expected = list(read(ours.decode())), list(read(theirs.decode()))
-        assert len(found) > 40
-        assert all(family.samples for family in found)
-        assert [(f.name, f.type, f.documentation) for f in found] == [
+        families, expected = list(read(ours.decode())), list(read(theirs.decode()))
+        assert len(families) > 40
+        assert all(family.samples for family in families)
+        assert [(f.name, f.type, f.documentation) for f in families] == [
             (f.name, f.type, f.documentation) for f in expected
         ]
-        assert samples(found) == samples(expected)
+        assert samples(families) == samples(expected)
         assert len(ours.splitlines()) == len(theirs.splitlines())
 
 

@@ -21,10 +21,10 @@ def server(start_server):
 def total(server, name: str, **labels: str) -> float:
     """The sum over ranks, as a scrape shows it."""
     registry = server.serving.metrics.registry
-    found = [
+    values = [
         registry.get_sample_value(name, {"model_name": "tiny", "engine": str(rank), **labels}) or 0 for rank in range(4)
     ]
-    return sum(found)
+    return sum(values)
 
 
 def ends(server) -> dict[str, float]:

@@ -83,11 +83,11 @@ def test_a_stream_of_several_prompts_and_choices_is_the_whole_answer_in_pieces(c
 
 def test_completion_logprobs_have_openai_s_shape(client):
     logprobs = client.completions.create(model="tiny", prompt=[5, 6], max_tokens=3, logprobs=2, temperature=0)
-    found = logprobs.choices[0].logprobs
-    assert found.token_logprobs == [-0.5] * 3
-    assert found.text_offset[0] == 0
-    assert found.text_offset[1] == len(found.tokens[0])
-    assert all(len(top) == 2 for top in found.top_logprobs)
+    lists = logprobs.choices[0].logprobs
+    assert lists.token_logprobs == [-0.5] * 3
+    assert lists.text_offset[0] == 0
+    assert lists.text_offset[1] == len(lists.tokens[0])
+    assert all(len(top) == 2 for top in lists.top_logprobs)
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]

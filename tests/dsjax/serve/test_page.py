@@ -269,7 +269,7 @@ def test_the_pages_parser_agrees_with_prometheus_clients(browser, server):
         return [...parse(text)].map(([name, all]) => [name, all.map(({ labels, value }) => [labels, String(value)])]);
     }"""
     with opened(browser, server) as page:
-        found = {name: [(labels, float(value)) for labels, value in all_] for name, all_ in page.evaluate(read, text)}
+        parsed = {name: [(labels, float(value)) for labels, value in all_] for name, all_ in page.evaluate(read, text)}
         quantile = page.evaluate("""async () => {
             const { parse, quantile } = await import("/page/exposition.js");
             const of = (a, b) => parse(`h_bucket{le="0.1"} 0\\nh_bucket{le="0.2"} ${a}\\nh_bucket{le="+Inf"} ${b}\\n`);
@@ -279,7 +279,7 @@ def test_the_pages_parser_agrees_with_prometheus_clients(browser, server):
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             expected.setdefault(sample.name, []).append((sample.labels, sample.value))
-    assert found == expected
+    assert parsed == expected
     assert quantile == [pytest.approx(0.15), pytest.approx(0.2), 0.2]
 
 

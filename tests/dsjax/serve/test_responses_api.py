@@ -30,13 +30,13 @@ def start(start_server):
 
 def events_of(server, **body) -> list[dict]:
     text = server.post(PATH, {**body, "stream": True}).text
-    found = []
+    events = []
     for block in text.split("\n\n")[:-1]:
         name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
 def without_ids(response: dict) -> dict:

@@ -43,7 +43,7 @@ def watch(step_started, out) -> tuple[Watchdog, list]:
     dog = Watchdog(
         0.2,
         {"the decode engine": Fake(time.monotonic), "the prefill engine": Fake(step_started)},
-        tell_clients=lambda: done.append("told"),
+        notify_clients=lambda: done.append("told"),
         exit=done.append,
         out=out,
     )

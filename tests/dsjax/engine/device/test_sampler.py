@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
-from dsjax.engine.device.sampler import NONE_ALLOWED, SamplingRows, Wanted, _threshold, greedy, sample
+from dsjax.engine.device.sampler import NONE_ALLOWED, SlotSampling, Wanted, _threshold, greedy, sample
 
 V = 24
 DRAWS = 4096
@@ -17,7 +17,7 @@ run = jax.jit(sample)
 
 
 class Row(NamedTuple):
-    """A row's settings, as ``SamplingRows`` has them, and whether log-probabilities are wanted."""
+    """A row's settings, as ``SlotSampling`` has them, and whether log-probabilities are wanted."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -31,28 +31,32 @@ class Row(NamedTuple):
 request = Row
 
 
-def settings(ranks: int, count: int, rows_of_ranks=()) -> SamplingRows:
-    """Rows by rank; those without settings are greedy."""
-    fields = (("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int32), ("min_p", np.float32))
-    fields += (("seed", np.uint32), ("made", np.int32))
-    found = [np.full((ranks, count), getattr(Row(temperature=0), name), dtype) for name, dtype in fields]
-    for rank, own in enumerate(rows_of_ranks):
-        for row, one in enumerate(own):
-            for array, (name, _) in zip(found, fields, strict=True):
-                array[rank, row] = getattr(one or Row(temperature=0), name)
-    return SamplingRows(*found)
+def settings(ranks: int, count: int, rows_of_ranks=()) -> tuple[SlotSampling, np.ndarray]:
+    """Rows by rank, and how many tokens each has made; those without settings are greedy."""
+    dtypes = {"seed": np.uint32, "top_k": np.int32, "made": np.int32}
+    arrays = {
+        name: np.full((ranks, count), default, dtypes.get(name, np.float32))
+        for name, default in Row(temperature=0)._asdict().items()
+    }
+    for rank, rows in enumerate(rows_of_ranks):
+        for row, one in enumerate(rows):
+            for name, value in (one or Row(temperature=0))._asdict().items():
+                arrays[name][rank, row] = value
+    made, _ = arrays.pop("made"), arrays.pop("logprobs")
+    unused = dict.fromkeys(("num_prompt_tokens", "presence", "frequency", "repetition"), made)
+    return SlotSampling(**arrays, **unused), made
 
 
 def sampled(logits, rows_of_requests, changed=None):
     """Sample ``[B, R, V]`` logits, or what they were changed to, for requests by rank; rows without one are greedy."""
     logits = np.asarray(logits, np.float32)
-    rows = settings(*logits.shape[:2], rows_of_requests)
+    rows, made = settings(*logits.shape[:2], rows_of_requests)
     given = [one for own in rows_of_requests for one in own if one is not None]
     wanted = Wanted(
         np.array(any(one.top_k > 0 or one.top_p < 1 for one in given)),
         np.array(any(one.logprobs >= 0 for one in given)),
     )
-    return jax.device_get(run(logits, logits if changed is None else changed, rows, wanted))
+    return jax.device_get(run(logits, logits if changed is None else changed, rows, made, wanted))
 
 
 def draw(count=DRAWS, logits=LOGITS, **params):
@@ -151,7 +155,7 @@ def test_the_same_seed_gives_the_same_token_in_any_row_and_rank_and_company(para
 def test_every_token_can_be_drawn_where_all_are_kept_beside_a_truncated_row():
     logits = np.full((1, 2, V), -60.0, np.float32)
     logits[..., 0] = 0  # the others have probabilities of 1e-26, which vanish in the sum but not in the set
-    rows = settings(1, 2, [[request(temperature=1.0), request(temperature=1.0, top_p=0.5)]])
+    rows, _ = settings(1, 2, [[request(temperature=1.0), request(temperature=1.0, top_p=0.5)]])
     assert jax.jit(_threshold)(logits, rows).tolist() == [[-60.0, 0.0]]
 
 
@@ -161,7 +165,7 @@ def test_what_is_kept_is_what_sorting_in_float64_keeps():
         logits = (rng.normal(size=(1, 64, 300)) * rng.choice([0.1, 1, 10])).astype(np.float32)
         logits = np.round(logits) if kind % 3 == 0 else logits  # ties
         logits[..., :: 3 if kind % 2 else 1000] = -np.inf  # dropped before
-        rows = settings(1, 64)
+        rows, _ = settings(1, 64)
         rows.top_p[:] = rng.choice([0.01, 0.3, 0.9, 0.999, 1], size=(1, 64))
         rows.top_k[:] = rng.choice([0, 1, 3, 50, 300, 500], size=(1, 64))
         found = np.asarray(jax.jit(_threshold)(logits, rows))[0]

@@ -19,8 +19,8 @@ from scipy import stats
 
 from dsjax.engine.contract.commands import ALWAYS
 from dsjax.engine.device import sampling_programs
-from dsjax.engine.device.device_state import DeviceState, SlotSampling
-from dsjax.engine.device.sampler import Wanted
+from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.sampler import SlotSampling, Wanted
 from dsjax.engine.device.slots import StepRows
 from sharding import MeshSpec, Rules
 

@@ -22,11 +22,12 @@ from dsjax.engine.experts.expert_balancer import ExpertBalancer, LayerChange, de
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.engine.setup.expert_location import ExpertLocation
-from dsjax.engine.stream.step_record import Collected, Launched, StepRecord, collected
+from dsjax.engine.stream.step_record import Collected, Launched, collected
 from dsjax.errors import UserError
 from sharding import MeshSpec
 from sharding.balancing import rank_loads, rebalance
 from sharding.layer_placement import exchange_rounds
+from tools.step_recording import StepRecording
 
 OFTEN = {"window_size": 4, "step_interval": 4}
 TOKENS = 40
@@ -140,7 +141,7 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, ex
 
     Each exchange is enqueued behind a step that is not done, and a step behind it, without waiting for either.
     """
-    monkeypatch.setattr("dsjax.engine.setup.layout.experts_per_exchange", lambda args, step: 2)
+    monkeypatch.setattr("dsjax.engine.setup.sizes.experts_per_exchange", lambda args, step: 2)
     one = load(checkpoint, "dp=1")
     executor, balancer, rng = one.executor, one.engine.core.part(ExpertBalancer), np.random.default_rng(2)
     launch, behind = executor.launch, []
@@ -324,7 +325,7 @@ def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, llm,
     try:
         assert (again.executor.extension(ExpertMover).slots.physical_to_logical != final).any()
         kinds, results = set(), {}
-        for frame in StepRecord(path):
+        for frame in StepRecording(path):
             if isinstance(frame, Launched):
                 kinds.add(type(frame.command))
                 found = again.executor.collect(again.executor.launch(frame.command))

@@ -1,6 +1,6 @@
 """The page source of docs/page-sources.md works as it stands there: pages leave, come back, and tokens are the same.
 
-These are the tests of `setup/page_source_module.py` too.
+These are the tests of `setup/loading.py` too.
 """
 
 import re

@@ -40,12 +40,12 @@ from dsjax.engine.stream.step_record import (
     RecordingEnd,
     RecordingExecutor,
     StepFile,
-    StepRecord,
     describe_recording,
 )
 from dsjax.errors import UserError
 from tools import replay_steps
 from tools.replay_steps import build_executor, launch_kind, replay, times_table
+from tools.step_recording import StepRecording
 
 LIMITS = ExecutorLimits(8, 4, 8, 4, 33, 2, 64, 300)
 BUCKETS = Buckets.covering(8, 8, mixed=False)
@@ -158,7 +158,7 @@ def record(path, *, max_bytes=1 << 20, requests=12, end=True, **executor):
 
 
 def replayed(path, **executor):
-    return replay(StepRecord(path), SlotExecutor(**executor), lambda command: launch_kind(command, BUCKETS))
+    return replay(StepRecording(path), SlotExecutor(**executor), lambda command: launch_kind(command, BUCKETS))
 
 
 def test_a_replay_in_another_executor_gives_every_token(tmp_path):
@@ -173,7 +173,7 @@ def test_a_replay_in_another_executor_gives_every_token(tmp_path):
 def test_two_steps_are_in_flight_in_the_replay_as_they_were(tmp_path):
     record(tmp_path / "steps")
     executor = SlotExecutor()
-    replay(StepRecord(tmp_path / "steps"), executor, lambda command: "")
+    replay(StepRecording(tmp_path / "steps"), executor, lambda command: "")
     assert executor.most_in_flight == 2
 
 
@@ -181,7 +181,7 @@ def test_the_first_row_that_differs_is_named_and_all_are_counted(tmp_path):
     record(tmp_path / "steps")
     report = replayed(tmp_path / "steps", shift=1)
     first = report.first
-    frames = [frame for frame in StepRecord(tmp_path / "steps") if isinstance(frame, Launched)]
+    frames = [frame for frame in StepRecording(tmp_path / "steps") if isinstance(frame, Launched)]
     step = next(frame for frame in frames if isinstance(frame.command, Step) and frame.command.ranks[0].prefills)
     row = next(index for index, row in enumerate(step.command.ranks[0].prefills) if row.next_token == TOKEN_MADE)
     assert (first.step, first.rank, first.kind, first.row) == (step.number, 0, "prefill", row)
@@ -193,7 +193,7 @@ def test_the_first_row_that_differs_is_named_and_all_are_counted(tmp_path):
 
 def test_every_command_is_in_the_stream_and_the_first_empties_the_cache(tmp_path):
     with pytest.raises(RecordError, match="No such file"):
-        StepRecord(tmp_path / "steps")
+        StepRecording(tmp_path / "steps")
     recorder = RecordingExecutor(SlotExecutor(), StepFile(tmp_path / "steps", header()))
     assert recorder.inner.slots == {}  # nothing of before the recording is left
     nobody = [RankStep([], [], b"", [], [])] * 2
@@ -203,7 +203,7 @@ def test_every_command_is_in_the_stream_and_the_first_empties_the_cache(tmp_path
         if isinstance(command, Step | Score):
             recorder.collect(pending)
     recorder.shutdown()
-    frames = list(StepRecord(tmp_path / "steps"))
+    frames = list(StepRecording(tmp_path / "steps"))
     assert [frame.command for frame in frames if isinstance(frame, Launched)] == [Flush(), *given]
     assert [frame.number for frame in frames if isinstance(frame, step_record.Collected)] == [0, 2, 4]
     assert frames[-2].greedy == [6]
@@ -251,11 +251,11 @@ def test_the_file_is_its_owners_alone_and_no_other_is_overwritten(tmp_path):
 def test_a_recording_that_ends_in_the_middle_of_a_frame_is_replayed_up_to_there(tmp_path):
     record(tmp_path / "steps", end=False)  # its process was killed
     whole = (tmp_path / "steps").read_bytes()
-    count = len(list(StepRecord(tmp_path / "steps")))
+    count = len(list(StepRecording(tmp_path / "steps")))
     counts = []
     for size in (len(whole), len(whole) - 1, len(whole) * 2 // 3, len(whole) // 2):
         (tmp_path / "cut").write_bytes(whole[:size])
-        counts.append(len(list(StepRecord(tmp_path / "cut"))))
+        counts.append(len(list(StepRecording(tmp_path / "cut"))))
         report = replayed(tmp_path / "cut")
         assert (report.num_differing, report.end) == (0, None)
     assert counts[0] == count
@@ -263,7 +263,7 @@ def test_a_recording_that_ends_in_the_middle_of_a_frame_is_replayed_up_to_there(
     assert counts == sorted(counts, reverse=True)
     (tmp_path / "cut").write_bytes(whole[:20])
     with pytest.raises(RecordError, match="ends inside its header"):
-        StepRecord(tmp_path / "cut")
+        StepRecording(tmp_path / "cut")
 
 
 def test_a_recording_stops_at_its_bound_and_the_engine_goes_on(tmp_path, caplog):
@@ -297,16 +297,16 @@ def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path, caplo
 def test_another_version_is_refused_by_its_number(tmp_path, changes, message):
     StepFile(tmp_path / "steps", header(**changes)).close("shutdown")
     if message is None:
-        assert StepRecord(tmp_path / "steps").header.dsjax == "8.8"
+        assert StepRecording(tmp_path / "steps").header.dsjax == "8.8"
         return
     with pytest.raises(RecordError, match=message):
-        StepRecord(tmp_path / "steps")
+        StepRecording(tmp_path / "steps")
 
 
 def test_other_files_are_no_recordings(tmp_path):
     (tmp_path / "steps").write_bytes(b"import os\n" * 9)
     with pytest.raises(RecordError, match="is no recording of steps"):
-        StepRecord(tmp_path / "steps")
+        StepRecording(tmp_path / "steps")
 
 
 def test_a_replay_with_another_checkpoint_is_refused_before_it_is_loaded(tmp_path):
@@ -315,7 +315,7 @@ def test_a_replay_with_another_checkpoint_is_refused_before_it_is_loaded(tmp_pat
     assert "record_steps" not in options
     StepFile(tmp_path / "steps", header(options=options)).close("shutdown")
     with pytest.raises(RecordError, match="another checkpoint than the recorded one"):
-        build_executor(StepRecord(tmp_path / "steps"), None)
+        build_executor(StepRecording(tmp_path / "steps"), None)
 
 
 def test_an_executor_of_other_sizes_is_refused(tmp_path, monkeypatch):
@@ -326,7 +326,7 @@ def test_an_executor_of_other_sizes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load_model", lambda *args, **options: type("Loaded", (), {"executor": other}))
     StepFile(tmp_path / "steps", header(options={"model": "demo"})).close("shutdown")
     with pytest.raises(RecordError, match="pages_per_rank 9, recorded 33"):
-        build_executor(StepRecord(tmp_path / "steps"), None)
+        build_executor(StepRecording(tmp_path / "steps"), None)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_times_are_counted_from_the_end_of_the_step_before(tmp_path):
         results = [RankResults([], [])] * 2
         file.write(step_record.collected(number, done, step, results))
     file.close("shutdown")
-    report = replay(StepRecord(tmp_path / "steps"), SlotExecutor(), lambda command: "idle")
+    report = replay(StepRecording(tmp_path / "steps"), SlotExecutor(), lambda command: "idle")
     assert [recorded for recorded, _ in report.times["idle"]] == [4.0, 1.0]
     assert report.to_json()["kinds"]["idle"]["recorded"] == {"mean": 2.5, "median": 2.5, "p99": 4.0}
     assert times_table(report).row_count == 1
@@ -369,7 +369,7 @@ def test_a_models_recording_is_replayed_with_a_copy_of_its_checkpoint(tmp_path):
     outputs = llm.generate([{"prompt_token_ids": list(range(2, 2 + length))} for length in (5, 19)], kinds)
     llm.shutdown()
     copied = checkpoint.rename(tmp_path / "elsewhere")
-    record = StepRecord(tmp_path / "steps")
+    record = StepRecording(tmp_path / "steps")
     with pytest.raises(UserError, match="model"):
         build_executor(record, None)  # it is not there any more
     executor = build_executor(record, str(copied))

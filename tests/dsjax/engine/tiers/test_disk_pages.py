@@ -156,7 +156,7 @@ class Disk:
     def __init__(self, folder, max_pages=100, space=SPACE):
         own = files(folder, space)
         self.pages = DiskPages(own, max_pages * own.page_bytes, lock_folder(folder))
-        self.found = self.pages.reports().found
+        self.listed = self.pages.reports().listed
 
     def write(self, *numbers):
         for number in numbers:
@@ -187,11 +187,11 @@ def disk(tmp_path):
 
 def test_what_one_run_wrote_the_next_one_finds(tmp_path):
     first = Disk(tmp_path)
-    assert first.found == []
+    assert first.listed == []
     assert first.write(1, 2, 3) == {1: True, 2: True, 3: True}
     first.pages.close()
     second = Disk(tmp_path)
-    assert sorted(second.found) == [name(1), name(2), name(3)]
+    assert sorted(second.listed) == [name(1), name(2), name(3)]
     found = second.read(3, 1)
     assert same(found[3], 3)
     assert same(found[1], 1)
@@ -223,13 +223,13 @@ def test_what_an_earlier_run_left_goes_first_as_far_as_the_bytes_demand(tmp_path
         own.write(name(number), page(number))
         os.utime(file_of(tmp_path, number), (number, number))
     disk = Disk(tmp_path, max_pages=5)
-    assert disk.found == [name(0), name(1), name(2), name(3)]
+    assert disk.listed == [name(0), name(1), name(2), name(3)]
     assert len(own.list().others) == 1
     disk.write(4)
     assert len(own.list().others) == 0
     disk.pages.close()
     disk = Disk(tmp_path, max_pages=2)
-    assert sorted(disk.found) == [name(3), name(4)]
+    assert sorted(disk.listed) == [name(3), name(4)]
     disk.pages.close()
     assert sorted(own.list().names) == [name(3), name(4)]
 
@@ -248,7 +248,7 @@ def test_a_full_disk_is_reported_and_warned_of_once(tmp_path, disk, caplog, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(page_files, "_write_all", full)
+        patched.setattr(page_files.Path, "rename", full)
         assert disk.write(1, 2) == {1: False, 2: False}
     assert caplog.text.count("No space left on device") == 1
     assert not list(tmp_path.glob("*/*/*"))

@@ -15,7 +15,7 @@ def written(tier, *names, ok=True, now=0.0):
 def test_a_page_is_found_on_the_disk_when_it_has_been_written_and_only_then():
     tier = DiskTier(4)
     assert tier.write(b"a") == -1, "what an earlier run left is not known yet"
-    tier.found([])
+    tier.listed([])
     number = tier.write(b"a")
     assert b"a" not in tier
     assert tier.write(b"a") == -1, "it is on its way"
@@ -26,7 +26,7 @@ def test_a_page_is_found_on_the_disk_when_it_has_been_written_and_only_then():
 
 def test_the_disks_room_is_never_exceeded_and_what_was_asked_for_stays():
     tier = DiskTier(4)
-    tier.found([b"old", b"new"])
+    tier.listed([b"old", b"new"])
     written(tier, b"a")
     tier.fetch(b"old")
     written(tier, b"b", b"c")
@@ -35,14 +35,14 @@ def test_the_disks_room_is_never_exceeded_and_what_was_asked_for_stays():
     assert tier.take_dropped() == (False, [b"a"])
     assert [name for name in (b"old", b"new", b"a", b"b", b"c", b"d") if name in tier] == [b"old", b"b", b"c", b"d"]
     smaller = DiskTier(1)
-    smaller.found([b"old", b"new"])
+    smaller.listed([b"old", b"new"])
     assert b"new" in smaller
     assert smaller.take_dropped() == (False, [b"old"])
 
 
 def test_a_page_that_is_forgotten_while_it_is_written_is_deleted_and_never_found():
     tier = DiskTier(4)
-    tier.found([])
+    tier.listed([])
     number = tier.write(b"a")
     tier.forget([b"a"])
     tier.written(number, True, 0.0)
@@ -57,7 +57,7 @@ def test_a_page_that_is_forgotten_while_it_is_written_is_deleted_and_never_found
 
 def test_a_disk_that_cannot_be_written_is_left_alone_for_longer_and_longer():
     tier = DiskTier(1000)
-    tier.found([b"old"])
+    tier.listed([b"old"])
     written(tier, b"a", b"b", ok=False, now=10.0)
     tier.begin_step(10.0 + FIRST_SECONDS / 2)
     assert tier.write(b"c") == -1

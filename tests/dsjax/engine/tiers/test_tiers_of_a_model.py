@@ -1,6 +1,6 @@
 """A model with offload tiers: its tokens stay the same, and its pages come back, from an earlier engine's folder too.
 
-These are the tests of `tiers/offloaded_pages.py` and `setup/tier_sizes.py` too.
+These are the tests of `tiers/offloaded_pages.py` and `setup/sizes.py` too.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ import pytest
 from drafting_checkpoint import write_drafting_checkpoint
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.setup import tier_sizes
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import lock_disk
 from dsjax.engine.tiers import page_files
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.errors import UserError
@@ -125,7 +125,7 @@ def test_options_of_the_disk_that_cannot_be_are_refused(checkpoint, options, say
 def test_a_mesh_of_several_processes_is_refused_a_disk(tmp_path):
     args = EngineArgs.from_options(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
     with pytest.raises(UserError, match="does not work on a mesh of several processes"):
-        tier_sizes.lock_disk(args, object())
+        lock_disk(args, object())
 
 
 def test_a_disk_with_less_room_than_a_page_is_refused(checkpoint, tmp_path):

@@ -10,9 +10,21 @@ import pytest
 from engine_pair import Pair, prompts
 from fake_executor import FakeExecutor, expected_tokens
 
-from dsjax.engine.schedule.request import RequestOptions
+from dsjax.engine.contract.commands import from_int32s
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.landing_area import LandingArea
+from dsjax.engine.schedule.page_source import Lookup, RankPages
+from dsjax.engine.schedule.pages import PagePool
+from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.transfer.messages import CancelTransfer, PrefillRequest, ReleaseChunk
+from dsjax.engine.transfer.messages import (
+    CancelTransfer,
+    ChunkReady,
+    PrefillRequest,
+    PulledChunk,
+    ReleaseChunk,
+)
+from dsjax.engine.transfer.remote_prefill import RemotePrefills
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 3)])
@@ -232,3 +244,67 @@ def test_decode_goes_on_with_more_or_fewer_ranks_and_has_the_rest_computed_there
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
     assert len(pair.asked()) > asked
     pair.settle()
+
+
+def decode_source(local_tokens=1):
+    """The transfers of a decode engine with one rank and one prefill engine, without either."""
+    pages = RankPages(PagePool(33, 4), LandingArea())
+    source = RemotePrefills(1, local_tokens, timeout=10.0)
+    source.bind([pages])
+    return source
+
+
+def waiting(source, name, tokens, names, cached=()):
+    """A request for which the pages behind the cached ones are asked for."""
+    request = Request(name, tokens, len(tokens), SamplingParams(temperature=0), 1, 0)
+    assert source.lookup(0, request, names, cached, 8, now=0.0) is Lookup.WAIT
+    [(_, asked)] = [sent for sent in source.take_messages() if isinstance(sent[1], PrefillRequest)]
+    return request, asked
+
+
+def test_pages_that_two_transfers_bring_are_awaited_from_the_other_one_when_the_first_ends():
+    source, tokens = decode_source(), list(range(21))
+    names = [b"%d" % page for page in range(5)]
+    first, _ = waiting(source, "first", tokens, names, cached=[1, 2])  # its beginning was cached, and is evicted then
+    _, asked = waiting(source, "second", tokens, names)
+    assert (asked.first, asked.end) == (0, 5)
+    source.release(0, first)
+    third = Request("third", tokens, len(tokens), SamplingParams(temperature=0), 1, 0)
+    assert all(source.awaits(0, third, name) for name in names), "all five pages still come"
+    assert source._of[third].name == asked.transfer
+    source.cancel(0)
+    assert not source._expected
+
+
+def test_an_offer_that_comes_twice_is_pulled_once_and_not_released_before_it_has_come():
+    source, names = decode_source(), [b"0", b"1"]
+    request, asked = waiting(source, "a", list(range(9)), names)
+    offer = ChunkReady(asked.transfer, number=7, first=0, count=2)
+    for _ in range(2):
+        source.receive(0, offer, now=1.0)
+    source.begin_rank(0, now=1.0)
+    [(_, pull)] = source.commands()
+    assert from_int32s(pull.ranks[0]).tolist() == [0, 7, 0, 0, 0, 7, 1, 1]
+    source.receive(0, offer, now=1.0)
+    source.begin_rank(0, now=1.0)
+    assert list(source.commands()) == source.take_messages() == []
+    assert source.num_under_way == 1
+    assert request.is_loading
+    for number in (0, 1):
+        source.landed(0, number, True, now=2.0)
+    assert source.transfer_counts.completed == 1
+    assert source.transfer_counts.pages == 2
+
+
+def test_what_an_executor_has_pulled_does_not_land_on_the_one_that_replaces_it():
+    pair, landed = Pair(), []
+    pair.decode.scheduled(SimpleNamespace(landed=lambda *arguments: landed.append(arguments)))
+    pair.decode.report(PulledChunk(rank=0, link=0, number=12345, pages=[3], ok=True))
+    executor = FakeExecutor(num_ranks=1, pages_per_rank=33, transfers=True)
+    pair.decode.start(executor, SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16))
+    pair.decode.begin_step(0.0)
+    assert landed == []
+    assert pair.sent == [ReleaseChunk(12345)], "its prefill engine need not keep it"
+    pair.decode.report(PulledChunk(rank=0, link=0, number=12346, pages=[4], ok=True))
+    pair.decode.begin_step(1.0)
+    assert landed == [(0, [4], True, 1.0)]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsjax.engine.setup.mesh_change import NoMeshError, changed_options, largest_mesh
+from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, largest_mesh
 from sharding import MeshSpec
 
 

@@ -1,0 +1,245 @@
+"""``EngineLayout``: what an engine's programs are made of, before there is any weight: step, shapes of launches, and sizes.
+
+The sizes follow from the options and the memory: the cache, the tiers below it, and whether the weights fit at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from dsjax.checkpoint.source import Checkpoint
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device import cache as device_cache
+from dsjax.engine.device import device_state, expert_programs
+from dsjax.engine.device.buckets import Buckets
+from dsjax.engine.device.cache import Pool
+from dsjax.engine.device.process import available_bytes
+from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.device.traced_programs import TracedPrograms
+from dsjax.engine.schedule.landing_area import MOST_LANDED
+from dsjax.engine.schedule.page_loads import MOST_LOADED
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import experts_per_exchange, make_step
+from dsjax.engine.tiers.page_files import bytes_on_disk
+from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
+from dsjax.errors import UserError
+from dsjax.model.parameters import device_bytes
+from dsjax.model.step import ModelStep
+from sharding import MeshSpec
+
+TOTAL_SEQUENCES = 256
+"""Running requests over all DP ranks when ``--max-num-seqs`` is not given."""
+LEAST_SEQUENCES = 8
+"""And at least so many on each rank."""
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """A step, the shapes of its launches, and the sizes that bound them.
+
+    sizes: with the fewest pages that can be. per_exchange: experts that a rank sends and receives at once; 0: they stay where they are.
+    """
+
+    step: ModelStep
+    sizes: ExecutorLimits
+    buckets: Buckets
+    num_drafts: int
+    per_exchange: int
+
+    @classmethod
+    def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh) -> EngineLayout:
+        """Lay out the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
+
+        Raises:
+            UserError, MeshError: options, model and mesh that do not go together.
+        """
+        config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh), args.speculation
+        mtp = speculation is not None
+        step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp)
+        per_exchange = experts_per_exchange(args, step)
+        sizes = _sizes(args, step)
+        mixed = mesh.devices.flat[0].platform != "cpu"
+        buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=mixed, speculation=speculation)
+        return cls(step, sizes, buckets, speculation.num_speculative_tokens if mtp else 0, per_exchange)
+
+    def limits(
+        self, args: EngineArgs, library: ProgramLibrary, params: Mapping[str, Any], used: int | None
+    ) -> ExecutorLimits:
+        """``sizes`` with as many pages as are wanted and fit.
+
+        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device.
+        """
+        if self.step.mesh.devices.flat[0].platform == "cpu":
+            return _limits(args, self.step, self.sizes, None)
+        mesh, known = str(self.step.spec), library.beside_the_cache
+        if mesh not in known:
+            known[mesh] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts)
+        moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if self.per_exchange else 0
+        pool = Pool.of(self.step, known[mesh] + moving + chunk_bytes(args, self.step))
+        return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
+
+
+def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
+    """Bytes of a device for pages on their way to another engine, or from one, where there is such an engine: the most that are there
+    at once if chunks are full."""
+    landing = MOST_LANDED + MOST_LOADED  # what has come, and what is staged
+    pages = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": landing}[args.disaggregation_mode]
+    return pages * device_cache.bytes_per_page(step)
+
+
+def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
+    """The executor's sizes but for the cache's, which has the fewest pages that can be."""
+    positions = step.config.max_position_embeddings
+    if args.max_model_len is not None and args.max_model_len > positions:
+        raise UserError(f"--max-model-len is {args.max_model_len}, but the model has {positions} positions; lower it")
+    max_model_len = args.max_model_len or positions
+    sequences = args.max_num_seqs or min(
+        max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
+    )
+    return ExecutorLimits(
+        max_rows_decode=sequences,
+        max_rows_prefill=sequences,
+        max_chunk=min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len),
+        page_size=args.page_size,
+        pages_per_rank=2,
+        num_ranks=step.spec.dp_size,
+        max_model_len=max_model_len,
+        vocab_size=step.config.vocab_size,
+        transfers=args.is_side,
+    )
+
+
+def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
+    """``sizes`` with as many pages as are wanted and fit."""
+    wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
+    pages = device_cache.pages_that_fit(step, wanted + 1, pool)
+    room = (pages - 1) * args.page_size
+    if args.cache_tokens and room < args.cache_tokens:
+        raise UserError(
+            f"--cache-tokens is {args.cache_tokens:,}, but the memory of a device has room for {room:,} tokens; lower it to {room}, "
+            "or leave it out to take what fits"
+        )
+    if args.max_model_len and room < args.max_model_len:
+        cache_tokens = f", or raise --cache-tokens from {args.cache_tokens:,}" if args.cache_tokens else ""
+        raise UserError(
+            f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
+            f"could never run; lower it{cache_tokens or ' or use a mesh of more devices'}"
+        )
+    tiers = _tiers(args, step)
+    moves = sizes.transfers or args.page_source is not None or any(tiers.values())
+    return replace(sizes, pages_per_rank=pages, moves_pages=moves, **tiers)
+
+
+def _tiers(args: EngineArgs, step: ModelStep) -> dict[str, int]:
+    """The fields of ``ExecutorLimits`` that say what lies below the devices.
+
+    Raises:
+        UserError: a tier has no room for a page.
+    """
+    disk_pages = _disk_pages(args, step)
+    return {
+        "host_pages_per_rank": _host_pages(args, step),
+        "disk_pages": disk_pages,
+        "disk_page_bytes": bytes_on_disk(page_bytes(step)) if disk_pages else 0,
+    }
+
+
+def _disk_pages(args: EngineArgs, step: ModelStep) -> int:
+    """Pages for which ``--disk-cache-bytes`` has room."""
+    if args.disk_cache is None:
+        return 0
+    each = bytes_on_disk(page_bytes(step))
+    if args.disk_cache_bytes < each:
+        raise UserError(
+            f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least {each:,}"
+        )
+    return args.disk_cache_bytes // each
+
+
+def _host_pages(args: EngineArgs, step: ModelStep) -> int:
+    """Pages of each DP rank for which ``--host-cache-bytes`` has room."""
+    if not args.host_cache_bytes:
+        return 0
+    if not args.enable_prefix_caching:
+        raise UserError(
+            "--host-cache-bytes keeps pages of the prefix cache, which --no-enable-prefix-caching turns off"
+        )
+    each = page_bytes(step)
+    pages = args.host_cache_bytes // step.spec.dp_size // each
+    if pages < 1:
+        raise UserError(
+            f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
+            f"a page takes {each:,} bytes: give at least {each * step.spec.dp_size:,}"
+        )
+    return pages
+
+
+def page_bytes(step: ModelStep) -> int:
+    """Count the bytes of a page outside the devices: all layers, all shards, and which slots the MTP module has filled."""
+    shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
+    return device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
+
+
+def check_host_memory(args: EngineArgs, step: ModelStep) -> None:
+    """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read."""
+    available = available_bytes()
+    needed = weight_bytes(step) * len(step.mesh.local_devices)
+    if available is not None and needed > available:
+        raise UserError(
+            f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {len(step.mesh.local_devices)} emulated devices, and this "
+            f"host has {available / 1e9:,.1f} GB of memory available; use a mesh of fewer devices or a smaller model, or look at "
+            f"this one with dsjax dryrun --model {args.model} --mesh {step.spec}"
+        )
+
+
+def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) -> None:
+    """Refuse weights that the pool of a device cannot hold, before they are read. A pool that is not known holds anything.
+
+    Raises:
+        UserError: with what the weights take, and what would fit.
+    """
+    needed = weight_bytes(step)
+    if pool is None or needed <= pool.room:
+        return
+    ways = ["use a mesh of more devices"] + (["--weights fp8"] if args.weights != "fp8" else [])
+    whole = pool.size / args.gpu_memory_utilization
+    if needed < 0.95 * whole:
+        ways.append(f"a --gpu-memory-utilization above {needed / whole:.2f} (it is {args.gpu_memory_utilization:g})")
+    raise UserError(
+        f"the weights of {args.model} take {needed / 1e9:,.1f} GB on each device of {step.spec}, and the pool of a device has "
+        f"{pool.room / 1e9:,.1f} GB of {pool.size / 1e9:,.1f} GB free; {', or '.join(ways)}. "
+        "dsjax dryrun --fit says what a mesh has room for"
+    )
+
+
+def weight_bytes(step: ModelStep) -> int:
+    """Bytes of all weights on one device."""
+    shardings = step.rules.sharding
+    return sum(
+        math.prod(shardings(step.mesh, info.logical_axes, info.shape).shard_shape(info.shape)) * info.dtype.itemsize
+        for info in step.table.infos.values()
+    )
+
+
+def beside_the_cache(
+    step: ModelStep, params: Mapping[str, Any], limits: ExecutorLimits, buckets: Buckets, num_drafts: int
+) -> int:
+    """Bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
+
+    They are the program's temporaries, its results, of which two steps in flight have two each, and what the state has beside the
+    cache. ``limits`` may have any number of pages: none of this depends on it.
+    """
+    state = device_state.describe(step, limits, num_drafts)
+    programs = TracedPrograms(step, params, state, limits)
+    shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
+    largest = max(shapes, key=lambda shape: shape.tokens)
+    stats = programs.lower_step(largest).compile().memory_analysis()
+    arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(replace(state, cache={})))}
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.temp_size_in_bytes + 2 * results + sum(device_bytes(arrays).values())
