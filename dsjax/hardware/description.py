@@ -108,11 +108,11 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         raise UserError(f"hardware {key!r} is not valid TOML: {error}") from error
 
 
-def _from_fields(key: str, found: Mapping[str, Any]) -> Hardware:
+def _from_fields(key: str, values: Mapping[str, Any]) -> Hardware:
     fields = {one.name: one for one in dataclasses.fields(Hardware) if one.name != "key"}
     required = [name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING]
-    check_fields(f"hardware {key!r}", found, fields, required)
-    for name, value in found.items():
+    check_fields(f"hardware {key!r}", values, fields, required)
+    for name, value in values.items():
         kind, expected = _KINDS[str(fields[name].type).partition("[")[0].partition(" ")[0]]
         if (
             isinstance(value, bool)
@@ -120,11 +120,11 @@ def _from_fields(key: str, found: Mapping[str, Any]) -> Hardware:
             or (isinstance(value, int | float) and not 0 < value < math.inf)
         ):
             raise UserError(f"hardware {key!r}: {name} is {value!r}, expected {expected}")
-    figures = [n for n in found if n not in ("name", "platform", "sources", "operators", "die")]
-    unsourced = [n for n in figures if n not in found["sources"]]
+    figures = [n for n in values if n not in ("name", "platform", "sources", "operators", "die")]
+    unsourced = [n for n in figures if n not in values["sources"]]
     if unsourced:
         raise UserError(f"hardware {key!r}: no source for {', '.join(unsourced)}; give one for each under [sources]")
-    if found["platform"] not in ("cuda", "tpu"):
-        raise UserError(f"hardware {key!r}: platform {found['platform']!r}, expected cuda or tpu")
-    tables = {name: MappingProxyType(dict(found.get(name, {}))) for name in ("xla", "sources")}
-    return Hardware(key=key, **{**found, **tables})
+    if values["platform"] not in ("cuda", "tpu"):
+        raise UserError(f"hardware {key!r}: platform {values['platform']!r}, expected cuda or tpu")
+    tables = {name: MappingProxyType(dict(values.get(name, {}))) for name in ("xla", "sources")}
+    return Hardware(key=key, **{**values, **tables})

@@ -10,8 +10,8 @@ def cpu_name() -> str:
     """The processor as the kernel names it, and how many cores this machine has of it."""
     name = platform.processor() or platform.machine()
     try:
-        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-        name = found.group(1).strip() if found else name
+        match = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+        name = match.group(1).strip() if match else name
     except OSError:
         pass
     return f"{name}, {os.cpu_count()} cores"

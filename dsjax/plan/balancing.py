@@ -129,8 +129,8 @@ def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> tuple[Bus
     placed_LP = _balanced(np.concatenate([one.seen for one in every]), slots) if balanced else _static(experts, slots)
     loads_LR = rank_loads(np.concatenate([one.served for one in every]), placed_LP, slots.ranks)
     ends = np.cumsum([len(one.served) for one in every])[:-1]
-    found = np.split(loads_LR.max(axis=1) / loads_LR.mean(axis=1), ends)
-    return tuple(Busiest(float(each.mean()), float(each.min()), float(each.max())) for each in found)
+    ratios = np.split(loads_LR.max(axis=1) / loads_LR.mean(axis=1), ends)
+    return tuple(Busiest(float(each.mean()), float(each.min()), float(each.max())) for each in ratios)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,8 +45,8 @@ class Candidate:
     @cached_property
     def devices(self) -> int:
         """Devices in use."""
-        own = self.decode.layout.devices * self.count
-        return own + (self.prefill.layout.devices * self.prefill_count if self.mode == "separated" else 0)
+        decode_devices = self.decode.layout.devices * self.count
+        return decode_devices + (self.prefill.layout.devices * self.prefill_count if self.mode == "separated" else 0)
 
     @property
     def row(self) -> tuple:
@@ -63,8 +63,8 @@ class Candidate:
     @property
     def cost(self) -> Figure | None:
         """Price of a million output tokens, in the currency of the devices' price an hour; None where that is not given."""
-        own = self.decode.layout.devices * self.count
-        sides = ((self.decode, own), (self.prefill, self.devices - own))
+        decode_devices = self.decode.layout.devices * self.count
+        sides = ((self.decode, decode_devices), (self.prefill, self.devices - decode_devices))
         prices = [(side.cluster.hardware.price_per_hour, devices) for side, devices in sides if devices]
         if any(price is None for price, _ in prices):
             return None
@@ -87,28 +87,28 @@ class Candidate:
 
     def misses(self, objective: Objective, sure: bool = False) -> dict[str, float]:
         """Objective → how many times too slow: above 1."""
-        found = {}
+        missed = {}
         for name, bound in (("ttft", objective.ttft), ("tpot", objective.tpot)):
             figure: Figure = getattr(self, name)
             if bound is not None:
-                found[name] = (figure.high if sure else figure.value) / bound
+                missed[name] = (figure.high if sure else figure.value) / bound
         if objective.throughput is not None:
-            found["throughput"] = objective.throughput / (self.throughput.low if sure else self.throughput.value)
-        return {name: ratio for name, ratio in found.items() if ratio > 1.0}
+            missed["throughput"] = objective.throughput / (self.throughput.low if sure else self.throughput.value)
+        return {name: ratio for name, ratio in missed.items() if ratio > 1.0}
 
     def name(self) -> str:
         """`4 × dp=8`, or `2 × dp=8 | 1 × dp=16` with prefill before the bar."""
-        own = f"{self.count} × {self.decode.layout}"
+        decode = f"{self.count} × {self.decode.layout}"
         if self.mode == "aggregated":
-            return own
+            return decode
         first = f"{self.prefill_count} × {self.prefill.layout}"
         if self.decode.cluster.prefill is None:
-            return f"{first} | {own}"
-        return f"{first} {self.prefill.cluster.hardware.key} | {own} {self.decode.cluster.hardware.key}"
+            return f"{first} | {decode}"
+        return f"{first} {self.prefill.cluster.hardware.key} | {decode} {self.decode.cluster.hardware.key}"
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "mode": self.mode,
             "mesh": str(self.decode.layout.mesh),
             "kind": self.decode.layout.kind,
@@ -128,14 +128,14 @@ class Candidate:
             "max_batch_per_dp_rank": self.decode.max_batch,
         }
         if self.mode == "separated":
-            found["prefill"] = {
+            fields["prefill"] = {
                 "mesh": str(self.prefill.layout.mesh),
                 "redundant_experts": self.prefill.layout.redundant,
                 "instances": self.prefill_count,
                 "tokens_per_step": self.prefill_tokens,
                 "hardware": self.prefill.cluster.hardware.key,
             }
-        return found
+        return fields
 
 
 def frontier(candidates: list[Candidate]) -> list[Candidate]:
@@ -167,9 +167,9 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     ahead, one more step, planned before the prompt came, passes.
     """
     output = instance.workload.output.mean
-    own = instance.tpot(batch)
+    seconds = instance.tpot(batch)
     others, step = prompts_beside_decodes(instance, batch, tokens)
-    tpot = (own + others).named("TPOT", "s")
+    tpot = (seconds + others).named("TPOT", "s")
     chunks = max(1.0, instance.workload.computed / tokens)
     decode = instance.decode_step(batch)
     if instance.workload.concurrency is None:
@@ -180,8 +180,8 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
         first = (whole * chunks).named("own prompt, beside decodes", "s") + _queue(whole, busy)
         ttft = first + (mean * _passing(instance)).named("steps in progress", "s")
     else:
-        own = (own_step(instance, batch, tokens) + decode) * chunks
-        ttft = own.named("own prompt and those that come with it, beside decodes", "s")
+        seconds = (own_step(instance, batch, tokens) + decode) * chunks
+        ttft = seconds.named("own prompt and those that come with it, beside decodes", "s")
         under_way = tpot * instance.options.tokens_a_step * (_passing(instance) + 0.5)
         ttft = ttft + under_way.named("steps under way while the one before ends", "s")
     ttft = (ttft + front_door()).named("TTFT", "s")

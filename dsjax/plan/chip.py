@@ -83,22 +83,22 @@ class Chip:
     known: dict = field(default_factory=dict, compare=False, repr=False)
 
     def _once(self, key: tuple, make) -> Figure:
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = make()
-        return found
+        known = self.known.get(key)
+        if known is None:
+            known = self.known[key] = make()
+        return known
 
     def _device(self, key: str) -> Hardware:
         """A device as its file has it: what its table was measured on."""
-        found = self.known.get(("device", key))
-        if found is None:
-            found = self.operators.device(key)
+        device = self.known.get(("device", key))
+        if device is None:
+            device = self.operators.device(key)
             # Where nothing was scaled it is this very device, whose times are not carried anywhere.
-            same = self.hardware.key == key and (found.fp8_flops, found.bf16_flops, found.memory_bandwidth) == (
+            same = self.hardware.key == key and (device.fp8_flops, device.bf16_flops, device.memory_bandwidth) == (
                 self.hardware.fp8_flops, self.hardware.bf16_flops, self.hardware.memory_bandwidth
             )  # fmt: skip
-            found = self.known["device", key] = self.hardware if same else found
-        return found
+            device = self.known["device", key] = self.hardware if same else device
+        return device
 
     @property
     def tables_of(self) -> tuple[str, ...]:
@@ -120,16 +120,16 @@ class Chip:
         if self.middle:
             return Middle(value / self.carried_over.value)
         low, high = min(*seconds, value / (1 + spread)), max(*seconds, value * (1 + spread))
-        found = Figure(value, low, high, Kind.MEASURED, name=name, source=source, unit="s")
+        timed = Figure(value, low, high, Kind.MEASURED, name=name, source=source, unit="s")
         factor = self.carried_over
-        return found if factor.low == factor.high else found / factor
+        return timed if factor.low == factor.high else timed / factor
 
     def _table(self, find) -> tuple[object, Hardware] | None:
         """The first device of `tables_of` for which there is a table, and that device."""
         for key in dict.fromkeys(self.tables_of):
-            found = find(key)
-            if found is not None:
-                return found, self._device(key)
+            table = find(key)
+            if table is not None:
+                return table, self._device(key)
         return None
 
     # Products -----------------------------------------------------------------------------------------------------------------
@@ -176,12 +176,12 @@ class Chip:
         def work(rows: float) -> OperationWork:
             return OperationWork(2.0 * rows * n * k, unit, n * k * itemsize + rows * (k * itemsize + 2 * n))
 
-        found = self._table(lambda key: self.operators.product(key, dtype, n, k))
+        curves = self._table(lambda key: self.operators.product(key, dtype, n, k))
         table, readme, spread = None, None, 0.15
-        if found:
-            table = self._carried(*found, work)
-            spread = max(0.05, min(0.25, self.operators.product_error(found[1].key, dtype)))
-        timed_here = found and found[1].key == self.hardware.key
+        if curves:
+            table = self._carried(*curves, work)
+            spread = max(0.05, min(0.25, self.operators.product_error(curves[1].key, dtype)))
+        timed_here = curves and curves[1].key == self.hardware.key
         if (self.hardware.platform != "cuda" or self.hardware.is_hopper) and dtype != "nvfp4" and not timed_here:
             readme = self._carried(dense_curve(n, k, itemsize), self._device("h800"), work)
         return table, readme, spread, lambda rows: work(rows).best(self.hardware)
@@ -225,19 +225,19 @@ class Chip:
         self, used: float, rows: float, received: float, slots: float, width: int, inner: int, decode: bool
     ) -> tuple[float, float, str]:
         """(seconds, relative spread, source)."""
-        found = None if decode else self._table(self.operators.grouped_prefill)
-        if found:
-            terms, spread = self._once(("contiguous", width, inner), lambda: self._contiguous(*found, width, inner))
+        curves = None if decode else self._table(self.operators.grouped_prefill)
+        if curves:
+            terms, spread = self._once(("contiguous", width, inner), lambda: self._contiguous(*curves, width, inner))
             each = sum(term * size for term, size in zip(terms, (rows, received, slots, 1.0), strict=True))
-            return max(found[0].least, each), spread, AICONFIGURATOR
+            return max(curves[0].least, each), spread, AICONFIGURATOR
         masked = self._once(("masked", width, inner, decode), lambda: self._masked(width, inner, decode))
         grid, spread, source = masked
         return grid(used, rows), spread, source
 
     def _masked(self, width: int, inner: int, decode: bool) -> tuple[Grid, float, str]:
         """(seconds over experts with rows and rows in all, relative spread, source): decode's layout, and prefill's without a table."""
-        found = self._table(self.operators.grouped_decode) if decode else None
-        curves, there = found or ({}, self._device("h800"))
+        masked = self._table(self.operators.grouped_decode) if decode else None
+        curves, there = masked or ({}, self._device("h800"))
         last = max(curves, default=1.0)
 
         def time(used: float, rows: float) -> float:
@@ -259,14 +259,14 @@ class Chip:
 
         Each is carried over by itself, so that their sum grows with each of the sizes.
         """
-        found = []
+        curves = []
         for seconds, used, rows, each in ((table.row, 0.0, 1.0, 4096.0), (table.slot, 1.0, 0.0, 1.0)):
             work = self.experts_work(used, rows, width, inner)
             ratio = self._ratio(work, _usual_experts(used, rows), each, width * inner, there)
-            found.append(carried(seconds * ratio, work, there, self.hardware, 0.0))
+            curves.append(carried(seconds * ratio, work, there, self.hardware, 0.0))
         token = carried(table.token * width / _V3_WIDTH, OperationWork(0.0, "bf16", 0.0), there, self.hardware, 0.0)
         spread = 0.2 if self.precision.expert < 1 else max(0.08, table.error)
-        return (found[0], token, found[1], table.fixed), spread
+        return (curves[0], token, curves[1], table.fixed), spread
 
     def _ratio(self, work: OperationWork, usual: OperationWork, each: float, weights: int, there: Hardware) -> float:
         """Time of this precision and an expert of so many weights a matrix ÷ of V3's in FP8; `each`: rows of an expert."""
@@ -293,10 +293,10 @@ class Chip:
         return curve and self._figure([curve(tokens)], 0.1, "fused experts", AICONFIGURATOR)
 
     def _fused_experts(self, touched: Callable[[float], float], tp: int, ep: int) -> Curve | None:
-        found = self._table(lambda key: self.operators.fused(key, tp, ep) if self.hardware.same_die else None)
-        if not found or self.precision.expert < 1 or self.precision.expert >= BF16:
+        curves = self._table(lambda key: self.operators.fused(key, tp, ep) if self.hardware.same_die else None)
+        if not curves or self.precision.expert < 1 or self.precision.expert >= BF16:
             return None
-        curve, there = found
+        curve, there = curves
         # From one token on 8 experts to 32 on all 256 the table tells what an expert's weights take.
         of_one = (curve(32) - curve(1)) / (256 - 8)
         points = []
@@ -333,10 +333,10 @@ class Chip:
     def _decode_times(self, fp8: bool, heads: float, latent: int, rank: int):
         """(rows and contexts that were timed, seconds at two of them, relative spread, source) with a cache in FP8 or in bf16."""
         unit = "fp8" if fp8 and self.hardware.is_blackwell else "bf16"
-        found = self._table(
+        table = self._table(
             lambda key: self.operators.decode_attention(key, "fp8" if fp8 else "bfloat16", math.ceil(heads))
         )
-        (curves, spread), there = found or (({}, 0.15), self._device("h800"))
+        (curves, spread), there = table or (({}, 0.15), self._device("h800"))
         least = min((curve.seconds[0] for curve in curves.values()), default=_LAUNCH)
 
         def work(rows: float, context: float, values: int, out: int) -> OperationWork:
@@ -344,12 +344,14 @@ class Chip:
             return OperationWork(flops, unit, rows * context * values * (self.precision.cache if fp8 else BF16))
 
         def time(rows: float, context: float) -> float:
-            own = work(rows, context, latent, rank)
+            rank_work = work(rows, context, latent, rank)
             if not curves:
-                return carried(decode_attention_seconds(own.flops, own.moved), own, there, self.hardware)
+                return carried(
+                    decode_attention_seconds(rank_work.flops, rank_work.moved), rank_work, there, self.hardware
+                )
             near = curves.get(rows) or curves[min(curves, key=lambda known: abs(known - rows))]
-            seconds = near(context) * own.best(there) / work(rows, context, 576, 512).best(there)
-            return carried(seconds, own, there, self.hardware, least)
+            seconds = near(context) * rank_work.best(there) / work(rows, context, 576, 512).best(there)
+            return carried(seconds, rank_work, there, self.hardware, least)
 
         rows = sorted(curves) or doublings(1.0, 4096)
         contexts = sorted({size for curve in curves.values() for size in curve.sizes}) or doublings(32.0, 131_072)
@@ -368,8 +370,8 @@ class Chip:
     def _prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> Figure:
         # With an FP8 cache an engine may still compute prompts in bf16, and quantises what it stores; the faster way counts.
         ways = [False, True] if self.precision.cache < BF16 else [False]
-        found = [self._prefill_attention_in(fp8, heads, tokens, prompts, context, per_pair) for fp8 in ways]
-        return min(found, key=lambda figure: figure.value)
+        times = [self._prefill_attention_in(fp8, heads, tokens, prompts, context, per_pair) for fp8 in ways]
+        return min(times, key=lambda figure: figure.value)
 
     def _prefill_attention_in(
         self, fp8: bool, heads: int, tokens: float, prompts: float, context: float, per_pair: int
@@ -398,10 +400,10 @@ class Chip:
 
         A token takes longer in a longer prompt, less beside more prompts; and more prompts take longer together.
         """
-        found = self._table(lambda key: self.operators.prefill_attention(key, "fp8" if fp8 else "bfloat16", heads))
-        if not found:
+        timed = self._table(lambda key: self.operators.prefill_attention(key, "fp8" if fp8 else "bfloat16", heads))
+        if not timed:
             return None
-        table, there = found
+        table, there = timed
         unit = "fp8" if fp8 and self.hardware.is_blackwell else "bf16"
         least = min(min(times.values()) for times in table.values())
         tokens: dict[float, dict[float, float]] = {}

@@ -194,9 +194,9 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         raise UserError(f"cluster {key!r} is not valid TOML: {error}") from error
 
 
-def _from_fields(key: str, found: Mapping[str, Any]) -> Cluster:
-    check_fields(f"cluster {key!r}", found, _FIELDS, [name for name in _FIELDS if name not in _OPTIONAL])
-    for name, value in found.items():
+def _from_fields(key: str, values: Mapping[str, Any]) -> Cluster:
+    check_fields(f"cluster {key!r}", values, _FIELDS, [name for name in _FIELDS if name not in _OPTIONAL])
+    for name, value in values.items():
         wanted = (int, float) if _FIELDS[name] is float else (_FIELDS[name],)
         if isinstance(value, bool) != (_FIELDS[name] is bool) or not isinstance(value, wanted):
             raise UserError(f"cluster {key!r}: {name} is {value!r}, expected {_WORDS[_FIELDS[name]]}")
@@ -205,29 +205,29 @@ def _from_fields(key: str, found: Mapping[str, Any]) -> Cluster:
         if name in ("network_gbps", "latency_us", "storage_gb_per_s") and not 0 < value < math.inf:
             raise UserError(f"cluster {key!r}: {name} is {value}, expected a number above 0")
     try:
-        chip = load_hardware(found["hardware"])
+        chip = load_hardware(values["hardware"])
     except UserError as error:
         raise UserError(f"cluster {key!r}: {error}") from error
-    low, high = _range(key, found["latency_us_range"], found["latency_us"])
-    devices_per_host = found.get("devices_per_host", chip.devices_per_host)
+    low, high = _range(key, values["latency_us_range"], values["latency_us"])
+    devices_per_host = values.get("devices_per_host", chip.devices_per_host)
     cluster = Cluster(
-        name=found["name"],
-        description=found["description"],
+        name=values["name"],
+        description=values["description"],
         hardware=chip,
-        hosts=found["hosts"],
+        hosts=values["hosts"],
         devices_per_host=devices_per_host,
-        scale_up_devices=found.get("scale_up_devices", chip.scale_up_devices),
-        network=found["network"],
-        network_gbps=found["network_gbps"],
-        nics_per_host=found["nics_per_host"],
-        latency=found["latency_us"] * 1e-6,
+        scale_up_devices=values.get("scale_up_devices", chip.scale_up_devices),
+        network=values["network"],
+        network_gbps=values["network_gbps"],
+        nics_per_host=values["nics_per_host"],
+        latency=values["latency_us"] * 1e-6,
         latency_low=low * 1e-6,
         latency_high=high * 1e-6,
-        sources=dict(found["sources"]),
-        storage=found["storage_gb_per_s"] * 1e9 if "storage_gb_per_s" in found else None,
-        acceptance=_acceptance(key, found.get("acceptance", {})),
-        wiring=read_wiring(key, found, found["hosts"], found["nics_per_host"]),
-        prefill=_prefill(key, found) if "prefill" in found else None,
+        sources=dict(values["sources"]),
+        storage=values["storage_gb_per_s"] * 1e9 if "storage_gb_per_s" in values else None,
+        acceptance=_acceptance(key, values.get("acceptance", {})),
+        wiring=read_wiring(key, values, values["hosts"], values["nics_per_host"]),
+        prefill=_prefill(key, values) if "prefill" in values else None,
     )
     if cluster.domain % devices_per_host and devices_per_host % cluster.domain:
         raise UserError(
@@ -237,19 +237,19 @@ def _from_fields(key: str, found: Mapping[str, Any]) -> Cluster:
     return cluster
 
 
-def _prefill(key: str, found: Mapping[str, Any]) -> Cluster:
+def _prefill(key: str, values: Mapping[str, Any]) -> Cluster:
     """The table `[prefill]`: hosts of another kind, on the same network."""
-    own = found["prefill"]
-    if set(own) - set(_OF_PREFILL) or {"hardware", "hosts"} - set(own):
+    side = values["prefill"]
+    if set(side) - set(_OF_PREFILL) or {"hardware", "hosts"} - set(side):
         raise UserError(
-            f"cluster {key!r}: prefill has {', '.join(sorted(own)) or 'nothing'}; expected hardware and hosts, and where they differ "
+            f"cluster {key!r}: prefill has {', '.join(sorted(side)) or 'nothing'}; expected hardware and hosts, and where they differ "
             f"{', '.join(_OF_PREFILL[2:])}"
         )
     apart = ("prefill", "scale_up_devices", "devices_per_host", "tiers", "direct", "acceptance")
-    others = {name: value for name, value in found.items() if name not in apart}
-    chip = load_hardware(own["hardware"]).name if isinstance(own["hardware"], str) else own["hardware"]
-    described = {"name": f"{found['name']}, prefill", "description": f"{own['hosts']} hosts of {chip}"}
-    return _from_fields(f"{key}, prefill", {**others, **described, **own})
+    others = {name: value for name, value in values.items() if name not in apart}
+    chip = load_hardware(side["hardware"]).name if isinstance(side["hardware"], str) else side["hardware"]
+    described = {"name": f"{values['name']}, prefill", "description": f"{side['hosts']} hosts of {chip}"}
+    return _from_fields(f"{key}, prefill", {**others, **described, **side})
 
 
 def _range(key: str, ends: list, value: float) -> tuple[float, float]:
@@ -261,7 +261,7 @@ def _range(key: str, ends: list, value: float) -> tuple[float, float]:
     return ends[0], ends[1]
 
 
-def _acceptance(key: str, found: Mapping[str, Any]) -> Acceptance:
+def _acceptance(key: str, values: Mapping[str, Any]) -> Acceptance:
     """The table `[acceptance]`: `warning`, `failing`, and tables such as `[acceptance.inside_host.all_gather]`: own expectations."""
 
     def number(name: str, value: Any) -> float:
@@ -275,19 +275,19 @@ def _acceptance(key: str, found: Mapping[str, Any]) -> Acceptance:
             raise UserError(f"cluster {key!r}: {name} has {what}, expected some of {', '.join(known)}")
         return table
 
-    fields("acceptance", found, ("warning", "failing", *_PLACES))
+    fields("acceptance", values, ("warning", "failing", *_PLACES))
     expected = {}
     for place in _PLACES:
-        for collective, own in fields(f"acceptance.{place}", found.get(place, {}), COLLECTIVES).items():
+        for collective, bounds in fields(f"acceptance.{place}", values.get(place, {}), COLLECTIVES).items():
             name = f"acceptance.{place}.{collective}"
-            own = fields(name, own, ("latency_us", "gb_per_s"))
-            if len(own) < 2:
+            bounds = fields(name, bounds, ("latency_us", "gb_per_s"))
+            if len(bounds) < 2:
                 raise UserError(f"cluster {key!r}: {name} needs both latency_us and gb_per_s")
-            seconds, rate = (number(f"{name}.{field}", own[field]) for field in ("latency_us", "gb_per_s"))
+            seconds, rate = (number(f"{name}.{field}", bounds[field]) for field in ("latency_us", "gb_per_s"))
             expected[place, collective] = seconds * 1e-6, rate * 1e9
     default = Acceptance()
-    warning = number("acceptance.warning", found.get("warning", default.warning))
-    failing = number("acceptance.failing", found.get("failing", default.failing))
+    warning = number("acceptance.warning", values.get("warning", default.warning))
+    failing = number("acceptance.failing", values.get("failing", default.failing))
     if not 1 <= warning <= failing:
         raise UserError(
             f"cluster {key!r}: acceptance.warning is {warning:g} and acceptance.failing {failing:g}, expected 1 or more, and the "

@@ -110,9 +110,9 @@ def read_dry_run(path: str | Path) -> DryRun:
     """
     path = Path(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
         written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date().isoformat()
-        return _from_json(str(path), written, found)
+        return _from_json(str(path), written, values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MeshError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else why_unreadable(error)
         raise UserError(
@@ -120,29 +120,29 @@ def read_dry_run(path: str | Path) -> DryRun:
         ) from error
 
 
-def _from_json(file: str, written: str, found: Mapping[str, Any]) -> DryRun:
-    memory, timeline = found["device_bytes"], found.get("timeline")
+def _from_json(file: str, written: str, values: Mapping[str, Any]) -> DryRun:
+    memory, timeline = values["device_bytes"], values.get("timeline")
     return DryRun(
         file=file,
-        provenance=f"{Path(file).name}, dsjax dryrun --target {found['target']}, {_versions(found)}{written}",
-        parameters=found["parameters"]["total"],
-        cache_bytes_per_token=memory["cache"] / (found["cache_tokens"] + found["page_size"]),
+        provenance=f"{Path(file).name}, dsjax dryrun --target {values['target']}, {_versions(values)}{written}",
+        parameters=values["parameters"]["total"],
+        cache_bytes_per_token=memory["cache"] / (values["cache_tokens"] + values["page_size"]),
         weight_bytes=memory["weights_total"],
-        mesh=MeshSpec.parse(found["mesh"]),
-        physical_experts=found["physical_experts"],
-        target=found["target"],
-        step=found["step"],
-        rows=found["batch"],
-        row_tokens=found["chunk"],
-        context=found["context"],
-        tokens=found["tokens_per_device"],
-        weights=found["weights"],
-        kv_cache_dtype=found["kv_cache_dtype"],
-        form=found["mla"],
-        wire=found["dispatch_wire"],
+        mesh=MeshSpec.parse(values["mesh"]),
+        physical_experts=values["physical_experts"],
+        target=values["target"],
+        step=values["step"],
+        rows=values["batch"],
+        row_tokens=values["chunk"],
+        context=values["context"],
+        tokens=values["tokens_per_device"],
+        weights=values["weights"],
+        kv_cache_dtype=values["kv_cache_dtype"],
+        form=values["mla"],
+        wire=values["dispatch_wire"],
         temporaries=memory["temporaries"] + max(0, memory["outputs"] - memory["aliased"]) + (memory.get("code") or 0),
-        collectives=tuple(Sent.read(one) for one in found["collectives"]),
-        flops=dict(found["costs"]["flops_by_dtype"]),
+        collectives=tuple(Sent.read(one) for one in values["collectives"]),
+        flops=dict(values["costs"]["flops_by_dtype"]),
         timeline=_predicted(timeline["step"]) if timeline else None,
     )
 
@@ -152,8 +152,8 @@ def _predicted(step: Mapping[str, Any]) -> Figure:
     return Figure(*ends, Kind.COMPILED | Kind.ASSUMPTION, name="timeline", unit="s")
 
 
-def _versions(found: Mapping[str, Any]) -> str:
-    versions = found.get("versions")
+def _versions(values: Mapping[str, Any]) -> str:
+    versions = values.get("versions")
     if not isinstance(versions, dict):
         return ""
     return ", ".join(f"{name} {version}" for name, version in versions.items()) + ", "

@@ -81,7 +81,7 @@ def _place(sizes: list[float], size: float) -> tuple[int, float, float]:
 
 def doublings(least: float, most: float, steps: int = 1) -> list[float]:
     """`least`, and so many sizes for each doubling up to at least `most`."""
-    found = [least]
-    while found[-1] < most:
-        found.append(least * 2 ** (len(found) / steps))
-    return found
+    sizes = [least]
+    while sizes[-1] < most:
+        sizes.append(least * 2 ** (len(sizes) / steps))
+    return sizes

@@ -25,19 +25,19 @@ def explain(candidate: Candidate, what: str) -> str:
 def widening(candidate: Candidate, what: str) -> list[tuple[str, float]]:
     """Each assumption below `ttft`, `tpot` or `throughput`, and by which share the interval would be narrower if its middle value were
     known to be right; the one that widens it most first."""
-    cluster, own = candidate.decode.cluster, (MEAN_OF_STEPS,)  # has a range of its own beside those of its parts
+    cluster, mean = candidate.decode.cluster, (MEAN_OF_STEPS,)  # has a range of its own beside those of its parts
     whole: Figure = getattr(on(candidate, cluster), what)
     names = {
         part.name
         for part, _ in whole.walk()
-        if part.name and part.kinds & Kind.ASSUMPTION and part.low < part.high and (not part.parts or part.name in own)
+        if part.name and part.kinds & Kind.ASSUMPTION and part.low < part.high and (not part.parts or part.name in mean)
     }
-    found = []
+    shares = []
     for name in names:
         with settled(name):
             known: Figure = getattr(on(candidate, cluster), what)
-        found.append((name, 1 - (known.high - known.low) / (whole.high - whole.low)))
-    return sorted(found, key=lambda one: (-one[1], one[0]))
+        shares.append((name, 1 - (known.high - known.low) / (whole.high - whole.low)))
+    return sorted(shares, key=lambda one: (-one[1], one[0]))
 
 
 def _ranked(candidate: Candidate, what: str) -> list[str]:

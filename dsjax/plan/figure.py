@@ -152,9 +152,9 @@ class Figure:
 
     def to_json(self) -> dict[str, Any]:
         """`{"value", "low", "high", "kind"}`, and `unit` where there is one."""
-        found: dict[str, Any] = {"value": self.value, "low": self.low, "high": self.high}
-        found["kind"] = Kind(self.kinds).words()
-        return {**found, "unit": self.unit} if self.unit else found
+        fields: dict[str, Any] = {"value": self.value, "low": self.low, "high": self.high}
+        fields["kind"] = Kind(self.kinds).words()
+        return {**fields, "unit": self.unit} if self.unit else fields
 
 
 class Middle(Figure):
@@ -205,9 +205,9 @@ class Middle(Figure):
 
 
 def _middle(value: float, new=Figure.__new__) -> Middle:
-    found = new(Middle)
-    found.value = value
-    return found
+    middle = new(Middle)
+    middle.value = value
+    return middle
 
 
 @contextlib.contextmanager
@@ -225,12 +225,12 @@ def is_settled(name: str) -> bool:
     return _SETTLED.get() == name
 
 
-def unless_settled(found: Figure) -> Figure:
+def unless_settled(figure: Figure) -> Figure:
     """Return a figure, or its middle value alone where it is an assumption that is taken to be known (`settled`)."""
-    if not is_settled(found.name) or not found.kinds & Kind.ASSUMPTION:
-        return found
-    value, about = found.value, {"note": found.note, "source": found.source, "parts": found.parts}
-    return Figure(value, value, value, found.kinds, name=found.name, unit=found.unit, **about)
+    if not is_settled(figure.name) or not figure.kinds & Kind.ASSUMPTION:
+        return figure
+    value, about = figure.value, {"note": figure.note, "source": figure.source, "parts": figure.parts}
+    return Figure(value, value, value, figure.kinds, name=figure.name, unit=figure.unit, **about)
 
 
 def exact(value: float, name: str = "", unit: str = "", note: str = "") -> Figure:

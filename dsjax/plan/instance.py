@@ -176,12 +176,12 @@ class Instance:
         if key not in self.steps:
             computed, work = self.workload.computed, self.workload
             prompt = computed * (1 + work.input.variation**2)
-            found = []
+            steps = []
             for model in self.step_models():
                 device, rows = model.prefill_device(tokens, prompt=prompt, cached=work.cached, busy=busy)
                 slack = max(0.0, model.launches().value - device.value)
-                found.append((model.launched(device, tokens, rows), slack))
-            step, slack = min(found, key=lambda one: one[0].value)
+                steps.append((model.launched(device, tokens, rows), slack))
+            step, slack = min(steps, key=lambda one: one[0].value)
             self.steps[key] = self._paced(step, False), slack
         return self.steps[key]
 

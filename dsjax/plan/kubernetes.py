@@ -80,11 +80,11 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
 
 def write_overlay(folder: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
     """An overlay, and beside it the base, unless the folder is one of the project's own `deploy/overlays`; and `recipe.json`."""
-    own = folder.resolve().parent.name == "overlays" and (folder.resolve().parents[1] / "base").is_dir()
-    text = overlay(model, question, candidate, "../../base" if own else "base", command)
+    beside_base = folder.resolve().parent.name == "overlays" and (folder.resolve().parents[1] / "base").is_dir()
+    text = overlay(model, question, candidate, "../../base" if beside_base else "base", command)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "kustomization.yaml").write_text(text, encoding="utf-8")
-    if own:
+    if beside_base:
         return
     body = json.dumps(recipe(model, question, candidate), indent=2, allow_nan=False)
     (folder / "recipe.json").write_text(body + "\n", encoding="utf-8")

@@ -75,11 +75,11 @@ class LaunchCommand:
 
     def commands(self) -> list[str]:
         """One line for a shell on each host of one instance; `$HEAD` is the address of its first host."""
-        own = self.each_host or [{}]
+        hosts = self.each_host or [{}]
         program = shlex.split(documented(self.engine)["program"])
         target = [] if "--model-path" in self.flags else [self.model]
         lines = []
-        for more in own:
+        for more in hosts:
             words = [*program, *target, *(word for pair in (self.flags | more).items() for word in pair if word)]
             line = " ".join(f'"{word}"' if HEAD in word else shlex.quote(word) for word in words)
             lines.append(line if self.engine != "tensorrt-llm" or self.hosts == 1 else self._under_slurm(line))

@@ -85,10 +85,10 @@ def bottlenecks(candidate: Candidate, shared: dict | None = None) -> list[Bottle
         moved = quick_on(candidate, there, known, batch)
         return Bottleneck(resource, moved.throughput.value / now)
 
-    found = [gain(resource, cluster.scaled(resource, 2)) for resource in RESOURCES]
+    gains = [gain(resource, cluster.scaled(resource, 2)) for resource in RESOURCES]
     if candidate.batch >= candidate.decode.max_batch:
-        found.append(gain("memory", cluster, candidate.batch * 2))
-    return sorted(found, key=lambda b: -b.gain)
+        gains.append(gain("memory", cluster, candidate.batch * 2))
+    return sorted(gains, key=lambda b: -b.gain)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def forbidden(plan: Plan) -> list[Forbidden]:
         return []
     if not plan.every:
         return [_no_room_for_all(plan) if plan.fitting else _no_room(plan)]
-    objective, found = plan.question.bounds, []
+    objective, reasons = plan.question.bounds, []
     for name, metric in _METRICS.items():
         wanted = getattr(objective, name)
         if wanted is None:
@@ -134,9 +134,9 @@ def forbidden(plan: Plan) -> list[Forbidden]:
         if not nearest.meets(alone):
             endless = metric(on(nearest, _of_everything(plan.question.cluster, _FACTORS[-1])))
             remedies = _remedies(plan, alone)
-            found.append(Forbidden(name, wanted, metric(nearest), nearest.name(), remedies, endless))
-    if found:
-        return found
+            reasons.append(Forbidden(name, wanted, metric(nearest), nearest.name(), remedies, endless))
+    if reasons:
+        return reasons
     nearest = plan.missed[0]
     worst = max(nearest.misses(objective), key=nearest.misses(objective).get)
     return [
@@ -154,22 +154,22 @@ _METRICS: dict[str, Callable[[Candidate], float]] = {
 
 
 def _remedies(plan: Plan, objective: Objective) -> list[Remedy]:
-    question, found = plan.question, []
+    question, remedies = plan.question, []
     near = sorted(plan.every, key=lambda c: max(c.misses(objective).values(), default=0))[:_NEAREST]
     for resource in RESOURCES:
         for factor in _FACTORS:
             cluster, shared = question.cluster.scaled(resource, factor), {}
             if any(quick_on(candidate, cluster, shared).meets(objective) for candidate in near):
-                found.append(Remedy(resource, factor))
+                remedies.append(Remedy(resource, factor))
                 break
     for factor in _FACTORS:
         cluster, shared = _of_everything(question.cluster, factor), {}
         if any(quick_on(candidate, cluster, shared).meets(objective) for candidate in near):
-            found.append(Remedy("all of these together", factor))
+            remedies.append(Remedy("all of these together", factor))
             break
     if question.cluster.num_devices <= 64:
-        found += _more_hosts(question, objective)
-    return sorted(found, key=lambda r: r.factor)
+        remedies += _more_hosts(question, objective)
+    return sorted(remedies, key=lambda r: r.factor)
 
 
 def _of_everything(cluster: Cluster, factor: float) -> Cluster:
@@ -192,8 +192,8 @@ def _no_room_for_all(plan: Plan) -> Forbidden:
     """No layout's caches hold the requests in flight, or prefill and decode do not fit beside each other."""
     question = plan.question
     wanted, apart = question.workload.concurrency, "aggregated" not in question.options.possible_modes
-    if apart and (found := _too_few_devices(question, plan.fitting)):
-        return found
+    if apart and (reason := _too_few_devices(question, plan.fitting)):
+        return reason
     prefilling = _prefilling(question, plan.fitting) if apart else []
 
     def held(instance: Instance) -> int:
@@ -232,14 +232,14 @@ def _too_few_devices(question: Question, fitting: list[Instance]) -> Forbidden |
     first, needed = _least_prefill(question, fitting)
     if first is None:
         return Forbidden("devices", 0, cluster.prefill.num_devices, "", [])
-    own = min(_decoding(question, fitting), key=lambda i: i.layout.devices)
-    decode = (pins.decode_count or 1) * own.layout.devices
+    smallest = min(_decoding(question, fitting), key=lambda i: i.layout.devices)
+    decode = (pins.decode_count or 1) * smallest.layout.devices
     pairs = [(needed + decode, question.devices)]
     if cluster.prefill is not None:
         pairs = [(needed, cluster.prefill.num_devices), (decode, question.devices)]
     for wanted, at_hand in pairs:
         if wanted > at_hand:
-            by = f"{pins.prefill_count or 1} × {first.layout} | {pins.decode_count or 1} × {own.layout}"
+            by = f"{pins.prefill_count or 1} × {first.layout} | {pins.decode_count or 1} × {smallest.layout}"
             return Forbidden("devices", wanted, at_hand, by, [Remedy("devices", wanted / at_hand)])
     return None
 

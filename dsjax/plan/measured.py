@@ -109,15 +109,15 @@ class Measured:
         The context is counted in the blocks that the model reads it in, of which it reads whole ones.
         """
         decode = verify or chunk == 1
-        found = self.rows("attention", f"{form} verify") if verify else []
-        found = [row for row in found if row["sizes"]["chunk"] == chunk]
-        if verify and not found:
+        verified = self.rows("attention", f"{form} verify") if verify else []
+        verified = [row for row in verified if row["sizes"]["chunk"] == chunk]
+        if verify and not verified:
             rows, chunk = rows * chunk, 1
-        found = found or self.rows("attention", f"{form} {'decode' if decode else 'prefill'}")
+        verified = verified or self.rows("attention", f"{form} {'decode' if decode else 'prefill'}")
         size, at = ("rows", rows) if decode else ("chunk", chunk)
         points = []
-        for number in sorted({row["sizes"][size] for row in found}):
-            same = [row for row in found if row["sizes"][size] == number]
+        for number in sorted({row["sizes"][size] for row in verified}):
+            same = [row for row in verified if row["sizes"][size] == number]
             by_reach = _points(same, lambda s: _reach(s["context"] + s["chunk"], s["block"]))
             points.append(_at(by_reach, _reach(cached + chunk, same[0]["sizes"]["block"]), number))
         # Rows timed at different contexts are not compared: the common ones decide what lies between.
@@ -147,11 +147,11 @@ def _reach(positions: float, block: int) -> float:
 def _points(rows: Sequence[Mapping[str, Any]], size: Any) -> list[TimedSize]:
     """Ascending; one for each size."""
     read = size if callable(size) else (lambda sizes: sizes[size])
-    found = {
+    points = {
         read(row["sizes"]): TimedSize(read(row["sizes"]), row["median_s"], row["low_s"], row["high_s"], row["once_s"])
         for row in rows
     }
-    return [found[at] for at in sorted(found)]
+    return [points[at] for at in sorted(points)]
 
 
 def _at(points: Sequence[TimedSize], x: float, name: float) -> tuple[TimedSize, bool]:
@@ -205,8 +205,8 @@ def opened(path: str | Path, flag: str, command: str, form: str) -> dict[str, An
             f"{flag} {path}: {why_unreadable(error)}; expected a file that {command} --json wrote"
         ) from error
     if not isinstance(body, dict) or body.get("format") != form:
-        found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise UserError(f"{flag} {path}: its format is {found!r}, expected {form!r}, of {command} --json")
+        given_format = body.get("format") if isinstance(body, dict) else type(body).__name__
+        raise UserError(f"{flag} {path}: its format is {given_format!r}, expected {form!r}, of {command} --json")
     return body
 
 

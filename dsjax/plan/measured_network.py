@@ -83,12 +83,12 @@ class MeasuredNetwork:
         Of groups of another size than was timed, the nearest size tells, and the interval reaches to time in proportion to the ranks.
         An exchange of several messages of other sizes (`ragged`) is told by `all_to_all` where it was not timed itself.
         """
-        found = self.curves.get((collective, between_hosts))
-        if not found and collective == "ragged_all_to_all":
-            collective, found = "all_to_all", self.curves.get(("all_to_all", between_hosts))
-        if not found:
+        points = self.curves.get((collective, between_hosts))
+        if not points and collective == "ragged_all_to_all":
+            collective, points = "all_to_all", self.curves.get(("all_to_all", between_hosts))
+        if not points:
             return None
-        curve = min(found, key=lambda c: abs(math.log(c.ranks / ranks)))
+        curve = min(points, key=lambda c: abs(math.log(c.ranks / ranks)))
         wire = self.between_hosts if between_hosts else self.inside_host
         latency = self.latency if between_hosts else 1.0
         ends, beyond = [], False

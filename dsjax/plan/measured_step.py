@@ -35,8 +35,8 @@ class MeasuredStep(StepModel):
     def attention(self, tokens: float, read: float, context: float, decode: bool) -> Figure:
         """One layer as it was timed, with its projections; published where the file has none for such a layout."""
         whole = self.layout.mesh.tp_size == 1 and context > 0
-        found = self._measured_attention(tokens, read, context, decode, 1, 0) if whole else None
-        return found or super().attention(tokens, read, context, decode)
+        measured = self._measured_attention(tokens, read, context, decode, 1, 0) if whole else None
+        return measured or super().attention(tokens, read, context, decode)
 
     def launches(self) -> Figure:
         """In the modules' own times."""
@@ -57,7 +57,7 @@ class MeasuredStep(StepModel):
         dense: int | None,
         busy: float = 1.0,
     ) -> dict[str, Figure]:
-        found = super()._parts(tokens, read, context, decode, layers, wait, dense, busy)
+        parts = super()._parts(tokens, read, context, decode, layers, wait, dense, busy)
         dense = self.config.num_dense_layers if dense is None else dense
         stacks = (dense > 0) + (layers > dense)
         whole = self.layout.mesh.tp_size == 1
@@ -65,15 +65,15 @@ class MeasuredStep(StepModel):
         if attention:
             # What was timed as attention has the projections, rotation, launches and all else between the norms.
             for name in ("projections", "attention", "small kernels", "element-wise"):
-                found.pop(name, None)
-            found["attention"] = attention * wait
+                parts.pop(name, None)
+            parts["attention"] = attention * wait
             norms = self._module("norms", tokens, layers, stacks)
-            found |= {"norms": norms} if norms else {}
+            parts |= {"norms": norms} if norms else {}
         if dense and whole:
-            found |= _given("dense MLP", self._module("dense MLP", tokens, dense))
+            parts |= _given("dense MLP", self._module("dense MLP", tokens, dense))
         if layers > dense:
-            self._add_experts(found, tokens, layers - dense, whole, busy)
-        return found
+            self._add_experts(parts, tokens, layers - dense, whole, busy)
+        return parts
 
     def _module(self, name: str, tokens: float, times: int, places: int = 1, **sizes) -> Figure | None:
         return self.measured.seconds(name, tokens, times=times, places=places, **sizes)
@@ -91,33 +91,33 @@ class MeasuredStep(StepModel):
         cached = read / tokens * prompt
         chunks = [row["sizes"]["chunk"] for row in self.measured.rows("attention", f"{PREFILL_FORM} prefill")]
         chunk = min(prompt, tokens, max(chunks, default=tokens))
-        found = find(PREFILL_FORM, 1, chunk, cached + (prompt - chunk) / 2, times=layers, places=stacks)
-        if found is None or tokens == chunk:
-            return found
-        return found * exact(tokens / chunk, "chunks of prompts in a step")
+        seconds = find(PREFILL_FORM, 1, chunk, cached + (prompt - chunk) / 2, times=layers, places=stacks)
+        if seconds is None or tokens == chunk:
+            return seconds
+        return seconds * exact(tokens / chunk, "chunks of prompts in a step")
 
-    def _add_experts(self, found: dict[str, Figure], tokens: float, layers: int, whole: bool, busy: float) -> None:
+    def _add_experts(self, parts: dict[str, Figure], tokens: float, layers: int, whole: bool, busy: float) -> None:
         config, mesh = self.config, self.layout.mesh
-        own = tokens / mesh.tp_size
-        found |= _given("router", self._module("router", own, layers))
+        rank_tokens = tokens / mesh.tp_size
+        parts |= _given("router", self._module("router", rank_tokens, layers))
         if config.n_shared_experts and whole:
-            found |= _given("shared experts", self._module("shared expert", tokens, layers))
+            parts |= _given("shared experts", self._module("shared expert", tokens, layers))
         if not mesh.splits_expert_width:
-            routed = _given("experts", self._routed(own * busy, layers))
+            routed = _given("experts", self._routed(rank_tokens * busy, layers))
             if routed:  # what was timed has the padding that the program computes with
-                found.pop("products beyond the model's own", None)
-            found |= routed
+                parts.pop("products beyond the model's own", None)
+            parts |= routed
         if mesh.ep_size == mesh.num_devices > 1 and self.dispatch in ("gather", "padded", "ragged"):
             sizes = {"mesh": str(mesh), "variant": f"{self.dispatch} even"}
-            both = self._module("dispatch", own * mesh.tp_size, layers, **sizes)
+            both = self._module("dispatch", rank_tokens * mesh.tp_size, layers, **sizes)
             if both:  # timed there and back together
-                found |= {"dispatch": both / 2, "combine": both / 2}
+                parts |= {"dispatch": both / 2, "combine": both / 2}
 
-    def _routed(self, own: float, layers: int) -> Figure | None:
+    def _routed(self, rank_tokens: float, layers: int) -> Figure | None:
         """The busiest rank's experts: between the timed even and skewed routing, by the skew that is planned for."""
         config, mesh = self.config, self.layout.mesh
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
-        rows = own * config.num_experts_per_tok
+        rows = rank_tokens * config.num_experts_per_tok
         slowest = self.skew.slowest(self.expert_slots, config.n_routed_experts, rows, self.places_by_load)
         # Between two sizes a product's time follows the weights that are brought in: of the experts that have a token, and anew
         # for every `_TILE` rows of one.
@@ -128,18 +128,19 @@ class MeasuredStep(StepModel):
             return slots * (1 - unused) + tokens * top_k / _TILE
 
         times = {"times": layers, "experts": slots, "scale": visits}
-        even = self.measured.seconds("experts", own * slowest.value, variant="even", **times)
+        even = self.measured.seconds("experts", rank_tokens * slowest.value, variant="even", **times)
         if even is None:
             return None
         if mesh.ep_size > 1:
             ends = [
-                self.measured.seconds("experts", own * s, variant="even", **times) for s in (slowest.low, slowest.high)
+                self.measured.seconds("experts", rank_tokens * s, variant="even", **times)
+                for s in (slowest.low, slowest.high)
             ]
             kinds = even.kinds | slowest.kinds
             return Figure(
                 even.value, min(even.low, ends[0].low), max(even.high, ends[1].high), kinds, parts=(even, slowest)
             )
-        skewed = self.measured.seconds("experts", own, variant="skewed", **times)
+        skewed = self.measured.seconds("experts", rank_tokens, variant="skewed", **times)
         if skewed is None:
             return even
         timed = zipf_variation(_TIMED_SKEW, config.n_routed_experts)
@@ -150,18 +151,18 @@ class MeasuredStep(StepModel):
 
     def head(self, tokens: float) -> Figure:
         """As timed: final norm, projection, most probable token."""
-        found = self._module("head", tokens, 1) if self.layout.mesh.tp_size == 1 else None
-        return found.named("head", "s") if found else super().head(tokens)
+        measured = self._module("head", tokens, 1) if self.layout.mesh.tp_size == 1 else None
+        return measured.named("head", "s") if measured else super().head(tokens)
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
         """As timed: the launch, the step's integers, the embedding."""
         launch = self._module("launch", rows, 1, places=0)
         if launch is None:
             return super().beside(tokens, rows, decode)
-        found = {"launch": launch.named("launch", "s"), **self.moving()}
+        parts = {"launch": launch.named("launch", "s"), **self.moving()}
         for name, variant in (("inputs", ""), ("embedding", "device")):
-            found |= _given(name, self._module(name, tokens, 1, variant=variant))
-        return found
+            parts |= _given(name, self._module(name, tokens, 1, variant=variant))
+        return parts
 
 
 def _given(name: str, figure: Figure | None) -> dict[str, Figure]:

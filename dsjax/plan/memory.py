@@ -34,7 +34,7 @@ def weight_bytes(
     norms = 2 * width + rank + (config.q_lora_rank or 0)
     slots = (config.n_routed_experts + layout.redundant) // mesh.ep_size if config.is_moe else 0
     of_shared = mesh.expert_width_shards if layout.fused else tp
-    found = {
+    sizes = {
         "attention": layers * (_bytes(attention, precision.linear) + norms * 2),
         "dense MLP": dense_layers * _mlp(width, config.intermediate_size // tp, precision.expert),
         "experts": moe_layers * slots * expert_bytes(config, mesh.expert_width_shards, precision),
@@ -44,8 +44,8 @@ def weight_bytes(
         "embedding and head": (counts["embedding"] + counts["head"]) * 2 // tp + width * 2,
     }
     if mtp:
-        found["MTP projection and norms"] = config.num_nextn_predict_layers * (2 * width * width + 3 * width) * 2
-    return {name: size for name, size in found.items() if size}
+        sizes["MTP projection and norms"] = config.num_nextn_predict_layers * (2 * width * width + 3 * width) * 2
+    return {name: size for name, size in sizes.items() if size}
 
 
 def expert_bytes(config: ModelConfig, shards: int, precision: Precision) -> int:
@@ -91,9 +91,9 @@ class Memory:
     @property
     def cache_tokens(self) -> Figure:
         """Tokens of a DP rank's cache."""
-        found = (self.cache / self.cache_per_token).named("cache tokens", "tokens")
-        found.low = max(0.0, found.low) if found.value > 0 else found.low
-        return found
+        tokens = (self.cache / self.cache_per_token).named("cache tokens", "tokens")
+        tokens.low = max(0.0, tokens.low) if tokens.value > 0 else tokens.low
+        return tokens
 
     def max_batch(self, tokens_each: float) -> int:
         """Requests of so many tokens that a DP rank holds at once; the middle estimate."""
@@ -146,7 +146,7 @@ def set_aside(device_bytes: int, dry_runs: tuple[DryRun, ...] = ()) -> Figure:
         "what a compiler does not see",
         "B",
     )
-    found = run.figure(run.temporaries, f"temporaries, the {run.step} step's", "B") + unseen
+    temporaries = run.figure(run.temporaries, f"temporaries, the {run.step} step's", "B") + unseen
     if len({one.step for one in dry_runs}) == 1:
-        found = largest(found, usual)
-    return found.named("set aside", "B")
+        temporaries = largest(temporaries, usual)
+    return temporaries.named("set aside", "B")

@@ -218,10 +218,10 @@ def xla_collective(
     """
     if cluster.measured is not None and near is None:
         sent = (each * (ranks - 1)).named("bytes that leave a device", "B")
-        found = cluster.measured.seconds(kind, spans_hosts(cluster, ranks), ranks, sent)
-        if found is not None:
+        measured = cluster.measured.seconds(kind, spans_hosts(cluster, ranks), ranks, sent)
+        if measured is not None:
             first = cluster.measured.seconds(kind, spans_hosts(cluster, ranks), ranks, exact(0.0))
-            return found if count == 1 else found + first * (count - 1)
+            return measured if count == 1 else measured + first * (count - 1)
     near = min(cluster.domain, ranks) if near is None else near
     cluster = cluster.between(ranks)
     share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
@@ -236,9 +236,9 @@ def xla_collective(
 def moved_bytes(cluster: Cluster, ranks: int, size: Figure) -> Figure:
     """Seconds in which each of so many neighbouring ranks receives `size` bytes of weights, from any of the others."""
     if cluster.measured is not None:
-        found = cluster.measured.seconds("ragged_all_to_all", spans_hosts(cluster, ranks), ranks, size)
-        if found is not None:
-            return found
+        measured = cluster.measured.seconds("ragged_all_to_all", spans_hosts(cluster, ranks), ranks, size)
+        if measured is not None:
+            return measured
     share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
     away = 1 - min(cluster.domain, ranks) / ranks
     cluster = cluster.between(ranks)
@@ -273,9 +273,9 @@ def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | N
         return exact(0.0)
     if cluster.measured is not None and near is None:
         sent = (size * exact(2 * (ranks - 1) / ranks)).named("bytes that leave a device", "B")
-        found = cluster.measured.seconds("all_reduce", spans_hosts(cluster, ranks), ranks, sent)
-        if found is not None:
-            return found
+        observed = cluster.measured.seconds("all_reduce", spans_hosts(cluster, ranks), ranks, sent)
+        if observed is not None:
+            return observed
     near = min(cluster.domain, ranks) if near is None else near
     if ranks <= near and (cluster.hardware.is_hopper or cluster.hardware.is_blackwell):
         return _timed_sum(cluster, ranks, size)
@@ -312,10 +312,10 @@ def _timed_sum(cluster: Cluster, ranks: int, size: Figure | float) -> Figure:
         return fixed + (curve(moved) - fixed) * more
 
     plain, fused = all_reduce_curves(device, timed)
-    own = seconds(plain)
-    value = min(own, seconds(fused)) if fused else own
-    found = measured(value, 0.9 * value, max(1.25 * value, own), "all-reduce within a host", ALL_REDUCE, "s")
-    return found.made_of(size) if isinstance(size, Figure) else found
+    ring = seconds(plain)
+    value = min(ring, seconds(fused)) if fused else ring
+    figure = measured(value, 0.9 * value, max(1.25 * value, ring), "all-reduce within a host", ALL_REDUCE, "s")
+    return figure.made_of(size) if isinstance(size, Figure) else figure
 
 
 def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None) -> Figure:

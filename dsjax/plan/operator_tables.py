@@ -62,22 +62,22 @@ class OperatorTables:
 
     folder: Path | None = None
     left_out: frozenset[str] = frozenset()
-    own: tuple[Hardware, ...] = ()
+    own_hardware: tuple[Hardware, ...] = ()
     _found: dict = field(default_factory=dict, repr=False)
 
     def without(self, *names: str) -> OperatorTables:
         """Leave some tables out: what the planner would say without them."""
-        return OperatorTables(self.folder, self.left_out | set(names), self.own)
+        return OperatorTables(self.folder, self.left_out | set(names), self.own_hardware)
 
     def of_version(self, name: str) -> OperatorTables:
         """The bundled tables with those of another version over them, such as `sglang-0.5.9`; a folder of the user's own is not in it,
         `left_out` is.
         """
-        return self._once(("version", name), lambda: OperatorTables(_BUNDLED / name, self.left_out, self.own))
+        return self._once(("version", name), lambda: OperatorTables(_BUNDLED / name, self.left_out, self.own_hardware))
 
     def device(self, key: str) -> Hardware:
         """A device that tables name, as its file has it."""
-        return next((device for device in self.own if device.key == key), None) or as_filed(key)
+        return next((device for device in self.own_hardware if device.key == key), None) or as_filed(key)
 
     @property
     def devices(self) -> set[str]:
@@ -98,11 +98,11 @@ class OperatorTables:
 
     def _products(self, device: str, dtype: str) -> dict[tuple[int, int], dict[int, float]]:
         def make():
-            found: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+            times: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
             for row in self._rows(GEMM):
                 if row["device"] == device and row["gemm_dtype"] == dtype:
-                    found[int(row["n"]), int(row["k"])][int(row["m"])] = float(row["latency_ms"]) * 1e-3
-            return dict(found)
+                    times[int(row["n"]), int(row["k"])][int(row["m"])] = float(row["latency_ms"]) * 1e-3
+            return dict(times)
 
         return self._once((GEMM, device, dtype), make)
 
@@ -111,20 +111,22 @@ class OperatorTables:
         return self._once(("product", device, dtype, n, k), lambda: self._product(device, dtype, n, k))
 
     def _product(self, device: str, dtype: str, n: int, k: int, without: tuple[int, int] | None = None) -> Curve | None:
-        found = {shape: times for shape, times in self._products(device, dtype).items() if shape != without}
-        if not found:
+        shapes = {shape: times for shape, times in self._products(device, dtype).items() if shape != without}
+        if not shapes:
             return None
 
         def best(rows: float, shape: tuple[int, int] = (n, k)) -> float:
             return best_product(self.device(device), dtype, rows, *shape)
 
-        if (n, k) in found:
-            return Curve(found[n, k].items(), best)
-        near = {shape: math.log(n / shape[0]) ** 2 + math.log(k / shape[1]) ** 2 for shape in found}
-        grid = sorted(set.intersection(*(set(times) for times in found.values())))
+        if (n, k) in shapes:
+            return Curve(shapes[n, k].items(), best)
+        near = {shape: math.log(n / shape[0]) ** 2 + math.log(k / shape[1]) ** 2 for shape in shapes}
+        grid = sorted(set.intersection(*(set(times) for times in shapes.values())))
         points = []
         for rows in grid:
-            share = sum(best(rows, s) / found[s][rows] / d for s, d in near.items()) / sum(1 / d for d in near.values())
+            share = sum(best(rows, s) / shapes[s][rows] / d for s, d in near.items()) / sum(
+                1 / d for d in near.values()
+            )
             points.append((rows, best(rows) / share))
         return Curve(points, best)
 
@@ -147,12 +149,12 @@ class OperatorTables:
         key = (PREFILL, device, cache)
 
         def make():
-            found: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+            times: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
             for row in self._rows(PREFILL):
                 if row["device"] == device and row["kv_cache_dtype"] == cache:
-                    each = found[int(row["num_heads"])][int(row["isl"])]
+                    each = times[int(row["num_heads"])][int(row["isl"])]
                     each[int(row["batch_size"])] = float(row["latency_ms"]) * 1e-3
-            return {h: {i: dict(b) for i, b in rows.items()} for h, rows in found.items()}
+            return {h: {i: dict(b) for i, b in rows.items()} for h, rows in times.items()}
 
         tables = self._once(key, make)
         if not tables:
@@ -176,16 +178,16 @@ class OperatorTables:
         key = (DECODE, device, cache)
 
         def make():
-            found: dict[int, dict[int, dict[int, list[float]]]] = defaultdict(
+            times: dict[int, dict[int, dict[int, list[float]]]] = defaultdict(
                 lambda: defaultdict(lambda: defaultdict(list))
             )
             for row in self._rows(DECODE):
                 # SGLang's FP8 cache on Hopper is converted before use, 10 times slower; an engine would not choose it.
                 known = row["software"].startswith("TensorRT-LLM") or cache == "bfloat16"
                 if row["device"] == device and row["kv_cache_dtype"] == cache and known:
-                    each = found[int(row["num_heads"])][int(row["batch_size"])][int(row["context"])]
+                    each = times[int(row["num_heads"])][int(row["batch_size"])][int(row["context"])]
                     each.append(float(row["latency_ms"]) * 1e-3)
-            return found
+            return times
 
         tables = self._once(key, make)
         if not tables:
@@ -194,14 +196,14 @@ class OperatorTables:
         def curves():
             at, scale = _nearest_heads(tables, heads)
             table = tables[at]
-            found = {
+            by_heads = {
                 float(rows): Curve(
                     ((context, statistics.mean(times) * scale) for context, times in contexts.items()), _in_proportion
                 )
                 for rows, contexts in table.items()
             }
             both = [max(t) / min(t) - 1 for contexts in table.values() for t in contexts.values() if len(t) > 1]
-            return found, statistics.mean(both) if both else 0.05
+            return by_heads, statistics.mean(both) if both else 0.05
 
         return self._once((*key, heads), curves)
 
@@ -211,16 +213,16 @@ class OperatorTables:
         """Experts of a rank that have rows → seconds of its routed experts in decode over the rows of each of them."""
 
         def make():
-            found: dict[float, list[tuple[float, float]]] = defaultdict(list)
+            table: dict[float, list[tuple[float, float]]] = defaultdict(list)
             for row in self._rows(WIDE):
                 if row["device"] == device and row["phase"] == "generation" and row["distribution"] == "uniform":
                     tokens, slots = int(row["num_tokens"]), 256 / int(row["moe_ep_size"])
                     rows = 8 * tokens / 256 * slots
                     used = min(slots, rows)
-                    found[used].append((rows / used, float(row["latency_ms"]) * 1e-3))
-            if not found:
+                    table[used].append((rows / used, float(row["latency_ms"]) * 1e-3))
+            if not table:
                 return None
-            return {used: Curve(_least_of_each(points), _in_proportion) for used, points in sorted(found.items())}
+            return {used: Curve(_least_of_each(points), _in_proportion) for used, points in sorted(table.items())}
 
         return self._once((WIDE, "generation", device), make)
 
@@ -251,12 +253,12 @@ class OperatorTables:
         """Seconds of the fused kernel over all tokens, routed evenly, with experts `tp` times narrower and spread over `ep`."""
 
         def make():
-            found: dict[tuple[str, int, int], list[tuple[int, float]]] = defaultdict(list)
+            table: dict[tuple[str, int, int], list[tuple[int, float]]] = defaultdict(list)
             for row in self._rows(FUSED):
                 if row["distribution"] == "balanced":
                     key = row["device"], int(row["moe_tp_size"]), int(row["moe_ep_size"])
-                    found[key].append((int(row["num_tokens"]), float(row["latency_ms"]) * 1e-3))
-            return {key: Curve(points) for key, points in found.items()}
+                    table[key].append((int(row["num_tokens"]), float(row["latency_ms"]) * 1e-3))
+            return {key: Curve(points) for key, points in table.items()}
 
         return self._once((FUSED,), make).get((device, tp, ep))
 
@@ -341,11 +343,11 @@ def _read(folder: Path | None, table: str) -> list[dict[str, str]]:
     columns, *lines = csv.reader(bundled.read_text(encoding="utf-8").splitlines())
     rows = [dict(zip(columns, line, strict=True)) for line in lines]
     rows = _as_served(rows) if table == GEMM else rows
-    own = None if folder is None else Path(folder) / f"{table}.csv"
-    if own is None or not own.exists():
+    users_file = None if folder is None else Path(folder) / f"{table}.csv"
+    if users_file is None or not users_file.exists():
         return rows
     try:
-        given = list(csv.DictReader(own.read_text(encoding="utf-8").splitlines()))
+        given = list(csv.DictReader(users_file.read_text(encoding="utf-8").splitlines()))
         missing = [name for name in columns if not given or given[0].get(name) is None]
         if missing:
             raise ValueError(f"column {', '.join(missing)} is missing")
@@ -355,7 +357,7 @@ def _read(folder: Path | None, table: str) -> list[dict[str, str]]:
                 raise ValueError(f"line {number} has no time above 0")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--operators {own}: {why_unreadable(error)}; expected the columns {', '.join(columns)}"
+            f"--operators {users_file}: {why_unreadable(error)}; expected the columns {', '.join(columns)}"
         ) from error
     devices = {row.get("device") for row in given}
     return [row for row in rows if row.get("device") not in devices] + given
@@ -374,10 +376,10 @@ def operator_tables(folder: str | Path | None = None) -> OperatorTables:
         raise UserError(
             f"--operators {folder}: no table there; expected a folder with one of {', '.join(f'{t}.csv' for t in TABLES)}"
         )
-    found = OperatorTables(path)
+    tables = OperatorTables(path)
     for table in TABLES:
-        found._rows(table)
-    return found
+        tables._rows(table)
+    return tables
 
 
 BUNDLED = OperatorTables()

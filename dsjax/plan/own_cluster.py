@@ -69,7 +69,7 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
     if chip.key in bundled_hardware():
         return cluster, tables
     if chip.key in tables.devices:
-        return cluster, dataclasses.replace(tables, own=(*tables.own, chip))
+        return cluster, dataclasses.replace(tables, own_hardware=(*tables.own_hardware, chip))
     chip = dataclasses.replace(chip, operators=chip.operators or "h200")
     alike = (known.key for known in map(load_hardware, bundled_hardware()) if _timed_alike(known) == _timed_alike(chip))
     return dataclasses.replace(cluster, hardware=dataclasses.replace(chip, key=next(alike, chip.key))), tables

@@ -102,7 +102,7 @@ def _late(plan: Plan) -> str:
     return "" if bound is None else f"breaks the TTFT of {bound:g} s"
 
 
-def draw_sweep(found: Sweep, path: Path) -> None:
+def draw_sweep(sweep: Sweep, path: Path) -> None:
     """Throughput and TPOT of the winner's deployment and of the best one, over the swept quantity.
 
     Raises:
@@ -115,27 +115,27 @@ def draw_sweep(found: Sweep, path: Path) -> None:
         (both[1], "tpot", 1e3, "TPOT, ms"),
     ):
         for field, colour, text in (("same", _BLUE, "the winner, unchanged"), ("best", _RED, "the best layout there")):
-            points = [(p.value, getattr(getattr(p, field), name)) for p in found.points if getattr(p, field)]
-            text += "" if len(points) == len(found.points) else ", where it can run"
+            points = [(p.value, getattr(getattr(p, field), name)) for p in sweep.points if getattr(p, field)]
+            text += "" if len(points) == len(sweep.points) else ", where it can run"
             x = [value for value, _ in points]
             axes.plot(x, [f.value * scale for _, f in points], marker="o", markersize=4, color=colour, label=text)
             axes.fill_between(
                 x, [f.low * scale for _, f in points], [f.high * scale for _, f in points], color=colour, alpha=0.12
             )
-        now = "the winner as it is" if found.quantity == "concurrency" else "the cluster as it is"
-        axes.axvline(found.now, color="black", linewidth=0.8, linestyle="--", label=now)
-        if found.quantity != "loss-of-hosts":
+        now = "the winner as it is" if sweep.quantity == "concurrency" else "the cluster as it is"
+        axes.axvline(sweep.now, color="black", linewidth=0.8, linestyle="--", label=now)
+        if sweep.quantity != "loss-of-hosts":
             axes.set_xscale("log")
-        ticks = [p.label.replace(", ", "\n") for p in found.points]
+        ticks = [p.label.replace(", ", "\n") for p in sweep.points]
         crowded = len(ticks) > 4 and "\n" not in "".join(ticks)
-        axes.set_xticks([p.value for p in found.points], ticks, fontsize=8, rotation=40 if crowded else 0)
+        axes.set_xticks([p.value for p in sweep.points], ticks, fontsize=8, rotation=40 if crowded else 0)
         axes.minorticks_off()
-        drawn = [getattr(each, name).value for p in found.points for each in (p.same, p.best) if each]
+        drawn = [getattr(each, name).value for p in sweep.points for each in (p.same, p.best) if each]
         if name == "tpot" and max(drawn, default=1) > 50 * min(drawn, default=1):
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)
-        axes.set_xlabel(f"{found.quantity}: {found.unit}")
+        axes.set_xlabel(f"{sweep.quantity}: {sweep.unit}")
         axes.set_ylabel(label)
         axes.grid(alpha=0.25)
     both[0].legend(fontsize=8)

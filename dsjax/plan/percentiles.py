@@ -62,7 +62,7 @@ class Slo:
         named = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}[self.metric]
         return f"{self.percentile.upper()} of {named}{f' of {self.of}' if self.of else ''} within {self.seconds * 1e3:,.10g} ms"
 
-    def found(self, outcome: SimulationOutcome) -> float:
+    def simulated_seconds(self, outcome: SimulationOutcome) -> float:
         """Seconds that were played; 0 where outputs have one token and no time between tokens."""
         spread = getattr(outcome.classes[self.of] if self.of else outcome, self.metric)
         return getattr(spread, self.percentile) if spread else 0.0
@@ -90,7 +90,7 @@ class Kept:
                     "percentile": slo.percentile,
                     "class": slo.of or None,
                     "bound_s": slo.seconds,
-                    "played_s": slo.found(self.outcome),
+                    "played_s": slo.simulated_seconds(self.outcome),
                 }
                 for slo in slos
             ],
@@ -132,8 +132,8 @@ def within(
 
 def _kept(candidate: Candidate, slos: list[Slo], num_requests: int, seed: int, burstiness: float) -> Kept:
     def play(load: OfferedLoad) -> tuple[SimulationOutcome, tuple[Slo, ...]]:
-        found = simulate(candidate, load, Objective(), num_requests=num_requests, seed=seed)
-        return found, tuple(slo for slo in slos if slo.found(found) > slo.seconds)
+        outcome = simulate(candidate, load, Objective(), num_requests=num_requests, seed=seed)
+        return outcome, tuple(slo for slo in slos if slo.simulated_seconds(outcome) > slo.seconds)
 
     work = candidate.decode.workload
     if work.rate is not None or work.concurrency is not None:
@@ -142,9 +142,9 @@ def _kept(candidate: Candidate, slos: list[Slo], num_requests: int, seed: int, b
     low, high, best = 0.0, 1.0, None
     for _ in range(_HALVINGS):
         share = (low + high) / 2
-        found, broken = play(OfferedLoad(share * most, None, burstiness))
+        outcome, broken = play(OfferedLoad(share * most, None, burstiness))
         low, high = (low, share) if broken else (share, high)
-        best = Kept(candidate, found, broken) if not broken or best is None or best.broken else best
+        best = Kept(candidate, outcome, broken) if not broken or best is None or best.broken else best
     return best
 
 
@@ -155,12 +155,12 @@ def show_within(console: Console, kept: list[Kept], slos: list[Slo]) -> None:
     for name in ("load", "tokens/s", *(str(slo) for slo in slos)):
         table.add_column(name, justify="right")
     for one in kept:
-        found = [f"{slo.found(one.outcome) * 1e3:,.0f}{' ✗' if slo in one.broken else ''}" for slo in slos]
-        table.add_row(one.candidate.name(), str(one.outcome.load), f"{one.outcome.tokens_per_s:,.0f}", *found)
+        cells = [f"{slo.simulated_seconds(one.outcome) * 1e3:,.0f}{' ✗' if slo in one.broken else ''}" for slo in slos]
+        table.add_row(one.candidate.name(), str(one.outcome.load), f"{one.outcome.tokens_per_s:,.0f}", *cells)
     console.print(table)
     if kept and all(one.broken for one in kept):
-        nearest = min(kept, key=lambda one: max(slo.found(one.outcome) / slo.seconds for slo in one.broken))
-        broken = ", ".join(f"{slo} ({slo.found(nearest.outcome) * 1e3:,.0f} ms)" for slo in nearest.broken)
+        nearest = min(kept, key=lambda one: max(slo.simulated_seconds(one.outcome) / slo.seconds for slo in one.broken))
+        broken = ", ".join(f"{slo} ({slo.simulated_seconds(nearest.outcome) * 1e3:,.0f} ms)" for slo in nearest.broken)
         name = nearest.candidate.name()
         console.print(
             Text(f"none of those played keeps every percentile; {name} comes nearest, without {broken}", "yellow")

@@ -72,7 +72,7 @@ def precision(name: str, cache: str = "auto") -> Precision:
         raise UserError(f"--precision is {name!r}, expected one of auto, {', '.join(PRECISIONS)}")
     if cache not in ("auto", "bf16", "fp8"):
         raise UserError(f"--kv-cache-dtype is {cache!r}, expected one of auto, bf16, fp8")
-    found = PRECISIONS[name]
+    chosen = PRECISIONS[name]
     if cache == "auto":
-        return found
-    return Precision(found.name, found.expert, found.linear, {"bf16": BF16, "fp8": 1.0}[cache], found.wire)
+        return chosen
+    return Precision(chosen.name, chosen.expert, chosen.linear, {"bf16": BF16, "fp8": 1.0}[cache], chosen.wire)

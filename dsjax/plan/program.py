@@ -18,8 +18,8 @@ from dsjax.plan.network import all_reduce, exchanged_rows, own_method, xla_colle
 def nearest(runs: Iterable[DryRun], decode: bool, tokens: float) -> DryRun | None:
     """The dry run of that phase whose tokens a device are nearest."""
     step = "decode" if decode else "prefill"
-    found = [run for run in runs if run.step == step]
-    return min(found, key=lambda run: abs(math.log(run.tokens / tokens)), default=None)
+    same_step = [run for run in runs if run.step == step]
+    return min(same_step, key=lambda run: abs(math.log(run.tokens / tokens)), default=None)
 
 
 def exchange_run(

@@ -47,8 +47,8 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     low = each.low if is_settled(MEAN_OF_STEPS) else min(each.low, together.low)
     source = f"replicas wait for the one with most prompts ({ADP_BALANCE}); low end: prompts of all replicas at once"
     kinds = each.kinds | Kind.ASSUMPTION
-    found = Figure(each.value, low, each.high, kinds, name=MEAN_OF_STEPS, source=source, parts=each.parts)
-    return found.named("prompts of other requests, for each token", "s"), added
+    slowed = Figure(each.value, low, each.high, kinds, name=MEAN_OF_STEPS, source=source, parts=each.parts)
+    return slowed.named("prompts of other requests, for each token", "s"), added
 
 
 def own_load(instance: Instance, batch: float, tokens: float) -> float:
@@ -77,7 +77,7 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> f
     their operations (`Instance.pace`), what both kinds have in common is saved at the pace of the faster one.
     """
     low, high, way = busy
-    paces = [1.0 if (found := instance.pace(decode)) is None else found.value for decode in (False, True)]
+    paces = [1.0 if (pace := instance.pace(decode)) is None else pace.value for decode in (False, True)]
     slack = (1 - way) * instance.launch_slack(tokens, low) + way * instance.launch_slack(tokens, high)
     verified = batch * (1 + instance.options.drafts)
     beside = _seconds_of_more(instance, tokens, verified) / paces[0] + instance.decode_attention(batch).value
@@ -121,15 +121,15 @@ def _between_shares(share: float) -> _Between:
 def _prefill(instance: Instance, tokens: float, busy: _Between) -> Figure:
     """Seconds of a step of so many prompt tokens on a share of the replicas."""
     low, high, way = busy
-    found = instance.prefill_step(tokens, high)
-    return found if low == high else instance.prefill_step(tokens, low) * (1 - way) + found * way
+    step = instance.prefill_step(tokens, high)
+    return step if low == high else instance.prefill_step(tokens, low) * (1 - way) + step * way
 
 
 def _between_whole(depth: float, seconds: Callable[[int], Figure]) -> Figure:
     """Seconds at a number of prompts that is a mean of whole ones."""
     whole = int(depth)
-    found = seconds(whole)
-    return found if depth == whole else found * (whole + 1 - depth) + seconds(whole + 1) * (depth - whole)
+    figure = seconds(whole)
+    return figure if depth == whole else figure * (whole + 1 - depth) + seconds(whole + 1) * (depth - whole)
 
 
 def own_step(instance: Instance, batch: float, tokens: float) -> Figure:

@@ -58,7 +58,7 @@ def serve_options(
     seqs = max(1, math.ceil(batch))
     # Decodes are in the budget of a step too; a prompt is taken whole where the step that was priced has room for it.
     tokens = math.ceil(prefill_tokens) + (0 if prefill_only else seqs)
-    found = {
+    chosen = {
         "--model": model,
         "--mesh": str(instance.layout.mesh),
         "--max-num-seqs": str(seqs),
@@ -68,25 +68,25 @@ def serve_options(
     }
     share = memory_share(instance, seqs * length)
     if share > EngineArgs.gpu_memory_utilization:
-        found["--gpu-memory-utilization"] = f"{share:g}"
+        chosen["--gpu-memory-utilization"] = f"{share:g}"
     if options.drafts:
-        found["--speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": options.drafts})
+        chosen["--speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": options.drafts})
     if options.precision.linear == FP8_BLOCK:
-        found["--weights"] = "fp8"
+        chosen["--weights"] = "fp8"
     if options.precision.cache < BF16:
-        found["--kv-cache-dtype"] = "fp8"
+        chosen["--kv-cache-dtype"] = "fp8"
     if instance.layout.mesh.ep_size > 1 and options.precision.wire < 2:
-        found["--dispatch-wire"] = "fp8"
+        chosen["--dispatch-wire"] = "fp8"
     if options.dispatch != "deepep":
-        found["--dispatch"] = options.dispatch
+        chosen["--dispatch"] = options.dispatch
     if instance.layout.fused:
-        found["--enable-shared-experts-fusion"] = ""
+        chosen["--enable-shared-experts-fusion"] = ""
     if instance.layout.redundant and instance.places_by_load and dsjax_engine().balances:
-        found["--enable-eplb"] = ""
-        found["--eplb-config"] = json.dumps({"num_redundant_experts": instance.layout.redundant})
+        chosen["--enable-eplb"] = ""
+        chosen["--eplb-config"] = json.dumps({"num_redundant_experts": instance.layout.redundant})
     elif instance.layout.redundant:
-        found["--redundant-experts"] = str(instance.layout.redundant)
-    return found
+        chosen["--redundant-experts"] = str(instance.layout.redundant)
+    return chosen
 
 
 def memory_share(instance: Instance, tokens: float) -> float:
@@ -107,31 +107,31 @@ def command(options: dict[str, str]) -> str:
 
 def notes(candidate: Candidate) -> list[str]:
     """What the estimate counts on that the commands do not switch on."""
-    found = []
+    remarks = []
     able = dsjax_engine()
     if candidate.decode.options.dispatch == "deepep":
-        found.append(
+        remarks.append(
             "The estimate has DeepEP's kernels for dispatch; --dispatch auto reckons with dsjax serve's own instead."
         )
-    found += _contradicted(candidate)
+    remarks += _contradicted(candidate)
     if candidate.mode == "separated":
-        found.append(
+        remarks.append(
             "As workers of their own, prefill and decode find each other through NVIDIA Dynamo's frontend: docs/dynamo.md."
         )
         if candidate.decode.cluster.prefill is not None:
             sides = candidate.prefill.cluster.hardware.name, candidate.decode.cluster.hardware.name
-            found.append(
+            remarks.append(
                 f"Prefill belongs on the hosts of {sides[0]} and decode on those of {sides[1]}: start them there."
             )
     if candidate.decode.overlapped(candidate.batch) and not able.overlaps:
-        found.append("The estimate overlaps two half batches, which is not an option of dsjax serve.")
+        remarks.append("The estimate overlaps two half batches, which is not an option of dsjax serve.")
     if candidate.decode.options.drafts and not able.drafts:
-        found.append("The estimate drafts with the MTP module, which is not an option of dsjax serve.")
+        remarks.append("The estimate drafts with the MTP module, which is not an option of dsjax serve.")
     if candidate.decode.layout.redundant and not able.balances and candidate.decode.options.engine.balances:
-        found.append("The estimate places experts by their load, which is not an option of dsjax serve.")
+        remarks.append("The estimate places experts by their load, which is not an option of dsjax serve.")
     if candidate.decode.options.precision.expert < 1 and not able.fp4:
-        found.append("The estimate has FP4 experts, which dsjax does not load.")
-    return found
+        remarks.append("The estimate has FP4 experts, which dsjax does not load.")
+    return remarks
 
 
 def published_beside(candidate: Candidate | None, other: Candidate | None) -> str | None:
@@ -155,17 +155,17 @@ def published_beside(candidate: Candidate | None, other: Candidate | None) -> st
 
 def _contradicted(candidate: Candidate) -> list[str]:
     """Steps whose compiled program is predicted to take another time than the planner's interval."""
-    found = []
+    contradictions = []
     for instance in {id(i): i for i in (candidate.prefill, candidate.decode)}.values():
         for run in instance.dry_runs:
             ours, theirs = instance.compiled_step(run), run.timeline
             if theirs and not ours.low <= theirs.value <= ours.high:
-                found.append(
+                contradictions.append(
                     f"The program that dsjax serve runs for {run.shape} takes {theirs.value * 1e3:,.0f} ms by its timeline; the "
                     f"planner, with published kernels for attention and experts, says {ours.value * 1e3:,.0f} ms "
                     f"[{ours.low * 1e3:,.0f} … {ours.high * 1e3:,.0f}]."
                 )
-    return found
+    return contradictions
 
 
 def launches(engine: str, model: str, candidate: Candidate) -> list[LaunchCommand]:
@@ -177,10 +177,10 @@ def _roles(candidate: Candidate) -> list[tuple[Instance, float, float, str, int]
     """(instance, batch, prompt tokens of a step, role, how many) of each service."""
     apart = candidate.mode == "separated"
     role = "decode" if apart else "prefill and decode"
-    found = [(candidate.decode, candidate.batch, candidate.prefill_tokens, role, candidate.count)]
+    roles = [(candidate.decode, candidate.batch, candidate.prefill_tokens, role, candidate.count)]
     if apart:
-        found.insert(0, (candidate.prefill, 1, candidate.prefill_tokens, "prefill", candidate.prefill_count))
-    return found
+        roles.insert(0, (candidate.prefill, 1, candidate.prefill_tokens, "prefill", candidate.prefill_count))
+    return roles
 
 
 def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, Any]:
@@ -250,9 +250,9 @@ def _service(model: str, instance: Instance, batch: float, tokens: float, role: 
 def _exchange_alike(services: list[dict[str, Any]]) -> None:
     """Have both sides send tokens to their experts in the same form, also one that sends none: they take no pages of one another else."""
     flag = "--dispatch-wire"
-    found = next((one["options"][flag] for one in services if flag in one["options"]), None)
-    for service in services if found else ():
-        service["options"].setdefault(flag, found)
+    value = next((one["options"][flag] for one in services if flag in one["options"]), None)
+    for service in services if value else ():
+        service["options"].setdefault(flag, value)
         service["command"] = command(service["options"])
 
 
@@ -266,24 +266,24 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
     if candidate.prefill_count != 1 or candidate.count != 1:  # each engine is then a process, behind Dynamo's frontend
         return None
     prefill, decode = (dict(service["options"]) for service in services)
-    found = {"--model": decode["--model"]}
+    together = {"--model": decode["--model"]}
     for side, options in (("prefill", prefill), ("decode", decode)):
         del options["--disaggregation-mode"]
-        found[f"--{side}-mesh"] = options.pop("--mesh")
+        together[f"--{side}-mesh"] = options.pop("--mesh")
     balanced = [side.pop("--enable-eplb", None) is not None for side in (prefill, decode)]
     copies = [side.layout.redundant for side in (candidate.prefill, candidate.decode)]
     for side in (prefill, decode):
         side.pop("--eplb-config", None)
         side.pop("--redundant-experts", None)
     if any(balanced):  # then both sides' experts follow the load, also those that have no copies
-        found["--enable-eplb"] = ""
+        together["--enable-eplb"] = ""
     if copies[1]:
-        found["--redundant-experts"] = str(copies[1])
+        together["--redundant-experts"] = str(copies[1])
     if copies[0] != copies[1]:
-        found["--prefill-redundant-experts"] = str(copies[0])
+        together["--prefill-redundant-experts"] = str(copies[0])
     for flag in (f"--{name.replace('_', '-')}" for name in PREFILLS_OWN):
         if prefill.get(flag) != decode.get(flag):
-            found[f"--prefill-{flag[2:]}"] = prefill[flag]
+            together[f"--prefill-{flag[2:]}"] = prefill[flag]
             prefill[flag] = decode[flag]
     share = "--gpu-memory-utilization"  # JAX takes the same of every device of a process
     shares = [side[share] for side in (prefill, decode) if share in side]
@@ -291,7 +291,7 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
         side[share] = max(shares, key=float)
     if prefill != decode:
         return None
-    options, sides = found | decode, (candidate.prefill, candidate.decode)
+    options, sides = together | decode, (candidate.prefill, candidate.decode)
     return {
         "role": "prefill and decode",
         "instances": 1,

@@ -41,7 +41,7 @@ def relieved(question: Question, busy: list[Busy], known: Sequence[Candidate]) -
     `known` and what was worked out before it say. Where what a plan shows is more than that (no deployment meets the objectives, or a
     throughput is one), or where times need not grow with the batch (measured modules, dry runs), nothing is left out.
     """
-    options, found = question.options, {}
+    options, reliefs = question.options, {}
     busy = [one for one in busy if one.pool.alone.value <= one.bound]
     if not busy:
         return {}
@@ -66,8 +66,8 @@ def relieved(question: Question, busy: list[Busy], known: Sequence[Candidate]) -
             if answers[key] is not None:
                 shown.note(answers[key])
         if answers[key] is not None:
-            found[id(late)] = answers[key]
-    return found
+            reliefs[id(late)] = answers[key]
+    return reliefs
 
 
 class _Shown:
@@ -179,8 +179,8 @@ def _worked_out(one: Busy) -> Candidate | None:
     if near:
         off = instance.middle.decode_step(near / users).value / curve(near / users)
         near = _around(near, most, lambda part: keeps(part, lambda batch: off * curve(batch)))
-    found = _around(near, most, keeps)
-    return quick_separated(pool, left, instance, right, found / users) if found else None
+    change = _around(near, most, keeps)
+    return quick_separated(pool, left, instance, right, change / users) if change else None
 
 
 def _around(near: int, most: int, holds: Callable[[int], bool]) -> int:

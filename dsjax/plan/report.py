@@ -83,7 +83,7 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
     )
     console.print(asked(plan), highlight=False)
     show_usages(console, plan.usages)
-    if any(found.used for found in plan.usages) and len(plan.considered) > 1:
+    if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
         console.print(
             "Rows marked compiled count what XLA's program does beyond the published kernels; the others do not. Compare like "
             "with like, or give --mesh.",
@@ -106,10 +106,10 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
 
 def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
     """What was taken of each dry run, or why nothing was."""
-    for found in usages:
-        what = f"{found.run.file} ({found.run.mesh}, {found.run.shape}, {found.run.target}): "
+    for usage in usages:
+        what = f"{usage.run.file} ({usage.run.mesh}, {usage.run.shape}, {usage.run.target}): "
         console.print(
-            Text(what + ("taken: " if found.used else "not used: ") + found.text, "" if found.used else "yellow")
+            Text(what + ("taken: " if usage.used else "not used: ") + usage.text, "" if usage.used else "yellow")
         )
 
 
@@ -266,14 +266,14 @@ def _rounded_up(factor: float) -> str:
     return f"{math.ceil(factor / step - 1e-9) * step:.3g}"
 
 
-def show_sweep(console: Console, found: Sweep) -> None:
+def show_sweep(console: Console, sweep: Sweep) -> None:
     """A sweep as a table."""
-    table = Table(title=f"{found.quantity}, {found.unit} (now {found.now:g})", title_justify="left")
-    priced = any(point.best and point.best.cost for point in found.points)
+    table = Table(title=f"{sweep.quantity}, {sweep.unit} (now {sweep.now:g})", title_justify="left")
+    priced = any(point.best and point.best.cost for point in sweep.points)
     names = ("", "winner unchanged: tokens/s", "TPOT ms", "best there", "tokens/s", "TPOT ms", "objectives")
     for name in (*names, "a million tokens") if priced else names:
         table.add_column(name, justify="left" if name == "best there" else "right")
-    for point in found.points:
+    for point in sweep.points:
         same, best = point.same, point.best
         cells = [
             point.label,

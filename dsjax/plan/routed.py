@@ -21,13 +21,13 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
     """
     config, mesh, chip = step.config, step.layout.mesh, step.chip
     width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
-    own, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
+    rank_tokens, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
     split = mesh.tp_size if mesh.splits_expert_width else 1
     balanced = step.places_by_load
     fused = step.layout.fused
     key = (
         "experts",
-        own,
+        rank_tokens,
         devices,
         mesh.ep_size,
         split,
@@ -44,10 +44,10 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
         return step.shared[key]
     places = step.expert_slots
     slots = places.physical // mesh.ep_size
-    rows = own * busy * top_k * mesh.expert_width_shards
+    rows = rank_tokens * busy * top_k * mesh.expert_width_shards
     slowest = step.skew.slowest(places, config.n_routed_experts, rows, balanced, step.middle)
     arriving = exact(rows, "rows of the mean rank", "rows") * slowest
-    everyone = own * busy * devices
+    everyone = rank_tokens * busy * devices
     touched = step.skew.touched(everyone, top_k, config.n_routed_experts)
     used = slots * touched / config.n_routed_experts
     inner = hidden // mesh.expert_width_shards
@@ -64,7 +64,7 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
     if products is None:
         received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
         if fused:  # one expert more in the same product, with every token of the ranks that share its width
-            pooled = exact(own * busy * mesh.expert_width_shards, "rows of the shared expert", "rows")
+            pooled = exact(rank_tokens * busy * mesh.expert_width_shards, "rows of the shared expert", "rows")
             used, arriving, slots = used + 1, arriving + pooled, slots + 1
         products = chip.experts(used, arriving, received * slowest.value, slots, width, inner, decode)
     elif fused:
@@ -73,17 +73,17 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
             1 + 1 / touched, 1.0, more, "the shared expert in the same product",
             "one expert's weights more, or where rows take the time one in top-k of them",
         )  # fmt: skip
-    there, back = _exchanges(step, own, decode, slowest)
+    there, back = _exchanges(step, rank_tokens, decode, slowest)
     if mesh.splits_expert_width and mesh.ep_size > 1:
         size = tokens * top_k * width * BF16
         back = back + all_reduce(step.cluster, mesh.tp_size, size)
-    found = {"experts": products * layers, "dispatch": there * layers, "combine": back * layers}
+    parts = {"experts": products * layers, "dispatch": there * layers, "combine": back * layers}
     if not step.dry_runs:
-        step.shared[key] = found
-    return found
+        step.shared[key] = parts
+    return parts
 
 
-def _exchanges(step: StepModel, own: float, decode: bool, slowest: Figure) -> tuple[Figure, Figure]:
+def _exchanges(step: StepModel, rank_tokens: float, decode: bool, slowest: Figure) -> tuple[Figure, Figure]:
     config, cluster, mesh = step.config, step.cluster, step.layout.mesh
     ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
     width, top_k = config.hidden_size, config.num_experts_per_tok
@@ -91,17 +91,19 @@ def _exchanges(step: StepModel, own: float, decode: bool, slowest: Figure) -> tu
         return exact(0.0), exact(0.0)
     there, back = width * step.precision.wire, width * BF16
     if step.dispatch != "deepep":
-        run = exchange_run(step.dry_runs, decode, step.dispatch, top_k, ranks, own) if ranks > 1 else None
+        run = exchange_run(step.dry_runs, decode, step.dispatch, top_k, ranks, rank_tokens) if ranks > 1 else None
         if run:
-            return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, own, slowest)
+            return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
         rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
-        return tuple(own_exchange(cluster, step.dispatch, ranks, own, top_k, row, slowest) for row in rows)
+        return tuple(own_exchange(cluster, step.dispatch, ranks, rank_tokens, top_k, row, slowest) for row in rows)
     if decode:
         return (
-            low_latency_exchange(cluster, ranks, own, top_k, there, slowest, False, step.operators, step.shared),
-            low_latency_exchange(cluster, ranks, own, top_k, back, slowest, True, step.operators, step.shared),
+            low_latency_exchange(
+                cluster, ranks, rank_tokens, top_k, there, slowest, False, step.operators, step.shared
+            ),
+            low_latency_exchange(cluster, ranks, rank_tokens, top_k, back, slowest, True, step.operators, step.shared),
         )
     return (
-        normal_exchange(cluster, config, ranks, own, there, slowest, False, step.operators, step.shared),
-        normal_exchange(cluster, config, ranks, own, back, slowest, True, step.operators, step.shared),
+        normal_exchange(cluster, config, ranks, rank_tokens, there, slowest, False, step.operators, step.shared),
+        normal_exchange(cluster, config, ranks, rank_tokens, back, slowest, True, step.operators, step.shared),
     )

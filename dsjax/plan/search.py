@@ -62,7 +62,7 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
     question.options.check(question.config, question.workload)
     block = 128 if question.options.precision.linear == FP8_BLOCK else None
     cluster = question.cluster
-    found = list(
+    runnable = list(
         layouts(
             question.config,
             question.devices,
@@ -77,15 +77,15 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
             raise UserError(
                 f"--enable-shared-experts-fusion needs a model with one shared expert; this one has {question.config.n_shared_experts}"
             )
-        found = [dataclasses.replace(layout, fused=True) for layout in found]
-    found = _runnable(question, found)
+        runnable = [dataclasses.replace(layout, fused=True) for layout in runnable]
+    runnable = _runnable(question, runnable)
     widest = question.options.widest
     if widest is not None:
-        found = [layout for layout in found if layout.devices <= widest]
+        runnable = [layout for layout in runnable if layout.devices <= widest]
     wanted = question.options.mesh
     if wanted is not None:
-        possible, found = found, [layout for layout in found if layout.mesh == wanted]
-        if not found:
+        possible, runnable = runnable, [layout for layout in runnable if layout.mesh == wanted]
+        if not runnable:
             sizes = sorted({layout.devices for layout in possible})
             most = max((layout.mesh.tp_size for layout in possible), default=1)
             redundant = "the fewest" if question.options.redundant is None else question.options.redundant
@@ -96,11 +96,11 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
             )
     steps: dict[InstanceLayout, dict] = {}
     shared: dict = {}
-    made = [question.instance(layout, steps.setdefault(layout.unit, {"shared": shared})) for layout in found]
-    return found, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
+    made = [question.instance(layout, steps.setdefault(layout.unit, {"shared": shared})) for layout in runnable]
+    return runnable, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
 
 
-def _runnable(question: Question, found: list[InstanceLayout]) -> list[InstanceLayout]:
+def _runnable(question: Question, layouts: list[InstanceLayout]) -> list[InstanceLayout]:
     """Without those that the engine cannot be asked for.
 
     Raises:
@@ -108,15 +108,15 @@ def _runnable(question: Question, found: list[InstanceLayout]) -> list[InstanceL
     """
     options, cluster = question.options, question.cluster
     if options.engine.name not in LAUNCHED:
-        return found
+        return layouts
     reasons = {
         layout: unfit(options.engine.name, layout, cluster.devices_per_host, cluster.hardware.key, options.precision)
-        for layout in found
+        for layout in layouts
     }
-    kept = [layout for layout in found if reasons[layout] is None]
+    kept = [layout for layout in layouts if reasons[layout] is None]
     wanted = {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
     for mesh in sorted(wanted, key=str):
-        refused = next((reasons[layout] for layout in found if layout.mesh == mesh and reasons[layout]), None)
+        refused = next((reasons[layout] for layout in layouts if layout.mesh == mesh and reasons[layout]), None)
         if refused and not any(layout.mesh == mesh for layout in kept):
             raise UserError(
                 f"--engine {options.engine.name} cannot run {refused}; give another mesh, or --engine published"
@@ -145,7 +145,7 @@ def search(question: Question) -> Plan:
 
 
 def _search(question: Question) -> Plan:
-    found, fitting, too_large = instances(question)
+    layouts, fitting, too_large = instances(question)
     candidates: list[Candidate] = []
     if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
@@ -163,7 +163,7 @@ def _search(question: Question) -> Plan:
     front = frontier([c for c in candidates if bound is None or c.ttft.value <= bound])
     late = [] if bound is None else [c for c in frontier(candidates) if c.ttft.value > bound]
     full = ([in_full(c) for c in some] for some in (front, late))
-    return Plan(question, ranked, missed, *full, found, fitting, too_large, every)
+    return Plan(question, ranked, missed, *full, layouts, fitting, too_large, every)
 
 
 def of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
@@ -225,18 +225,18 @@ def _counts(question: Question, instance: Instance) -> list[int]:
 
 
 def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
-    found, every = [], []
+    kept, every = [], []
     for instance in fitting:
         sizes = _sizes(question, instance)
         for count in _counts(question, instance):
             for batch in _batches(question, instance, count):
                 some = [quick_aggregated(instance, count, batch, size) for size in sizes]
                 met = [c for c in some if c.meets(question.bounds)]
-                found.append(min(met or some, key=question.order))
+                kept.append(min(met or some, key=question.order))
                 every += some
     if question.workload.concurrency is None:
-        found += _filled(question, [(c, partial(_of_size, c)) for c in every])
-    return found
+        kept += _filled(question, [(c, partial(_of_size, c)) for c in every])
+    return kept
 
 
 def _sizes(question: Question, instance: Instance) -> list[float]:
@@ -275,7 +275,7 @@ def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], C
                 pairs.append((above if below.meets(objective) else below, low, high, below.meets(objective), make))
         if not tried[0][1].meets(objective):
             pairs.append((tried[0][1], 0.0, tried[0][0], True, tried[0][2]))
-    found = []
+    filled = []
     for bound, low, high, rising, make in sorted(pairs, key=lambda pair: order(pair[0])):
         if best is not None and order(bound) >= order(best):
             continue
@@ -291,6 +291,6 @@ def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], C
             else:
                 high = middle
         if good is not None:
-            found.append(good)
+            filled.append(good)
             best = good if best is None or order(good) < order(best) else best
-    return found
+    return filled

@@ -50,7 +50,7 @@ def separated_candidates(
         decoders += [point for point in largest.values() if point not in decoders]
     # Of each size the fastest layout at the largest batch that keeps the objective, whatever rung it stands on.
     decoders += _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: p[0].layout.devices, _DECODERS)
-    found, busy, tried = [], [], set()
+    candidates, busy, tried = [], [], set()
     for pool in chosen:
         for instance, batch in decoders:
             for left, right in _splits(question, pool, instance, batch):
@@ -60,12 +60,12 @@ def separated_candidates(
                 if here > instance.max_batch or key in tried:
                     continue
                 tried.add(key)
-                found.append(quick_separated(pool, left, instance, right, here))
+                candidates.append(quick_separated(pool, left, instance, right, here))
                 bound = question.objective.ttft
-                if users is None and bound is not None and found[-1].ttft.value > bound:
-                    busy.append(Busy(pool, found[-1], bound))
-    more = relieved(question, busy, [*others, *found])
-    return [each for late in found for each in (late, more.get(id(late))) if each is not None]
+                if users is None and bound is not None and candidates[-1].ttft.value > bound:
+                    busy.append(Busy(pool, candidates[-1], bound))
+    more = relieved(question, busy, [*others, *candidates])
+    return [each for late in candidates for each in (late, more.get(id(late))) if each is not None]
 
 
 def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
@@ -76,8 +76,8 @@ def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[I
     """
     if mesh is None:
         return fitting
-    found = [instance for instance in fitting if instance.layout.mesh == mesh]
-    if not found:
+    pinned = [instance for instance in fitting if instance.layout.mesh == mesh]
+    if not pinned:
         near = sorted(
             {i.layout.mesh for i in fitting},
             key=lambda m: (abs(m.num_devices - mesh.num_devices), m.tp_size != mesh.tp_size),
@@ -85,7 +85,7 @@ def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[I
         raise UserError(
             f"{flag} {mesh} is no layout that fits here; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
         )
-    return found
+    return pinned
 
 
 def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
@@ -162,30 +162,30 @@ def _best(items: list, rate, group, most: int) -> list:
 
 def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: float) -> list[tuple[int, int]]:
     """(prefill instances, decode instances) that balance both sides, rounded both ways, on the devices at hand."""
-    own, other = pool.instance.layout.devices, instance.layout.devices
+    prefill_devices, other = pool.instance.layout.devices, instance.layout.devices
     devices, work = question.devices, question.workload
     if question.cluster.prefill is not None:
         return _both_kinds(question, pool, instance, batch)
-    if own + other > devices:
+    if prefill_devices + other > devices:
         return []
     if work.concurrency is not None:
-        return _beside_each_other(question, own, other, _shares(devices, own))
+        return _beside_each_other(question, prefill_devices, other, _shares(devices, prefill_devices))
     served = batch * instance.replicas / (instance.middle.tpot(batch).value * max(work.output.mean - 1, 1.0))
     needed = served / (0.85 * pool.rate.value)  # prefill instances for each decode instance
-    rights = devices / (other + needed * own)
+    rights = devices / (other + needed * prefill_devices)
     lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
-    return _beside_each_other(question, own, other, lefts)
+    return _beside_each_other(question, prefill_devices, other, lefts)
 
 
-def _shares(devices: int, own: int) -> set[int]:
+def _shares(devices: int, first_devices: int) -> set[int]:
     """Numbers of prefill instances that are tried for a number of requests in flight: an eighth of the devices to three quarters."""
-    return {max(1, devices * share // (own * 8)) for share in (1, 2, 4, 6)}
+    return {max(1, devices * share // (first_devices * 8)) for share in (1, 2, 4, 6)}
 
 
-def _beside_each_other(question: Question, own: int, other: int, lefts: set[int]) -> list[tuple[int, int]]:
+def _beside_each_other(question: Question, first_devices: int, other: int, lefts: set[int]) -> list[tuple[int, int]]:
     """(prefill instances, decode instances) for these numbers of prefill instances and a few more, as far as they fit and are not pinned.
 
-    own, other: devices of a prefill instance, and of a decode instance.
+    first_devices, other: devices of a prefill instance, and of a decode instance.
     """
     devices, pins = question.devices, question.options.pins
     # Where the TTFT forbids prefill to be as busy, one or two more instances of it relieve the rest.
@@ -193,10 +193,10 @@ def _beside_each_other(question: Question, own: int, other: int, lefts: set[int]
     if pins.prefill_count is not None:
         lefts = {pins.prefill_count}
     elif pins.decode_count is not None:
-        lefts |= {max(1, (devices - pins.decode_count * other) // own)}
+        lefts |= {max(1, (devices - pins.decode_count * other) // first_devices)}
     pairs = []
     for left in sorted(lefts):
-        room = (devices - left * own) // other
+        room = (devices - left * first_devices) // other
         right = room if pins.decode_count is None else min(pins.decode_count, room + 1)
         if 1 <= right <= room and right == (pins.decode_count or right):
             pairs.append((left, right))
@@ -216,8 +216,10 @@ def most_decode_instances(question: Question, prefilling: Sequence[Instance], in
     return max(
         (
             right
-            for own in {i.layout.devices for i in prefilling}
-            for _, right in _beside_each_other(question, own, other, _shares(question.devices, own))
+            for prefill_devices in {i.layout.devices for i in prefilling}
+            for _, right in _beside_each_other(
+                question, prefill_devices, other, _shares(question.devices, prefill_devices)
+            )
         ),
         default=0,
     )
@@ -226,9 +228,9 @@ def most_decode_instances(question: Question, prefilling: Sequence[Instance], in
 def _both_kinds(question: Question, pool: PrefillPool, instance: Instance, batch: float) -> list[tuple[int, int]]:
     """Splits where each side has hosts of its own: all decode instances that fit, or fewer where a load is given, and of prefill
     instances those that keep up with them, one more, and all."""
-    own, other, pins = pool.instance.layout.devices, instance.layout.devices, question.options.pins
+    prefill_devices, other, pins = pool.instance.layout.devices, instance.layout.devices, question.options.pins
     first = question.cluster.prefill
-    most_left, most_right = first.num_devices // own, question.devices // other
+    most_left, most_right = first.num_devices // prefill_devices, question.devices // other
     work = question.workload
     if not most_left or not most_right:
         return []
@@ -237,11 +239,11 @@ def _both_kinds(question: Question, pool: PrefillPool, instance: Instance, batch
     if pins.decode_count is not None:
         rights = {pins.decode_count} if pins.decode_count <= most_right else set()
     each = batch * instance.replicas / (instance.middle.tpot(batch).value * max(work.output.mean - 1, 1.0))
-    found = []
+    splits = []
     for right in sorted(rights):
         needed = math.ceil(each * right / (0.85 * pool.rate.value))
         lefts = {min(most_left, max(1, needed)), min(most_left, needed + 1), most_left}
         if pins.prefill_count is not None:
             lefts = {pins.prefill_count} if pins.prefill_count <= most_left else set()
-        found += [(left, right) for left in sorted(lefts)]
-    return found
+        splits += [(left, right) for left in sorted(lefts)]
+    return splits

@@ -50,8 +50,8 @@ def static(question: Question, mode: str, batch: int | None) -> list[StaticResul
 
 def static_of(fitting: list[Instance], mode: str, batch: int | None) -> list[StaticResult]:
     """Compute the results of instances that are known to fit."""
-    found = [_result(i, mode, batch or i.max_batch) for i in fitting if (batch or 1) <= i.max_batch]
-    return sorted(found, key=lambda r: -r.rate.value)
+    results = [_result(i, mode, batch or i.max_batch) for i in fitting if (batch or 1) <= i.max_batch]
+    return sorted(results, key=lambda r: -r.rate.value)
 
 
 def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
@@ -89,7 +89,7 @@ def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | Non
     )
 
 
-def show_static(console: Console, found: list[StaticResult], mode: str, rows: int, missing: str) -> None:
+def show_static(console: Console, results: list[StaticResult], mode: str, rows: int, missing: str) -> None:
     """The table, or what is missing."""
     table = Table(title=f"{mode}: most tokens a second a device first", title_justify="left")
     table.add_column("layout")
@@ -102,7 +102,7 @@ def show_static(console: Console, found: list[StaticResult], mode: str, rows: in
         "prompt tokens/s" if mode == "static_ctx" else "tokens/s",
     ):
         table.add_column(name + (" a device" if name.endswith("tokens/s") else ""), justify="right", no_wrap=True)
-    for result in found[:rows]:
+    for result in results[:rows]:
         layout = result.instance.layout
         table.add_row(
             f"{layout}\n{layout.kind}",
@@ -113,7 +113,7 @@ def show_static(console: Console, found: list[StaticResult], mode: str, rows: in
             _ranged(result.tpot, 1e3, 1),
             _ranged(result.rate, 1, 0),
         )
-    console.print(table if found else missing)
+    console.print(table if results else missing)
 
 
 def _ranged(figure: Figure | None, factor: float, digits: int) -> str:

@@ -130,8 +130,8 @@ class StepModel:
 
     def _whole(self, parts: dict[str, Figure]) -> Figure:
         """The step that these parts make: the middle is their sum, the ends have what operations timed alone leave out."""
-        found = total(list(parts.values()))
-        return (found * self._known("whole engine", whole_engine)).named("step", "s")
+        step = total(list(parts.values()))
+        return (step * self._known("whole engine", whole_engine)).named("step", "s")
 
     def launches(self) -> Figure:
         """Seconds in which a prefill step's kernels can be started one by one: no graph holds a step of any shape."""
@@ -142,8 +142,8 @@ class StepModel:
         if key not in self.shared:
             time = (eager_layer() if self.eager else compiled_layer()) * config.num_hidden_layers
             if not self.eager and config.is_moe and self.layout.mesh.ep_size > 1:
-                found = self.chip.operators.grouped_prefill("h200")
-                least = found.least if found else 0.37e-3
+                launch_table = self.chip.operators.grouped_prefill("h200")
+                least = launch_table.least if launch_table else 0.37e-3
                 time = time + Figure(
                     least * config.num_moe_layers, 0.8 * least * config.num_moe_layers, 1.1 * least * config.num_moe_layers,
                     Kind.MEASURED, name="launches of the experts", unit="s", source=AICONFIGURATOR,
@@ -163,10 +163,10 @@ class StepModel:
         key = ("moving", self.layout.mesh, self.layout.redundant, self.middle)
         if key not in self.shared:
             config, mesh, places = self.config, self.layout.mesh, self.expert_slots
-            own = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
+            slots = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
             each = expert_bytes(config, mesh.expert_width_shards, self.precision)
             sent = Figure(
-                own * each * config.num_moe_layers, kinds=Kind.ASSUMPTION, name="bytes that a rank receives in a rebalance",
+                slots * each * config.num_moe_layers, kinds=Kind.ASSUMPTION, name="bytes that a rank receives in a rebalance",
                 unit="B", source="the policy, run on loads that drift as assumed",
             )  # fmt: skip
             time = moved_bytes(self.cluster, mesh.ep_size, sent) / STEP_INTERVAL
@@ -214,8 +214,8 @@ class StepModel:
         """A figure that is the same in every step and layout on this cluster, made once."""
         key = (name, self.middle)
         if key not in self.shared:
-            found = make()
-            self.shared[key] = Middle(found.value) if self.middle else found
+            known = make()
+            self.shared[key] = Middle(known.value) if self.middle else known
         return self.shared[key]
 
     def _layers(
@@ -263,24 +263,24 @@ class StepModel:
         config, tp = self.config, self.layout.mesh.tp_size
         dense = config.num_dense_layers if dense is None else dense
         moe = layers - dense
-        found = dict(self._shared(tokens, read, decode, layers, dense))
+        seconds_of = dict(self._shared(tokens, read, decode, layers, dense))
         # The rank with the longest contexts reads as much as more rows of the mean one would.
         attention = self.attention(tokens * wait.value, read * wait.value, context, decode) * layers
-        found["attention"] = attention.made_of(wait)
+        seconds_of["attention"] = attention.made_of(wait)
         whole = self.dry_runs and layers == config.num_hidden_layers
         run = nearest(self.dry_runs, decode, tokens / tp) if whole else None
         if run:
             if tp > 1:
-                found["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, tokens / tp)
+                seconds_of["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, tokens / tp)
             beyond = excess(self.chip, config, run, tokens / tp)
             if beyond:
-                found["products beyond the model's own"] = beyond
+                seconds_of["products beyond the model's own"] = beyond
         if not moe:
-            return found
-        found |= routed_experts(self, tokens, decode, moe, busy)
-        if decode and "shared experts" in found and not self.overlap:
-            found["shared experts"] = found["shared experts"] * self.beside_routed()
-        return found
+            return seconds_of
+        seconds_of |= routed_experts(self, tokens, decode, moe, busy)
+        if decode and "shared experts" in seconds_of and not self.overlap:
+            seconds_of["shared experts"] = seconds_of["shared experts"] * self.beside_routed()
+        return seconds_of
 
     def _shared(self, tokens: float, read: float, decode: bool, layers: int, dense: int) -> dict[str, Figure]:
         """The parts, without attention, that are the same in all layouts of a replica's width, computed once for them."""
@@ -289,7 +289,7 @@ class StepModel:
         key = (tp, tokens, read, decode, layers, dense, streamed, self.layout.fused, self.middle)
         if key in self.shared:
             return self.shared[key]
-        found = {
+        seconds_of = {
             "projections": self._projections(tokens, read, decode) * layers,
             "element-wise": chip.stream(streamed) * layers,
         }
@@ -298,20 +298,20 @@ class StepModel:
             within_sums = 2 if tp > 1 and self.cluster.hardware.is_blackwell else 0
             count = 6 if self.layout.fused else 8
             each = self._known(f"{count} small kernels, {within_sums}", lambda: small_kernels(count, within_sums))
-            found["small kernels"] = each * layers
+            seconds_of["small kernels"] = each * layers
         if tp > 1:
-            found["tensor-parallel sums"] = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16) * (
+            seconds_of["tensor-parallel sums"] = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16) * (
                 2 * layers
             )
         if dense:
-            found["dense MLP"] = self._mlp(tokens, config.intermediate_size // tp) * dense
+            seconds_of["dense MLP"] = self._mlp(tokens, config.intermediate_size // tp) * dense
         if moe:
-            found["router"] = chip.bf16_product(tokens / tp, config.n_routed_experts, config.hidden_size) * moe
+            seconds_of["router"] = chip.bf16_product(tokens / tp, config.n_routed_experts, config.hidden_size) * moe
         if moe and config.n_shared_experts and not self.layout.fused:
             hidden = config.n_shared_experts * config.moe_intermediate_size // tp
-            found["shared experts"] = self._mlp(tokens, hidden) * moe
-        self.shared[key] = found
-        return found
+            seconds_of["shared experts"] = self._mlp(tokens, hidden) * moe
+        self.shared[key] = seconds_of
+        return seconds_of
 
     def _projections(self, tokens: float, read: float, decode: bool) -> Figure:
         """Query and latent projections and the output; decode also absorbs, prefill also expands keys and values."""

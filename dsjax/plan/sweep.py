@@ -187,12 +187,12 @@ def _same(question: Question, winner: Candidate, there: Question) -> Candidate |
     times = 1 if cluster.prefill is not None else max(1, there.devices // question.devices)
     if times > 1:
         winner = dataclasses.replace(winner, count=winner.count * times, prefill_count=winner.prefill_count * times)
-    own = winner.decode.layout.devices
-    taken = own * winner.count if cluster.prefill is not None else winner.devices
+    devices = winner.decode.layout.devices
+    taken = devices * winner.count if cluster.prefill is not None else winner.devices
     if taken > cluster.num_devices:
-        if winner.mode == "separated" or own > cluster.num_devices:
+        if winner.mode == "separated" or devices > cluster.num_devices:
             return None
-        winner = dataclasses.replace(winner, count=cluster.num_devices // own)
+        winner = dataclasses.replace(winner, count=cluster.num_devices // devices)
     if users is None or (users == question.workload.concurrency and times == 1):
         return on(winner, cluster)
     batch = users / (winner.decode.replicas * winner.count)

@@ -59,14 +59,14 @@ class Wiring:
         return 1 / worst
 
 
-def read_wiring(key: str, found: Mapping[str, Any], hosts: int, cards: int) -> Wiring:
+def read_wiring(key: str, values: Mapping[str, Any], hosts: int, cards: int) -> Wiring:
     """`[[tiers]]` and `direct` of a cluster file.
 
     Raises:
         UserError: a field that is missing, unknown or out of range; tiers that do not grow or do not hold all hosts; links that cannot
             join every pair of hosts.
     """
-    tiers, direct = found.get("tiers", []), found.get("direct", False)
+    tiers, direct = values.get("tiers", []), values.get("direct", False)
     if tiers and direct:
         raise UserError(f"cluster {key!r}: tiers are of switches, and direct is without any; give one of them")
     if direct and hosts > 1 and cards % (hosts - 1):
@@ -91,18 +91,18 @@ def read_wiring(key: str, found: Mapping[str, Any], hosts: int, cards: int) -> W
 _FIELDS = ("name", "hosts", "oversubscription", "latency_us", "latency_us_range")
 
 
-def _tier(where: str, found: Any) -> Tier:
-    if not isinstance(found, Mapping) or set(found) - set(_FIELDS) or {"hosts", "latency_us"} - set(found):
+def _tier(where: str, given: Any) -> Tier:
+    if not isinstance(given, Mapping) or set(given) - set(_FIELDS) or {"hosts", "latency_us"} - set(given):
         raise UserError(
-            f"{where} is {found!r}, expected a table of {', '.join(_FIELDS)}, of which hosts and latency_us are needed"
+            f"{where} is {given!r}, expected a table of {', '.join(_FIELDS)}, of which hosts and latency_us are needed"
         )
     numbers = {
-        "hosts": found["hosts"],
-        "oversubscription": found.get("oversubscription", 1.0),
-        "latency_us": found["latency_us"],
+        "hosts": given["hosts"],
+        "oversubscription": given.get("oversubscription", 1.0),
+        "latency_us": given["latency_us"],
     }
     latency = numbers["latency_us"]
-    ends: Sequence[Any] = found.get("latency_us_range", [latency, latency])
+    ends: Sequence[Any] = given.get("latency_us_range", [latency, latency])
     for name, value in {**numbers, "low": ends[0] if ends else None, "high": ends[-1] if ends else None}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(f"{where}: {name} is {value!r}, expected a number above 0")
@@ -110,7 +110,7 @@ def _tier(where: str, found: Any) -> Tier:
         raise UserError(
             f"{where}: expected a whole number of hosts, an oversubscription of 1 or more, and a range around latency_us"
         )
-    name = str(found.get("name", "tier"))
+    name = str(given.get("name", "tier"))
     return Tier(
         name, numbers["hosts"], float(numbers["oversubscription"]), latency * 1e-6, ends[0] * 1e-6, ends[-1] * 1e-6
     )

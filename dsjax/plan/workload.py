@@ -38,15 +38,15 @@ class Lengths:
         """
         mean, _, variation = text.partition(":")
         try:
-            found = cls(float(mean), float(variation or 0))
+            length = cls(float(mean), float(variation or 0))
         except ValueError:
-            found = cls(0)
-        if not found.mean >= 1 or not 0 <= found.variation <= 10:
+            length = cls(0)
+        if not length.mean >= 1 or not 0 <= length.variation <= 10:
             raise UserError(
                 f"{option} is {text!r}, expected a mean of at least 1 token, with a coefficient of variation from 0 to 10 "
                 "after a colon if lengths vary: 2000 or 2000:0.5"
             )
-        return found
+        return length
 
     @property
     def weighted(self) -> float:

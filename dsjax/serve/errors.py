@@ -43,7 +43,7 @@ class ApiError(HTTPException):
             self.headers = {"Retry-After": str(retry_after)}
 
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
+        """Make the JSON body."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 

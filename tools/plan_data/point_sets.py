@@ -37,10 +37,8 @@ COLUMNS = (
 DECIDING = (
     ("known", "3 (4K)"),
     ("known", "4"),
-    ("known", "5"),
     ("known", "8 (64)"),
     ("looked for", "D"),
-    ("looked for", "H"),
     ("looked for", "J"),
     ("one machine", "P"),
     ("one machine", "T"),

@@ -55,8 +55,8 @@ class Search:
             return between if failed - best > max(1, _TOLERANCE * best) else None
         return (best + failed) / 2 if failed - best > _TOLERANCE * best else None
 
-    def enter(self, load: float, share: float | None, wanted: float) -> None:
-        """What came of a load: the share of its requests that met every objective; None where none was answered."""
+    def record(self, load: float, share: float | None, wanted: float) -> None:
+        """Record the share of a load's requests that met every objective; None where none was answered."""
         if share is not None and share >= wanted:
             self.best = load if self.best is None else max(self.best, load)
         else:
@@ -186,7 +186,7 @@ class _Points:
             share = point.statistics.good_share
             told = "nothing was answered" if share is None else f"{share:.1%} of the requests meet the objectives"
             say(f"{search.quantity} {tried:g}: {told}")
-            search.enter(tried, share, wanted)
+            search.record(tried, share, wanted)
         say(search.sentence(wanted, self.run.report.objectives))
 
     async def measure(self, number: int, rate: float, concurrency: int | None) -> PointResult:

@@ -17,8 +17,8 @@ import aiohttp
 from dsjax.bench.serve.answer import AnswerError, AnswerReader, error_message
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 
-Endpoint = Literal["completions", "chat"]
-PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+OpenAIEndpoint = Literal["completions", "chat"]
+PATHS: dict[OpenAIEndpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Target:
     """
 
     base_url: str
-    endpoint: Endpoint
+    endpoint: OpenAIEndpoint
     model: str
     ignore_eos: bool = False
     temperature: float | None = 0.0

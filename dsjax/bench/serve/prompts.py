@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 import tokenizers
 
-from dsjax.bench.serve.client import Endpoint
+from dsjax.bench.serve.client import OpenAIEndpoint
 from dsjax.bench.serve.server_facts import ServerFacts
 from dsjax.config import bundled_models
 from dsjax.errors import UserError
@@ -172,7 +172,7 @@ class PromptSource:
             return cls(read, size or vocab_size(read))
         return cls(None, size)
 
-    def forms(self, wanted: PromptForm, endpoint: Endpoint) -> list[PromptMaker]:
+    def forms(self, wanted: PromptForm, endpoint: OpenAIEndpoint) -> list[PromptMaker]:
         """What to try, in this order.
 
         Raises:

@@ -23,7 +23,7 @@ _FIGURES = (
 _DRAFT_FIGURES = (
     "acceptance_rate", "acceptance_length", "num_drafts", "draft_tokens", "accepted_tokens", "per_position_acceptance_rates",
 )  # fmt: skip
-"""The same of `DraftFigures`, behind `spec_decode_`."""
+"""Attributes of `DraftFigures` that are fields of the same name behind `spec_decode_`."""
 
 _REQUEST_COLUMNS = (
     "point", "request", "arrival_s", "start_s", "ttft_ms", "tpot_ms", "e2el_ms", "input_tokens", "cached_tokens", "output_tokens",

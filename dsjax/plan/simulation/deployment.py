@@ -94,8 +94,8 @@ def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest:
     """Made once for all loads that an instance is played under."""
     key = ("prices", most_tokens, drafts)
     if key not in instance.steps:
-        found = [instance.pace(decode) for decode in (False, True)]
-        paces = tuple(1.0 if pace is None else pace.value for pace in found)
+        ratios = [instance.pace(decode) for decode in (False, True)]
+        paces = tuple(1.0 if pace is None else pace.value for pace in ratios)
         instance.steps[key] = Fastest(instance.step_models(), most_tokens, drafts, paces)
     return instance.steps[key]
 

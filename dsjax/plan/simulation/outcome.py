@@ -115,15 +115,15 @@ class SimulationOutcome:
 
     def disagreements(self) -> list[str]:
         """Where the simulation and the mean-value answer part, in words."""
-        found = []
+        messages = []
         for name, spread, figure in (("TTFT", self.ttft, self.mean_ttft), ("TPOT", self.tpot, self.mean_tpot)):
             ratio = spread.mean / figure.value if spread else 1.0
             if abs(ratio - 1) > _AGREES:
                 inside = "inside" if figure.low <= spread.mean <= figure.high else "outside"
-                found.append(
+                messages.append(
                     f"mean {name} {spread.mean * 1e3:,.1f} ms is {ratio:.2f} × the mean-value answer, {inside} its interval"
                 )
-        return found
+        return messages
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; seconds and requests a second."""

@@ -150,12 +150,12 @@ class StepPrices:
 
     def _attention(self, work: RankWork) -> float:
         """Seconds of one rank's attention: its decodes at their mean context, its prompts' tokens at what they attend to on average."""
-        found = work.cached * self._expansion
+        expanded = work.cached * self._expansion
         if work.decodes:
-            found += self._decode_attention(work.decodes, work.context / work.decodes)
+            expanded += self._decode_attention(work.decodes, work.context / work.decodes)
         if work.prompts:
-            found += self._prefill_attention(work.prompts, work.pairs / work.prompts)
-        return found
+            expanded += self._prefill_attention(work.prompts, work.pairs / work.prompts)
+        return expanded
 
     def _halved(self, table: dict[bool, _Table], decode: bool, tokens: float) -> float:
         return 2 * table[decode](tokens / 2) if self._overlap else table[decode](tokens)

@@ -32,7 +32,7 @@ def simulations(
     Raises:
         UserError: so many requests arrive that there is no steady state worth waiting for.
     """
-    found, work = [], candidate.decode.workload
+    outcomes, work = [], candidate.decode.workload
     kept = candidate.throughput.value / work.output.mean
     if work.rate is not None and work.rate > _FLOOD * kept:
         raise UserError(
@@ -47,16 +47,17 @@ def simulations(
                 bar.update(task, completed=done)
 
             choices = {"num_requests": num_requests, "seed": seed, "warmup": warmup, "at_once": at_once}
-            found.append(simulate(candidate, load, objective, **choices, progress=progress))
-    return found
+            outcomes.append(simulate(candidate, load, objective, **choices, progress=progress))
+    return outcomes
 
 
-def show_simulation(console: Console, candidate: Candidate, found: list[SimulationOutcome]) -> None:
+def show_simulation(console: Console, candidate: Candidate, outcomes: list[SimulationOutcome]) -> None:
     """P50, P90 and P99 beside the mean-value answer of the same load."""
-    load = found[0].load
+    load = outcomes[0].load
     arrivals = "Poisson arrivals" if load.burstiness == 1 else f"burstiness {load.burstiness:g}"
+    arrivals = arrivals if load.rate else "a fixed number in flight"
     table = Table(
-        title=f"{candidate.name()} simulated, {found[0].requests} requests each, {arrivals if load.rate else 'a fixed number in flight'}; "
+        title=f"{candidate.name()} simulated, {outcomes[0].requests} requests each, {arrivals}; "
         "milliseconds: P50/P90/P99; mean (mean-value answer)",
         title_justify="left",
     )
@@ -72,7 +73,7 @@ def show_simulation(console: Console, candidate: Candidate, found: list[Simulati
         "SLO",
     ):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in found:
+    for one in outcomes:
         table.add_row(
             f"{one.load.rate or one.load.concurrency:.3g}",
             _percentiles(one.ttft, 0),
@@ -85,19 +86,19 @@ def show_simulation(console: Console, candidate: Candidate, found: list[Simulati
             f"{one.kept:.0%}",
         )
     console.print(table)
-    if found[0].classes:
-        _show_classes(console, found)
-    for one in found:
+    if outcomes[0].classes:
+        _show_classes(console, outcomes)
+    for one in outcomes:
         for text in one.disagreements():
             console.print(f"{one.load}: {text}", style="yellow", highlight=False)
 
 
-def _show_classes(console: Console, found: list[SimulationOutcome]) -> None:
+def _show_classes(console: Console, outcomes: list[SimulationOutcome]) -> None:
     table = Table(title="by class of request; milliseconds: P50/P95/P99", title_justify="left")
     table.add_column("class")
     for name in ("load", "requests", "TTFT", "TPOT", "end to end"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in found:
+    for one in outcomes:
         for name, waits in one.classes.items():
             spreads = ((waits.ttft, 0), (waits.tpot, 1), (waits.e2e, 0))
             columns = [

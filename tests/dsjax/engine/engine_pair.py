@@ -145,8 +145,8 @@ def prompts(count, seed=0, longest=80):
     """Prompts that begin alike in threes."""
     choose = random.Random(seed)
     shared = [[choose.randrange(300) for _ in range(longest)] for _ in range(max(1, count // 3))]
-    found = []
+    given = []
     for _ in range(count):
         beginning = choose.choice(shared)[: choose.randrange(longest)]
-        found.append(beginning + [choose.randrange(300) for _ in range(1 + choose.randrange(9))])
-    return found
+        given.append(beginning + [choose.randrange(300) for _ in range(1 + choose.randrange(9))])
+    return given

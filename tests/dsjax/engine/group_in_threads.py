@@ -122,20 +122,20 @@ class Group:
     def __init__(self):
         self.store = MemoryStore()
         members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
-        self.leader, self.own = (
+        self.leader, self.second = (
             HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
             for index in (0, 1)
         )
         self.leader._alone.set()
-        self.own.hear(1)
-        self.follower, self.loaded, self.released = Follower(self.own), [], []
+        self.second.hear(1)
+        self.follower, self.loaded, self.released = Follower(self.second), [], []
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._follow, daemon=True)
         self.thread.start()
 
-    def _load(self, found):
+    def _load(self, announcement):
         executor = Told()
-        executor.generation = 0 if found is None else found.number
+        executor.generation = 0 if announcement is None else announcement.number
         self.loaded.append(executor)
         return executor
 

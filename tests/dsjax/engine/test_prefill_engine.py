@@ -125,11 +125,11 @@ def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
     [(range(9), 2, 2), (range(8), 0, 2), ([1, -1, 3, 4, 5], 0, 1), ([1, 2, 3, 4, 300], 0, 1)],
 )
 def test_what_makes_no_sense_is_refused_before_it_reaches_a_device(tokens, first, end):
-    pair, found = Pair(), []
+    pair, answers = Pair(), []
     for given in (int32s(tokens), int32s(tokens) + b"?"):
-        pair.engines[0].post(PrefillRequest("odd", given, first, end), found.append)
+        pair.engines[0].post(PrefillRequest("odd", given, first, end), answers.append)
         pair.engines[0].turn(wait=False)
-        assert isinstance(found.pop(), TransferFailed)
+        assert isinstance(answers.pop(), TransferFailed)
     pair.settle()
 
 
@@ -142,9 +142,9 @@ def test_an_engine_that_ends_ends_its_prefill_threads():
     pair.core.shutdown()
     assert not pair.engines[0]._thread.alive
     assert pair.engines[0].core.executor.closed
-    found = []
-    pair.engines[0].post(PrefillRequest("late", b"", 0, 1), found.append)
-    assert isinstance(found[0], TransferFailed)
+    answers = []
+    pair.engines[0].post(PrefillRequest("late", b"", 0, 1), answers.append)
+    assert isinstance(answers[0], TransferFailed)
 
 
 def test_when_decode_takes_nothing_prefill_keeps_so_much_and_no_more():

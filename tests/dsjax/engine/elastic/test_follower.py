@@ -44,7 +44,7 @@ def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_wi
     group.until(lambda: group.loaded)
     assert group.leader.links.look(Announcement(1, looks=True)) == (None, True)
     group.until(lambda: group.follower.phase == "standing by")  # it is no mesh
-    group.own.links.unreached = lambda members: [0]  # process 0 hears of it by another way
+    group.second.links.unreached = lambda members: [0]  # process 0 hears of it by another way
     error, all_answered = group.leader.links.look(Announcement(2, looks=True))
     assert all_answered
     assert "the link between process 1 (host, pid 11) and process 0 (host, pid 10) at 127.0.0.1 is cut" in str(error)
@@ -52,7 +52,7 @@ def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_wi
     ((pid, reason),) = group.leader.links.left_out.values()
     assert pid == 11  # this process is another one, so that it is not meant
     group.leader.announce(Announcement(3, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid, reason)}))
-    group.until(lambda: group.own.generation == 3)
+    group.until(lambda: group.second.generation == 3)
     group.leader.announce(Announcement(4, [0], [0], {"mesh": "dp=1"}, left_out={1: (os.getpid(), reason)}))
     group.thread.join(60)
     assert str(group.error) == str(error)
@@ -62,7 +62,7 @@ def test_one_that_does_not_say_whom_it_reaches_may_hang_and_is_not_left_out(monk
     group = Group()
     group.until(lambda: group.loaded)
     monkeypatch.setattr("dsjax.hosts.links._GRACE_SECONDS", -2.9)  # of the 3 s that they have to look
-    group.own.links.tell = lambda number: None
+    group.second.links.tell = lambda number: None
     group.leader.links.unreached = lambda members: [1]
     assert group.leader.links.look(Announcement(1, looks=True)) == (None, False)
     assert len(group.leader.live) == 2
@@ -99,7 +99,7 @@ def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_g
 
     def ask():
         try:
-            group.own.ask("loading")
+            group.second.ask("loading")
         except GroupError as error:
             asked.append(error)
 

@@ -27,7 +27,7 @@ def config(experts=32, heads=8):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "devices", "found"),
+    ("wanted", "devices", "expected"),
     [
         ("dp=32", 32, "dp=32"),
         ("dp=32", 24, "dp=24"),
@@ -38,8 +38,8 @@ def config(experts=32, heads=8):
         ("dp=2", 8, "dp=2"),
     ],
 )
-def test_tp_stays_and_dp_shrinks_and_ep_stays_where_it_divides(wanted, devices, found):
-    assert str(largest_mesh(Args(), config(256), "f32", MeshSpec.parse(wanted), [None] * devices)) == found
+def test_tp_stays_and_dp_shrinks_and_ep_stays_where_it_divides(wanted, devices, expected):
+    assert str(largest_mesh(Args(), config(256), "f32", MeshSpec.parse(wanted), [None] * devices)) == expected
 
 
 def test_too_few_devices_for_one_dp_rank_are_named():
@@ -48,7 +48,7 @@ def test_too_few_devices_for_one_dp_rank_are_named():
 
 
 @pytest.mark.parametrize(
-    ("asked", "mesh", "found"), [(0, "dp=24", 8), (0, "dp=16", 0), (32, "dp=24", 32), (8, "dp=32", 32)]
+    ("asked", "mesh", "expected"), [(0, "dp=24", 8), (0, "dp=16", 0), (32, "dp=24", 32), (8, "dp=32", 32)]
 )
-def test_experts_get_the_fewest_copies_that_divide(asked, mesh, found):
-    assert changed_options(Args(asked), config(256), MeshSpec.parse(mesh))["redundant_experts"] == found
+def test_experts_get_the_fewest_copies_that_divide(asked, mesh, expected):
+    assert changed_options(Args(asked), config(256), MeshSpec.parse(mesh))["redundant_experts"] == expected

@@ -43,8 +43,10 @@ def test_a_follower_launches_and_collects_in_the_leaders_order(max_in_flight):
     leader.shutdown()
     pair.join()
     assert pair.error is None
-    own, followed = pair.inner.in_order(), pair.told.in_order()
-    assert [event for event in followed if event[0] != "collect"] == [event for event in own if event[0] != "collect"]
+    inner_events, followed = pair.inner.in_order(), pair.told.in_order()
+    assert [event for event in followed if event[0] != "collect"] == [
+        event for event in inner_events if event[0] != "collect"
+    ]
     # What had been collected when a command was laid out is the same; what nothing came after is not collected at all.
     assert followed.index(("collect", 1)) < followed.index(("launch", step(3)))
     assert followed.index(("collect", 1)) > followed.index(("launch", step(2)))
@@ -150,10 +152,10 @@ def test_a_process_that_comes_back_keeps_its_way_in_until_it_has_joined():
 
 
 def test_a_chunk_has_come_when_it_has_come_in_every_process_of_its_rank():
-    found = []
-    landings = Landings([[0], [0, 1]], found.append)
+    landed = []
+    landings = Landings([[0], [0, 1]], landed.append)
     landings.enter(PulledChunk(0, 0, 7, [1], True))
     for ok in (True, False):
         landings.enter(PulledChunk(1, 0, 8, [2, 3], ok))
         landings.enter(PulledChunk(1, 0, 9, [4], True))
-    assert [(chunk.number, chunk.ok) for chunk in found] == [(7, True), (8, False), (9, True)]
+    assert [(chunk.number, chunk.ok) for chunk in landed] == [(7, True), (8, False), (9, True)]

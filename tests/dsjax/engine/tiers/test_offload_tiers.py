@@ -62,10 +62,10 @@ def test_tokens_are_those_without_a_tier_and_pages_come_back(in_flight, ranks):
             prompts.append((number, choose.choice(beginnings) + tail))
             number += 1
         gone = [f"{prompts[0][0]}"] if turn % 3 == 0 else []
-        found = run(engine, prompts, abort=gone)
+        outputs = run(engine, prompts, abort=gone)
         for name, tokens in prompts:
             if f"{name}" not in gone:
-                assert found[f"{name}"] == expected_tokens(tokens, 6)
+                assert outputs[f"{name}"] == expected_tokens(tokens, 6)
         assert all(rank.pool.num_used == 0 for rank in engine.scheduler.ranks)
     counts = [host.counts() for host in tiers(engine).host]
     assert all(one.stored > 20 and one.fetched > 20 for one in counts), counts
@@ -76,8 +76,8 @@ def test_requests_whose_pages_are_kept_give_way_to_one_that_needs_room():
     engine = core(host_pages_per_rank=60)
     prompts = [[n] * 4 + list(range(n, n + 44)) for n in range(0, 200, 40)]
     for turn in range(4):
-        found = run(engine, [(turn * 10 + i, tokens) for i, tokens in enumerate(prompts)])
-        assert list(found.values()) == [expected_tokens(tokens, 6) for tokens in prompts]
+        outputs = run(engine, [(turn * 10 + i, tokens) for i, tokens in enumerate(prompts)])
+        assert list(outputs.values()) == [expected_tokens(tokens, 6) for tokens in prompts]
     assert tiers(engine).host[0].counts().fetched > 20
 
 
@@ -133,10 +133,10 @@ def test_tokens_are_those_without_a_disk_however_long_it_takes(ranks, below, tak
     for turn in range(12):
         prompts = begin_alike(turn)
         gone = [f"{prompts[0][0]}"] if turn % 3 == 0 else []
-        found = run(engine, prompts, abort=gone)
+        outputs = run(engine, prompts, abort=gone)
         for name, tokens in prompts:
             if f"{name}" not in gone:
-                assert found[f"{name}"] == expected_tokens(tokens, 6)
+                assert outputs[f"{name}"] == expected_tokens(tokens, 6)
         assert all(rank.pool.num_used == 0 for rank in engine.scheduler.ranks)
     counts = tiers(engine).disk.counts()
     assert counts.stored > 10
@@ -261,9 +261,9 @@ def test_what_only_the_devices_have_goes_to_the_disk_at_the_end_the_newest_first
     assert first.executor.closed
     first.executor.page_reports()
     newest, older = [], []
-    for number, found in enumerate((older, newest)):
+    for number, names in enumerate((older, newest)):
         request = Request("", list(range(100 * number, 100 * number + 25)), 25, SamplingParams(), 1, 0)
-        found += [name for name in extend_hashes(request, 4) if name in first.executor.disk]
+        names += [name for name in extend_hashes(request, 4) if name in first.executor.disk]
     assert len(newest) == 6, "all of them"
     assert len(first.executor.disk) == 8
     assert next(iter(first.executor.disk)) in older, "the next one to go"

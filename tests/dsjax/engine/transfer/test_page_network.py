@@ -140,22 +140,22 @@ def run(llm, requests, between=lambda step: None):
     """Tokens of (name, prompt, what prefill said)."""
     for name, tokens, prefill in requests:
         llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, RequestOptions(prefill=prefill))
-    found, steps = {}, 0
+    token_ids, steps = {}, 0
     while llm.engine.has_unfinished():
         between(steps)
         steps += 1
         for output in llm.engine.step():
             if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
-    return found
+                token_ids[output.request_id] = list(output.outputs[0].token_ids)
+    return token_ids
 
 
 def alone(llm, given):
     """What decode makes by itself."""
     llm.engine.flush_prefix_cache()
-    found = run(llm, [(f"{i}", tokens, None) for i, tokens in enumerate(given)])
+    expected = run(llm, [(f"{i}", tokens, None) for i, tokens in enumerate(given)])
     llm.engine.flush_prefix_cache()
-    return found
+    return expected
 
 
 def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(
@@ -250,9 +250,9 @@ def served(**fields):
 def linked(server, transport, **space):
     """The way to a server, and what comes from it but for what is under way, which may be said any number of times."""
     link = RemoteLink(server.address, RemoteChunks(transport, space, {}, 5), space)
-    found = []
-    link.connect(lambda message: None if isinstance(message, TransfersUnderWay) else found.append(message))
-    return link, found
+    messages = []
+    link.connect(lambda message: None if isinstance(message, TransfersUnderWay) else messages.append(message))
+    return link, messages
 
 
 def until(true, seconds=60):
@@ -273,21 +273,21 @@ def test_sides_that_move_pages_by_different_transports_are_told_so(decode, backe
 
 def test_sides_whose_pages_differ_are_told_in_what():
     server, transport = served(dtype="bfloat16")
-    link, found = linked(server, transport, page_size=4, dtype="float32")
+    link, messages = linked(server, transport, page_size=4, dtype="float32")
     link.send(PrefillRequest("a", int32s(range(9)), 0, 2))
-    until(lambda: found)
-    assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in found[0].reason
-    assert isinstance(found[0], TransferFailed)
+    until(lambda: messages)
+    assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in messages[0].reason
+    assert isinstance(messages[0], TransferFailed)
     link.close()
     server.shutdown()
 
 
 def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes():
     server, transport = served()
-    link, found = linked(server, transport, page_size=4)
+    link, messages = linked(server, transport, page_size=4)
     link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
-    until(lambda: sum(message.count for message in found) == 8)
-    first, *others = found
+    until(lambda: sum(message.count for message in messages) == 8)
+    first, *others = messages
     assert link.pull(first.number, None, first.address)["tokens"][0] == [0, 1, 2, 3]
     link.send(ReleaseChunk(first.number))
     with pytest.raises(ChunkGoneError, match="is not kept any more"):
@@ -333,45 +333,45 @@ def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_ke
     before = transfer_threads()  # some of another test's may still be ending
     nobody = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers until it is closed
     link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteChunks(FakeTransport(), {}, {}, 5), {})
-    found = []
-    link.connect(found.append)
+    messages = []
+    link.connect(messages.append)
     for name in "abc":
         link.send(PrefillRequest(name, b"", 0, 1))
     nobody.close()
-    until(lambda: found)
-    assert "cannot be reached" in found[0].reason
-    assert len(found) == len(caplog.records) == 1
+    until(lambda: messages)
+    assert "cannot be reached" in messages[0].reason
+    assert len(messages) == len(caplog.records) == 1
     until(lambda: transfer_threads() <= before)
     link.send(PrefillRequest("d", b"", 0, 1))
-    until(lambda: len(found) == 2)
+    until(lambda: len(messages) == 2)
     link.close()
 
 
 def test_nothing_is_kept_of_a_side_that_has_gone():
     before = transfer_threads()  # some of another test's may still be ending
     server, transport = served()
-    link, found = linked(server, transport, page_size=4)
+    link, messages = linked(server, transport, page_size=4)
     link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
-    until(lambda: sum(message.count for message in found) == 8)
-    link.pull(found[0].number, None, found[0].address)
+    until(lambda: sum(message.count for message in messages) == 8)
+    link.pull(messages[0].number, None, messages[0].address)
     assert transport.disconnected == []
     server.shutdown()
     until(lambda: transport.disconnected == ["here"])
     until(lambda: transfer_threads() <= before)
-    assert isinstance(found[-1], TransferFailed)
+    assert isinstance(messages[-1], TransferFailed)
     with pytest.raises(ChunkGoneError, match="cannot be reached"):
-        link.pull(found[0].number, None, found[0].address)
+        link.pull(messages[0].number, None, messages[0].address)
     link.close()
 
 
 def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
     server, transport = served()
-    link, found = linked(server, transport, page_size=4)
+    link, messages = linked(server, transport, page_size=4)
     link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
-    until(lambda: sum(message.count for message in found) == 8)
-    link.pull(found[0].number, None, found[0].address)
+    until(lambda: sum(message.count for message in messages) == 8)
+    link.pull(messages[0].number, None, messages[0].address)
     [client], [puller] = server.listener._channels, server._chunks.listener._channels
-    for channel in (client, puller, link._channel, link._chunks._connection(found[0].address).channel):
+    for channel in (client, puller, link._channel, link._chunks._connection(messages[0].address).channel):
         assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     link.close()
     server.shutdown()
