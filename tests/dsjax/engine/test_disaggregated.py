@@ -93,6 +93,7 @@ def expected(checkpoint):
         llm.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MESHES.values(), ids=MESHES)
 def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, monkeypatch):
     reads = []

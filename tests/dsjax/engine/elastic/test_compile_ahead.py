@@ -14,6 +14,7 @@ from dsjax.engine.setup.loading import load_model
 from sharding import MeshSpec
 
 
+@pytest.mark.slow
 def test_an_engine_whose_programs_were_compiled_ahead_compiles_none(tmp_path, monkeypatch):
     features = {
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},

@@ -160,6 +160,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.slow
 def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_tokens(checkpoint, tmp_path):
     params = [
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False),

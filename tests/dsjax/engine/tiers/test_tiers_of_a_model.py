@@ -58,6 +58,7 @@ def generated(llm):
     return [list(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) for prompt in prompts()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

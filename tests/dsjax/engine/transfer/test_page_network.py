@@ -158,6 +158,7 @@ def alone(llm, given):
     return expected
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(
     checkpoint, decode, backend
 ):
