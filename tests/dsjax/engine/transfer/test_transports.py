@@ -1,4 +1,8 @@
-"""Every transport hands chunks over as they were, from any device to any device, and none that was withdrawn."""
+"""Every transport hands chunks over as they were, from any device to any device, and none that was withdrawn.
+
+These are the tests of `transfer/transport.py`, `transfer/jax_transport.py`, `transfer/nixl/nixl_transport.py`, `transfer/nixl/agent.py`
+and `transfer/nixl/registered_buffer.py` too.
+"""
 
 import json
 import os
