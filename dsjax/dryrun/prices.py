@@ -17,6 +17,10 @@ from sharding.program.text import Computation, Operation, Program
 
 INSIDE, BETWEEN = "network inside", "network between"
 
+COPIES = "copies"
+"""The thread of asynchronous copies, which move memory beside the compute thread."""
+FigureEnd = Literal["low", "value", "high"]
+
 
 def carried_bytes(one: ProgramCollective) -> tuple[float, float, int]:
     """``(bytes over a device's scale-up link, bytes through its share of the network, latencies one after another)``.
@@ -36,12 +40,6 @@ def carried_bytes(one: ProgramCollective) -> tuple[float, float, int]:
     if one.kind == "all-reduce":
         return (2 * part * (n - 1) if h > 1 else 0), 2 * part * (n - h) / h, 2 * (hosts - 1)
     return one.bytes_inside, one.bytes_between, min(hosts - 1, 1) if one.bytes_between else 0
-
-
-COPIES = "copies"
-"""The thread of asynchronous copies, which move memory beside the compute thread."""
-
-FigureEnd = Literal["low", "value", "high"]
 
 
 @dataclass(frozen=True)

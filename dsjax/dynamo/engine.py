@@ -186,15 +186,15 @@ class LoadPublisher(EngineObserver):
         if self._publisher is None:
             return
         for load in loads[: len(self._published)]:
-            told = (load.used_pages, load.usable_pages, load.queried)
-            if told != self._published[load.rank]:
-                self._published[load.rank] = told
+            published = (load.used_pages, load.usable_pages, load.queried)
+            if published != self._published[load.rank]:
+                self._published[load.rank] = published
                 self._publisher.publish(load.rank, snapshot(load))
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
-            if any(told and told[0] for told in self._published) and not self._engine.num_unfinished:
+            if any(published and published[0] for published in self._published) and not self._engine.num_unfinished:
                 try:
                     self._publish(await self._engine.call(lambda core: core.loads()))
                 except EngineDeadError:

@@ -221,9 +221,9 @@ def _form(
 
 def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[str, str] | None:
     """Read where a prompt is computed: as its prefill worker has said, or as the frontend has told both sides."""
-    told = _given(_given(request.get("prefill_result")).get("disaggregated_params"))
-    if {"address", "transfer"} <= told.keys():
-        return {"address": told["address"], "transfer": told["transfer"]}
+    params = _given(_given(request.get("prefill_result")).get("disaggregated_params"))
+    if {"address", "transfer"} <= params.keys():
+        return {"address": params["address"], "transfer": params["transfer"]}
     if {"bootstrap_host", "bootstrap_port", "bootstrap_room"} <= bootstrap.keys():
         from dsjax.engine.transfer.page_network import handoff
         from dsjax.hosts.options import joined

@@ -20,7 +20,7 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
       `preempted`, `not_finite` in the window.
     - `cache`: `usage` now; `hit_share` of the prompt tokens in the window; `host`, None where no pages go to host memory: `usage`,
       and pages `stored` and `fetched` in the window; `disk`, None without one: the same, and `failed`; `tiers`, None where there is
-      none below the devices: of `device`, `host` and `disk` the `hit_share` of the prompt tokens in the window, and the `wait` for it
+      no offload tier: of `device`, `host` and `disk` the `hit_share` of the prompt tokens in the window, and the `wait` for it
       (`count`, `mean`, `p50`, `p90`, `p99`).
     - `latency`: by name `count`, `mean`, `p50`, `p90`, `p99`, of the window.
     - `steps`: `per_second`, `padding_share`, `host_seconds` of a step by part, `compilations_after_warm_up` in all.
@@ -61,7 +61,7 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
             "hit_share": _share(
                 _grown(old, new, "vllm:prefix_cache_hits_total"), _grown(old, new, "vllm:prefix_cache_queries_total")
             ),
-            "host": _pages_below(old, new, "dsjax_rank_host_pages"),
+            "host": _offload_tier(old, new, "dsjax_rank_host_pages"),
             "disk": _disk_pages(old, new),
             "tiers": _tiers(old, new),
         },
@@ -92,7 +92,7 @@ def quantile(buckets: dict[float, float], share: float) -> float | None:
     return lower
 
 
-def _pages_below(old: Exposition, new: Exposition, name: str) -> dict[str, float | None] | None:
+def _offload_tier(old: Exposition, new: Exposition, name: str) -> dict[str, float | None] | None:
     room, used = new.total(name), new.total(f"{name}_used")
     if not room:
         return None
@@ -101,7 +101,7 @@ def _pages_below(old: Exposition, new: Exposition, name: str) -> dict[str, float
 
 
 def _disk_pages(old: Exposition, new: Exposition) -> dict[str, float | None] | None:
-    pages = _pages_below(old, new, "dsjax_disk_pages")
+    pages = _offload_tier(old, new, "dsjax_disk_pages")
     failed = sum(new.growth(old, "dsjax_disk_failures_total", "operation").values())
     return pages and {**pages, "failed": failed}
 

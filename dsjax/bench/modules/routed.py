@@ -25,6 +25,8 @@ from sharding.dispatch import DispatchConfig, dispatch, dispatch_collectives
 SKEWS = {"even": 0.0, "skewed": 0.3}
 """Variant → s in popularity ∝ rank^-s; 0.3 is what the planner assumes where it is told nothing."""
 
+METHODS = ("gather", "padded", "ragged")
+
 
 @dataclass(frozen=True)
 class DispatchedTokens:
@@ -148,9 +150,6 @@ def default_experts(config, memory: int, expert_bytes: int) -> int:
     if config.n_routed_experts * expert_bytes <= memory // 4:
         return config.n_routed_experts
     return max(1, math.ceil(config.n_routed_experts / 32))
-
-
-METHODS = ("gather", "padded", "ragged")
 
 
 def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> Iterator[ModuleCase]:

@@ -16,6 +16,10 @@ from dsjax.hosts.rendezvous import GroupError
 
 Sizes = Mapping[str, int | float | str]
 
+MEMORY_SHARE = 0.5
+"""Share of the free memory that a case may take: while weights are made they exist twice."""
+_TOO_LARGE = "the device's memory does not hold it"
+
 
 @dataclass(frozen=True)
 class ModuleWork:
@@ -76,11 +80,6 @@ class ModuleRow:
             "in_device_loop": self.in_device_loop,
             **self.times.to_json(),
         }
-
-
-MEMORY_SHARE = 0.5
-"""Share of the free memory that a case may take: while weights are made they exist twice."""
-_TOO_LARGE = "the device's memory does not hold it"
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ WORKING_SET = 512 << 20
 MOST_LAYERS = 64
 _BLOCK = 1 << 20
 
+PAGE_TABLE_POSITIONS = 4096
+
 
 @dataclass(frozen=True, eq=False)
 class Setting:
@@ -172,9 +174,6 @@ def with_mesh(setting: Setting, spec: MeshSpec) -> Setting:
 
 def _nbytes(infos: Mapping[str, ParameterInfo]) -> int:
     return sum(info.nbytes for info in infos.values())
-
-
-PAGE_TABLE_POSITIONS = 4096
 
 
 def make_setting(options: ModelOptions) -> Setting:

@@ -18,6 +18,11 @@ from dsjax.errors import UserError
 from sharding import MeshSpec
 from sharding.mesh import AXES
 
+_RANK = "rank"
+_ALL = P(("group", _RANK))
+_PERIOD = 3
+"""Values that are checked repeat after so many: sums of them over 100 ranks are exact in bfloat16 too."""
+
 
 @dataclass(frozen=True, eq=False)
 class DeviceGroup:
@@ -100,12 +105,6 @@ def _array(rows: Iterable[list[jax.Device]]) -> np.ndarray:
     for k, row in enumerate(rows):
         array[k] = row
     return array
-
-
-_RANK = "rank"
-_ALL = P(("group", _RANK))
-_PERIOD = 3
-"""Values that are checked repeat after so many: sums of them over 100 ranks are exact in bfloat16 too."""
 
 
 def all_gather(x, ranks: int):

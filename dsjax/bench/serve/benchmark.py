@@ -11,10 +11,9 @@ from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.datasets import Dataset
 from dsjax.bench.serve.load import arrival_times, run_load
 from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
-from dsjax.bench.serve.progress import PointProgress
 from dsjax.bench.serve.prompts import PromptSource
 from dsjax.bench.serve.records import BenchRequest
-from dsjax.bench.serve.report import LoadPoint
+from dsjax.bench.serve.report import LoadPoint, PointProgress
 from dsjax.bench.serve.result_files import PointResult
 from dsjax.bench.serve.server_facts import ServerError, ServerFacts, ask_server, read_counters, server_url
 from dsjax.bench.serve.statistics import DraftFigures, summarise
@@ -25,6 +24,8 @@ _TOLERANCE = 0.05
 
 _MOST = {"concurrency": 65_536, "rate": 100_000.0}
 _LEAST_RATE = 1 / 1024
+
+_WARM_UP_DRAW = 0
 
 
 @dataclass
@@ -71,9 +72,6 @@ class Search:
         more = f"{self.failed:g} does not" if self.failed is not None else "none that was tried does not"
         unit = " requests/s" if self.quantity == "rate" else ""
         return f"largest {self.quantity} {goal}: {self.best:.4g}{unit} ({more})"
-
-
-_WARM_UP_DRAW = 0
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,15 @@ import aiohttp
 from dsjax.bench.serve.answer import AnswerError, AnswerReader, error_message
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 
+try:
+    import uvloop
+except ImportError:  # there is none for Windows
+    uvloop = None
+
 OpenAIEndpoint = Literal["completions", "chat"]
 PATHS: dict[OpenAIEndpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -134,14 +141,6 @@ async def _body(response: aiohttp.ClientResponse) -> Any:
         return json.loads(text)
     except ValueError:
         return text or response.reason
-
-
-try:
-    import uvloop
-except ImportError:  # there is none for Windows
-    uvloop = None
-
-Result = TypeVar("Result")
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:

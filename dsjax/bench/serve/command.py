@@ -43,7 +43,7 @@ def serve(
             raise UserError(f"{what} needs {package}, which is not installed: pip install 'dsjax[bench]'")
     from dsjax.bench.serve.benchmark import Benchmark
     from dsjax.bench.serve.client import run
-    from dsjax.bench.serve.progress import point_progress
+    from dsjax.bench.serve.report import point_progress
 
     say, progress = partial(print, file=sys.stderr), partial(point_progress, Console(stderr=True), report.progress)
     benchmark = Benchmark(server, workload, load, report, say, progress)
@@ -104,9 +104,8 @@ def _let_ctrl_c_set(stop: asyncio.Event) -> None:
 
 def _write(benchmark: "Benchmark", points: list["PointResult"], facts: "ServerFacts") -> None:
     """The files that were asked for, and the table of a sweep."""
-    from dsjax.bench.serve.picture import draw
     from dsjax.bench.serve.report import sweep_table
-    from dsjax.bench.serve.result_files import result_json, write_points_csv, write_requests_csv
+    from dsjax.bench.serve.result_files import draw, result_json, write_points_csv, write_requests_csv
 
     workload, report, swept = benchmark.workload, benchmark.report, benchmark.load.swept
     devices = benchmark.server.devices or facts.num_devices

@@ -13,6 +13,8 @@ from dsjax.top.reading import Exposition
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
 
 class ServerError(UserError):
     """No server, or one that does not answer as OpenAI's does."""
@@ -125,9 +127,6 @@ async def _optional(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 def _integer(body: Any, name: str) -> int | None:
     value = body.get(name) if isinstance(body, dict) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
 async def read_counters(session: aiohttp.ClientSession, url: str) -> Exposition | None:

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
-from dsjax.checkpoint.source import open_checkpoint
+from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device.cache import Pool
@@ -43,6 +43,7 @@ from dsjax.hosts.group import HostGroup
 from dsjax.model.parameters import store
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
+from sharding.layer_placement import LayerPlacements
 
 
 @dataclass(frozen=True)
@@ -91,37 +92,33 @@ def load_model(
     if group is not None and not is_later:
         check_shares(spec, mesh, group)
     enable_compile_cache()
-    if mesh.devices.flat[0].platform == "cpu":
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu:
         keep_freed_memory()
     library = library or ProgramLibrary()
     layout = EngineLayout.of(args, checkpoint, mesh)
     step, buckets = layout.step, layout.buckets
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
     smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
 
-    def read() -> dict[str, Array]:
+    def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
+        fixed = {"weights": weights, "mtp": step.has_module}
+        return load(config, source, mesh, step.rules, placement=placement, **fixed, **options)
+
+    def read_all() -> dict[str, Array]:
         if on_cpu:
             check_host_memory(args, step)
         else:
             check_device_memory(args, step, Pool.of(step, 0))
         with explained_out_of_memory("its weights were loaded", smaller):
-            return load(
-                config,
-                checkpoint,
-                mesh,
-                step.rules,
-                weights=weights,
-                placement=step.stored_placement if config.is_moe else None,
-                mtp=step.has_module,
-                progress=show_progress,
-            )
+            placement = step.stored_placement if config.is_moe else None
+            return read(checkpoint, placement, progress=show_progress)
 
     if group is not None:
         if on_cpu:
             group.connect([device.id for device in mesh.devices.flat])
         group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
-    params = read() if group is None else group.run("loading", read)
+    params = read_all() if group is None else group.run("loading", read_all)
     with explained_out_of_memory("its weights were loaded", smaller):
         params = materialise(step, params)
 
@@ -141,16 +138,7 @@ def load_model(
                 args,
                 limits,
                 layout.per_exchange,
-                lambda paths, placements: load(
-                    config,
-                    directory,
-                    mesh,
-                    step.rules,
-                    weights=weights,
-                    placement=step.stored(placements),
-                    mtp=step.has_module,
-                    only=paths,
-                ),
+                lambda paths, placements: read(directory, step.stored(placements), only=paths),
                 lock and partial(_open_disk, args, page_space(args, step, directory), lock),
             ),
             meet=None if group is None else lambda: group.ask("compiled"),

@@ -73,7 +73,7 @@ class RemoteEngine(RequestStreams):
     Attributes:
         channel: set before clients come.
         on_refused: called with the reason for which the engine's process has refused a request.
-        num_ranks: as the engine's process has told.
+        num_ranks: DP ranks of the mesh, as the engine's process has sent it.
     """
 
     channel: Channel

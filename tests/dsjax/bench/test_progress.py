@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from dsjax.bench.serve.progress import point_progress
 from dsjax.bench.serve.records import RequestRecord
+from dsjax.bench.serve.report import point_progress
 from dsjax.progress import in_turn
 
 

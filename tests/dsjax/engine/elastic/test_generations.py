@@ -10,12 +10,11 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.sampling_params import OutputKind
-from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import ChangeUnderWayError, UserError
-from sharding import MeshError, MeshSpec
+from sharding import MeshError
 
 
 class FakeGenerations:
@@ -147,58 +146,6 @@ def test_a_request_that_the_smaller_cache_cannot_hold_ends_with_that_error_and_o
         engine.add_request("later", [1] * 10, SamplingParams(max_tokens=40, **params))
 
 
-# Which mesh, and with which options.
-
-
-class Args(SimpleNamespace):
-    """What of `EngineArgs` decides."""
-
-    def __init__(self, num_redundant=0, eplb=None):
-        super().__init__(num_redundant=num_redundant, eplb=eplb, init_expert_location=None, mesh="dp=4")
-
-
-def config(experts=32, heads=8):
-    return SimpleNamespace(
-        n_routed_experts=experts,
-        is_moe=bool(experts),
-        num_attention_heads=heads,
-        num_dense_layers=0,
-        n_shared_experts=0,
-        moe_intermediate_size=16,
-    )
-
-
-@pytest.mark.parametrize(
-    ("wanted", "devices", "expected"),
-    [
-        ("dp=32", 32, "dp=32"),
-        ("dp=32", 24, "dp=24"),
-        ("dp=4,tp=8", 31, "dp=3,tp=8"),
-        ("dp=4,tp=2,ep=4", 6, "dp=3,tp=2"),
-        ("dp=4,tp=2,ep=4", 5, "dp=2,tp=2"),
-        ("dp=4,tp=2,ep=2", 6, "dp=3,tp=2,ep=2"),
-        ("dp=2", 8, "dp=2"),
-    ],
-)
-def test_tp_stays_and_dp_shrinks_and_ep_stays_where_it_divides(wanted, devices, expected):
-    assert str(largest_mesh(Args(), config(256), "f32", MeshSpec.parse(wanted), [None] * devices)) == expected
-
-
-def test_too_few_devices_for_one_dp_rank_are_named():
-    with pytest.raises(NoMeshError, match="3 devices are left, too few for one DP rank of tp=4"):
-        largest_mesh(Args(), config(), "f32", MeshSpec(2, 4), [None] * 3)
-
-
-@pytest.mark.parametrize(
-    ("asked", "mesh", "expected"), [(0, "dp=24", 8), (0, "dp=16", 0), (32, "dp=24", 32), (8, "dp=32", 32)]
-)
-def test_experts_get_the_fewest_copies_that_divide(asked, mesh, expected):
-    assert changed_options(Args(asked), config(256), MeshSpec.parse(mesh))["redundant_experts"] == expected
-
-
-# With a model.
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True, first_k_dense_replace=0)
@@ -213,6 +160,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.slow
 def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_tokens(checkpoint, tmp_path):
     params = [
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False),

@@ -1,4 +1,7 @@
-"""An engine whose experts follow the load tells every request what an engine tells whose experts stay, whatever happens meanwhile."""
+"""An engine whose experts follow the load tells every request what an engine tells whose experts stay, whatever happens meanwhile.
+
+These are the tests of `experts/eplb.py` and `setup/expert_location.py` too.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,7 @@
-"""Experts that are moved between steps: every slot holds what its table says, bit for bit, and what a request is told stays the same."""
+"""Experts that are moved between steps: every slot holds what its table says, bit for bit, and what a request is told stays the same.
+
+These are the tests of `device/expert_programs.py` too.
+"""
 
 import logging
 

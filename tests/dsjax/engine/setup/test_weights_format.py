@@ -1,4 +1,7 @@
-"""Experts that come in bf16 stay so for float32 computation, and nothing is lost by it."""
+"""Experts that come in bf16 stay so for float32 computation, and nothing is lost by it.
+
+These are the tests of `setup/loading.py` and `setup/assembly.py` too.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Pages survive on the disk, a file that is not what its name says is never read, and trouble with the disk is a report."""
+"""Pages survive on the disk, a file that is not what its name says is never read, and trouble with the disk is a report.
+
+These are the tests of `tiers/page_files.py` too.
+"""
 
 import errno
 import os

@@ -1,4 +1,7 @@
-"""Subscribers of vLLM's events learn from dsjax which pages lie where, and can ask for what they have missed."""
+"""Subscribers of vLLM's events learn from dsjax which pages lie where, and can ask for what they have missed.
+
+These are the tests of `schedule/page_events.py` too.
+"""
 
 import json
 import threading

@@ -1,4 +1,7 @@
-"""Prompts that another process computes make the tokens of one plain engine, and a process that dies costs no request and no page."""
+"""Prompts that another process computes make the tokens of one plain engine, and a process that dies costs no request and no page.
+
+These are the tests of `transfer/page_channel.py`, `transfer/messages.py` and `transfer/send_buffers.py` too.
+"""
 
 import json
 import os
@@ -23,13 +26,11 @@ from dsjax.engine.contract.commands import int32s
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.stream.leader import Landings
-from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
+from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
     ChunkGoneError,
     ChunkReady,
     PrefillRequest,
-    PulledChunk,
     ReleaseChunk,
     TransferFailed,
     TransfersUnderWay,
@@ -41,11 +42,15 @@ from dsjax.errors import UserError
 from dsjax.hosts.wire import split_address
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
+
+
 OPTIONS = {
     "dtype": "float32",
     "transfer_host": "127.0.0.1",
     "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
 }
+
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -153,6 +158,7 @@ def alone(llm, given):
     return expected
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(
     checkpoint, decode, backend
 ):
@@ -394,47 +400,6 @@ def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_ano
             with pytest.raises(ChunkGoneError, match=r"gone:1 .* reached"):
                 pull.result()
     assert tried == ["gone:1", "other:1"]
-
-
-def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
-    kept = FollowerSendBuffers(timeout=5)
-    timer = threading.Timer(0.05, kept.ready, (3, {"tokens": []}))
-    timer.start()
-    assert kept.take(3) == {"tokens": []}
-    kept.ready(4, None)  # a third process has that one
-    kept.drop([3, 4])
-    for number in (3, 4):
-        with pytest.raises(ChunkGoneError):
-            kept.take(number)
-    assert len(kept) == 0
-
-
-def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():
-    executor = FakeExecutor(transfers=True)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    engine = PrefillEngine(executor, config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
-    offers = []
-    engine.post(PrefillRequest("a", int32s(range(9)), 0, 2), offers.append)
-    while not any(isinstance(message, ChunkReady) for message in offers):
-        engine.turn(wait=False)
-    offers = [message for message in offers if isinstance(message, ChunkReady)]
-    assert {offer.address for offer in offers} == {"there:1"}
-    for offer in offers:
-        engine.post(ReleaseChunk(offer.number), offers.append)
-    engine.turn(wait=False)
-    engine.turn(wait=False)
-    assert executor.dropped_chunks == [offer.number for offer in offers]
-    assert engine.buffers.num_kept == engine.num_jobs == 0
-
-
-def test_a_chunk_has_come_when_it_has_come_in_every_process_of_its_rank():
-    landed = []
-    landings = Landings([[0], [0, 1]], landed.append)
-    landings.enter(PulledChunk(0, 0, 7, [1], True))
-    for ok in (True, False):
-        landings.enter(PulledChunk(1, 0, 8, [2, 3], ok))
-        landings.enter(PulledChunk(1, 0, 9, [4], True))
-    assert [(chunk.number, chunk.ok) for chunk in landed] == [(7, True), (8, False), (9, True)]
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:0", "host:x"])

@@ -1,4 +1,8 @@
-"""Every transport hands chunks over as they were, from any device to any device, and none that was withdrawn."""
+"""Every transport hands chunks over as they were, from any device to any device, and none that was withdrawn.
+
+These are the tests of `transfer/transport.py`, `transfer/jax_transport.py`, `transfer/nixl/nixl_transport.py`, `transfer/nixl/agent.py`
+and `transfer/nixl/registered_buffer.py` too.
+"""
 
 import json
 import os
@@ -15,7 +19,7 @@ from transports import EACH_BACKEND, NIXL
 
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer import transport as table
-from dsjax.engine.transfer.transport import open_transport
+from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.errors import UserError
 
 
@@ -76,6 +80,38 @@ def test_a_process_that_was_disconnected_can_be_pulled_from_again(ends):
         is_chunk(receiver.pull(sender.address, number, ticket, SHAPES, jax.devices()[0]), number, jax.devices()[0])
         sender.withdraw(number, published, pulled=True)
         receiver.disconnect(sender.address)
+
+
+class FailingTransport(Transport):
+    """A transport whose reads come to what they are told to."""
+
+    def __init__(self, outcome):
+        self.outcome, self.disconnected = outcome, []
+
+    def publish(self, number, chunk):
+        return b""
+
+    def withdraw(self, number, chunk, *, pulled):
+        pass
+
+    def read(self, address, number, ticket, shapes, device):
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+    def disconnect(self, address):
+        self.disconnected.append(address)
+
+
+def test_nothing_is_kept_of_a_process_that_could_not_be_read_and_a_withdrawn_chunk_is_not_returned():
+    failing = FailingTransport(OSError("the link is down"))
+    with pytest.raises(OSError, match="the link is down"):
+        failing.pull("there", 1, b"", SHAPES, None)
+    assert failing.disconnected == ["there"]
+    withdrawn = FailingTransport(None)
+    with pytest.raises(ConnectionError, match="withdrawn while it was read"):
+        withdrawn.pull("there", 1, b"", SHAPES, None)
+    assert withdrawn.disconnected == [], "its process has answered"
 
 
 class PublishingProcess:

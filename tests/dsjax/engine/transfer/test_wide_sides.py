@@ -1,4 +1,7 @@
-"""A prefill and a decode side, each of two processes, make the tokens of one engine; pages go straight from process to process."""
+"""A prefill and a decode side, each of two processes, make the tokens of one engine; pages go straight from process to process.
+
+These are the tests of `elastic/joining.py`, `elastic/transfer_processes.py` and `transfer/page_chunks.py` too.
+"""
 
 import json
 import os
