@@ -32,8 +32,8 @@ def emulate_devices(count: int) -> None:
     if count > most_devices()[0]:
         return
     flags = os.environ.get("XLA_FLAGS", "")
-    found = re.findall(rf"{_COUNT_FLAG}=(\d+)", flags)
-    present = int(found[-1]) if found else 1  # XLA takes the last of several
+    counts = re.findall(rf"{_COUNT_FLAG}=(\d+)", flags)
+    present = int(counts[-1]) if counts else 1  # XLA takes the last of several
     if present < count:
         rest = re.sub(rf"{_COUNT_FLAG}=\d+", "", flags)
         os.environ["XLA_FLAGS"] = f"{rest} {_COUNT_FLAG}={count}".strip()

@@ -29,10 +29,10 @@ class LayerPlacements:
         rows.flags.writeable = False
         if rows.ndim != 2:
             raise MeshError(f"placements have the shape {rows.shape}, expected [layers, physical experts]")
-        found = np.zeros((len(rows), max(self.n_logical, int(rows.max(initial=0)) + 1)), bool)
-        np.put_along_axis(found, np.maximum(rows, 0), True, axis=1)
+        placed = np.zeros((len(rows), max(self.n_logical, int(rows.max(initial=0)) + 1)), bool)
+        np.put_along_axis(placed, np.maximum(rows, 0), True, axis=1)
         wrong = (
-            ~found[:, : self.n_logical].all(axis=1) | found[:, self.n_logical :].any(axis=1) | (rows < 0).any(axis=1)
+            ~placed[:, : self.n_logical].all(axis=1) | placed[:, self.n_logical :].any(axis=1) | (rows < 0).any(axis=1)
         )
         for layer in np.flatnonzero(wrong):
             try:

@@ -182,7 +182,7 @@ class MeshSpec:
         """
         if devices is None:
             devices = _all_devices()
-        ordered = sorted(devices, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
+        ordered = sorted(devices, key=device_order)
         if len(ordered) < self.num_devices:
             platform = ordered[0].platform if ordered else "no"
             advice = (
@@ -202,6 +202,11 @@ class MeshSpec:
 
         grid = np.array(devices, dtype=object).reshape(self.shape)
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def device_order(device: jax.Device) -> tuple[int, int, int]:
+    """Give the key by which devices are sorted before a mesh takes the first of them: process, slice and id."""
+    return device.process_index, getattr(device, "slice_index", 0) or 0, device.id
 
 
 def _all_devices() -> Sequence[jax.Device]:

@@ -38,10 +38,10 @@ class Placement:
     n_logical: int
 
     def __post_init__(self):
-        found = set(self.physical_to_logical)
-        if found != set(range(self.n_logical)):
-            missing = sorted(set(range(self.n_logical)) - found)[:8]
-            unknown = sorted(found - set(range(self.n_logical)))[:8]
+        placed = set(self.physical_to_logical)
+        if placed != set(range(self.n_logical)):
+            missing = sorted(set(range(self.n_logical)) - placed)[:8]
+            unknown = sorted(placed - set(range(self.n_logical)))[:8]
             raise MeshError(
                 f"a placement must hold each of the logical experts 0 … {self.n_logical - 1} at least once and no other; "
                 f"missing {missing}, unknown {unknown}"

@@ -5,13 +5,14 @@ import functools
 import gc
 import importlib.util
 import itertools
+import json
 import math
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import httpx._transports.default as _http
@@ -106,6 +107,9 @@ gc.disable()
 gc.set_threshold(20_000, 20, 50)
 
 
+SECONDS = Path(__file__).with_name("seconds.json")
+"""What test files took in a run of the whole suite; `tools/test_times.py` writes it."""
+
 MOST_PROCESSES = 8
 PROCESS_BYTES = 4 * 2**30
 """Each process has 32 devices and programs of its own."""
@@ -153,10 +157,20 @@ def pytest_configure(config: pytest.Config) -> None:
                 path.unlink(missing_ok=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have slow tests: begun last, one of them would be waited for while the other processes idle."""
+def longest_first(items: Sequence[pytest.Item], seconds: Mapping[str, float], root: Path) -> list[pytest.Item]:
+    """Tests by file, in the order of what the files took; files with slow tests of which that is not known come first.
+
+    Begun last, a long file would be waited for while the other processes idle. seconds: of files, by their paths from `root`.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    unknown = {path: math.inf if path in slow else 0.0 for path in {item.path for item in items}}
+    known = {path: seconds.get(path.relative_to(root).as_posix(), otherwise) for path, otherwise in unknown.items()}
+    return sorted(items, key=lambda item: -known[item.path])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    items[:] = longest_first(items, json.loads(SECONDS.read_text()), SECONDS.parents[1])
 
 
 def pytest_collection_finish() -> None:

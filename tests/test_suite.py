@@ -1,13 +1,46 @@
-"""How the suite is shared among processes: how many, the order of files, which programs are kept; `conftest.py` beside this file."""
+"""How the suite is made: which tests are whose (`tools/tests_of.py`), how many processes share it, in which order, which programs are kept.
 
+The latter are in `conftest.py` beside this file.
+"""
+
+import json
 import os
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+
+from tests_of import ENGINE, files_of, named_in
+
 HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+MODULES = [path.relative_to(ROOT) for path in sorted((ROOT / ENGINE).rglob("*.py")) if path.name != "__init__.py"]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ENGINE)))
+def test_each_module_of_the_engine_has_tests_of_its_name_or_is_named_in_some(module):
+    assert files_of(module), f"no test file is named after {module}, or names it in its docstring"
+
+
+def test_tests_name_modules_that_exist():
+    named = {name for names in named_in(ROOT / "tests" / ENGINE).values() for name in names if name.endswith(".py")}
+    elsewhere = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    assert sorted(name for name in named - elsewhere if not (ROOT / ENGINE / name).exists()) == []
+
+
+def test_a_modules_tests_are_those_of_its_name_and_those_that_name_it(tmp_path):
+    room = tmp_path / "tests" / ENGINE / "schedule"
+    room.mkdir(parents=True)
+    (room / "test_pages.py").touch()
+    (room / "test_rank.py").write_text('"""Ranks. These are the tests of `schedule/pages.py` too."""\n')
+    pages, rank, other = (ENGINE / "schedule" / name for name in ("pages.py", "rank.py", "other.py"))
+    names = [[path.name for path in files_of(module, tmp_path)] for module in (pages, rank, other)]
+    assert names == [["test_pages.py", "test_rank.py"], ["test_rank.py"], []]
 
 
 @pytest.fixture
@@ -64,19 +97,27 @@ def test_programs_of_a_week_ago_go_once_a_run(suite, monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_files_with_slow_tests_come_first_and_whole(suite):
-    def item(file: str, name: str, slow: bool):
-        return SimpleNamespace(path=file, name=name, get_closest_marker=lambda _: slow or None)
+def test_the_longest_files_come_first_and_whole_and_slow_ones_of_unknown_length_before_them(suite):
+    def item(file: str, name: str, slow: bool = False):
+        return SimpleNamespace(path=ROOT / file, name=name, get_closest_marker=lambda _: slow or None)
 
     items = [
-        item("a", "1", False),
-        item("b", "2", False),
-        item("b", "3", True),
-        item("b", "4", False),
-        item("c", "5", False),
+        item("a", "1"),
+        item("b", "2"),
+        item("b", "3", slow=True),
+        item("b", "4"),
+        item("c", "5"),
+        item("d/e", "6", slow=True),
+        item("f", "7"),
     ]
-    suite.pytest_collection_modifyitems(items)
-    assert [each.name for each in items] == ["2", "3", "4", "1", "5"]
+    names = [each.name for each in suite.longest_first(items, {"d/e": 2, "c": 30, "gone": 70}, ROOT)]
+    assert names == ["2", "3", "4", "5", "6", "1", "7"]
+
+
+def test_the_seconds_that_order_the_files_are_of_files_that_exist(suite):
+    seconds = json.loads(suite.SECONDS.read_text())
+    assert len(seconds) > 50
+    assert [path for path in seconds if not (ROOT / path).is_file()] == []
 
 
 def test_without_a_compiler_every_other_command_is_found(suite, tmp_path):

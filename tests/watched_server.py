@@ -107,7 +107,7 @@ class WatchedServer:
         self.status = 200
         app = FastAPI(docs_url=None)
         create_metrics_routes(app, self)
-        create_page_routes(app, self)
+        create_page_routes(app)
         self._add(app)
         self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", log_config=None))
         self._thread = threading.Thread(target=self._server.run, daemon=True)

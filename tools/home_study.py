@@ -43,7 +43,7 @@ def bounds() -> str:
         "|---|---|---|---|---|---|",
     ]
     held = 256 // CLUSTER.num_devices
-    for batch in (1, 8, 32, 64, 164, 512, 2048):
+    for batch in (1, 32, 164, 2048):
         operations = 2 * held * batch * EXPERT / CHIP.fp8_flops
         weights = held * EXPERT / CHIP.memory_bandwidth
         away = CLUSTER.devices_per_host * batch * SENT * (1 - 1 / CLUSTER.hosts) / PORT
@@ -65,7 +65,6 @@ def room() -> str:
         (4, "dp=32"),
         (4, "dp=4,tp=8"),
         (4, "tp=32,ep=32"),
-        (8, "dp=64"),
         (8, "dp=32,tp=2"),
         (8, "dp=8,tp=8"),
     ):
@@ -113,31 +112,25 @@ def page() -> str:
     narrow = int(left // (narrowest.cache_per_token * (PROMPT + OUTPUT)))
     return f"""# "32-way data parallelism is compute-bound", at home: 32 × RTX 4090
 
-This page checks a published claim about 32 RTX 4090 at home. A note on DeepSeek-R1
-([noooop/wde](https://github.com/noooop/wde), `docs/performance_tuning_for_deepseek_v3.md`, read: commit 1c65804) reasons: a token goes to 8 of 256 experts, and 256 ÷ 8 = 32, so at
-least 32-way data parallelism makes expert parallelism compute-bound; it sets out to try that on 32 RTX 4090. Exact figures have no range; estimates are **middle** (low – high), with the
-assumptions of [plan.md](plan.md). Layouts are written `dp=4,tp=8`: 4 attention replicas of 8 devices each. `python tools/home_study.py` writes this page.
+A note on DeepSeek-R1 ([noooop/wde](https://github.com/noooop/wde), `docs/performance_tuning_for_deepseek_v3.md`, commit 1c65804) reasons: a token goes to 8 of 256 experts, and 256 ÷ 8 = 32, so at least 32-way data parallelism makes expert parallelism compute-bound, on 32 RTX 4090 at home too. This page checks that. Exact figures have no range; estimates are **middle** (low – high), with the
+assumptions of [plan.md](plan.md). A layout `dp=4,tp=8` has 4 attention replicas of 8 devices each. `python tools/home_study.py` writes this page.
 
 ## What 256 ÷ 8 says
 
-With R replicas of B requests an expert gets R × B × 8 ÷ 256 rows in a decode step: with 32 replicas as many as one replica has requests. That is all. Whether B rows are
-compute-bound hangs on the device: a weight in FP8 is one byte and two operations a row, so that an RTX 4090 with {CHIP.fp8_flops / 1e12:.0f} TFLOP/s and {CHIP.memory_bandwidth / 1e9:,.0f} GB/s
-needs **{balance:.0f} rows an expert** (in bf16 {CHIP.bf16_flops / CHIP.memory_bandwidth:.0f}). 32-way data parallelism with 8 requests each reads its weights and waits, as with one.
+With R replicas of B requests an expert gets R × B × 8 ÷ 256 rows in a decode step: with 32 replicas as many as one replica has requests. Whether B rows are compute-bound hangs on the device: a weight in FP8 is one byte and two operations a row, so that an RTX 4090 with {CHIP.fp8_flops / 1e12:.0f} TFLOP/s and {CHIP.memory_bandwidth / 1e9:,.0f} GB/s
+needs **{balance:.0f} rows an expert** (in bf16 {CHIP.bf16_flops / CHIP.memory_bandwidth:.0f}).
 
 One layer on 32 boards, 8 experts each, even routing, each bound by itself at the datasheet's figure (exact):
 
 {bounds()}
 
-From {balance:.0f} rows on the experts are compute-bound, and by then their exchange over one 25 Gb/s port of a host takes far longer than either: a row's operations grow with
-its bytes, so that no batch helps. The port would have to carry {needed / 1e9:,.0f} GB/s ({needed * 8 / 1e9:,.0f} Gb/s) a host, {needed / PORT:.0f} times what it does, before operations are what a layer waits for (exact).
+From {balance:.0f} rows on the experts are compute-bound, and by then their exchange over one 25 Gb/s port of a host takes far longer than either; a row's operations grow with its bytes, so that no batch helps. The port would have to carry {needed / 1e9:,.0f} GB/s ({needed * 8 / 1e9:,.0f} Gb/s) a host, {needed / PORT:.0f} times what it does (exact).
 
 ## Whether it fits
 
 {room()}
 
-Not on 32 boards, in FP8, with any of these layouts; `tp=32,ep=32` misses by less than 0.1 GB, and would hold {narrow} requests if 5 % of a board were enough
-instead of the 8 % that are assumed to be set aside. `dsjax plan --cluster rtx4090-32 --engine published --input 1000 --output 200` looks at
-all layouts with a `tp` of up to two hosts (16), and says that the narrowest of them misses by 3 %.
+Not on 32 boards, in FP8, with any of these layouts; `tp=32,ep=32` misses by less than 0.1 GB, and would hold {narrow} requests if 5 % of a board were set aside instead of 8 %. `dsjax plan --cluster rtx4090-32 --engine published --input 1000 --output 200` looks at all layouts with a `tp` of up to two hosts (16), and says that the narrowest of them misses by 3 %.
 
 ## What it would do on twice as many
 
@@ -145,9 +138,8 @@ Decode steps at the batches that fill the caches, {CONTEXT:,.0f} cached tokens a
 
 {steps()}
 
-The network is what holds it back: the exchange takes about fifty times as long as experts and attention together, and twice the operations give nothing. The note's remedy, hiding the exchange behind computation with two half batches, hides
-no more than the computation takes. **"32-way data parallelism is compute-bound at home" does not come out**, neither by its own arithmetic nor with a 25 Gb/s port. What would change it is a
-network of about twice what a board's PCIe carries ({needed / CLUSTER.devices_per_host / 1e9:.0f} GB/s a board), not more replicas.
+The network is what holds it back: the exchange takes about fifty times as long as experts and attention together, and twice the operations give nothing. Two half batches, the note's remedy, hide no more than the computation takes. **"32-way data parallelism is compute-bound at home" does not come out.** What would change it is a network of about twice what a board's PCIe carries
+({needed / CLUSTER.devices_per_host / 1e9:.0f} GB/s a board), not more replicas.
 """
 
 

@@ -55,7 +55,7 @@ class Processes:
 
     @property
     def members(self) -> list[dict[str, Any]]:
-        """For JSON: id and host name of each process of a group."""
+        """Id and host name of each process of a group, for JSON."""
         members = self._group.members if self._group else []
         return [{"process_id": member.process_id, "host": member.host} for member in members]
 

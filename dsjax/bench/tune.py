@@ -125,7 +125,7 @@ def candidates(product: Product) -> Iterator[Tiles]:
 
 
 def default_tiles(product: Product) -> Tiles:
-    """What a product has without a table."""
+    """The tiles that a product has without a table."""
     if product.kernel == ATTENTION:
         return attention.default_tiles(product.columns)
     if product.kernel.startswith("dense"):

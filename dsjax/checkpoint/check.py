@@ -42,28 +42,30 @@ def check_structure(
     """
     places = {name: place for name, place in names.places().items() if not name.endswith(SCALE_SUFFIX)}
     expected = {name: piece.shape(names.parameters[path].shape) for name, (path, piece) in places.items()}
-    copies, unreadable, scales, found = names.copies(), set(unreadable), set(), [*problems]
+    copies, unreadable, scales, problems = names.copies(), set(unreadable), set(), [*problems]
     for name, shape in expected.items():
         if name in specs:
             is_matrix = places[name][1].transposed
-            found += _mismatches(name, shape, specs[name], is_matrix)
+            problems += _mismatches(name, shape, specs[name], is_matrix)
             if specs[name].dtype == FP8 and is_matrix:
                 scales.add(name + SCALE_SUFFIX)
-                found += _scale_mismatches(name, specs, unreadable)
+                problems += _scale_mismatches(name, specs, unreadable)
         elif name not in unreadable:
-            found.append(f"{name}: missing, expected shape {list(shape)}")
+            problems.append(f"{name}: missing, expected shape {list(shape)}")
     for name, original in copies.items():
         if name in specs and original in expected and specs[name].shape != expected[original]:
-            found.append(f"{name}: shape {list(specs[name].shape)}, expected {original}'s, {list(expected[original])}")
+            problems.append(
+                f"{name}: shape {list(specs[name].shape)}, expected {original}'s, {list(expected[original])}"
+            )
     extras = [
         name
         for name in specs
         if name not in expected and name not in copies and name not in scales and not names.is_computed(name)
     ]
-    found += _contradictions(names, extras)
-    if found:
+    problems += _contradictions(names, extras)
+    if problems:
         raise CheckpointError(
-            source, found, "Check that config.json and the safetensors belong together and are complete."
+            source, problems, "Check that config.json and the safetensors belong together and are complete."
         )
     _warn_of_extras(source, [name for name in extras if not names.belongs_to_mtp(name)])
 

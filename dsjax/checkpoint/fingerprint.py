@@ -46,12 +46,12 @@ def fingerprint(directory: str | Path) -> str:
         CheckpointError: a file of the checkpoint is absent, damaged or unreadable.
     """
     directory = Path(directory)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     items = _orbax(directory) if (directory / MANIFEST_NAME).exists() else _safetensors(directory)
     for item in (DEFINITION, _canonical_json(directory / "config.json"), *items):
-        found.update(len(item).to_bytes(8, "little"))
-        found.update(item)
-    return found.hexdigest()
+        digest.update(len(item).to_bytes(8, "little"))
+        digest.update(item)
+    return digest.hexdigest()
 
 
 def _canonical_json(path: Path) -> bytes:

@@ -149,11 +149,11 @@ class TensorNames:
 
     def places(self) -> dict[str, tuple[str, TensorPiece]]:
         """For each Hugging Face name the path of its parameter and its piece there; of redundant copies, the first."""
-        found: dict[str, tuple[str, TensorPiece]] = {}
+        pieces: dict[str, tuple[str, TensorPiece]] = {}
         for path in self.parameters:
             for piece in self.pieces(path):
-                found.setdefault(piece.name, (path, piece))
-        return found
+                pieces.setdefault(piece.name, (path, piece))
+        return pieces
 
     @property
     def end_of_mtp(self) -> int:
@@ -167,10 +167,10 @@ class TensorNames:
         """
         main = {"embed_tokens.weight": _MODEL["embed.weight"], "shared_head.head.weight": self._head_name()}
         layers = range(self.config.num_hidden_layers, self.end_of_mtp)
-        found = {f"model.layers.{layer}.{name}": original for layer in layers for name, original in main.items()}
+        originals = {f"model.layers.{layer}.{name}": original for layer in layers for name, original in main.items()}
         if self.config.tie_word_embeddings:
-            found[_MODEL["head.weight"]] = _MODEL["embed.weight"]
-        return found
+            originals[_MODEL["head.weight"]] = _MODEL["embed.weight"]
+        return originals
 
     def belongs_to_mtp(self, name: str) -> bool:
         """Whether the tensor is of a layer after the main model's last, and so of an MTP module, loaded or not."""

@@ -94,10 +94,13 @@ def read_manifest(folder: Path, config: ModelConfig) -> Manifest:
     """
     try:
         fields = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-        found = (fields["format"], fields["version"])
-        if found != (FORMAT, VERSION):
+        version_found = (fields["format"], fields["version"])
+        if version_found != (FORMAT, VERSION):
             raise CheckpointError(
-                folder, [f"{MANIFEST_NAME} is {found[0]} version {found[1]}, expected {FORMAT} version {VERSION}"]
+                folder,
+                [
+                    f"{MANIFEST_NAME} is {version_found[0]} version {version_found[1]}, expected {FORMAT} version {VERSION}"
+                ],
             )
         manifest = Manifest(fields["weights"], fields["config_sha256"], tuple(fields["copies"]), fields["narrow"])
         table = fields["parameters"]

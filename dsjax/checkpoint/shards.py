@@ -37,13 +37,13 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
             self._open_single()
 
     def _open_single(self) -> None:
-        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if SINGLE_NAME in found:
-            found = [SINGLE_NAME]
-        if len(found) != 1:
-            what = f"found {len(found)} safetensors files and no index" if found else "found no safetensors"
+        files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if SINGLE_NAME in files:
+            files = [SINGLE_NAME]
+        if len(files) != 1:
+            what = f"found {len(files)} safetensors files and no index" if files else "found no safetensors"
             raise CheckpointError(self.folder, [f"{what}; expected {SINGLE_NAME}, or shards with {INDEX_NAME}"])
-        self._add_file(found[0], promised=None)
+        self._add_file(files[0], promised=None)
 
     def _open_sharded(self, weight_map: Mapping[str, str]) -> None:
         promised: dict[str, list[str]] = {}

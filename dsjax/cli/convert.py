@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from dsjax.errors import UserError
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def convert(
@@ -55,17 +53,15 @@ def convert(
 
 
 def parse_bytes(text: str) -> int:
-    """``"5GB"`` → 5,000,000,000; units KB, MB, GB, KiB, MiB, GiB or none.
+    """``"5GB"`` → 5,000,000,000; decimal and binary units as pydantic reads them, or none.
 
     Raises:
         UserError: anything else.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    size = (
-        round(float(match.group(1)) * _UNITS[match.group(2).upper()])
-        if match and match.group(2).upper() in _UNITS
-        else 0
-    )
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
+    except ValidationError:
+        size = 0
     if size < 1:
         raise UserError(f"size {text!r}: expected a positive number with a unit, such as 5GB or 500MiB")
     return size

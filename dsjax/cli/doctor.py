@@ -3,15 +3,14 @@
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from dsjax.cli.output import report_console, write_json
+from dsjax.cli.output import JsonFile, report_console, write_json
 from dsjax.versions import installed_version
 
 _STYLES = {"ok": "green", "note": "yellow", "trouble": "bold red"}
@@ -30,9 +29,7 @@ class Finding:
 
 
 def doctor(
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Look at versions, devices, memory, interconnect, caches and compilers, and say what to do about each.
 
@@ -75,25 +72,22 @@ def _versions() -> Iterator[Finding]:
     if not numbers >= _MINIMUM_JAX or not numbers < _BEYOND_JAX:
         yield Finding("versions", "trouble", shown, "pip install 'jax>=0.10.2,<0.12': other versions are not tested")
     elif installed["jax"] != installed["jaxlib"]:
-        yield Finding(
-            "versions", "note", shown, f"pip install jaxlib=={installed['jax']}: jax and jaxlib should be the same"
-        )
+        advice = f"pip install jaxlib=={installed['jax']}: jax and jaxlib should be the same"
+        yield Finding("versions", "note", shown, advice)
     else:
         yield Finding("versions", "ok", f"{shown}, Python {platform.python_version()}")
 
 
 def _settings() -> Iterator[Finding]:
-    if os.environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true", "yes", "on"):
-        yield Finding(
-            "JAX_ENABLE_X64", "trouble", "is on", "unset it: dsjax computes in float32 and less, and refuses to start"
-        )
-    if os.environ.get("JAX_DISABLE_JIT", "").lower() in ("1", "true", "yes", "on"):
-        yield Finding("JAX_DISABLE_JIT", "trouble", "is on", "unset it: every operation would be started by itself")
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "dump" in flag]
+    for name, why in (
+        ("JAX_ENABLE_X64", "dsjax computes in float32 and less, and refuses to start"),
+        ("JAX_DISABLE_JIT", "every operation would be started by itself"),
+    ):
+        if os.environ.get(name, "").lower() in ("1", "true", "yes", "on"):
+            yield Finding(name, "trouble", "is on", f"unset it: {why}")
+    flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "dump" in flag)
     if flags:
-        yield Finding(
-            "XLA_FLAGS", "note", " ".join(flags), "programs are written to disk as they compile, which takes time"
-        )
+        yield Finding("XLA_FLAGS", "note", flags, "programs are written to disk as they compile, which takes time")
 
 
 def _devices() -> Iterator[Finding]:
@@ -139,13 +133,10 @@ def _interconnect() -> Finding:
     import subprocess
 
     if shutil.which("nvidia-smi") is None:
-        return Finding(
-            "interconnect", "note", "nvidia-smi is not here", "install the driver's tools to see the links between GPUs"
-        )
-    matrix = subprocess.run(
-        ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False
-    ).stdout
-    if " NV" in matrix:
+        advice = "install the driver's tools to see the links between GPUs"
+        return Finding("interconnect", "note", "nvidia-smi is not here", advice)
+    command = ["nvidia-smi", "topo", "-m"]
+    if " NV" in subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout:
         return Finding("interconnect", "ok", "GPUs are joined by NVLink")
     advice = "exchanges between ranks go through the host: expect them to bound the step; dsjax bench modules --only dispatch times them"
     return Finding("interconnect", "note", "no NVLink between GPUs", advice)
@@ -159,9 +150,8 @@ def _memory() -> Iterator[Finding]:
         yield Finding("host memory", "note", "unknown on this system", "make sure that the weights fit")
         return
     advice = "the demo takes about 2 GB; end other processes, or raise the container's limit" if free < _ROOM else ""
-    yield Finding(
-        "host memory", "trouble" if advice else "ok", f"{free / 1e9:.1f} GB available, {os.cpu_count()} cores", advice
-    )
+    shown = f"{free / 1e9:.1f} GB available, {os.cpu_count()} cores"
+    yield Finding("host memory", "trouble" if advice else "ok", shown, advice)
 
 
 def _caches() -> Iterator[Finding]:
@@ -169,9 +159,8 @@ def _caches() -> Iterator[Finding]:
 
     folder = enable_compile_cache()
     if folder is None:
-        yield Finding(
-            "compiled programs", "note", "are not kept", "set JAX_COMPILATION_CACHE_DIR to a folder that can be written"
-        )
+        advice = "set JAX_COMPILATION_CACHE_DIR to a folder that can be written"
+        yield Finding("compiled programs", "note", "are not kept", advice)
     else:
         yield _room("compiled programs", folder, "set JAX_COMPILATION_CACHE_DIR to a disk with room")
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
@@ -186,15 +175,13 @@ def _room(subject: str, folder: Path, advice: str) -> Finding:
 
 
 def _compilers() -> Iterator[Finding]:
-    plugins: list[tuple[str, Callable[[], bool], str]] = [
-        ("GPU", lambda: any(_is_installed(f"jax-cuda{number}-plugin") for number in (12, 13)), "cuda"),
-        ("TPU", lambda: _is_installed("libtpu"), "tpu"),
-    ]
-    for name, is_here, extra in plugins:
-        if is_here():
-            yield Finding(
-                f"compiler for {name}s", "ok", "is here: dsjax dryrun --target can use it, without such a device"
-            )
+    for name, packages, extra in (
+        ("GPU", ("jax-cuda12-plugin", "jax-cuda13-plugin"), "cuda"),
+        ("TPU", ("libtpu",), "tpu"),
+    ):
+        if any(map(_is_installed, packages)):
+            shown = "is here: dsjax dryrun --target can use it, without such a device"
+            yield Finding(f"compiler for {name}s", "ok", shown)
         else:
             advice = f"pip install 'dsjax[{extra}]' for dsjax dryrun --target; nothing else needs it on this machine"
             yield Finding(f"compiler for {name}s", "note", "is not installed", advice)

@@ -3,61 +3,48 @@
 import dataclasses
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from dsjax.cli.options import engine_options, prepare_devices
+from dsjax.cli.options import options_of, prepare_devices
 from dsjax.cli.output import report_console, write_json
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
+from dsjax.options import Checked, option
 
 
-@engine_options
-def dryrun(
-    args: EngineArgs,
-    target: Annotated[
-        str, typer.Option(help="cpu, a name of configs/hardware (h200, tpu-v5e, …), or a TOML file like those.")
-    ] = "cpu",
-    step: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
-    batch: Annotated[
-        int | None, typer.Option(help="Rows of a DP rank; default: --max-num-seqs, or 32 decodes.")
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens that a row attends to; default: --max-model-len, or 4096, or the model's positions if fewer."
-        ),
-    ] = None,
-    mla: Annotated[
-        str | None, typer.Option(help="MLA form of this step: --mla-decode or --mla-prefill by another name.")
-    ] = None,
-    fit: Annotated[
-        bool, typer.Option("--fit", help="Also find the largest batch, context and cache that fit, by compiling.")
-    ] = False,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="Hosts and network: a name of configs/clusters or a file; default: the hardware's own."),
-    ] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(help="Predict the step's time; write a trace for ui.perfetto.dev (.json or .json.gz)."),
-    ] = None,
-    timeline_picture: Annotated[
-        Path | None, typer.Option(help="Draw it too: .png, .svg or .pdf; default: next to the trace.")
-    ] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class DryRunOptions(Checked):
+    """What a dry run has beside the engine's options."""
+
+    target: str = option("cpu", "cpu, a name of configs/hardware (h200, tpu-v5e, …), or a TOML file like those.")
+    step: str = option("decode", "decode or prefill.")
+    batch: int | None = option(None, "Rows of a DP rank; default: --max-num-seqs, or 32 decodes.")
+    context: int | None = option(
+        None, "Tokens that a row attends to; default: --max-model-len, or 4096, or the model's positions if fewer."
+    )
+    mla: str | None = option(None, "MLA form of this step: --mla-decode or --mla-prefill by another name.")
+    fit: bool = option(False, "Also find the largest batch, context and cache that fit, by compiling.", switch=True)
+    cluster: str | None = option(
+        None, "Hosts and network: a name of configs/clusters or a file; default: the hardware's own."
+    )
+    timeline: Path | None = option(
+        None, "Predict the step's time; write a trace for ui.perfetto.dev (.json or .json.gz)."
+    )
+    timeline_picture: Path | None = option(None, "Draw it too: .png, .svg or .pdf; default: next to the trace.")
+    json_file: str | None = option(None, "Write JSON to this file instead; - for standard output.", flag="--json")
+
+
+@options_of(lambda kind: "Engine" if kind is EngineArgs else None, args=EngineArgs, options=DryRunOptions)
+def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
     """Compile the serving step at full size for machines that are not there; read memory, collectives and costs."""
     # The compilers of accelerators that are not there run beside JAX's CPU backend; a GPU that is there must stay untouched.
     os.environ["JAX_PLATFORMS"] = "cpu"
     # XLA warns of each kernel that it cannot tune without the device; what goes wrong is raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if mla is not None:
-        args = dataclasses.replace(args, **{f"mla_{step}": mla})
+    target, timeline = options.target, options.timeline
+    if options.mla is not None:
+        args = dataclasses.replace(args, **{f"mla_{options.step}": options.mla})
     if args.separated:
         raise UserError("a dry run is of one mesh; give --mesh, once for prefill's and once for decode's")
     if args.is_side:
@@ -71,17 +58,17 @@ def dryrun(
     from dsjax.dryrun.run import dry_run
     from dsjax.dryrun.tables import show
 
-    if timeline_picture and not timeline:
+    if options.timeline_picture and not timeline:
         raise UserError("--timeline-picture needs --timeline FILE")
-    request = DryRunArgs(engine=args, target=target, step=step, batch=batch, context=context)
-    report = dry_run(request, search=fit, cluster=cluster, timeline=timeline is not None)
+    request = DryRunArgs(engine=args, target=target, step=options.step, batch=options.batch, context=options.context)
+    report = dry_run(request, search=options.fit, cluster=options.cluster, timeline=timeline is not None)
     if timeline and report.timeline:
-        picture = timeline_picture or timeline.with_name(timeline.name.split(".json")[0] + ".png")
+        picture = options.timeline_picture or timeline.with_name(timeline.name.split(".json")[0] + ".png")
         _write_timeline(report, timeline, picture)
-    if json_file is None:
+    if options.json_file is None:
         show(report_console(), report)
-        return
-    write_json(json_file, report.to_json())
+    else:
+        write_json(options.json_file, report.to_json())
 
 
 def _write_timeline(report, trace: Path, picture: Path) -> None:

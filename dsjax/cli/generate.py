@@ -82,7 +82,7 @@ def write_continuations(
 def _in_order(engine: LLMEngine, count: int, failures: dict[int, str]) -> Iterator[tuple[int, str]]:
     """Pieces of text of prompt 0 as they come, then what prompt 1 has by then and its further pieces, and so on.
 
-    Enters in `failures` why a prompt ended before its time.
+    Records in `failures` why a prompt ended before its time.
     """
     waiting: list[list[str]] = [[] for _ in range(count)]
     finished = [False] * count

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dsjax.cli.output import report_console, write_json
+from dsjax.cli.output import JsonFile, report_console, write_json
 
 
 def info(
@@ -18,9 +18,7 @@ def info(
     mesh: Annotated[str, typer.Option(help="Devices as for serve; bytes are of one of them.")] = "dp=1",
     redundant_experts: Annotated[int, typer.Option(help="Physical experts beside the logical ones.", min=0)] = 0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Show what a model is: its parts and their sum, bytes on a device of a mesh, cache of a token, configuration."""
     facts = describe(model, mesh, redundant_experts, revision)

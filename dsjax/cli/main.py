@@ -38,7 +38,7 @@ class LazyCommands(Commands):
     """A group that imports a command's module when the command is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All names."""
+        """List the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

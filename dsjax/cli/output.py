@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
@@ -16,6 +17,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dsjax.errors import UserError
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
+JsonFile = Annotated[str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")]
+"""The option of a command that prints tables, or writes what they show as JSON."""
 
 FILE_COLUMNS = 140
 """Columns of tables in a file or a pipe. rich would take 80 there, and cut the figures of wide tables."""
@@ -68,7 +75,7 @@ class ReportConsole(Console):
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's, each table in the width there is."""
+        """Print as rich does, each table in the width there is."""
         if not any(isinstance(each, Table) for each in objects):
             super().print(*objects, **options)
             return

@@ -7,11 +7,10 @@ import typer
 from rich.console import Console
 
 from dsjax.cli.options import engine_options
+from dsjax.cli.output import INTERRUPTED
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.progress import in_turn
-
-_INTERRUPTED = 130
 
 
 @engine_options
@@ -84,7 +83,7 @@ def tune(
         console.print(
             f"interrupted: {left} of {len(todo)} kernels' shapes are left; the same command goes on", highlight=False
         )
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
     faster = [entry.default_seconds / entry.seconds for entry in table.entries]
     mean = sum(faster) / len(faster) if faster else 1.0
     typer.echo(

@@ -180,7 +180,7 @@ def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:
 
 
 def _accelerator_compilers() -> str:
-    """Those that are installed, with their versions."""
+    """Name the accelerators' compilers that are installed, with their versions."""
     versions = {name: installed_version(name, missing="") for name in ("libtpu", "jax-cuda13-plugin")}
     return " or ".join(f"{name} {version}" for name, version in versions.items() if version) or "the compiler"
 

@@ -17,6 +17,10 @@ from sharding.program.text import Computation, Operation, Program
 
 INSIDE, BETWEEN = "network inside", "network between"
 
+COPIES = "copies"
+"""The thread of asynchronous copies, which move memory beside the compute thread."""
+FigureEnd = Literal["low", "value", "high"]
+
 
 def carried_bytes(one: ProgramCollective) -> tuple[float, float, int]:
     """``(bytes over a device's scale-up link, bytes through its share of the network, latencies one after another)``.
@@ -36,12 +40,6 @@ def carried_bytes(one: ProgramCollective) -> tuple[float, float, int]:
     if one.kind == "all-reduce":
         return (2 * part * (n - 1) if h > 1 else 0), 2 * part * (n - h) / h, 2 * (hosts - 1)
     return one.bytes_inside, one.bytes_between, min(hosts - 1, 1) if one.bytes_between else 0
-
-
-COPIES = "copies"
-"""The thread of asynchronous copies, which move memory beside the compute thread."""
-
-End = Literal["low", "value", "high"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Assumed:
 
     @classmethod
     def of(cls, cluster: Cluster) -> Assumed:
-        """For a cluster's device and its links."""
+        """Assume what holds for a cluster's device and its links."""
         chip, cuda = cluster.hardware, cluster.hardware.platform == "cuda"
         ceiling = chip.sources
         return cls(
@@ -105,7 +103,7 @@ class Assumed:
         )  # fmt: skip
 
     def figures(self) -> list[Figure]:
-        """All of them, in the order of their declaration."""
+        """List all figures, in the order of their declaration."""
         return [getattr(self, name) for name in self.__dataclass_fields__]
 
 
@@ -126,7 +124,7 @@ class TargetPrices:
     """
 
     assumed: Assumed
-    end: End = "value"
+    end: FigureEnd = "value"
     ragged_share: float = 1.0
 
     def operation(self, program: Program, computation: Computation, operation: Operation) -> OperationCost:
@@ -197,7 +195,7 @@ def even_ragged_share(ranks: int, top_k: int) -> float:
 
 
 def default_cluster(hardware: Hardware, devices: int) -> Cluster:
-    """As many hosts of a device as a mesh needs, with the network that the hardware's own file assumes."""
+    """Describe as many hosts of a device as a mesh needs, with the network that the hardware's own file assumes."""
     hosts = math.ceil(devices / hardware.devices_per_host)
     return Cluster(
         name=f"{hardware.key} × {devices}",

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from dsjax.dryrun.compilation import CompiledStep
-from dsjax.dryrun.prices import Assumed, End, TargetPrices
+from dsjax.dryrun.prices import Assumed, FigureEnd, TargetPrices
 from dsjax.engine.device import expert_programs
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.plan.balancing import Slots, drawn
@@ -144,7 +144,7 @@ def _moves(
     if assumed:
         busiest = [[_busiest(moves, each, slots.ranks, domain) for moves in rounds] for rounds in layers]
 
-        def mean(end: End) -> float:
+        def mean(end: FigureEnd) -> float:
             prices = TargetPrices(assumed, end)
             return float(
                 np.mean([_seconds(prices, one, int(most), size) for one, most in zip(busiest, received, strict=True)])

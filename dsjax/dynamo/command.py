@@ -49,7 +49,7 @@ class DynamoCommand(PanelledCommand):
 
 
 def _described(option: argparse.Action) -> tuple[str, str]:
-    """A row of the help: other names of an option stand in its text, since two of the long ones do not fit into 80 columns."""
+    """Make a row of the help: other names of an option stand in its text, since two of the long ones do not fit into 80 columns."""
     name, *others = option.option_strings
     aliases = [f"(or {other})" for other in others]
     return name, " ".join([*(option.help or "").split(), *aliases])
@@ -166,7 +166,7 @@ def _prepare(
     step_timeout: float,
     bootstrap: bool,
 ) -> "tuple[LLMEngine, WorkerConfig]":
-    """The engine, not started, and what Dynamo is to do with it. The model is found first, so that a wrong one is known at once."""
+    """Make the engine, not started, and what Dynamo is to do with it. The model is found first, so that a wrong one is known at once."""
     from dynamo.common.backend import WorkerConfig
     from dynamo.common.constants import DisaggregationMode
 

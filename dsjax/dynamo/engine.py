@@ -44,7 +44,6 @@ class DsjaxEngine(Worker):
         self._llm: LLM | None = None
         self._metrics: Any = None
         self._thinking: ThinkingTokens | None = None
-        self._watchdog: Watchdog | None = None
         self._loads: LoadPublisher | None = None
         self._streams: dict[str, set[OutputStream]] = defaultdict(set)  # by the context's id
         self._count = 0
@@ -120,7 +119,7 @@ class DsjaxEngine(Worker):
             stream.fail(Cancelled("the request was cancelled"))
 
     async def is_quiescent(self) -> bool:
-        """Whether no request is left."""
+        """Say whether no request is left."""
         return self._engine is None or not self._engine.num_unfinished
 
     async def cleanup(self) -> None:
@@ -138,10 +137,6 @@ class DsjaxEngine(Worker):
         if self._watchdog is not None:
             self._watchdog.stop()
 
-    def component_metrics_dp_ranks(self) -> list[int]:
-        """All ranks of the mesh of the start."""
-        return list(range(self._llm.facts.dp_ranks))
-
     def attach_snapshot_publisher(self, publisher: Any) -> None:
         """Tell this publisher of each rank's pages."""
         self._loads.connect(publisher)
@@ -151,7 +146,7 @@ class DsjaxEngine(Worker):
         metrics.register_prometheus_expfmt_callback(lambda: self._metrics.render().decode())
 
     async def health_check_payload(self) -> dict[str, Any]:
-        """One token of a prompt of one token."""
+        """Ask for one token of a prompt of one token."""
         tokenizer = self._llm.tokenizer
         return build_health_check_payload((tokenizer and tokenizer.bos_id) or 0)
 
@@ -191,15 +186,15 @@ class LoadPublisher(EngineObserver):
         if self._publisher is None:
             return
         for load in loads[: len(self._published)]:
-            told = (load.used_pages, load.usable_pages, load.queried)
-            if told != self._published[load.rank]:
-                self._published[load.rank] = told
+            published = (load.used_pages, load.usable_pages, load.queried)
+            if published != self._published[load.rank]:
+                self._published[load.rank] = published
                 self._publisher.publish(load.rank, snapshot(load))
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
-            if any(told and told[0] for told in self._published) and not self._engine.num_unfinished:
+            if any(published and published[0] for published in self._published) and not self._engine.num_unfinished:
                 try:
                     self._publish(await self._engine.call(lambda core: core.loads()))
                 except EngineDeadError:
@@ -207,6 +202,6 @@ class LoadPublisher(EngineObserver):
 
 
 def thinking_tokens(tokenizer: Tokenizer | None) -> ThinkingTokens | None:
-    """The model's tokens for reasoning; None where the end is no token of its own."""
+    """Find the model's tokens for reasoning; None where the end is no token of its own."""
     end = tokenizer and tokenizer.token_id(CLOSE)
     return None if end is None else ThinkingTokens(tokenizer.token_id(OPEN), end)

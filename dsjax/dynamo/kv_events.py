@@ -137,7 +137,7 @@ def signed(block_hash: int) -> int:
 
 
 def _blocks(event: BlockStored) -> list[BlockStored]:
-    """An event of several blocks as one for each."""
+    """Split an event of several blocks into one for each."""
     parents = [event.parent_block_hash, *event.block_hashes]
     size = event.block_size
     return [

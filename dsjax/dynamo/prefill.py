@@ -30,7 +30,6 @@ class DsjaxPrefillEngine(Worker):
     def __init__(self, options: Options):
         super().__init__(options)
         self._server: PrefillServer | None = None
-        self._watchdog: Watchdog | None = None
         self._publisher: Any = None
 
     def _begin(self) -> EngineConfig:
@@ -86,7 +85,7 @@ class DsjaxPrefillEngine(Worker):
             raise UserError(f"the prompt has token ids outside the vocabulary, which ends at {limits.vocab_size - 1}")
 
     async def is_quiescent(self) -> bool:
-        """Whether no prompt is computed any more and no page waits to be taken, or none ever will be."""
+        """Say whether no prompt is computed any more and no page waits to be taken, or none ever will be."""
         if self._server is None or self._server.engine.error is not None:
             return True
         return not (self._server.engine.num_jobs or self._server.engine.buffers.num_kept)
@@ -102,10 +101,6 @@ class DsjaxPrefillEngine(Worker):
             self._watchdog.stop()
         await asyncio.to_thread(server.shutdown)
 
-    def component_metrics_dp_ranks(self) -> list[int]:
-        """All ranks of the mesh."""
-        return list(range(self._server.engine.core.executor.limits.num_ranks))
-
     async def register_prometheus(self, metrics: Any) -> None:
         """Show the prefill engine's metrics beside Dynamo's own."""
         registry = Registry(model_name=self._options.names[0])
@@ -117,7 +112,7 @@ class DsjaxPrefillEngine(Worker):
         self._publisher = publisher
 
     async def health_check_payload(self) -> dict[str, Any]:
-        """A prompt of one token, for which nothing is computed."""
+        """Send a prompt of one token, for which nothing is computed."""
         return build_health_check_payload(0)
 
     def _publish(self, core: EngineCore) -> None:

@@ -33,7 +33,7 @@ class ThinkingTokens:
     end: int
 
     def is_open(self, token_ids: list[int]) -> bool:
-        """Whether a prompt ends within reasoning."""
+        """Say whether a prompt ends within reasoning."""
         for token_id in reversed(token_ids):
             if token_id in (self.begin, self.end):
                 return token_id == self.begin
@@ -113,7 +113,7 @@ class Chunks:
         self._prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     def of(self, output: RequestOutput) -> Iterator[Chunk]:
-        """The chunk of an output, if it tells of anything.
+        """Make the chunk of an output, if it tells of anything.
 
         Raises:
             CompletionError: it has failed.
@@ -129,7 +129,7 @@ class Chunks:
                 yield self._chunk(completion)
 
     def cancelled(self) -> Chunk:
-        """The last chunk of an answer that nobody waits for."""
+        """Make the last chunk of an answer that nobody waits for."""
         return {"token_ids": [], "index": 0, "finish_reason": "cancelled", "completion_usage": self._usage()}
 
     def _chunk(self, completion: CompletionOutput) -> Chunk:
@@ -221,9 +221,9 @@ def _form(
 
 def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[str, str] | None:
     """Read where a prompt is computed: as its prefill worker has said, or as the frontend has told both sides."""
-    told = _given(_given(request.get("prefill_result")).get("disaggregated_params"))
-    if {"address", "transfer"} <= told.keys():
-        return {"address": told["address"], "transfer": told["transfer"]}
+    params = _given(_given(request.get("prefill_result")).get("disaggregated_params"))
+    if {"address", "transfer"} <= params.keys():
+        return {"address": params["address"], "transfer": params["transfer"]}
     if {"bootstrap_host", "bootstrap_port", "bootstrap_room"} <= bootstrap.keys():
         from dsjax.engine.transfer.page_network import handoff
         from dsjax.hosts.options import joined
@@ -233,7 +233,7 @@ def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[s
 
 
 def _top(entry: TokenLogprobs) -> list[dict[str, Any]]:
-    """The token taken, then the most probable ones. The frontend writes their texts: it has the tokenizer."""
+    """List the token taken, then the most probable ones. The frontend writes their texts: it has the tokenizer."""
     return [
         {"rank": one.rank or 0, "token_id": token_id, "token": one.decoded_token, "logprob": one.logprob}
         for token_id, one in entry.items()
@@ -241,7 +241,7 @@ def _top(entry: TokenLogprobs) -> list[dict[str, Any]]:
 
 
 def _prompt_entry(entry: TokenLogprobs) -> dict[str, Any]:
-    """One position of a prompt; the ids are text, as in JSON."""
+    """Describe one position of a prompt; the ids are text, as in JSON."""
     return {
         str(token_id): {"logprob": one.logprob} | ({} if one.rank is None else {"rank": one.rank})
         for token_id, one in entry.items()

@@ -20,8 +20,9 @@ from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.loading import EngineFacts
+from dsjax.engine.setup.facts import EngineFacts
 from dsjax.hosts.group import HostGroup
+from dsjax.serve.watchdog import Watchdog
 
 _FLUSH_SECONDS = 1.0
 """After the engine has failed, answers get this long to tell of it, before the process ends."""
@@ -83,6 +84,8 @@ class Worker(LLMEngine):
         self._options, self._args = options, options.args
         self._events = KvEvents()
         self._group: HostGroup | None = None
+        self._watchdog: Watchdog | None = None
+        self._num_ranks = 0
         self._starting, self._signalled = True, False
         self.mistake: ValueError | None = None
 
@@ -100,7 +103,9 @@ class Worker(LLMEngine):
         """Load the model, compile every shape, and say what this worker is. What fails is told in one line, for the user's mistakes."""
         try:
             await asyncio.to_thread(self._join_and_load)
-            return self._begin()
+            config = self._begin()
+            self._num_ranks = config.llm.data_parallel_size
+            return config
         except ValueError as error:  # a `UserError` or a `MeshError`: Dynamo would make a traceback of it
             self.mistake = error
             raise InvalidArgument(str(error)) from error
@@ -146,9 +151,9 @@ class Worker(LLMEngine):
             for rank in self.component_metrics_dp_ranks()
         ]
 
-    @abstractmethod
     def component_metrics_dp_ranks(self) -> list[int]:
-        """All ranks of the mesh of the start."""
+        """Return all ranks of the mesh of the start."""
+        return list(range(self._num_ranks))
 
     @abstractmethod
     def _load(self) -> None:

@@ -18,7 +18,8 @@ from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.loading import LoadedEngine, PrefillSizes, load_model
+from dsjax.engine.setup.facts import PrefillSizes
+from dsjax.engine.setup.loading import LoadedEngine, load_model
 from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.engine.setup.sizes import EngineLayout
 from dsjax.engine.transfer.chunk_network import ChunkServer
@@ -28,6 +29,7 @@ from dsjax.engine.transfer.prefill_links import LocalLink
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from sharding import MeshError, MeshSpec
+from sharding.mesh import device_order
 
 _LOOK_SECONDS = 1.0
 
@@ -133,7 +135,7 @@ def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None
 
 def _devices(args: EngineArgs) -> list[jax.Device]:
     """Enough of them, by process and id."""
-    devices = sorted(jax.devices(), key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
+    devices = sorted(jax.devices(), key=device_order)
     if len(devices) < args.num_devices:
         raise UserError(
             f"--decode-mesh {args.decode_mesh} and --prefill-mesh {args.prefill_mesh} want {args.num_devices} devices, "

@@ -24,7 +24,7 @@ from sharding.mesh import MeshSpec
 
 if TYPE_CHECKING:
     from dsjax.engine.contract.executor import Executor
-    from dsjax.engine.setup.loading import EngineFacts
+    from dsjax.engine.setup.facts import EngineFacts
     from dsjax.hosts.group import HostGroup
 
 

@@ -64,12 +64,12 @@ class Announcements:
     def next(self, seconds: float | None = None) -> Announcement | None:
         """Wait for the latest announcement that was not given yet; None where none comes."""
         try:
-            found = self._heard.get(timeout=seconds)
+            heard = self._heard.get(timeout=seconds)
         except queue.Empty:
             return None
         while not self._heard.empty():  # generations that broke before this process came to them
-            found = self._heard.get()
-        return found
+            heard = self._heard.get()
+        return heard
 
     def listen(self, call) -> None:
         """Have `call()` called at each announcement from now on, in the listening thread, until it is called with `forget`."""
@@ -88,13 +88,13 @@ class Announcements:
     def _listen(self) -> None:
         while not self._group.leaving:
             try:
-                found = self._group.store.get(key(self._next), _LOOK_SECONDS)
+                value = self._group.store.get(key(self._next), _LOOK_SECONDS)
             except ConnectionError:
                 return  # the group knows
-            if found is None:
+            if value is None:
                 continue
             self.latest, self._next = self._next, self._next + 1
-            heard = msgspec.msgpack.decode(found, type=Announcement)
+            heard = msgspec.msgpack.decode(value, type=Announcement)
             if heard.broken is not None:
                 self._group.collectives.cut(heard.broken)
             self._heard.put(heard)

@@ -45,9 +45,9 @@ def join(options: HostOptions, service: str, collectives: Collectives) -> None:
     _bind_collectives(options.address, collectives)
 
 
-def _bind_collectives(address: str, found: Collectives) -> None:
+def _bind_collectives(address: str, collectives: Collectives) -> None:
     """Have gloo listen at this address; by itself it takes what the host's name resolves to, on many machines the loopback interface."""
-    make_cpu_clients_with(lambda: found.made_by(lambda: make_gloo_collectives(address or None)))
+    make_cpu_clients_with(lambda: collectives.made_by(lambda: make_gloo_collectives(address or None)))
 
 
 class Store:

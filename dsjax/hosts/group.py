@@ -142,21 +142,21 @@ class HostGroup:
 
     # Generations.
 
-    def announce(self, found: Announcement) -> None:
+    def announce(self, news: Announcement) -> None:
         """Process 0's: begin a generation, and tell all others."""
         if self._rendezvous is not None:
-            self._rendezvous.listener.wanted = found.wanted
-        self.enter(found)
-        self.store.set(announcement.key(found.number), msgspec.msgpack.encode(found))
+            self._rendezvous.listener.wanted = news.wanted
+        self.enter(news)
+        self.store.set(announcement.key(news.number), msgspec.msgpack.encode(news))
 
     def hear(self, first: int) -> None:
         """Begin to listen for announcements, from this generation's on."""
         self.announcements = Announcements(self, first)
 
-    def enter(self, found: Announcement) -> None:
+    def enter(self, news: Announcement) -> None:
         """Be in a generation: its questions and its stream are new."""
-        self.generation = found.number
-        self.present = [member for member in self.members if member.process_id in found.process_ids]
+        self.generation = news.number
+        self.present = [member for member in self.members if member.process_id in news.process_ids]
         self._told = {}
 
     def connect(self, device_ids: Sequence[int]) -> None:
@@ -212,10 +212,10 @@ class HostGroup:
             GroupError: one has another.
         """
         values = self.ask(stage, value)
-        for member, found in zip(self.present, values, strict=True):
-            if found != values[0]:
+        for member, members_value in zip(self.present, values, strict=True):
+            if members_value != values[0]:
                 raise GroupError(
-                    f"{member.name} has {what} {found}, process 0 has {values[0]}; install all hosts alike"
+                    f"{member.name} has {what} {members_value}, process 0 has {values[0]}; install all hosts alike"
                 )
 
     def check(self, failure: BaseException | None = None) -> None:
@@ -235,8 +235,8 @@ class HostGroup:
         while time.monotonic() < deadline:
             try:
                 self.check()
-            except GroupError as found:
-                return found
+            except GroupError as error:
+                return error
             time.sleep(0.05)
         return None
 
@@ -277,9 +277,9 @@ class HostGroup:
     def _hear(self, stage: str, member: JoinRequest) -> Said:
         key, generation = self.key("agree", stage, self._told[stage], member.process_id), self.generation
         while True:
-            found = self.store.get(key, _LOOK_SECONDS)
-            if found is not None:
-                return msgspec.msgpack.decode(found, type=Said)
+            value = self.store.get(key, _LOOK_SECONDS)
+            if value is not None:
+                return msgspec.msgpack.decode(value, type=Said)
             self.check()
             if 0 in self.lost:
                 raise self.lost[0]

@@ -71,19 +71,19 @@ class Links:
         self._group, self._drop = group, drop
         self.left_out: dict[int, tuple[int, str]] = {}
 
-    def look(self, found: Announcement) -> tuple[GroupError | None, bool]:
+    def look(self, news: Announcement) -> tuple[GroupError | None, bool]:
         """Process 0's: ask everybody who cannot be reached, and leave out whom it takes. Give why somebody was, and whether all have
         answered: then all live.
 
-        found: the announcement that asks.
+        news: the announcement that asks.
         """
         group = self._group
         asked, present = group.live, group.present
-        group.announce(found)
+        group.announce(news)
         group.present = present  # one of these may still turn out to be gone
         deadline, cut = time.monotonic() + SECONDS + _GRACE_SECONDS, {0: self.unreached(asked)}
         for member in asked[1:]:
-            said, answer = None, _answer_key(found.number, member.process_id)
+            said, answer = None, _answer_key(news.number, member.process_id)
             while said is None and member.process_id not in group.lost and time.monotonic() < deadline:
                 said = group.store.get(answer, _ANSWER_SECONDS)
             if said is not None:
@@ -100,9 +100,9 @@ class Links:
         unreached = msgspec.msgpack.encode(self.unreached(self._group.members))
         self._group.store.set(_answer_key(number, self._group.options.process_id), unreached)
 
-    def why_left_out(self, found: Announcement) -> str | None:
+    def why_left_out(self, news: Announcement) -> str | None:
         """Why this process is gone on without; None: it is not."""
-        pid, reason = found.left_out.get(self._group.options.process_id, (0, ""))
+        pid, reason = news.left_out.get(self._group.options.process_id, (0, ""))
         return reason if pid == os.getpid() else None
 
     def check(self, process_ids: Sequence[int]) -> None:
@@ -127,7 +127,7 @@ class Links:
     def _leave_out(self, process_id: int, cut: Mapping[int, Sequence[int]]) -> GroupError:
         names = {member.process_id: member for member in self._group.members}
         member = names[process_id]
-        others = sorted({*cut.get(process_id, ()), *(one for one, found in cut.items() if process_id in found)})
+        others = sorted({*cut.get(process_id, ()), *(one for one, lost in cut.items() if process_id in lost)})
         error = GroupError(
             f"the link between {member.name} and {_named([names[i] for i in others])} is cut, though they live; {member.name} is left "
             "out, and can come back when the link works"
@@ -163,13 +163,13 @@ def left_out(cut: Mapping[int, Collection[int]]) -> list[int]:
     reach. A link that is cut in one direction is cut.
     """
     pairs = {frozenset((one, other)) for one, others in cut.items() for other in others}
-    found = []
+    least_reached = []
     while pairs:
         counts = Counter(process for pair in pairs for process in pair if process)
         worst = max(counts, key=lambda process: (counts[process], process))
-        found.append(worst)
+        least_reached.append(worst)
         pairs = {pair for pair in pairs if worst not in pair}
-    return sorted(found)
+    return sorted(least_reached)
 
 
 def _answer_key(number: int, process_id: int) -> str:

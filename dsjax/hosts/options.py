@@ -63,8 +63,10 @@ class HostOptions:
         """
         given = (coordinator_address, num_processes, process_id)
         if None in given:
-            found = _from_leader_worker_set(os.environ) or _from_jax(start_timeout)
-            given = tuple(own if own is not None else other for own, other in zip(given, found, strict=True))
+            detected = _from_leader_worker_set(os.environ) or _from_jax(start_timeout)
+            given = tuple(
+                option if option is not None else other for option, other in zip(given, detected, strict=True)
+            )
         coordinator_address, num_processes, process_id = given
         if all(value is None for value in given) or (num_processes == 1 and not process_id):
             if host_address is not None and num_processes is None:

@@ -110,10 +110,10 @@ class _Host:
         error: str | None = None
         try:
             try:
-                own = decode(encode(Prepared(dict(prepare()))))  # as the others' come
+                prepared_here = decode(encode(Prepared(dict(prepare()))))  # as the others' come
             except ValueError as caught:  # a UserError or one of the mesh's, which `sharding` has for itself
-                failure, own = caught, Prepared(error=str(caught))
-            self._enter(self._requests[0], own)
+                failure, prepared_here = caught, Prepared(error=str(caught))
+            self._enter(self._requests[0], prepared_here)
             error = self._wait()
         except BaseException as caught:
             error = f"{self._requests[0].name} ended while the group was forming ({type(caught).__name__})"
@@ -250,17 +250,17 @@ def _missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
 
 def _unlike(requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str | None:
     """The first thing that is not the same everywhere."""
-    found = (unlike_first(requests[i], prepared[i], prepared[0]) for i in sorted(prepared))
-    return next(filter(None, found), None)
+    differences = (unlike_first(requests[i], prepared[i], prepared[0]) for i in sorted(prepared))
+    return next(filter(None, differences), None)
 
 
 def unlike_first(request: JoinRequest, prepared: Prepared, first: Prepared) -> str | None:
     """The first thing that a process has otherwise than process 0; None where they are alike."""
-    expected, found = first.alike, prepared.alike
-    for name in sorted(expected.keys() | found.keys(), key=lambda name: (list(expected) + [name]).index(name)):
-        if expected.get(name) != found.get(name):
+    expected, values = first.alike, prepared.alike
+    for name in sorted(expected.keys() | values.keys(), key=lambda name: (list(expected) + [name]).index(name)):
+        if expected.get(name) != values.get(name):
             return (
-                f"{request.name} has {name} {_shown(found.get(name))}, process 0 has {_shown(expected.get(name))}; "
+                f"{request.name} has {name} {_shown(values.get(name))}, process 0 has {_shown(expected.get(name))}; "
                 "start all processes alike"
             )
     return None
@@ -312,11 +312,11 @@ def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port
     try:
         send(connection, JoinRequest.of(options, port))
         try:
-            own = Prepared(dict(prepare()))
+            prepared_here = Prepared(dict(prepare()))
         except ValueError as error:
             send(connection, Prepared(error=str(error)))
             raise
-        send(connection, own)
+        send(connection, prepared_here)
         response = receive(connection)
         keeping = isinstance(response, JoinResponse) and response.error is None
     except (OSError, EOFError, msgspec.MsgspecError) as error:

@@ -61,10 +61,10 @@ class StreamReader:
             ConnectionError: the leader is gone.
         """
         while not self.closed.is_set():
-            found = self._store.get(f"{self._folder}/{self._next // _BLOCK}/{self._next}", self._look)
-            if found is not None:
+            value = self._store.get(f"{self._folder}/{self._next // _BLOCK}/{self._next}", self._look)
+            if value is not None:
                 self._next += 1
                 if self._is_only and self._next % _BLOCK == 0:
                     self._store.delete(f"{self._folder}/{self._next // _BLOCK - 1}/")
-                return found
+                return value
         return None

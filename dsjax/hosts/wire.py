@@ -113,13 +113,13 @@ def receive_frame(connection: socket.socket, most_bytes: int) -> bytes:
 
 def exactly(connection: socket.socket, count: int) -> bytes:
     """Wait for so many bytes."""
-    found, at = bytearray(count), 0
+    received, at = bytearray(count), 0
     while at < count:
-        size = connection.recv_into(memoryview(found)[at:])
+        size = connection.recv_into(memoryview(received)[at:])
         if not size:
             raise EOFError
         at += size
-    return bytes(found)
+    return bytes(received)
 
 
 def keep_alive(connection: socket.socket, seconds: int) -> None:

@@ -43,8 +43,8 @@ class BuiltLibrary:
 def compiler() -> list[str] | None:
     """The C++ compiler's command: ``$CXX``, clang, GCC, whatever is called ``c++``, or zig from the package ``ziglang``."""
     for name in (os.environ.get("CXX"), "clang++", "g++", "c++"):
-        if name and (found := shutil.which(name)):
-            return [found]
+        if name and (path := shutil.which(name)):
+            return [path]
     return [sys.executable, "-m", "ziglang", "c++"] if importlib.util.find_spec("ziglang") else None
 
 
@@ -90,7 +90,7 @@ def find_prebuilt(folder: Path) -> BuiltLibrary:
             f"{folder} holds no native kernels of this version; make them with dsjax kernels build --output {folder}",
         )
     tried = [_try(path, remember=False) for path in paths]
-    return next((found for found in tried if found.path), tried[0])
+    return next((library for library in tried if library.path), tried[0])
 
 
 def build(path: Path, march: str = "native") -> BuiltLibrary:
@@ -112,8 +112,8 @@ def build(path: Path, march: str = "native") -> BuiltLibrary:
     started = time.monotonic()
     try:
         reason = compile_library(command, unfinished, march)
-        if reason is None and march == "native" and not (found := _try(unfinished, remember=False)).path:
-            reason = found.note
+        if reason is None and march == "native" and not (tested := _try(unfinished, remember=False)).path:
+            reason = tested.note
         if reason is not None:
             return BuiltLibrary(None, reason)
         unfinished.replace(path)  # at once: another process that builds the same finds a whole library, its own or ours

@@ -137,11 +137,11 @@ def choose_kernels(
         return _refuse(choice, f"native kernels are for the CPU platform, and these devices are {platform}")
     if dtype != np.float32:
         return _refuse(choice, f"native kernels compute in float32, and --dtype is {np.dtype(dtype).name}")
-    found = build.find_or_build(cache) if prebuilt is None else build.find_prebuilt(prebuilt)
-    if found.path is None:
-        return _refuse(choice, found.note)
+    library = build.find_or_build(cache) if prebuilt is None else build.find_prebuilt(prebuilt)
+    if library.path is None:
+        return _refuse(choice, library.note)
     threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
-    return Kernels(NativeKernels.load(found.path, threads), note=found.note)
+    return Kernels(NativeKernels.load(library.path, threads), note=library.note)
 
 
 def _pallas(choice: str, platform: str, dtype: np.dtype, tiles: Path | None) -> Kernels:

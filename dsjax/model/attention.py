@@ -201,11 +201,11 @@ class PagedAttention:
             weights |= {"scale": mla.kv_b.scale[...]} if hasattr(mla.kv_b, "scale") else {}
 
         def by_head(product, weights, index, x):
-            found = product(
+            values = product(
                 weights["weight"], weights.get("scale"), mla.kv_b.weight.info.dtype, index, x.reshape(-1, *x.shape[2:]),
                 config.v_head_dim, interpret=interpret,
             )  # fmt: skip
-            return found.reshape(*x.shape[:2], *found.shape[1:])
+            return values.reshape(*x.shape[:2], *values.shape[1:])
 
         def local(q, q_rope, weights, index, cache, layer, positions, length, tables, filled):
             q = by_head(absorb, weights, index, q[0]) if weights else q[0]
@@ -220,9 +220,20 @@ class PagedAttention:
             return (by_head(expand_values, weights, index, out) if weights else out)[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
-        query, own = P(batch, None, None, heads), P(batch)
+        query, by_row = P(batch, None, None, heads), P(batch)
         by_columns = {name: P(None, None, heads) for name in weights}
-        specs = (query, query, by_columns, P(), {name: P(None, batch) for name in cache}, P(), own, own, own, own)
+        specs = (
+            query,
+            query,
+            by_columns,
+            P(),
+            {name: P(None, batch) for name in cache},
+            P(),
+            by_row,
+            by_row,
+            by_row,
+            by_row,
+        )
         out = self._shard_map(local, specs, query)(
             q, p.q_rope, weights, index, cache, layer, rows.positions, length, rows.tables, rows.filled
         )
@@ -259,12 +270,12 @@ class PagedAttention:
 
             def fetch(index):
                 part = pages_of(index)
-                found = {
+                entries = {
                     name: reinterpret(paging.read(array, layer, part), arrays[name][1]) for name, array in cache.items()
                 }
-                if "scale" in found:
-                    found["latent"] = fp8.dequantise(found["latent"], found.pop("scale"))
-                return {name: array.astype(queries[0].dtype) for name, array in found.items()}
+                if "scale" in entries:
+                    entries["latent"] = fp8.dequantise(entries["latent"], entries.pop("scale"))
+                return {name: array.astype(queries[0].dtype) for name, array in entries.items()}
 
             def fetch_filled(index):
                 return paging.read_filled(filled, pages_of(index))

@@ -72,8 +72,8 @@ def forward(
     rotation = _rotation(config, tokens.shape)
     x, routings = model.embed(tokens, dtype), None
     for stack in model.stacks:
-        x, found = _run_stack(stack, x, rotation, experts, remat, unroll)
-        routings = found if found is not None else routings
+        x, routing = _run_stack(stack, x, rotation, experts, remat, unroll)
+        routings = routing if routing is not None else routings
     hidden = model.final_norm(x)
     return Output(project_to_vocabulary(model, hidden), hidden, routings)
 

@@ -53,14 +53,14 @@ def block_product(
     leading = x.values.shape[:-1]
     values = jnp.pad(x.values, [(0, 0)] * len(leading) + [(0, short)]).reshape(*leading, blocks, -1)
     weight = jnp.pad(weight, [(0, short)] + [(0, 0)] * (weight.ndim - 1)).reshape(blocks, -1, *weight.shape[1:])
-    own = (..., *[None] * (weight.ndim - 2))
+    scale_index = (..., *[None] * (weight.ndim - 2))
 
     def deeper(total, block):
         values, scales, weight, columns = block
         product = jnp.tensordot(
             values.astype(operands), weight.astype(operands), axes=1, preferred_element_type=jnp.float32
         )
-        return total + product * scales[own] * columns, None
+        return total + product * scales[scale_index] * columns, None
 
     over = jnp.moveaxis(values, -2, 0), jnp.moveaxis(x.scales, -1, 0), weight, columns
     nothing = jnp.zeros((*leading, *weight.shape[2:]), jnp.float32)

@@ -71,7 +71,7 @@ class MatricesInPlace:
     def _takes_slice(self, *infos: ParameterInfo) -> bool:
         """Whether the dense kernel can multiply with one layer of a matrix, of which a scale is given too."""
         return self._dense_takes(
-            *(jax.ShapeDtypeStruct((1, *own.shape[1:]), own.dtype) for own in map(self._local, infos))
+            *(jax.ShapeDtypeStruct((1, *stored.shape[1:]), stored.dtype) for stored in map(self._local, infos))
         )
 
     @property
@@ -122,9 +122,9 @@ class MatricesInPlace:
                     interpret = self.kernels.pallas.interpret
                     if quantise:
                         rows = activations.quantise(rows, powers=self.scheme.powers, interpret=interpret)
-                    found = arrays["weight"], arrays.get("scale"), info.dtype, layer
+                    parts = arrays["weight"], arrays.get("scale"), info.dtype, layer
                     out = products.dense(
-                        *found, rows, dtype=x.dtype, interpret=interpret, tiles=self.kernels.pallas.tiles
+                        *parts, rows, dtype=x.dtype, interpret=interpret, tiles=self.kernels.pallas.tiles
                     )
                 else:
                     matrix, scale = (

@@ -27,9 +27,9 @@ class RoutedExperts(nnx.Module):
     def stored(self) -> dict[str, Array]:
         """The arrays as they lie in memory: ``gate_up.weight``, ``down.weight``, and with FP8 ``gate_up.scale``, ``down.scale``."""
         matrices = {"gate_up": self.gate_up, "down": self.down}
-        found = {f"{name}.weight": matrix.weight[...] for name, matrix in matrices.items()}
-        found |= {f"{name}.scale": matrix.scale[...] for name, matrix in matrices.items() if hasattr(matrix, "scale")}
-        return found
+        arrays = {f"{name}.weight": matrix.weight[...] for name, matrix in matrices.items()}
+        arrays |= {f"{name}.scale": matrix.scale[...] for name, matrix in matrices.items() if hasattr(matrix, "scale")}
+        return arrays
 
 
 ApplyExperts = Callable[[RoutedExperts, Float[Array, "*b D"], Routing], tuple[Float[Array, "*b D"], Any]]

@@ -30,8 +30,8 @@ def read(cache: Float[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Arr
     L, pages, G = cache.shape[:3]
     # One row a page: XLA's CPU backend copies rows of a matrix several times faster than blocks of a larger array.
     flat = cache.reshape(L * pages, -1)
-    found = flat.at[(layer * pages + tables).reshape(-1)].get(mode="promise_in_bounds")
-    return found.reshape(tables.shape[0], tables.shape[1] * G, *cache.shape[3:])
+    entries = flat.at[(layer * pages + tables).reshape(-1)].get(mode="promise_in_bounds")
+    return entries.reshape(tables.shape[0], tables.shape[1] * G, *cache.shape[3:])
 
 
 def mark(filled: Bool[Array, "P G"], slots: Int[Array, "T"], value: bool) -> Bool[Array, "P G"]:

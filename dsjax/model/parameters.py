@@ -231,8 +231,8 @@ def component(path: str) -> str:
 
 def device_bytes(params: Mapping[str, Array | jax.ShapeDtypeStruct]) -> dict[str, int]:
     """Bytes by component that one device holds of ``params``: arrays, or their descriptions with shardings."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for path, array in params.items():
         local = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        found[component(path)] = found.get(component(path), 0) + local
-    return found
+        sizes[component(path)] = sizes.get(component(path), 0) + local
+    return sizes

@@ -76,5 +76,5 @@ def _causal_filled(
     one stands in.
     """
     at = start + jnp.arange(scores.shape[-1])
-    own = jnp.minimum(positions, end - 1)[..., None] == at
-    return jnp.where(own | (filled[:, None, None] & (positions[..., None] >= at)), scores, -jnp.inf)
+    is_own_position = jnp.minimum(positions, end - 1)[..., None] == at
+    return jnp.where(is_own_position | (filled[:, None, None] & (positions[..., None] >= at)), scores, -jnp.inf)

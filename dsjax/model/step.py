@@ -188,8 +188,8 @@ class ModelStep:
         def local(filled, slots):
             return paging.mark(filled, slots[0], value)
 
-        own = P(self.spec.batch_axes)
-        marked = jax.shard_map(local, mesh=self.mesh, in_specs=(own, own), out_specs=own, check_vma=False)
+        by_rank = P(self.spec.batch_axes)
+        marked = jax.shard_map(local, mesh=self.mesh, in_specs=(by_rank, by_rank), out_specs=by_rank, check_vma=False)
         return marked(filled, slots)
 
     def slots(self, groups: Sequence[RowGroup]) -> Int[Array, "B T"]:
@@ -315,12 +315,12 @@ class ModelStep:
     def mean_load(self, tokens: int, top_k: int) -> float:
         """Pairs of one physical expert in one product, if all ``tokens`` of the mesh are routed evenly."""
         devices = self.spec.num_devices
-        own = (
+        local_rows = (
             tokens / devices
             if self.dispatch.chunk_tokens is None
             else min(tokens / devices, self.dispatch.chunk_tokens)
         )
-        return own * self.spec.ep_size * top_k / self.placement.n_physical
+        return local_rows * self.spec.ep_size * top_k / self.placement.n_physical
 
     def _spread_heads(self, p: Projections) -> Projections:
         batch, heads = self.spec.batch_axes, self.rules.spec(("heads",))[0]

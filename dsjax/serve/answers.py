@@ -26,7 +26,7 @@ _LEAST_LOGPROB = -9999.0
 
 
 async def gather(stream: OutputStream) -> list[RequestOutput]:
-    """The final output of every prompt of a stream, in the prompts' order."""
+    """Return the final output of every prompt of a stream, in the prompts' order."""
     outputs = {index: output async for index, output in stream}
     for output in outputs.values():
         for completion in output.outputs:
@@ -61,7 +61,7 @@ class TextChunk:
         self._before = before + empty[:-2]
 
     def with_text(self, text: str) -> bytes:
-        """The chunk's JSON with this text."""
+        """Return the chunk's JSON with this text."""
         return b"%b%b%b" % (self._before, to_json(text), self._after)
 
 
@@ -86,7 +86,7 @@ class UsageCounter:
         self._reasoning_tokens[completion] = tokens
 
     def usage(self) -> Usage:
-        """The sums."""
+        """Return the sums."""
         prompt = sum(self._prompts.values())
         return {
             "prompt_tokens": prompt,
@@ -98,12 +98,12 @@ class UsageCounter:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """Return a log-probability that JSON can hold."""
     return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
 
 
 def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-    """A prompt's log-probabilities in vLLM's shape: for each token but the first, token id to value, rank and text."""
+    """Write a prompt's log-probabilities in vLLM's shape: for each token but the first, token id to value, rank and text."""
     return [
         entry
         and {
@@ -115,7 +115,7 @@ def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None]) -> list[dict[s
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text where it stands alone, as OpenAI writes it.
+    """Write a token's text where it stands alone, as OpenAI writes it.
 
     A token that is no whole characters is written as its bytes, `bytes:\\xe2\\x80`, so that two are never taken for one.
     """
@@ -142,7 +142,7 @@ class CompletionLogprobLists:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """One entry a token; None, for the first token of a prompt, stays None."""
+        """Make one entry a token; None, for the first token of a prompt, stays None."""
         body: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
             body["text_offset"].append(self._characters)
@@ -183,15 +183,15 @@ class Answer:
         return self._body.without_effect()
 
     def usage(self) -> Usage:
-        """The tokens of a stream so far."""
+        """Return the tokens of a stream so far."""
         return self._counter.usage()
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """A chunk with the usage, where the request asks for it."""
+        """Return a chunk with the usage, where the request asks for it."""
         return [{**self._head, "choices": [], "usage": self.usage()}] if self._body.include_usage else []
 
     def _chunk_of(self, choice: Mapping[str, Any]) -> dict[str, Any]:
-        """A chunk of one choice, with the usage so far where the request asks for that."""
+        """Make a chunk of one choice, with the usage so far where the request asks for that."""
         chunk = {**self._head, "choices": [choice]}
         if self._body.continuous_usage:
             return {**chunk, "usage": self.usage()}
@@ -205,13 +205,12 @@ class CompletionAnswer(Answer):
 
     def __init__(self, serving: Serving, body: CompletionRequest, request_id: str):
         super().__init__(serving, body, f"cmpl-{request_id}", "text_completion")
-        self._begun: set[int] = set()  # choices of which a chunk has told
+        self._begun: set[int] = set()  # choices that a chunk has had
         self._lists: dict[int, CompletionLogprobLists] = {}
         self._only_text_changes = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
         self._text_chunks: dict[int, TextChunk] = {}  # by choice
-        self._scores: dict[
-            int, list[TokenLogprobs | None]
-        ] = {}  # by prompt: a stream tells them once, for all its choices
+        # By prompt: a stream has them once, for all its choices.
+        self._scores: dict[int, list[TokenLogprobs | None]] = {}
 
     async def start(self, place: RequestOptions) -> OutputStream:
         """Check everything and queue the prompts.
@@ -239,7 +238,7 @@ class CompletionAnswer(Answer):
         return []
 
     def chunks_of(self, prompt_index: int, whole_output: RequestOutput) -> list[CompletionResponse | bytes]:
-        """The chunks of one output, some as JSON already: one for each completion that has something new.
+        """Return the chunks of one output, some as JSON already: one for each completion that has something new.
 
         Raises:
             ApiError: a completion failed.
@@ -293,7 +292,7 @@ class CompletionAnswer(Answer):
     def _choice(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, *, first: bool
     ) -> CompletionChoice:
-        """One choice, or what a chunk adds to it; the first piece has what belongs to the prompt."""
+        """Make one choice, or what a chunk adds to it; the first piece has what belongs to the prompt."""
         body = self._body
         index = prompt_index * body.n + completion.index
         if output.prompt_logprobs is not None:

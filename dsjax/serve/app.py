@@ -43,7 +43,7 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
     app.include_router(usual)
     for make_routes in (tokenizer_routes, status_routes, admin_routes):
         app.include_router(make_routes(serving))
-    create_page_routes(app, serving)
+    create_page_routes(app)
     if serving.metrics is not None:
         create_metrics_routes(app, serving)
     # The last one added is the first to see a request: its id, its key, its body.
@@ -64,4 +64,4 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     answer = to_api_error(error)
     if answer.status == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(answer)
+    return error_response(request.scope, answer)

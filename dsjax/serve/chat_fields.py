@@ -42,7 +42,7 @@ def refuse_other_kinds(kind: Any, kinds: Collection[str]) -> None:
 
 
 def text_or_list(part: Any, most: int) -> Any:
-    """The type of a text, or of a list of parts. The discriminator keeps an error about a part from being followed by one about text."""
+    """Make the type of a text or a list of parts. The discriminator keeps an error about parts from being followed by one about text."""
     return Annotated[
         Annotated[str, Tag("text")] | Annotated[list[part], Field(max_length=most), Tag("parts")],
         Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
@@ -159,11 +159,11 @@ class PromptFields(StrictModel):
             raise ApiError(400, f"the tools take more than {bounds.MAX_GRAMMAR_BYTES:,} bytes", param="tools")
 
     def template_variables(self, source: str) -> dict[str, Any]:
-        """Variables for a template of this source."""
+        """Return variables for a template of this source."""
         return dict(self.chat_template_kwargs or {})
 
     def tool_dicts(self) -> list[dict[str, Any]]:
-        """The tools as templates and grammars read them."""
+        """Return the tools as templates and grammars read them."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
 
@@ -204,7 +204,7 @@ class ChatRequest(SamplingFields, PromptFields):
             raise ApiError(400, reason, param="tool_choice")
 
     def template_variables(self, source: str) -> dict[str, Any]:
-        """Variables for a template: those given, and what `reasoning_effort` means to it."""
+        """Return variables for a template: those given, and what `reasoning_effort` means to it."""
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             for name in THINKING_SWITCHES:
@@ -258,5 +258,5 @@ class ChatRequest(SamplingFields, PromptFields):
 
 
 def names(source: str, variable: str) -> bool:
-    """Whether a template reads a variable."""
+    """Say whether a template reads a variable."""
     return re.search(rf"\b{variable}\b", source) is not None

@@ -61,7 +61,7 @@ def render_prompt(
 
 
 def _messages(messages: Sequence[ChatMessage], has_tool_calls: bool, form: ToolFormat | None) -> list[dict[str, Any]]:
-    """Messages as templates read them. Without a place for tool calls and answers these become text."""
+    """Write messages as templates read them. Without a place for tool calls and answers these become text."""
     rendered: list[dict[str, Any]] = []
     for message in messages:
         role = "system" if message.role == "developer" else message.role
@@ -98,7 +98,7 @@ def _needed(form: ToolFormat | None) -> ToolFormat:
 
 
 def _cut_after(text: str, final: str) -> str:
-    """The prompt up to the end of the last message's own text."""
+    """Return the prompt up to the end of the last message's own text."""
     at = text.rfind(final.strip())
     if at < 0 or not final.strip():
         reason = "the model's template does not keep the last message's text as it is, so it cannot be continued"

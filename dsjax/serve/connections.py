@@ -30,7 +30,7 @@ _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 
 
 def to_json(body: Any) -> bytes:
-    """Compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
+    """Write compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
     try:
         return pydantic_core.to_json(body)
     except ValueError:  # it refuses lone surrogates
@@ -43,20 +43,8 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body's bytes."""
+        """Write the body's bytes."""
         return to_json(content)
-
-
-class _ErrorResponse(JsonResponse):
-    """Tells the request's log line which error it is."""
-
-    def __init__(self, error: ApiError, headers: Mapping[str, str]):
-        super().__init__(error.body(), status_code=error.status, headers=headers)
-        self._error = error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        note_error(scope, self._error)
-        await super().__call__(scope, receive, send)
 
 
 def note_error(scope: Scope, error: ApiError) -> None:
@@ -64,10 +52,11 @@ def note_error(scope: Scope, error: ApiError) -> None:
     scope.setdefault("state", {})["error"] = error.code or error.type
 
 
-def error_response(error: ApiError, *, close: bool = False) -> JsonResponse:
-    """An error as an answer; `close` ends the connection after it, because the rest of the request will not be read."""
+def error_response(scope: Scope, error: ApiError, *, close: bool = False) -> JsonResponse:
+    """Answer a request with an error; `close` ends the connection after it, because the rest of the request will not be read."""
+    note_error(scope, error)
     headers = {**(error.headers or {}), **({"Connection": "close"} if close else {})}
-    return _ErrorResponse(error, headers)
+    return JsonResponse(error.body(), status_code=error.status, headers=headers)
 
 
 class ClientGoneError(Exception):
@@ -78,17 +67,17 @@ class StreamedAnswer(Protocol):
     """An answer that can be given in chunks, each a JSON body."""
 
     def first_chunks(self) -> Iterable[Mapping[str, Any]]:
-        """The chunks that are sent before any output."""
+        """Return the chunks that are sent before any output."""
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> Iterable[Mapping[str, Any] | bytes]:
-        """The chunks of one output, those that are bytes as JSON already.
+        """Return the chunks of one output, those that are bytes as JSON already.
 
         Raises:
             ApiError: a completion failed.
         """
 
     def last_chunks(self) -> Iterable[Mapping[str, Any]]:
-        """The chunks that are sent after the last output."""
+        """Return the chunks that are sent after the last output."""
 
 
 class BodyWriter:
@@ -240,7 +229,7 @@ class _HeadTooLargeError(Exception):
 
 
 def bounded_connections(head_timeout: float) -> type[HttpToolsProtocol]:
-    """A protocol class for uvicorn, which makes one object a connection.
+    """Make a protocol class for uvicorn, which makes one object a connection.
 
     httptools, because of its price: h11 checks every event of every stream against its state machines.
     """

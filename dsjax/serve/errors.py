@@ -43,7 +43,7 @@ class ApiError(HTTPException):
             self.headers = {"Retry-After": str(retry_after)}
 
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
+        """Make the JSON body."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
@@ -95,11 +95,11 @@ def _from_validation(error: RequestValidationError) -> ApiError:
         texts = messages.setdefault(_path(problem["loc"], error.body, problem["type"]), [])
         if text not in texts:
             texts.append(text)
-    told = [f"{path}: {_one_of(texts)}" for path, texts in list(messages.items())[:_MOST_PROBLEMS]]
+    sentences = [f"{path}: {_one_of(texts)}" for path, texts in list(messages.items())[:_MOST_PROBLEMS]]
     if len(messages) > _MOST_PROBLEMS:
-        told.append(f"and {len(messages) - _MOST_PROBLEMS} more")
+        sentences.append(f"and {len(messages) - _MOST_PROBLEMS} more")
     status = 400 if any(problem["type"] == "text_only" for problem in problems) else 422
-    return ApiError(status, "; ".join(told), param=str(location[0])[:_MOST_CHARACTERS])
+    return ApiError(status, "; ".join(sentences), param=str(location[0])[:_MOST_CHARACTERS])
 
 
 def _path(location: Sequence[str | int], body: Any, kind: str) -> str:

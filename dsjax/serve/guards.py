@@ -162,7 +162,7 @@ def _sentence(fields: dict[str, Any]) -> str:
 
 
 def beginning_with(message: Message, receive: Receive) -> Receive:
-    """A `receive` that gives this message first, then what the other one gives."""
+    """Make a `receive` that gives this message first, then what the other one gives."""
     messages = [message]
 
     async def receive_again() -> Message:
@@ -223,7 +223,8 @@ class RequestIds(Guard):
             await self._app(scope, receive, send_with_id)
         else:
             reason = f"X-Request-ID is not 1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters without blanks"
-            await error_response(ApiError(400, reason, param="X-Request-ID"))(scope, receive, send_with_id)
+            error = ApiError(400, reason, param="X-Request-ID")
+            await error_response(scope, error)(scope, receive, send_with_id)
 
 
 def new_id() -> str:
@@ -232,7 +233,7 @@ def new_id() -> str:
 
 
 def request_id_of(request: Request, field: str | None) -> str:
-    """The id to answer under: the header's, else the body's field, else the one made up."""
+    """Choose the id to answer under: the header's, else the body's field, else the one made up."""
     state = request.scope["state"]
     if field is not None and not state["request_id_given"]:
         state["request_id"] = field
@@ -256,7 +257,7 @@ class Keys(Guard):
         given = _given_key(Headers(scope=scope).get("authorization", ""), scope["method"])
         scope.setdefault("state", {})["admin"] = self._admin is not None and hmac.compare_digest(given, self._admin)
         refusal = self._refusal(scope, given)
-        await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
+        await (self._app if refusal is None else error_response(scope, refusal))(scope, receive, send)
 
     def _refusal(self, scope: Scope, given: bytes) -> ApiError | None:
         path = scope["path"].rstrip("/") or "/"
@@ -313,7 +314,7 @@ class BodyLimits(Guard):
         try:
             body = await self._read(scope, receive)
         except ApiError as error:
-            await error_response(error, close=True)(scope, receive, send)
+            await error_response(scope, error, close=True)(scope, receive, send)
             return
         if body is None:
             return  # the client has gone
@@ -321,7 +322,7 @@ class BodyLimits(Guard):
         await self._app(scope, beginning_with(message, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None where the client leaves before its end."""
+        """Read the body; None where the client leaves before its end."""
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._most_bytes:
             raise self._too_large()
@@ -359,7 +360,7 @@ class StrictRequest(Request):
     """A request whose body is read as `strict_json`."""
 
     async def json(self) -> Any:
-        """The body.
+        """Read the body.
 
         Raises:
             ApiError: it is not JSON.
@@ -374,7 +375,7 @@ class StrictRoute(APIRoute):
     """A route that reads its body as a `StrictRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler, given the strict request."""
+        """Return FastAPI's handler, which is given the strict request."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:

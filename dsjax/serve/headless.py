@@ -75,7 +75,7 @@ class Headless:
         console.print("process 0 has ended; this process ends too", highlight=False)
 
     def app(self) -> FastAPI:
-        """The three endpoints."""
+        """Make the application with the three endpoints."""
         app = FastAPI(title="dsjax follower", docs_url=None, redoc_url=None, openapi_url=None)
 
         @app.get("/live")  # what Dynamo's operator asks for

@@ -35,7 +35,7 @@ class JsonLines(logging.Formatter):
     """`time` (ISO 8601, UTC), `level`, `logger`, `message`, the record's `fields`, and `exception` where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever the message holds."""
+        """Write one line, whatever the message holds."""
         created = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line: dict[str, Any] = {
             "time": created.isoformat(timespec="milliseconds"),

@@ -5,12 +5,11 @@
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dsjax.engine.text.output_processor import num_undecided
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.tool_calls import ToolCallParser
+from dsjax.serve.tool_calls import MessagePiece, ToolCallParser
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -115,7 +114,7 @@ class ReasoningParser:
 
     @classmethod
     def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ReasoningParser | None":
-        """The parser of this name; `auto`: one where the model has the closing tag as a token and a template that writes it."""
+        """Return the parser of this name; `auto`: one where the model has the closing tag as a token and a template that writes it."""
         if name == "none" or tokenizer is None:
             return None
         close = tokenizer.token_id(CLOSE)
@@ -125,7 +124,7 @@ class ReasoningParser:
         return cls(close, always=name == "deepseek_r1")
 
     def start_of(self, prompt: str, unfinished: str | None = None) -> Section:
-        """The section that an answer begins with, read off the end of the prompt.
+        """Find the section that an answer begins with, read off the end of the prompt.
 
         `unfinished` is the assistant's text that the prompt ends with, if it is to be continued.
         """
@@ -138,41 +137,6 @@ class ReasoningParser:
         if end.endswith(CLOSE):
             return Section.CONTENT
         return Section.REASONING if self._always else Section.UNDECIDED
-
-
-@dataclass
-class MessagePiece:
-    """What a piece of text added; `tool_calls` are deltas as OpenAI's chunks have them."""
-
-    reasoning: str = ""
-    content: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-
-    def delta(self) -> dict[str, Any]:
-        """Make a chunk's delta."""
-        body: dict[str, Any] = {}
-        if self.reasoning:
-            body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
-        if self.content:
-            body["content"] = self.content
-        if self.tool_calls:
-            body["tool_calls"] = self.tool_calls
-        return body
-
-    def message(self) -> dict[str, Any]:
-        """Make a whole message: the deltas of a call are put together."""
-        calls: list[dict[str, Any]] = []
-        for delta in self.tool_calls:
-            if delta["index"] == len(calls):
-                calls.append({"id": delta["id"], "type": delta["type"], "function": dict(delta["function"])})
-            else:
-                calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
-        body: dict[str, Any] = {"role": "assistant", "content": self.content or (None if calls else "")}
-        if self.reasoning:
-            body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
-        if calls:
-            body["tool_calls"] = calls
-        return body
 
 
 class MessageParser:
@@ -205,5 +169,5 @@ class MessageParser:
             piece.reasoning = reasoning if self._include_reasoning else ""
         if self._tools is not None:
             parsed = self._tools.push(piece.content, finished)
-            piece.content, piece.tool_calls = parsed.content, parsed.deltas
+            piece.content, piece.tool_calls = parsed.content, parsed.tool_calls
         return piece

@@ -188,11 +188,11 @@ class Metrics:
     # What is shown.
 
     def render(self, names: Iterable[str] = (), *, openmetrics: bool = False) -> bytes:
-        """The exposition, of everything or of the samples with these names; unknown names give nothing."""
+        """Write the exposition, of everything or of the samples with these names; unknown names give nothing."""
         return exposition(self.families(), frozenset(names), openmetrics=openmetrics)
 
     def families(self) -> Sequence[Family]:
-        """All families; what other processes have counted is in them where there are any."""
+        """Return all families; what other processes have counted is in them where there are any."""
         families = self.registry.families
         return families if self.elsewhere is None else self.elsewhere(families)
 
@@ -315,7 +315,7 @@ class CompletionMetrics:
             self._end(request, self._tracks.pop(request.request_id, None), reason, now)
 
     def _of(self, request: Request) -> Labels:
-        """Its rank: the first where it left before the engine gave it one, the last that is known where the mesh has just grown."""
+        """Return its rank: the first where it left before the engine gave it one, the last that is known where the mesh has just grown."""
         return self._ranks[min(max(request.rank, 0), len(self._ranks) - 1)]
 
     def _count_first(self, request: Request, now: float) -> None:
@@ -381,7 +381,7 @@ class History:
                 self._points.popleft()
 
     def to_json(self) -> HistoryBody:
-        """All points, oldest first, the last of them as it is now.
+        """Return all points, oldest first, the last of them as it is now.
 
         That one stands in for a point that was noted just before: between two so near there is no rate worth drawing.
         """
@@ -417,7 +417,7 @@ class History:
 
 
 def _buckets(histogram: Family) -> dict[str, float]:
-    """A histogram's cumulative counts by upper bound, over all ranks."""
+    """Add up a histogram's cumulative counts by upper bound, over all ranks."""
     counts: dict[str, float] = {}
     for suffix, labels, value in histogram.samples():
         if suffix == "_bucket":

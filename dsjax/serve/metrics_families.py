@@ -79,15 +79,15 @@ class Family(Collector):
         registry.register(self)
 
     def samples(self) -> Iterable[Sample]:
-        """All samples, as they are now. May be called while another thread adds some."""
+        """Yield all samples, as they are now. May be called while another thread adds some."""
         raise NotImplementedError
 
     def describe(self) -> Iterable[Metric]:
-        """The family without samples: how the registry learns the names."""
+        """Yield the family without samples: how the registry learns the names."""
         yield Metric(self.name, self.documentation, self.kind)
 
     def collect(self) -> Iterable[Metric]:
-        """The family as prometheus_client has it."""
+        """Yield the family as prometheus_client has it."""
         (family,) = self.describe()
         for suffix, labels, value in self.samples():
             names = (*self.labelnames, "le")[: len(labels)]
@@ -109,7 +109,7 @@ class Counter(Family):
         self._values[labels] = self._values.get(labels, 0) + amount
 
     def samples(self) -> Iterable[Sample]:
-        """A sample for each sum."""
+        """Yield a sample for each sum."""
         for labels, value in self._values.copy().items():
             yield "_total", self._common + labels, value
 
@@ -125,7 +125,7 @@ class Gauge(Family):
         self._read = read
 
     def samples(self) -> Iterable[Sample]:
-        """What `read` gives."""
+        """Yield what `read` returns."""
         reading = self._read()
         for labels, value in [((), reading)] if isinstance(reading, int | float) else reading or ():
             yield self._suffix, self._common + labels, value
@@ -170,7 +170,7 @@ class Histogram(Family):
         child.sum += value * count
 
     def samples(self) -> Iterable[Sample]:
-        """Cumulative buckets, then count and sum."""
+        """Yield cumulative buckets, then count and sum."""
         for labels, child in self._children.copy().items():
             total = 0
             for bound, count in zip(self._bound_names, child.counts.copy(), strict=True):
@@ -188,7 +188,7 @@ class _SummedFamily:
         self.kind, self._family, self._others = family.kind, family, others
 
     def samples(self) -> Iterable[Sample]:
-        """The family's samples in their order; then those that only others have."""
+        """Yield the family's samples in their order; then those that only others have."""
         left = dict(self._others)
         for suffix, labels, value in self._family.samples():
             yield suffix, labels, value + left.pop((suffix, labels), 0)
@@ -207,7 +207,7 @@ def summed(families: Iterable[Family], snapshots: Iterable[Iterable[tuple[str, s
 
 
 def one_two_five(most: int) -> list[int]:
-    """vLLM's bounds for numbers of tokens: 1, 2, 5, 10, 20, 50, … up to `most`."""
+    """Return vLLM's bounds for numbers of tokens: 1, 2, 5, 10, 20, 50, … up to `most`."""
     bounds, power = [], 1
     while power <= most:
         bounds += [each * power for each in (1, 2, 5) if each * power <= most]

@@ -176,7 +176,7 @@ class ResponsesAnswer:
         return self._numbered([*events, {"type": f"response.{self._status}", "response": done}])
 
     def failure(self, error: ApiError) -> Event:
-        """An event for an error after the stream has begun."""
+        """Make an event for an error after the stream has begun."""
         event = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
         return self._numbered([event])[0]
 

@@ -209,7 +209,7 @@ class ResponsesRequest(OpenAIFields):
         return "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs is not None
 
     def to_chat(self) -> ChatRequest:
-        """The chat request that means the same.
+        """Make the chat request that means the same.
 
         Raises:
             ApiError: what no server without a memory can do, or a format without its schema.
@@ -276,7 +276,7 @@ class ResponsesRequest(OpenAIFields):
 
 
 def _turn(messages: list[dict[str, Any]], has: str = "") -> dict[str, Any]:
-    """The assistant's message that goes on: the last one, unless it has this field, or calls, already."""
+    """Return the assistant's message that goes on: the last one, unless it has this field, or calls, already."""
     if (
         not messages
         or messages[-1]["role"] != "assistant"

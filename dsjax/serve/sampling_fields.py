@@ -84,13 +84,13 @@ class OpenAIFields(StrictModel):
             raise ApiError(400, reason, param="web_search_options")
 
     def without_effect(self) -> list[str]:
-        """The fields that were given a value which changes nothing here."""
+        """Name the fields that were given a value which changes nothing here."""
         given = ((name, getattr(self, name)) for name in _WITHOUT_EFFECT)
         return [name for name, value in given if value is not None and value not in _WITHOUT_EFFECT[name]]
 
 
 def warning_headers(names: list[str]) -> dict[str, str]:
-    """A `Warning` header for fields without effect; each of them is logged the first time."""
+    """Make a `Warning` header for fields without effect; each of them is logged the first time."""
     if not names:
         return {}
     new = [name for name in names if name not in _logged]
@@ -140,7 +140,7 @@ class GuidedFields(StrictModel):
     guided_grammar: GrammarText | None = Field(None, description="older name of structured_outputs.grammar")
 
     def form_of_text(self) -> dict[str, Any] | None:
-        """The one form asked for, as a keyword argument of `StructuredOutputs`; None for any text.
+        """Return the one form asked for, as a keyword argument of `StructuredOutputs`; None for any text.
 
         Raises:
             ApiError: several are asked for, or one without its content.
@@ -238,7 +238,7 @@ class SamplingFields(GuidedFields, OpenAIFields):
         form_after: int | None = None,
         **given: Any,
     ) -> SamplingParams:
-        """The engine's parameters. A field that is null stands for the engine's default, as with OpenAI.
+        """Make the engine's parameters. A field that is null stands for the engine's default, as with OpenAI.
 
         Args:
             keep_special_tokens: the text is read by a parser, which looks for markers that are special tokens.
@@ -316,7 +316,7 @@ class CompletionRequest(SamplingFields):
             raise ApiError(400, f"prompts times n is more than {bounds.MAX_SEQUENCES}", param="n")
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts as a list, whichever way they were given.
+        """Return the prompts as a list, whichever way they were given.
 
         Raises:
             ApiError: there is none.
@@ -330,7 +330,7 @@ class CompletionRequest(SamplingFields):
         return self.prompt
 
     def params(self, form: dict[str, Any] | None) -> SamplingParams:
-        """The engine's parameters. A prompt that is only scored still makes one token, which nobody sees.
+        """Make the engine's parameters. A prompt that is only scored still makes one token, which nobody sees.
 
         form: of the text, as a keyword argument of `StructuredOutputs`.
 

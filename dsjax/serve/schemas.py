@@ -354,5 +354,5 @@ _ALWAYS = (400, 401, 404, 405, 408, 413)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """A route's `responses`: the given statuses, and those that any request may get (a bad header, a missing key, no body)."""
+    """Make a route's `responses`: the given statuses, and those that any request may get (a bad header, a missing key, no body)."""
     return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in sorted({*_ALWAYS, *statuses})}

@@ -25,7 +25,7 @@ from dsjax.serve.tool_calls import ToolFormat
 
 if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
     from dsjax.engine.elastic.generations import Generations
-    from dsjax.engine.setup.loading import EngineFacts
+    from dsjax.engine.setup.facts import EngineFacts
     from dsjax.serve.front_ends.processes import FrontEnds
 
 Answer = TypeVar("Answer")
@@ -142,7 +142,7 @@ class Serving:
         self.on_phase(phase)
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with.
+        """Return the name to answer with.
 
         Raises:
             ApiError: 404, nothing of this name is served.
@@ -161,7 +161,7 @@ class Serving:
         return name
 
     def with_whitespace(self, form: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A form as a request asks for it, with the server's own switch for blanks where the request does not say."""
+        """Return a form as a request asks for it, with the server's own switch for blanks where the request does not say."""
         return form and {"disable_any_whitespace": self.options.disable_any_whitespace, **form}
 
     @property

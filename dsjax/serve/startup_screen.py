@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dsjax.engine.contract import executor
 from dsjax.engine.engine import ENGINE_END
-from dsjax.engine.setup.loading import EngineFacts
+from dsjax.engine.setup.facts import EngineFacts
 from dsjax.progress import Tenths
 
 _MOST_ROWS = 4
@@ -121,7 +121,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 @contextlib.contextmanager
 def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
-    """A progress bar for `LLMEngine.warm_up`; where the console is no terminal, a line at each tenth. Each engine begins anew."""
+    """Show a progress bar for `LLMEngine.warm_up`; where the console is no terminal, a line at each tenth. Each engine begins anew."""
     if not console.is_terminal:
         yield _Lines(console).report
         return

@@ -38,7 +38,7 @@ class ToolFormat:
 
     @classmethod
     def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ToolFormat | None":
-        """The format of this name; None for `none`, and for a model without tokenizer.
+        """Return the format of this name; None for `none`, and for a model without tokenizer.
 
         `auto` takes the format that the model's template writes, or else V3.1's where the model has the separator as a token.
         """
@@ -52,11 +52,11 @@ class ToolFormat:
         return FORMATS["deepseek_v31"] if tokenizer.token_id(SEPARATOR) is not None else None
 
     def call(self, name: str, arguments: str) -> str:
-        """One call as text."""
+        """Write one call as text."""
         return f"{CALL_BEGIN}{self.before_name}{name}{self.after_name}{arguments}{self.after_arguments}{CALL_END}"
 
     def calls(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls of (name, arguments) as text."""
+        """Write calls of (name, arguments) as text."""
         return CALLS_BEGIN + self.between_calls.join(self.call(*call) for call in calls) + CALLS_END
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -78,14 +78,14 @@ FORMATS = {
 
 
 def tool_outputs(contents: Sequence[str]) -> str:
-    """Answers of tools as text, for templates that have no place for them."""
+    """Write answers of tools as text, for templates that have no place for them."""
     return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{_OUTPUT_END}" for each in contents) + _OUTPUTS_END
 
 
 def tool_grammar(
     form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
 ) -> str:
-    """The grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
+    """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
 
     compact: arguments have no blanks between JSON's parts.
 
@@ -113,7 +113,7 @@ def tool_grammar(
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, whose objects hold what they name and nothing else, unless they say otherwise.
+    """Return the schema, whose objects hold what they name and nothing else, unless they say otherwise.
 
     So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
     on with them for ever.
@@ -140,7 +140,7 @@ def _marker(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _texts(text: str, tokenizer: Tokenizer) -> list[str]:
-    """A text that may hold the separator, as terminals."""
+    """Write a text that may hold the separator, as terminals."""
     before, marker, after = text.partition(SEPARATOR)
     parts = [json.dumps(before)] if before else []
     parts += [_marker(SEPARATOR, tokenizer)] if marker else []
@@ -148,11 +148,38 @@ def _texts(text: str, tokenizer: Tokenizer) -> list[str]:
 
 
 @dataclass
-class ToolPiece:
-    """What came: text of the answer, and deltas of calls as OpenAI's chunks have them."""
+class MessagePiece:
+    """What a piece of text added; `tool_calls` are deltas as OpenAI's chunks have them."""
 
+    reasoning: str = ""
     content: str = ""
-    deltas: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def delta(self) -> dict[str, Any]:
+        """Make a chunk's delta."""
+        body: dict[str, Any] = {}
+        if self.reasoning:
+            body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
+        if self.content:
+            body["content"] = self.content
+        if self.tool_calls:
+            body["tool_calls"] = self.tool_calls
+        return body
+
+    def message(self) -> dict[str, Any]:
+        """Make a whole message: the deltas of a call are put together."""
+        calls: list[dict[str, Any]] = []
+        for delta in self.tool_calls:
+            if delta["index"] == len(calls):
+                calls.append({"id": delta["id"], "type": delta["type"], "function": dict(delta["function"])})
+            else:
+                calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+        body: dict[str, Any] = {"role": "assistant", "content": self.content or (None if calls else "")}
+        if self.reasoning:
+            body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
+        if calls:
+            body["tool_calls"] = calls
+        return body
 
 
 class ToolCallParser:
@@ -176,17 +203,17 @@ class ToolCallParser:
         self._has_arguments = False
         self.num_calls = 0
 
-    def push(self, text: str, finished: bool = False) -> ToolPiece:
+    def push(self, text: str, finished: bool = False) -> MessagePiece:
         """Add text; with `finished` nothing is held back any more."""
         self._held += text
-        piece = ToolPiece()
+        piece = MessagePiece()
         while self._step(piece, finished):
             pass
         return piece
 
     # Each state takes what it can from `_held` and says whether the next state may go on.
 
-    def _text(self, piece: ToolPiece, finished: bool) -> bool:
+    def _text(self, piece: MessagePiece, finished: bool) -> bool:
         first_marker = find_first(self._held, (CALLS_BEGIN, CALL_BEGIN))
         if first_marker:
             at, marker = first_marker
@@ -199,7 +226,7 @@ class ToolCallParser:
         self._held = self._held[len(self._held) - keep :]
         return False
 
-    def _between(self, piece: ToolPiece, finished: bool) -> bool:
+    def _between(self, piece: MessagePiece, finished: bool) -> bool:
         first_marker = find_first(self._held, (CALL_BEGIN, CALLS_END))
         if not first_marker:
             return False
@@ -208,7 +235,7 @@ class ToolCallParser:
         self._step = self._name if marker == CALL_BEGIN else self._text
         return True
 
-    def _name(self, piece: ToolPiece, finished: bool) -> bool:
+    def _name(self, piece: MessagePiece, finished: bool) -> bool:
         end = find_first(self._held, (CALL_END,))
         name_end = find_first(self._held, (self._fence or SEPARATOR,))
         if name_end is None or (end is not None and end[0] < name_end[0]):
@@ -225,7 +252,7 @@ class ToolCallParser:
         self._emit(piece, head)
         return True
 
-    def _arguments(self, piece: ToolPiece, finished: bool) -> bool:
+    def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
         if not self._has_arguments:
             self._held = self._held.lstrip()
         end_marker = find_first(self._held, self._ends)
@@ -243,6 +270,6 @@ class ToolCallParser:
             self._emit(piece, {"function": {"arguments": text}})
         return end_marker is not None
 
-    def _emit(self, piece: ToolPiece, delta: dict[str, Any]) -> None:
+    def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
         if self.num_calls <= self._most:
-            piece.deltas.append({"index": self.num_calls - 1, **delta})
+            piece.tool_calls.append({"index": self.num_calls - 1, **delta})

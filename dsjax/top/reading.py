@@ -66,6 +66,11 @@ class Exposition:
             sums[key] = sums.get(key, 0.0) + value
         return sums
 
+    def growth(self, before: "Exposition", name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """How much the sums by these labels' values grew. One that fell was begun anew, by a restart, and grew from 0."""
+        old = before.by(name, *labels)
+        return {key: grew(old.get(key, 0.0), value) for key, value in self.by(name, *labels).items()}
+
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
         """A histogram over all its samples that have these labels: upper bound to cumulative count."""
         sums: dict[str, float] = {}
@@ -73,6 +78,11 @@ class Exposition:
             if labels.items() <= sample_labels.items():
                 sums[sample_labels["le"]] = sums.get(sample_labels["le"], 0.0) + value
         return {float(bound): count for bound, count in sorted(sums.items())}
+
+
+def grew(before: float, after: float) -> float:
+    """How much a counter grew that a restart of the server may have set to 0 in between."""
+    return after - before if after >= before else after
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def _summary(url: str, view: dict[str, Any]) -> Group:
         lines.append(Text(_tiers(cache["tiers"])))
     for tier, title in (("host", "host memory"), ("disk", "disk")):
         if cache[tier] is not None:
-            lines.append(Text(_pages_below(title, cache[tier])))
+            lines.append(Text(_offload_tier(title, cache[tier])))
     if view["drafts"] is not None:
         lines.append(Text(_drafts(view["drafts"])))
     if view["balancing"] is not None:
@@ -86,7 +86,7 @@ def _balancing(balancing: dict[str, Any]) -> str:
     )
 
 
-def _pages_below(title: str, pages: dict[str, Any]) -> str:
+def _offload_tier(title: str, pages: dict[str, Any]) -> str:
     failed = f", {pages['failed']:,.0f} FAILED" if pages.get("failed") else ""
     return f"{title}: pages {_percent(pages['usage'])} used, {pages['stored']:,.0f} stored, {pages['fetched']:,.0f} fetched{failed}"
 

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from dsjax.top.reading import HISTOGRAMS, Exposition, StatusReading
+from dsjax.top.reading import HISTOGRAMS, Exposition, StatusReading, grew
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _MOST_EXPERTS = 8
@@ -20,7 +20,7 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
       `preempted`, `not_finite` in the window.
     - `cache`: `usage` now; `hit_share` of the prompt tokens in the window; `host`, None where no pages go to host memory: `usage`,
       and pages `stored` and `fetched` in the window; `disk`, None without one: the same, and `failed`; `tiers`, None where there is
-      none below the devices: of `device`, `host` and `disk` the `hit_share` of the prompt tokens in the window, and the `wait` for it
+      no offload tier: of `device`, `host` and `disk` the `hit_share` of the prompt tokens in the window, and the `wait` for it
       (`count`, `mean`, `p50`, `p90`, `p99`).
     - `latency`: by name `count`, `mean`, `p50`, `p90`, `p99`, of the window.
     - `steps`: `per_second`, `padding_share`, `host_seconds` of a step by part, `compilations_after_warm_up` in all.
@@ -33,7 +33,7 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
     """
     seconds = max(after.time - before.time, 1e-9)
     old, new = before.metrics, after.metrics
-    made = _growth(old, new, "vllm:generation_tokens_total", "engine")
+    made = new.growth(old, "vllm:generation_tokens_total", "engine")
     steps = _latency(old, new, HISTOGRAMS["step"])
     return {
         "model": after.info.get("model"),
@@ -50,7 +50,7 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
             "waiting": sum(load["waiting"] for load in after.loads),
             "finished": {
                 reason: count
-                for (reason,), count in _growth(old, new, "vllm:request_success_total", "finished_reason").items()
+                for (reason,), count in new.growth(old, "vllm:request_success_total", "finished_reason").items()
             },
             "rejected": _grown(old, new, "dsjax_requests_rejected_total"),
             "preempted": _grown(old, new, "vllm:num_preemptions_total"),
@@ -61,7 +61,7 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
             "hit_share": _share(
                 _grown(old, new, "vllm:prefix_cache_hits_total"), _grown(old, new, "vllm:prefix_cache_queries_total")
             ),
-            "host": _pages_below(old, new, "dsjax_rank_host_pages"),
+            "host": _offload_tier(old, new, "dsjax_rank_host_pages"),
             "disk": _disk_pages(old, new),
             "tiers": _tiers(old, new),
         },
@@ -74,9 +74,9 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
 
 
 def quantile(buckets: dict[float, float], share: float) -> float | None:
-    """As PromQL's `histogram_quantile`: linear within a bucket; the last finite bound where it lies beyond; None of nothing.
+    """Estimate a quantile as PromQL's `histogram_quantile` does: linear within a bucket; the last finite bound where it lies beyond.
 
-    buckets: upper bound to cumulative count, the last one infinite.
+    buckets: upper bound to cumulative count, the last one infinite. None where nothing was counted.
     """
     bounds = sorted(buckets)
     if not bounds or not buckets[bounds[-1]]:
@@ -92,7 +92,7 @@ def quantile(buckets: dict[float, float], share: float) -> float | None:
     return lower
 
 
-def _pages_below(old: Exposition, new: Exposition, name: str) -> dict[str, float | None] | None:
+def _offload_tier(old: Exposition, new: Exposition, name: str) -> dict[str, float | None] | None:
     room, used = new.total(name), new.total(f"{name}_used")
     if not room:
         return None
@@ -101,15 +101,15 @@ def _pages_below(old: Exposition, new: Exposition, name: str) -> dict[str, float
 
 
 def _disk_pages(old: Exposition, new: Exposition) -> dict[str, float | None] | None:
-    pages = _pages_below(old, new, "dsjax_disk_pages")
-    failed = sum(_growth(old, new, "dsjax_disk_failures_total", "operation").values())
+    pages = _offload_tier(old, new, "dsjax_disk_pages")
+    failed = sum(new.growth(old, "dsjax_disk_failures_total", "operation").values())
     return pages and {**pages, "failed": failed}
 
 
 def _tiers(old: Exposition, new: Exposition) -> dict[str, Any] | None:
     if not new.by("vllm:external_prefix_cache_queries_total", "engine"):
         return None
-    hits = _growth(old, new, "dsjax_prefix_cache_hits_total", "tier", "engine")
+    hits = new.growth(old, "dsjax_prefix_cache_hits_total", "tier", "engine")
     missed = _grown(old, new, "vllm:external_prefix_cache_queries_total")
     by_tier = {
         tier: sum(tokens for key, tokens in hits.items() if key[0] == tier) for tier in ("device", "host", "disk")
@@ -121,18 +121,8 @@ def _tiers(old: Exposition, new: Exposition) -> dict[str, Any] | None:
     }
 
 
-def _growth(old: Exposition, new: Exposition, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-    """How much sums grew. One that fell was begun anew, by a restart, and grew from 0."""
-    before, after = old.by(name, *labels), new.by(name, *labels)
-    return {key: _grew(before.get(key, 0.0), value) for key, value in after.items()}
-
-
 def _grown(old: Exposition, new: Exposition, name: str) -> float:
-    return sum(_growth(old, new, name, "engine", "reason").values())
-
-
-def _grew(before: float, after: float) -> float:
-    return after - before if after >= before else after
+    return sum(new.growth(old, name, "engine", "reason").values())
 
 
 def _latency(old: Exposition, new: Exposition, name: str, **labels: str) -> dict[str, float | None]:
@@ -140,14 +130,14 @@ def _latency(old: Exposition, new: Exposition, name: str, **labels: str) -> dict
     restarted = any(after[bound] < before.get(bound, 0.0) for bound in after)
     buckets = {bound: count - (0.0 if restarted else before.get(bound, 0.0)) for bound, count in after.items()}
     count = buckets.get(math.inf, 0.0)
-    total = _grew(old.total(f"{name}_sum", **labels), new.total(f"{name}_sum", **labels))
+    total = grew(old.total(f"{name}_sum", **labels), new.total(f"{name}_sum", **labels))
     quantiles = {label: quantile(buckets, share) for label, share in _QUANTILES.items()}
     return {"count": count, "mean": total / count if count else None, **quantiles}
 
 
 def _steps(old: Exposition, new: Exposition, seconds: float, count: float) -> dict[str, Any]:
-    tokens = {kind: grown for (kind,), grown in _growth(old, new, "dsjax_step_tokens_total", "kind").items()}
-    host = {part: grown for (part,), grown in _growth(old, new, "dsjax_host_seconds_total", "part").items()}
+    tokens = {kind: grown for (kind,), grown in new.growth(old, "dsjax_step_tokens_total", "kind").items()}
+    host = {part: grown for (part,), grown in new.growth(old, "dsjax_host_seconds_total", "part").items()}
     return {
         "per_second": count / seconds,
         "padding_share": _share(tokens.get("padding", 0.0), sum(tokens.values())),
@@ -163,7 +153,7 @@ def _drafts(old: Exposition, new: Exposition, seconds: float) -> dict[str, Any] 
     rows, drafted, accepted = (
         _grown(old, new, f"{name}_{what}_total") for what in ("drafts", "draft_tokens", "accepted_tokens")
     )
-    positions = _growth(old, new, f"{name}_accepted_tokens_per_pos_total", "position")
+    positions = new.growth(old, f"{name}_accepted_tokens_per_pos_total", "position")
     more = _share(accepted, rows)
     return {
         "per_second": drafted / seconds,
@@ -175,7 +165,7 @@ def _drafts(old: Exposition, new: Exposition, seconds: float) -> dict[str, Any] 
 
 def _experts(old: Exposition, new: Exposition) -> dict[str, Any] | None:
     name, labels = "dsjax_expert_tokens_total", ("expert", "ep_rank")
-    tokens = _growth(old, new, name, *labels)
+    tokens = new.growth(old, name, *labels)
     if not tokens:
         return None
     if not sum(tokens.values()):

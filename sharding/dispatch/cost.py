@@ -73,18 +73,18 @@ def dispatch_collectives(
         arriving = group.size * chunk
         exchange = "ragged_all_to_all" if platform in NATIVE_PLATFORMS else "all_to_all"
     times = chunks * (rounds if method == "padded" else 1)
-    found = []
+    sent = []
     if method == "ragged" and group.size > 1:
-        found.append(_all_gather("sizes", group.axes, group.size, 4 * group.size, times))
+        sent.append(_all_gather("sizes", group.axes, group.size, 4 * group.size, times))
     if group.size > 1:
-        found.append(_exchange(exchange, "dispatch", group, arriving, chunk, top_k, there, times))
+        sent.append(_exchange(exchange, "dispatch", group, arriving, chunk, top_k, there, times))
     if group.width > 1:
-        found.append(_all_gather("dispatch", group.width_axes, group.width, arriving * there, times))
+        sent.append(_all_gather("dispatch", group.width_axes, group.width, arriving * there, times))
         pooled = group.width * arriving * back
-        found.append(_spread("reduce_scatter", "combine", group.width_axes, group.width, pooled, times))
+        sent.append(_spread("reduce_scatter", "combine", group.width_axes, group.width, pooled, times))
     if group.size > 1:
-        found.append(_exchange(exchange, "combine", group, arriving, chunk, top_k, back, times))
-    return tuple(found)
+        sent.append(_exchange(exchange, "combine", group, arriving, chunk, top_k, back, times))
+    return tuple(sent)
 
 
 def even_routing_rows(tokens: int, top_k: int, ranks: int) -> float:

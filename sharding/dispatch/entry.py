@@ -137,7 +137,7 @@ def _on_one_rank(
     def exchange(x_TD, slots_TK, weights_TK) -> tuple[jax.Array, Counts]:
         if method == "local":
             if home:
-                own_TK, one_TK = experts.own(slots_TK)
+                own_TK, one_TK = experts.home_slots(slots_TK)
                 slots_TK, weights_TK = (
                     jnp.concatenate(pair, axis=1) for pair in ((slots_TK, own_TK[:, :1]), (weights_TK, one_TK[:, :1]))
                 )

@@ -32,8 +32,8 @@ def gather_dispatch(
     arrived = lax.all_gather(packed, group.all_axes, axis=0, tiled=True)
     everybodys = arrived.shape[0]
     if experts.home:
-        own = wire.pack(x_TD, *experts.own(slots_TK), jnp.int32(0))
-        arrived = jnp.concatenate([arrived, group.pool_width(own)])
+        own_rows = wire.pack(x_TD, *experts.home_slots(slots_TK), jnp.int32(0))
+        arrived = jnp.concatenate([arrived, group.pool_width(own_rows)])
     rows, slots_NK, weights_NK, _ = wire.unpack(arrived)
     partial_ND, seen = experts(rows, slots_NK, weights_NK)
     y_TD = lax.psum_scatter(partial_ND[:everybodys], group.all_axes, scatter_dimension=0, tiled=True)

@@ -54,7 +54,7 @@ class RankExperts:
         used_N = jnp.any((ids >= 0) & (ids < self.group.experts), axis=1)
         return out_ND, {"tokens_per_expert": per_expert[:-1], "rows_received": jnp.sum(used_N)}
 
-    def own(self, slots_TK: Int[Array, "T K"]) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+    def home_slots(self, slots_TK: Int[Array, "T K"]) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
         """Slots and weights with which this rank's own tokens use the expert that it has for them: active ones, with weight 1."""
         first_K = jnp.arange(slots_TK.shape[1]) == 0
         uses_TK = jnp.any(slots_TK >= 0, axis=1)[:, None] & first_K
@@ -89,9 +89,9 @@ def add_sent(group: ExpertGroup, seen: Counts, to_G: Int[Array, "G"], rounds: ja
     """
     if not seen:
         return seen
-    own = to_G[group.index()]
+    sent_here = to_G[group.index()]
     return seen | {
-        "rows_sent": jnp.sum(to_G) * group.width - own,
-        "rows_received": seen["rows_received"] - own,
+        "rows_sent": jnp.sum(to_G) * group.width - sent_here,
+        "rows_received": seen["rows_received"] - sent_here,
         "rounds": jnp.int32(rounds),
     }

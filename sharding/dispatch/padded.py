@@ -45,7 +45,7 @@ def padded_dispatch(
         cell_TK = jnp.where(now_TK, route.rank_TK * capacity + place_TK, cells)
         arrived = group.exchange(packed.take(fill_cells(cell_TK, cells), axis=0, mode="clip"))
         if home:
-            arrived = jnp.concatenate([arrived, wire.pack(x_TD, *experts.own(slots_TK), needed)])
+            arrived = jnp.concatenate([arrived, wire.pack(x_TD, *experts.home_slots(slots_TK), needed)])
         rows, slots_NK, weights_NK, needed_N = wire.unpack(group.pool_width(arrived))
         sums_ND, seen = experts(rows, slots_NK, weights_NK)
         sums_ND = group.share_width(sums_ND)

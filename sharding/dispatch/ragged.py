@@ -51,7 +51,7 @@ def ragged_dispatch(
         most=tokens,
     )
     if experts.home:
-        arrived = jnp.concatenate([arrived, wire.pack(x_TD, *experts.own(slots_TK), jnp.int32(0))])
+        arrived = jnp.concatenate([arrived, wire.pack(x_TD, *experts.home_slots(slots_TK), jnp.int32(0))])
     rows, slots_NK, weights_NK, _ = wire.unpack(group.pool_width(arrived))
     sums_ND, seen = experts(rows, slots_NK, weights_NK)
     sums_ND = group.share_width(sums_ND)

@@ -32,9 +32,9 @@ def collective_of(program: Program, operation: Operation) -> tuple[str, Operatio
         return (root.opcode, root) if root.opcode in KINDS else None
     if operation.opcode == "fusion" and not is_done(program, operation):
         inner = program.computations[operation.computation("calls")]
-        found = [one for one in inner.operations.values() if one.opcode in KINDS]
-        if found and not inner.name.startswith(_BETWEEN):
-            return found[0].opcode, found[0]
+        collectives = [one for one in inner.operations.values() if one.opcode in KINDS]
+        if collectives and not inner.name.startswith(_BETWEEN):
+            return collectives[0].opcode, collectives[0]
     return None
 
 
@@ -55,10 +55,10 @@ def start_of(program: Program, computation: Computation, done: Operation) -> str
         for operation in computation.operations.values():
             if _calls(program, operation, _START) and _channel(program, operation) == channel:
                 return operation.name
-    found = computation.operations.get(done.operands[0])
-    while found is not None and found.opcode.endswith("-update"):
-        found = computation.operations.get(found.operands[0])
-    return found.name if found is not None else done.operands[0]
+    start = computation.operations.get(done.operands[0])
+    while start is not None and start.opcode.endswith("-update"):
+        start = computation.operations.get(start.operands[0])
+    return start.name if start is not None else done.operands[0]
 
 
 def _calls(program: Program, operation: Operation, target: str) -> bool:

@@ -67,7 +67,7 @@ def program_collectives(
     devices = 1
     for size in mesh.values():
         devices *= size
-    found = []
+    collectives = []
     for one in executed(program, trip_count):
         collective = collective_of(program, one.operation)
         if collective is None or one.times == 0:
@@ -83,7 +83,7 @@ def program_collectives(
         operand = _operand(one, inner, kind, dtypes)
         inside, between = _most_sent(kind, groups, _travelling(one, kind, operand), host_devices)
         beside = _beside(program, one)
-        found.append(
+        collectives.append(
             ProgramCollective(
                 name=one.operation.name,
                 kind=kind,
@@ -100,7 +100,7 @@ def program_collectives(
                 op_name=inner.op_name or one.operation.op_name,
             )
         )
-    return tuple(found)
+    return tuple(collectives)
 
 
 TrueDtypes = Mapping[tuple[str, int, int], str]
@@ -112,16 +112,16 @@ def true_dtypes(partitioned: Program) -> TrueDtypes:
 
     Passes keep a collective's kind and channel, and its number of elements unless they combine several.
     """
-    found: dict[tuple[str, int, int], str] = {}
+    dtypes: dict[tuple[str, int, int], str] = {}
     ambiguous = set()
     for computation in partitioned.computations.values():
         for operation in computation.operations.values():
             if operation.opcode not in KINDS or operation.channel is None:
                 continue
             key = (operation.opcode, operation.channel, _elements(operation))
-            if found.setdefault(key, operation.shapes[0].dtype) != operation.shapes[0].dtype:
+            if dtypes.setdefault(key, operation.shapes[0].dtype) != operation.shapes[0].dtype:
                 ambiguous.add(key)
-    return {key: dtype for key, dtype in found.items() if key not in ambiguous}
+    return {key: dtype for key, dtype in dtypes.items() if key not in ambiguous}
 
 
 def _operand(one: Executed, inner: Operation, kind: str, dtypes: TrueDtypes | None) -> tuple[Shape, ...]:

@@ -38,15 +38,15 @@ def convolution_flops(operation: Operation, left: Shape, right: Shape) -> int:
 
 def _window(attributes: str) -> dict[str, list[str]]:
     """``size=4 pad=3_3`` → each dimension's values."""
-    found = _WINDOW.search(attributes)
-    return {name: values.split("x") for name, values in re.findall(r"(\w+)=(\S+)", found.group(1))} if found else {}
+    window = _WINDOW.search(attributes)
+    return {name: values.split("x") for name, values in re.findall(r"(\w+)=(\S+)", window.group(1))} if window else {}
 
 
 def _positions(size: int, kernel: int, out: int, side: dict[str, str]) -> int:
     """Pairs of an output and a place of the kernel that meet an element of the input."""
     stride, hole, reach = (int(side.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(side.get("pad", "0_0").split("_")[0])
-    found = 0
+    count = 0
     for place in range(kernel):
         # Output o reads o × stride + place × reach − low of the dilated input: 0, hole, 2 × hole … exist.
         offset = place * reach - low
@@ -57,5 +57,5 @@ def _positions(size: int, kernel: int, out: int, side: dict[str, str]) -> int:
         first = max(0, math.ceil(-offset / stride))
         last = min(out - 1, ((size - 1) * hole - offset) // stride)
         first += (start - first) % period
-        found += max(0, (last - first) // period + 1)
-    return found
+        count += max(0, (last - first) // period + 1)
+    return count

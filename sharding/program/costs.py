@@ -188,14 +188,14 @@ def told_cost(operation: Operation) -> ToldCost | None:
     if operation.opcode != "custom-call" or "cost_flops" not in operation.attributes:
         return None
     # For GPUs XLA prints the quotation marks of the JSON in it as \22, for TPUs as they are.
-    found = dict(re.findall(r'cost_(\w+)(?:\\22|"): ?(?:\\22|")([\w.]+)', operation.attributes))
-    return ToldCost(float(found["flops"]), float(found["bytes"]), found["dtype"], found["assumed"] == "1")
+    fields = dict(re.findall(r'cost_(\w+)(?:\\22|"): ?(?:\\22|")([\w.]+)', operation.attributes))
+    return ToldCost(float(fields["flops"]), float(fields["bytes"]), fields["dtype"], fields["assumed"] == "1")
 
 
 def _target(operation: Operation) -> str:
     """What a custom call calls."""
-    found = re.search(r'custom_call_target="([^"]*)"', operation.attributes)
-    return found.group(1) if found else "custom-call"
+    target = re.search(r'custom_call_target="([^"]*)"', operation.attributes)
+    return target.group(1) if target else "custom-call"
 
 
 def _grouped(operation: Operation) -> tuple[str, int] | None:
@@ -205,17 +205,17 @@ def _grouped(operation: Operation) -> tuple[str, int] | None:
         return None
     if operation.op_name.endswith("ragged-dot-metadata"):
         return "bf16", 0
-    found = re.search(r"operand_layout_constraints=\{(.*?)\}\}.*ragged_dot_tiling=", operation.attributes)
-    if not found:
+    layouts = re.search(r"operand_layout_constraints=\{(.*?)\}\}.*ragged_dot_tiling=", operation.attributes)
+    if not layouts:
         return None
-    (dtype, rows), (_, groups) = re.findall(r"(\w+)\[([\d,]+)\]", found.group(1))[-2:]
+    (dtype, rows), (_, groups) = re.findall(r"(\w+)\[([\d,]+)\]", layouts.group(1))[-2:]
     (M, K), N = map(int, rows.split(",")), int(groups.split(",")[-1])
     return dtype, 2 * M * K * N
 
 
 def _gemm(computation: Computation, operation: Operation) -> tuple[int, ...] | None:
     """Contracted dimensions of the left operand, where a custom call is a matrix product that says so."""
-    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', operation.attributes)
-    if operation.opcode != "custom-call" or not found:
+    dimensions = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', operation.attributes)
+    if operation.opcode != "custom-call" or not dimensions:
         return None
-    return tuple(int(part) for part in re.findall(r"\d+", found.group(1)))
+    return tuple(int(part) for part in re.findall(r"\d+", dimensions.group(1)))

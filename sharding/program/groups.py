@@ -19,23 +19,23 @@ _PAIRS = re.compile(r"source_target_pairs={(({\d+,\d+},?)*)}")
 
 def replica_groups(attributes: str, devices: int) -> Groups:
     """The groups of a collective, out of its attributes; no groups given means all ``devices`` together."""
-    if found := _MESH.search(attributes):
-        axes = re.findall(r"'?([\w\-.]+)'?=(\d+)", found.group(1))
+    if match := _MESH.search(attributes):
+        axes = re.findall(r"'?([\w\-.]+)'?=(\d+)", match.group(1))
         names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]
-        ids = _iota(found.group(2) or str(np.prod(sizes)), found.group(3)).reshape(sizes)
-        return _along(ids, [names.index(name) for name in re.findall(r"'?([\w\-.]+)'?(?:,|$)", found.group(4))])
-    if found := _IOTA.search(attributes):
-        shape = [int(size) for size in found.group(1).split(",")]
-        return _rows(_iota(found.group(2), found.group(3)).reshape(shape))
-    if (found := _LISTS.search(attributes)) and found.group(1):
-        return tuple(tuple(int(i) for i in part.split(",")) for part in re.findall(r"{([\d,]+)}", found.group(1)))
+        ids = _iota(match.group(2) or str(np.prod(sizes)), match.group(3)).reshape(sizes)
+        return _along(ids, [names.index(name) for name in re.findall(r"'?([\w\-.]+)'?(?:,|$)", match.group(4))])
+    if match := _IOTA.search(attributes):
+        shape = [int(size) for size in match.group(1).split(",")]
+        return _rows(_iota(match.group(2), match.group(3)).reshape(shape))
+    if (match := _LISTS.search(attributes)) and match.group(1):
+        return tuple(tuple(int(i) for i in part.split(",")) for part in re.findall(r"{([\d,]+)}", match.group(1)))
     return (tuple(range(devices)),)
 
 
 def source_target_pairs(attributes: str) -> Groups:
     """``(from, to)`` of a permutation."""
-    found = _PAIRS.search(attributes)
-    pairs = re.findall(r"{(\d+),(\d+)}", found.group(1)) if found else []
+    match = _PAIRS.search(attributes)
+    pairs = re.findall(r"{(\d+),(\d+)}", match.group(1)) if match else []
     return tuple((int(a), int(b)) for a, b in pairs)
 
 

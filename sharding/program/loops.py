@@ -35,10 +35,10 @@ def known_trip_count(program: Program, computation: Computation, loop: Operation
 
 def _origin(computation: Computation, name: str) -> Operation | None:
     """What a value is but for copies."""
-    found = computation.operations.get(name)
-    while found is not None and found.opcode in _SAME:
-        found = computation.operations.get(found.operands[0])
-    return found
+    operation = computation.operations.get(name)
+    while operation is not None and operation.opcode in _SAME:
+        operation = computation.operations.get(operation.operands[0])
+    return operation
 
 
 def _element(computation: Computation, name: str, index: int) -> Operation | None:
@@ -54,8 +54,8 @@ def _integer(operation: Operation | None) -> int | None:
 
 def _passed_on(body: Computation, index: int) -> bool:
     """Whether the body leaves an element of its tuple as it was."""
-    found = _element(body, body.root.name, index)
-    return found is not None and found.opcode == "get-tuple-element" and found.number("index") == index
+    operation = _element(body, body.root.name, index)
+    return operation is not None and operation.opcode == "get-tuple-element" and operation.number("index") == index
 
 
 def _adds_one(body: Computation, index: int) -> bool:

@@ -176,10 +176,10 @@ class _Builder:
     trip_count: TripCount
 
     def items(self, computation: Computation) -> tuple[_Item, ...]:
-        found: list[_Item] = []
+        items: list[_Item] = []
         for operation in computation.operations.values():
-            found += self._items(computation, operation)
-        return tuple(found)
+            items += self._items(computation, operation)
+        return tuple(items)
 
     def _items(self, computation: Computation, operation: Operation) -> list[_Item]:
         opcode = operation.opcode
@@ -240,11 +240,11 @@ class _Run:
             if isinstance(item, _Compute):
                 self._compute(item.operation, item.work)
             elif isinstance(item, _Transfer):
-                found = self._transfer(item)
+                transfer = self._transfer(item)
                 if item.asynchronous:
-                    started[item.operation.name] = found
+                    started[item.operation.name] = transfer
                 else:
-                    self._wait(found)
+                    self._wait(transfer)
             elif isinstance(item, _Wait):
                 # A done whose start stands in another computation waits for all that is on its way.
                 self._wait(started.pop(item.start, [index for _, index in self.links.values()]))
@@ -277,12 +277,12 @@ class _Run:
             free, after = self.links.get(link, (0.0, 0))
             if free > begin:
                 begin, cause = free, after
-        found = []
+        transfers = []
         for link, work in item.works.items():
             self.spans.append(Span(item.operation, link, begin, begin + work.seconds, work, cause))
-            found.append(len(self.spans) - 1)
-            self.links[link] = begin + work.seconds, found[-1]
-        return found
+            transfers.append(len(self.spans) - 1)
+            self.links[link] = begin + work.seconds, transfers[-1]
+        return transfers
 
     def _wait(self, spans: Sequence[int]) -> None:
         for index in spans:

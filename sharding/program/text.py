@@ -92,8 +92,8 @@ class Operation:
     @cached_property
     def op_name(self) -> str:
         """Where JAX traced it: the path of named scopes and transformations; empty where XLA made it up."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match.group(1) if match else ""
 
     @property
     def channel(self) -> int | None:
@@ -102,33 +102,33 @@ class Operation:
 
     def number(self, attribute: str) -> int | None:
         """An integer attribute."""
-        found = re.search(rf"\b{attribute}=(\d+)", self.attributes)
-        return int(found.group(1)) if found else None
+        match = re.search(rf"\b{attribute}=(\d+)", self.attributes)
+        return int(match.group(1)) if match else None
 
     def integers(self, attribute: str) -> tuple[int, ...]:
         """A list attribute such as ``dimensions={0,1}``; empty where it is not given."""
-        found = re.search(rf"\b{attribute}={{([\d,]*)}}", self.attributes)
-        return tuple(int(part) for part in found.group(1).split(",") if part) if found else ()
+        match = re.search(rf"\b{attribute}={{([\d,]*)}}", self.attributes)
+        return tuple(int(part) for part in match.group(1).split(",") if part) if match else ()
 
     def computation(self, attribute: str) -> str | None:
         """The name of a called computation: ``calls``, ``to_apply``, ``body``, ``condition``."""
-        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
-        return found.group(1) if found else None
+        match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
+        return match.group(1) if match else None
 
     @property
     def branches(self) -> tuple[str, ...]:
         """The computations that a ``conditional`` chooses among."""
-        found = re.search(r"branch_computations={([^}]*)}", self.attributes)
-        if found:
-            return tuple(part.strip().lstrip("%") for part in found.group(1).split(","))
+        match = re.search(r"branch_computations={([^}]*)}", self.attributes)
+        if match:
+            return tuple(part.strip().lstrip("%") for part in match.group(1).split(","))
         pair = self.computation("true_computation"), self.computation("false_computation")
         return tuple(name for name in pair if name)
 
     @property
     def trip_count(self) -> int | None:
         """How often a ``while`` runs its body, where XLA has found out."""
-        found = re.search(r'"known_trip_count":\s*{"n":"(\d+)"', self.attributes)
-        return int(found.group(1)) if found else None
+        match = re.search(r'"known_trip_count":\s*{"n":"(\d+)"', self.attributes)
+        return int(match.group(1)) if match else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,23 +141,23 @@ class Computation:
     @cached_property
     def root(self) -> Operation:
         """The operation whose result is the computation's."""
-        found = [operation for operation in self.operations.values() if operation.is_root]
-        return found[0] if found else next(reversed(self.operations.values()))
+        roots = [operation for operation in self.operations.values() if operation.is_root]
+        return roots[0] if roots else next(reversed(self.operations.values()))
 
     @cached_property
     def parameters(self) -> tuple[Operation, ...]:
         """``parameter(0)``, ``parameter(1)``, …"""
-        found = [operation for operation in self.operations.values() if operation.opcode == "parameter"]
-        return tuple(sorted(found, key=lambda operation: int(operation.literal)))
+        parameters = [operation for operation in self.operations.values() if operation.opcode == "parameter"]
+        return tuple(sorted(parameters, key=lambda operation: int(operation.literal)))
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Operation, ...]]:
         """Name → the operations that read it."""
-        found: dict[str, list[Operation]] = {}
+        users: dict[str, list[Operation]] = {}
         for operation in self.operations.values():
             for operand in dict.fromkeys(operation.operands):
-                found.setdefault(operand, []).append(operation)
-        return {name: tuple(operations) for name, operations in found.items()}
+                users.setdefault(operand, []).append(operation)
+        return {name: tuple(operations) for name, operations in users.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,10 +192,10 @@ class Program:
 
 
 def _parse_operation(line: str) -> Operation:
-    found = _OPERATION.match(line)
-    if not found:
+    match = _OPERATION.match(line)
+    if not match:
         raise ProgramTextError(f"cannot read the line {line[:120]!r} as an operation")
-    root, name, rest = found.groups()
+    root, name, rest = match.groups()
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     shapes, rest = _shapes(rest[:end]), rest[end:].lstrip()
     opcode = _OPCODE.match(rest)
@@ -209,10 +209,10 @@ def _parse_operation(line: str) -> Operation:
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
-    found = []
+    shapes = []
     for dtype, dims, space in _SHAPE.findall(text):
-        found.append(Shape(dtype, tuple(int(dim.lstrip("<= ")) for dim in dims.split(",") if dim), int(space or 0)))
-    return tuple(found)
+        shapes.append(Shape(dtype, tuple(int(dim.lstrip("<= ")) for dim in dims.split(",") if dim), int(space or 0)))
+    return tuple(shapes)
 
 
 def _closing(text: str, start: int) -> int:

@@ -23,8 +23,8 @@ def test_v3_s_modules_run_at_true_widths_within_the_device_s_ceilings(gpu):
     for row in found.rows:
         if row.in_device_loop and row.case.work.weight_bytes > 100e6:
             # 10 %: the vendor's bandwidth is a round figure, and 512 MiB of weights leave a tenth in a 50 MB cache.
-            assert row.case.work.weight_bytes / row.times.median < 1.1 * ceilings.bandwidth, row.case.title
-        assert row.case.work.flops / row.times.median < 1.05 * ceilings.flops, row.case.title
+            assert row.case.work.weight_bytes / row.times.median < 1.1 * ceilings.bytes_per_s, row.case.title
+        assert row.case.work.flops / row.times.median < 1.05 * ceilings.flops_per_s, row.case.title
 
 
 def test_the_planner_takes_the_file_for_a_cluster_of_this_gpu(gpu, tmp_path):

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TypeVar
 
 from tools.plan_data.inferencex import RUNS, Run, inferencex_points, points_of_today
-from tools.plan_data.inferencex_apart import APART, ApartRun, apart_points
+from tools.plan_data.inferencex_apart import apart_points
 from tools.plan_data.unseen import further_points, unseen_points
 from tools.plan_data.validation import Point, points
 from tools.plan_data.validation_score import KINDS, rates, score
@@ -37,10 +37,8 @@ COLUMNS = (
 DECIDING = (
     ("known", "3 (4K)"),
     ("known", "4"),
-    ("known", "5"),
     ("known", "8 (64)"),
     ("looked for", "D"),
-    ("looked for", "H"),
     ("looked for", "J"),
     ("one machine", "P"),
     ("one machine", "T"),
@@ -86,18 +84,8 @@ _RUN_PARTS: dict[str, Callable[[Run], bool]] = {
     "all": lambda _: True,
     "SGLang": lambda run: run.engine == "sglang",
     "TensorRT-LLM": lambda run: run.engine == "trt",
-    "H200": lambda run: run.device == "h200",
-    "B200, FP8": lambda run: (run.device, run.weights) == ("b200", "fp8"),
-    "B200, FP4": lambda run: (run.device, run.weights) == ("b200", "fp4"),
     "up to 16 users": lambda run: run.users <= 16,
     "32 users and more": lambda run: run.users > 16,
-}
-_APART_PARTS: dict[str, Callable[[ApartRun], bool]] = {
-    "all": lambda _: True,
-    "SGLang": lambda run: run.engine == "sglang",
-    "TensorRT-LLM": lambda run: run.engine == "trt",
-    "FP8": lambda run: run.weights == "fp8",
-    "FP4": lambda run: run.weights == "fp4",
 }
 
 
@@ -116,7 +104,7 @@ def point_sets() -> tuple[PointSet, ...]:
         _one_machine(),
         PointSet("one host of 2026", COMMITTED, committed, {"all": committed}),
         PointSet("one host of 2026", TODAY, today, _parts(today, RUNS, _RUN_PARTS)),
-        PointSet("wide EP", COMMITTED, apart, _parts(apart, APART, _APART_PARTS)),
+        PointSet("wide EP", COMMITTED, apart, {"all": apart}),
     )
 
 

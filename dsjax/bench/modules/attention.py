@@ -9,7 +9,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
@@ -30,19 +29,20 @@ def attention_cases(
 ) -> Iterator[ModuleCase]:
     """Shapes are (rows, tokens of each, positions already cached). phase: decode; verify: decode rows with drafts; or prefill."""
     itemsize = jnp.dtype(setting.step.cache_dtype).itemsize
+    make = lambda declare: MLA(declare, setting.config, materialise=form == "AM_CC_ME")  # noqa: E731
+    stack = LayerStack.of(setting, make, setting.config.num_hidden_layers)
     for rows, chunk, cached in shapes:
         context = cached + chunk
         if context > setting.max_model_len:
             continue
         flops, other = attention_cost(setting, form, rows, chunk, cached)
-        stack = _stack(setting, form)
         block = paged_attention(setting, form).block(rows, chunk)
         layers = cache_layers(setting, form, rows, context)
         pages = rows * -(-context // setting.step.page_size) + 1
         cache = layers * pages * setting.step.page_size * cache_bytes(setting.config, form, itemsize)
         sizes = {"rows": rows, "chunk": chunk, "context": cached, "tokens": rows * chunk, "block": block}
         work = ModuleWork(flops, stack.layer_bytes, other)
-        build = partial(attention_loop, setting, form, rows, chunk, cached)
+        build = partial(attention_loop, setting, stack, form, rows, chunk, cached)
         yield ModuleCase("attention", f"{form} {phase}", sizes, work, stack.nbytes + 2 * cache, build)
 
 
@@ -81,7 +81,7 @@ class AttentionInputs:
     def of(
         cls, setting: Setting, form: Form, rows: int, chunk: int, cached: int
     ) -> tuple[AttentionInputs, dict[str, jax.Array]]:
-        """With its arrays: `x`, positions, page tables, slots, for rows that attend to all of `cached`."""
+        """Make them with their arrays: `x`, positions, page tables, slots, for rows that attend to all of `cached`."""
         step, config = setting.step, setting.config
         page, pages = step.page_size, -(-(cached + chunk) // step.page_size)
         # Pages in a random order, as after some time of serving; page 0 is never used.
@@ -100,7 +100,7 @@ class AttentionInputs:
 
 
 def paged_attention(setting: Setting, form: Form) -> PagedAttention:
-    """As the step's, with the cache in the layout that the form reads."""
+    """Make the step's attention, with the cache in the layout that the form reads."""
     step, layout = setting.step, common_layout(form, form)
     return PagedAttention(
         step.mesh, step.spec, setting.config, layout, step.cache_dtype, step.block_tokens, step.kernels
@@ -108,7 +108,7 @@ def paged_attention(setting: Setting, form: Form) -> PagedAttention:
 
 
 def cache_for(setting: Setting, form: Form, rows: int, context: int) -> Cache:
-    """Zeros, for `cache_layers` layers."""
+    """Make a cache of zeros, for `cache_layers` layers."""
     step, pages = setting.step, rows * -(-context // setting.step.page_size) + 1
     lead = (cache_layers(setting, form, rows, context), pages, step.page_size)
     return {
@@ -118,7 +118,7 @@ def cache_for(setting: Setting, form: Form, rows: int, context: int) -> Cache:
 
 
 def attend_layer(at: AttentionInputs, mla: MLA, x: jax.Array, arrays: Mapping[str, jax.Array], cache: Cache, layer):
-    """All that attention does in a layer of the step: projections, cache write, attending, output; `(out, cache)`."""
+    """Compute all of attention in a layer of the step: projections, cache write, attending, output; gives `(out, cache)`."""
     rows, chunk, config = at.rows, at.chunk, at.attention.config
     rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.qk_rope_head_dim)
     p = mla.project(x, rotation, query_heads=at.form != "AM_CC_ME", multiply=at.multiply)
@@ -129,24 +129,17 @@ def attend_layer(at: AttentionInputs, mla: MLA, x: jax.Array, arrays: Mapping[st
     return out.reshape(x.shape), cache
 
 
-def attention_loop(setting: Setting, form: Form, rows: int, chunk: int, cached: int) -> PreparedCase:
+def attention_loop(setting: Setting, stack: LayerStack, form: Form, rows: int, chunk: int, cached: int) -> PreparedCase:
     """Attention over layers, for rows that attend to all of `cached`."""
-    stack = _stack(setting, form)
     layers = cache_layers(setting, form, rows, cached + chunk)
     attention, arrays = AttentionInputs.of(setting, form, rows, chunk, cached)
-    graph = stack.graph
 
     def one_layer(inputs, index, carry):
         total, cache, layer = carry
-        mla: MLA = nnx.merge(graph, stack.layer(inputs["params"], index))
+        mla: MLA = stack.layer(inputs["params"], index)
         out, cache = attend_layer(attention, mla, inputs["x"], inputs, cache, layer)
         return total + out, cache, (layer + 1) % layers
 
     carry = (jnp.zeros_like(arrays["x"]), cache_for(setting, form, rows, cached + chunk), jnp.int32(0))
     inputs = arrays | {"params": stack.values(setting.seed)}
     return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=setting.config.num_hidden_layers)
-
-
-def _stack(setting: Setting, form: Form) -> LayerStack:
-    make = lambda declare: MLA(declare, setting.config, materialise=form == "AM_CC_ME")  # noqa: E731
-    return LayerStack.of(setting, make, setting.config.num_hidden_layers)

@@ -12,11 +12,9 @@ from rich.console import Console
 from dsjax.bench.modules.options import ModelOptions, ModuleGrid, RunOptions
 from dsjax.bench.processes import GroupOptions, Processes, measuring_together
 from dsjax.cli.options import options_of
-from dsjax.cli.output import report_console, write_json
+from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
 from dsjax.progress import in_turn
-
-_INTERRUPTED = 130
 
 
 @options_of(model=ModelOptions, grid=ModuleGrid, run=RunOptions, group=GroupOptions)
@@ -33,7 +31,7 @@ def modules(model: ModelOptions, grid: ModuleGrid, run: RunOptions, group: Group
         interrupted = _measure(model, grid, run, spec, processes)
     if interrupted:
         print("interrupted: the figures are of what was done until then", file=sys.stderr)
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, processes: Processes) -> bool:

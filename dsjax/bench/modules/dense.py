@@ -147,27 +147,25 @@ def _layer_cases(
     for count in tokens:
         work = ModuleWork(count * flops, stack.layer_bytes, count * moved)
         memory = stack.nbytes + 4 * int(count * (moved + setting.config.hidden_size * setting.dtype.itemsize))
-        build = partial(layer_loop, setting, make, apply, in_model, count)
+        build = partial(layer_loop, setting, stack, apply, in_model, count)
         yield ModuleCase(module, "", {"tokens": count}, work, memory, build)
 
 
-def layer_loop(setting: Setting, make, apply, in_model: int, tokens: int) -> PreparedCase:
+def layer_loop(setting: Setting, stack: LayerStack, apply: Callable, in_model: int, tokens: int) -> PreparedCase:
     """A module over layers as the step runs it: sliced out of a stack where the model has several, else as arrays of their own."""
-    stack = LayerStack.of(setting, make, in_model)
     x = setting.random((1, tokens, setting.config.hidden_size))
     if in_model == 1:
         return one_in_a_step(setting, stack, apply, x)
-    graph = stack.graph
 
     def one_layer(inputs, index, total):
-        return apply(nnx.merge(graph, stack.layer(inputs["params"], index)), inputs["x"], total)
+        return apply(stack.layer(inputs["params"], index), inputs["x"], total)
 
     inputs = {"params": stack.values(setting.seed), "x": x}
     return device_loop(one_layer, inputs, jnp.zeros_like(x), depth=stack.depth, in_call=in_model)
 
 
 def one_in_a_step(setting: Setting, stack: LayerStack, apply, x) -> PreparedCase:
-    """What the model has one of, as a step runs it: once a call, with arrays of its own, copies of it in turn."""
+    """Run what the model has one of as a step runs it: once a call, with arrays of its own, copies of it in turn."""
     every = stack.values(setting.seed)
     copies = [{path: array[i] for path, array in every.items()} | {"x": x} for i in range(stack.depth)]
 

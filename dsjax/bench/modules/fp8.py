@@ -83,6 +83,6 @@ def product_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCas
         for count in tokens:
             moved = count * setting.dtype.itemsize * (rows + columns)
             work = ModuleWork(2 * count * rows * columns, stack.layer_bytes, moved)
-            build = partial(layer_loop, kept, make, apply, config.num_hidden_layers, count)
+            build = partial(layer_loop, kept, stack, apply, config.num_hidden_layers, count)
             sizes = {"tokens": count, "n": columns, "k": rows}
             yield ModuleCase("product", weights, sizes, work, stack.nbytes + 4 * moved, build)

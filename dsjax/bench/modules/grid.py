@@ -22,7 +22,7 @@ LEAST_CHUNK = 16
 
 
 def cases(setting: Setting, grid: ModuleGrid) -> Iterator[ModuleCase]:
-    """In the order of the tables."""
+    """Make the cases of a run, in the order of the tables."""
     tokens, config = grid.token_counts, setting.config
     rows = [count for count in tokens if count <= MOST_ROWS] or tokens[:1]
     made = {

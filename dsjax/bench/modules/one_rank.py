@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from dsjax.bench.modules.attention import AttentionInputs, attend_layer, attention_cost, cache_for, cache_layers
 from dsjax.bench.modules.dense import head_cases
 from dsjax.bench.modules.launch import launch_cases
-from dsjax.bench.modules.routed import SKEWS, DispatchedTokens, arrivals, layer_ids, product_of
+from dsjax.bench.modules.routed import SKEWS, DispatchedTokens, draw_dispatch, layer_ids, product_of
 from dsjax.bench.modules.run import ModuleCase, ModuleRow, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting, free_memory
 from dsjax.bench.modules.timing import PreparedCase, device_loop
@@ -72,7 +71,7 @@ def one_rank_cases(setting: Setting, plan: OneRankPlan, contexts: list[int]) -> 
             depth = min(2, config.num_dense_layers)
             yield _case(setting, plan, ("dense layer", ""), context, layer_stack(setting, 0, depth), None)
         for variant, skew in SKEWS.items():
-            sent = arrivals(setting, plan.batch, plan.experts, skew)
+            sent = draw_dispatch(setting, plan.batch, plan.experts, skew)
             stack = layer_stack(setting, plan.experts, plan.layers)
             yield _case(setting, plan, ("MoE layer", variant), context, stack, sent)
     yield from head_cases(setting, [plan.batch])
@@ -109,7 +108,7 @@ def _loop(
     tokens, layers = plan.batch, cache_layers(setting, step.decode_form, plan.batch, context + 1)
     attention, inputs = AttentionInputs.of(setting, step.decode_form, tokens, 1, context)
     inputs |= {"params": stack.values(setting.seed)}
-    graph, experts = stack.graph, None
+    experts = None
     if sent is not None:
         experts = product_of(setting, stack.table.infos["moe.experts.down.weight"].dtype, sent)
         inputs["rows"] = setting.random((sent.rows, config.hidden_size))
@@ -121,7 +120,7 @@ def _loop(
         # Values of every layer start from the same: residuals of thousands of layers would grow without end.
         x = inputs["x"] + 1e-3 * jnp.tanh(x)
         params = {path: inputs["params"][path] for path in stack.table.infos}
-        block: DecoderLayer = nnx.merge(graph, stack.layer(params, index, skip=".experts."))
+        block: DecoderLayer = stack.layer(params, index, skip=".experts.")
         out, cache = attend_layer(attention, block.attn, block.attn_norm(x), inputs, cache, turn)
         x = x + out
         y = block.mlp_norm(x)
@@ -169,7 +168,7 @@ class Extrapolation:
 
 
 def extrapolate(setting: Setting, rows: list[ModuleRow]) -> list[Extrapolation]:
-    """For each MoE layer that was timed: the model's dense layers, its MoE layers, head and launch."""
+    """Add up the model's dense layers, its MoE layers, head and launch, for each MoE layer that was timed."""
     config, steps = setting.config, []
     alone = {row.case.module: row.times.median for row in rows if row.case.module in ("head", "launch")}
     for row in rows:

@@ -19,7 +19,7 @@ MODULES = (
     "product",
     "dispatch",
 )
-"""In the order of the tables."""
+"""The names of the modules, in the order of the tables."""
 _QUICK_TOKENS, _QUICK_CONTEXTS = "1,32,256", "128,1024"
 
 

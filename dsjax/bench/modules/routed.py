@@ -25,6 +25,8 @@ from sharding.dispatch import DispatchConfig, dispatch, dispatch_collectives
 SKEWS = {"even": 0.0, "skewed": 0.3}
 """Variant → s in popularity ∝ rank^-s; 0.3 is what the planner assumes where it is told nothing."""
 
+METHODS = ("gather", "padded", "ragged")
+
 
 @dataclass(frozen=True)
 class DispatchedTokens:
@@ -60,8 +62,8 @@ def route_randomly(rng: np.random.Generator, tokens: int, experts: int, top_k: i
     return np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
 
-def arrivals(setting: Setting, tokens: int, experts: int, skew: float) -> DispatchedTokens:
-    """What arrives at a rank with `experts` of the model's, when it and its like have `tokens` each.
+def draw_dispatch(setting: Setting, tokens: int, experts: int, skew: float) -> DispatchedTokens:
+    """Draw what is dispatched to a rank with `experts` of the model's, when it and its like have `tokens` each.
 
     All ranks' tokens are drawn together; of a skewed draw the busiest rank is taken, whom the others wait for.
     """
@@ -86,20 +88,22 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
     if not config.is_moe:
         return
     D, F, itemsize = config.hidden_size, config.moe_intermediate_size, setting.dtype.itemsize
-    stack = _stack(setting, experts)
+    make = lambda declare: RoutedExperts(declare, setting.config, experts)  # noqa: E731
+    stack = LayerStack.of(setting, make, config.num_moe_layers)
     for count in tokens:
         for variant, skew in SKEWS.items():
-            sent = arrivals(setting, count, experts, skew)
+            sent = draw_dispatch(setting, count, experts, skew)
             other_bytes = itemsize * (2 * sent.rows * D + sent.pairs * (2 * D + 5 * F))
             work = ModuleWork(6 * sent.pairs * D * F, stack.layer_bytes * sent.used / experts, other_bytes)
             sizes = {"tokens": count, "experts": experts, "rows": sent.rows, "pairs": sent.pairs, "used": sent.used}
             memory = stack.nbytes + 8 * sent.rows * D * itemsize
-            yield ModuleCase("experts", variant, sizes, work, memory, partial(expert_loop, setting, experts, sent))
+            yield ModuleCase(
+                "experts", variant, sizes, work, memory, partial(expert_loop, setting, stack, experts, sent)
+            )
 
 
-def expert_loop(setting: Setting, experts: int, sent: DispatchedTokens) -> PreparedCase:
+def expert_loop(setting: Setting, stack: LayerStack, experts: int, sent: DispatchedTokens) -> PreparedCase:
     """The step's own call, `dispatch` over an EP group of one rank, whose experts are read out of the whole stack of layers."""
-    stack = _stack(setting, experts)
     inputs = {
         "params": stack.values(setting.seed),
         "x": setting.random((sent.rows, setting.config.hidden_size)),
@@ -117,11 +121,10 @@ def expert_loop(setting: Setting, experts: int, sent: DispatchedTokens) -> Prepa
         counts, total = total
         return jax.tree.map(jnp.add, counts, report), total + y
 
-    config = setting.config
     counts = {"tokens_per_expert": jnp.zeros((1, experts), jnp.int32)}
     counts |= {name: jnp.zeros((1,), jnp.int32) for name in ("rows_received", "rows_sent", "rounds")}
     carry = (counts, jnp.zeros_like(inputs["x"]))
-    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=config.num_moe_layers)
+    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=setting.config.num_moe_layers)
 
 
 def layer_ids(setting: Setting, experts: int, sent: DispatchedTokens, layers: int) -> jax.Array:
@@ -147,14 +150,6 @@ def default_experts(config, memory: int, expert_bytes: int) -> int:
     if config.n_routed_experts * expert_bytes <= memory // 4:
         return config.n_routed_experts
     return max(1, math.ceil(config.n_routed_experts / 32))
-
-
-def _stack(setting: Setting, experts: int) -> LayerStack:
-    make = lambda declare: RoutedExperts(declare, setting.config, experts)  # noqa: E731
-    return LayerStack.of(setting, make, setting.config.num_moe_layers)
-
-
-METHODS = ("gather", "padded", "ragged")
 
 
 def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> Iterator[ModuleCase]:
@@ -216,7 +211,7 @@ def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, expert
 
 
 def _hand_back(params, rows_ND, ids_NK, weights_NK):
-    """In place of experts: each row that has an expert here, times its weights; every row is read once, none is multiplied."""
+    """Give back each row that has an expert here, times its weights, in place of the expert's product; every row is read once."""
     weight_N = jnp.sum(jnp.where(ids_NK >= 0, weights_NK, 0), axis=1)
     rows = rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)
     return (rows * weight_N[:, None] * params["scale"][0]).astype(rows_ND.dtype)

@@ -16,6 +16,10 @@ from dsjax.hosts.rendezvous import GroupError
 
 Sizes = Mapping[str, int | float | str]
 
+MEMORY_SHARE = 0.5
+"""Share of the free memory that a case may take: while weights are made they exist twice."""
+_TOO_LARGE = "the device's memory does not hold it"
+
 
 @dataclass(frozen=True)
 class ModuleWork:
@@ -27,7 +31,7 @@ class ModuleWork:
 
     @property
     def bytes(self) -> float:
-        """All of them."""
+        """All bytes of one application."""
         return self.weight_bytes + self.other_bytes
 
 
@@ -50,7 +54,7 @@ class ModuleCase:
 
     @property
     def title(self) -> str:
-        """For a progress bar."""
+        """The name that a progress bar shows."""
         sizes = ", ".join(f"{name} {value}" for name, value in self.sizes.items())
         return f"{self.module} {self.variant} {sizes}".replace("  ", " ")
 
@@ -78,11 +82,6 @@ class ModuleRow:
         }
 
 
-MEMORY_SHARE = 0.5
-"""Share of the free memory that a case may take: while weights are made they exist twice."""
-_TOO_LARGE = "the device's memory does not hold it"
-
-
 @dataclass(frozen=True)
 class Skipped:
     """A case that was not timed, and why."""
@@ -93,7 +92,7 @@ class Skipped:
 
 @dataclass
 class ModuleResults:
-    """What a run found. failure: what went wrong in another process, or on the way to it, and ended the run."""
+    """The rows of a run. failure: what went wrong in another process, or on the way to it, and ended the run."""
 
     rows: list[ModuleRow] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
@@ -102,7 +101,7 @@ class ModuleResults:
 
     @property
     def partial(self) -> bool:
-        """Whether there are cases that it did not come to."""
+        """Whether the run ended before its last case."""
         return self.interrupted or self.failure is not None
 
 
@@ -117,7 +116,7 @@ def run_cases(
     """Time each case in turn. Ctrl-C ends the run; what was done is returned.
 
     row_limit: seconds that one application may take at the device's ceilings. agree: of the processes that have the same shared cases;
-    the others of a case are this process's own.
+    the other cases are timed by this process alone.
     """
     results = ModuleResults()
     try:
@@ -145,7 +144,7 @@ def run_cases(
 def _outcome(
     setting: Setting, case: ModuleCase, ceilings: Ceilings, budget: Budget, row_limit: float, agree: Agree
 ) -> ModuleRow | str:
-    """What was measured; or why it cannot be, the same in all processes that agree."""
+    """Measure a case, or say why it cannot be measured, the same in all processes that agree."""
     reason = _first(agree("possible", why_not(setting, case, ceilings, row_limit)))
     if reason:
         return reason

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from dsjax.bench.modules.options import ModelOptions
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig, load_config
-from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
+from dsjax.engine.device.process import available_bytes, enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
 from dsjax.errors import UserError
+from dsjax.hardware.this_machine import host_memory
 from dsjax.model.parameters import Declaration, Multiply, ParameterInfo, ParameterTable, Weights
 from dsjax.model.step import ModelStep
 from dsjax.model.transformer import parameter_table
@@ -31,6 +32,8 @@ WORKING_SET = 512 << 20
 """Bytes of weights that go by between two uses of the same one, at most: more than any device's caches, as in a large model."""
 MOST_LAYERS = 64
 _BLOCK = 1 << 20
+
+PAGE_TABLE_POSITIONS = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +50,7 @@ class Setting:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's."""
+        """The model's configuration."""
         return self.step.config
 
     @property
@@ -71,7 +74,7 @@ class Setting:
         return self.step.in_place.multiply(jnp.int32(0))
 
     def declare(self, depth: int) -> Declaration:
-        """For parameters of `depth` layers."""
+        """Make the declaration of parameters of `depth` layers."""
         return Declaration(self.weights, self.platform, depth)
 
     def working_set(self) -> int:
@@ -124,13 +127,8 @@ class LayerStack:
         """Random parameters on the device."""
         return {path: random_parameter(info, seed) for path, info in self.table.infos.items()}
 
-    @property
-    def graph(self):
-        """The module's structure, for `nnx.merge`."""
-        return self.table.graph
-
-    def layer(self, params: Mapping[str, jax.Array], index: jax.Array, skip: str | None = None):
-        """One layer's weights, sliced out of the stack as a scan over layers does it; the state for `nnx.merge`.
+    def layer(self, params: Mapping[str, jax.Array], index: jax.Array, skip: str | None = None) -> Any:
+        """The module of one layer, with weights sliced out of the stack as a scan over layers does it.
 
         skip: parameters whose path has this stay whole stacks, as experts do in the step.
         """
@@ -138,7 +136,7 @@ class LayerStack:
             path: array if skip and skip in path else jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
             for path, array in params.items()
         }
-        return nnx.split(self.table.bind(chosen))[1]
+        return self.table.bind(chosen)
 
 
 def random_parameter(info: ParameterInfo, seed: int) -> jax.Array:
@@ -166,11 +164,7 @@ def free_memory(device: jax.Device) -> int:
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats is not None:
         return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return available_bytes() or host_memory() // 2
 
 
 def with_mesh(setting: Setting, spec: MeshSpec) -> Setting:
@@ -180,9 +174,6 @@ def with_mesh(setting: Setting, spec: MeshSpec) -> Setting:
 
 def _nbytes(infos: Mapping[str, ParameterInfo]) -> int:
     return sum(info.nbytes for info in infos.values())
-
-
-PAGE_TABLE_POSITIONS = 4096
 
 
 def make_setting(options: ModelOptions) -> Setting:

@@ -32,7 +32,7 @@ class Budget:
     samples: int = 15
 
 
-class Sample(NamedTuple):
+class TimedCalls(NamedTuple):
     """Seconds of an empty call, of a call with as many applications as a step of the model has, and of one with many more."""
 
     empty: float
@@ -55,7 +55,7 @@ class PreparedCase:
     in_device_loop: bool = True
     few: int = 0
     many: int = 0
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[TimedCalls] = field(default_factory=list)
     empty: Callable[[int], None] | None = None
     """As many calls of a program that does nothing, where `run` is calls from the host and they are to be taken off."""
     state: Callable[[], Any] = lambda: None
@@ -68,30 +68,30 @@ class PreparedCase:
 
         Where one application takes longer than the budget, it alone is a sample.
         """
-        first = self._slowest(self._time(self.unit))
+        first = self._slowest(seconds_of(self.run, self.unit))
         if budget is not None and first > budget.seconds:
             self.few, self.many = 0, self.unit
             return
-        each = self._slowest(self._time(self.unit)) / self.unit
+        each = self._slowest(seconds_of(self.run, self.unit)) / self.unit
         if each * self.unit < LEAST_SAMPLE:
             count = 4 * self.unit
-            each = self._slowest(self._time(count)) / count
+            each = self._slowest(seconds_of(self.run, count)) / count
         units = max(1, math.ceil(LEAST_SAMPLE / max(each * self.unit, 1e-7)))
         # The short call: what one step of the model has, unless that alone takes long.
         self.few = self.unit * max(1, min(self.in_call // self.unit, units))
         self.many = self.few + self.unit * units
 
-    def sample(self) -> Sample:
+    def sample(self) -> TimedCalls:
         """An empty call, a short one, a long one. Another before them is not timed: what ran before left its own in the caches."""
         self.run(self.few)
         whole = self.in_device_loop and self.few
         empty, short = (self._after_pause(0), self._after_pause(self.few)) if whole else (0.0, 0.0)
         if self.empty is not None:
-            started = time.perf_counter()
-            self.empty(self.many)
-            empty = time.perf_counter() - started
-        taken = Sample(empty, short, self._time(self.many))
-        self.samples.append(max((Sample(*one) for one in self.agree("sample", list(taken))), key=lambda one: one.long))
+            empty = seconds_of(self.empty, self.many)
+        taken = TimedCalls(empty, short, seconds_of(self.run, self.many))
+        self.samples.append(
+            max((TimedCalls(*one) for one in self.agree("sample", list(taken))), key=lambda one: one.long)
+        )
         return self.samples[-1]
 
     def take(self, budget: Budget) -> Times:
@@ -112,12 +112,14 @@ class PreparedCase:
 
     def _after_pause(self, applications: int) -> float:
         pause()
-        return self._time(applications)
+        return seconds_of(self.run, applications)
 
-    def _time(self, applications: int) -> float:
-        started = time.perf_counter()
-        self.run(applications)
-        return time.perf_counter() - started
+
+def seconds_of(run: Callable[[int], None], applications: int) -> float:
+    """Run so many applications, and say how long they took."""
+    started = time.perf_counter()
+    run(applications)
+    return time.perf_counter() - started
 
 
 def pause() -> None:
@@ -201,7 +203,7 @@ def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry:
 class Times:
     """Samples of one row, and how many applications their calls had (few 0: only long calls were made)."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[TimedCalls, ...]
     few: int
     many: int
     unit: int = 1

@@ -11,12 +11,11 @@ from rich.console import Console
 from dsjax.bench.network.options import CollectiveGrid, VerdictOptions
 from dsjax.bench.processes import GroupOptions, Processes, measuring_together
 from dsjax.cli.options import options_of
-from dsjax.cli.output import report_console, write_json
+from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
 from dsjax.progress import in_turn
 
 _EXIT_CODES = {None: 0, "as expected": 0, "warning": 3, "failing": 4}
-_INTERRUPTED = 130
 
 
 @options_of(grid=CollectiveGrid, verdict=VerdictOptions, group=GroupOptions)
@@ -75,7 +74,7 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     processes.report(report)
     if results.interrupted:
         print("interrupted: the figures are of what was done until then", file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED
     return _EXIT_CODES[results.verdict]
 
 

@@ -13,9 +13,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dsjax.bench.modules.timing import device_loop
 from dsjax.errors import UserError
 from sharding import MeshSpec
 from sharding.mesh import AXES
+
+_RANK = "rank"
+_ALL = P(("group", _RANK))
+_PERIOD = 3
+"""Values that are checked repeat after so many: sums of them over 100 ranks are exact in bfloat16 too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +48,11 @@ class DeviceGroup:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name that tables show."""
         return ", ".join(self.uses)
 
     def mesh(self) -> Mesh:
-        """With the axes `group` and `rank`."""
+        """Make a mesh of the groups, with the axes `group` and `rank`."""
         return Mesh(self.devices, ("group", "rank"))
 
     def near(self, domain: int, devices_per_host: int) -> int:
@@ -101,12 +107,6 @@ def _array(rows: Iterable[list[jax.Device]]) -> np.ndarray:
     return array
 
 
-_RANK = "rank"
-_ALL = P(("group", _RANK))
-_PERIOD = 3
-"""Values that are checked repeat after so many: sums of them over 100 ranks are exact in bfloat16 too."""
-
-
 def all_gather(x, ranks: int):
     """Every rank's values, in the order of ranks."""
     return lax.all_gather(x, _RANK, tiled=True)
@@ -123,7 +123,7 @@ def all_to_all(x, ranks: int):
 
 
 def ragged_all_to_all(x, ranks: int):
-    """As `all_to_all`, by the collective that is told how many values go where."""
+    """Block k of each rank, on rank k, by the collective that is told how many values go where."""
     block = x.shape[0] // ranks
     starts, sizes = jnp.arange(ranks, dtype=jnp.int32) * block, jnp.full(ranks, block, jnp.int32)
     lands = jnp.full(ranks, lax.axis_index(_RANK) * block, jnp.int32)
@@ -135,9 +135,8 @@ def all_reduce(x, ranks: int):
     return lax.psum(x, _RANK)
 
 
-_APPLY: dict[str, Callable] = {
-    f.__name__: f for f in (all_gather, reduce_scatter, all_to_all, ragged_all_to_all, all_reduce)
-}
+_COLLECTIVES = (all_gather, reduce_scatter, all_to_all, ragged_all_to_all, all_reduce)
+_APPLY: dict[str, Callable] = {collective.__name__: collective for collective in _COLLECTIVES}
 
 
 class CollectiveProgram:
@@ -167,24 +166,14 @@ class CollectiveProgram:
     def loop(self) -> Callable[[int], None]:
         """A function that applies the collective so many times, one after another, and waits."""
 
-        def local(rounds, x):
-            def once(_, x):
-                # The barrier keeps all of the result; the one value makes the next application wait for this one.
-                result = lax.optimization_barrier(self._apply(x, self._group.ranks))
-                return x.at[0].set(result[-1])
+        def once(x):
+            # The barrier keeps all of the result; the one value makes the next application wait for this one.
+            result = lax.optimization_barrier(self._apply(x, self._group.ranks))
+            return x.at[0].set(result[-1])
 
-            return lax.fori_loop(0, rounds, once, x)
-
-        mapped = jax.shard_map(local, mesh=self._place.mesh, in_specs=(P(), _ALL), out_specs=_ALL, check_vma=False)
-        program = jax.jit(mapped, donate_argnums=1)
+        mapped = jax.shard_map(once, mesh=self._place.mesh, in_specs=_ALL, out_specs=_ALL, check_vma=False)
         zeros = jax.jit(lambda: jnp.zeros(self._global, self._dtype), out_shardings=self._place)
-        held = [zeros()]
-        compiled = program.lower(jax.ShapeDtypeStruct((), np.int32), held[0]).compile()
-
-        def run(applications: int) -> None:
-            held[0] = jax.block_until_ready(compiled(np.int32(applications), held[0]))
-
-        return run
+        return device_loop(lambda inputs, index, x: mapped(x), None, zeros()).run
 
     def arrives_right(self) -> bool:
         """Apply it once to values that tell rank and place; whether this process's devices have what they should."""

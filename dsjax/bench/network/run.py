@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from dsjax.bench.modules.setting import free_memory
-from dsjax.bench.modules.timing import LEAST_SAMPLE
+from dsjax.bench.modules.timing import LEAST_SAMPLE, seconds_of
 from dsjax.bench.network.options import CollectiveGrid
 from dsjax.bench.network.programs import CollectiveProgram, DeviceGroup
 from dsjax.bench.processes import Agree
@@ -39,7 +39,7 @@ class Expectation:
 
 @dataclass(frozen=True, eq=False)
 class CollectiveCase:
-    """One row to be."""
+    """A collective over a group that is to be timed at one size."""
 
     group: DeviceGroup
     collective: str
@@ -47,13 +47,13 @@ class CollectiveCase:
 
     @property
     def title(self) -> str:
-        """For a progress bar."""
+        """The name that a progress bar shows."""
         return f"{self.collective} over {self.group.name}, {self.size:,} bytes"
 
 
 @dataclass(frozen=True, eq=False)
 class CollectiveRow:
-    """What was found of a case. samples: seconds of one application, of the slowest process each time."""
+    """A case that was timed. samples: seconds of one application, of the slowest process each time."""
 
     case: CollectiveCase
     operand_bytes: int
@@ -111,7 +111,7 @@ class CollectiveRow:
 
 @dataclass
 class NetworkResults:
-    """What a run found."""
+    """The rows of a run, and the cases that were left out, each with the reason."""
 
     rows: list[CollectiveRow] = field(default_factory=list)
     skipped: list[tuple[CollectiveCase, str]] = field(default_factory=list)
@@ -163,14 +163,14 @@ def sample(run: Callable[[int], None], repeats: int, agree: Agree) -> tuple[floa
     All processes apply the collective as often, or they would wait for each other for ever: the slowest says how often.
     """
     run(1)
-    each = max(agree("each", _time(run, 1)))
+    each = max(agree("each", seconds_of(run, 1)))
     if each < LEAST_SAMPLE:
-        each = max(agree("each", min(_time(run, 4) for _ in range(3)) / 4))
+        each = max(agree("each", min(seconds_of(run, 4) for _ in range(3)) / 4))
     count = max(1, math.ceil(LEAST_SAMPLE / max(each, 1e-7)))
     empty, long = [], []
     for _ in range(repeats):
-        empty.append(_time(run, 0))
-        long.append(_time(run, count))
+        empty.append(seconds_of(run, 0))
+        long.append(seconds_of(run, count))
     samples = [max(seconds - min(empty), 1e-9) / count for seconds in long]
     return tuple(max(times) for times in zip(*agree("samples", samples), strict=True))
 
@@ -214,18 +214,10 @@ def check_cluster(cluster: Cluster, devices: np.ndarray) -> None:
     Raises:
         UserError: its hosts have another number of devices, or fewer of them exist.
     """
-    by_process: dict[int, int] = {}
-    for device in devices.flat:
-        by_process[device.process_index] = by_process.get(device.process_index, 0) + 1
+    by_process = Counter(device.process_index for device in devices.flat)
     most = max(by_process.values())
     if most > cluster.devices_per_host or len(by_process) > cluster.hosts:
         raise UserError(
             f"--cluster {cluster.name} has {cluster.hosts} hosts of {cluster.devices_per_host} devices, and the mesh takes {most} "
             f"devices of each of {len(by_process)} processes; give the cluster that this is, one process a host"
         )
-
-
-def _time(run: Callable[[int], None], applications: int) -> float:
-    started = time.perf_counter()
-    run(applications)
-    return time.perf_counter() - started

@@ -9,6 +9,8 @@ from dsjax.bench.serve.records import RequestRecord
 
 _LARGEST_EVENT = 16 * 1024 * 1024
 
+_LONGEST_ERROR = 300
+
 
 class EventStreamError(ValueError):
     """Bytes that are no event stream."""
@@ -67,9 +69,6 @@ class EventParser:
             return None
         event = piece[6:-2]
         return None if b"\n" in event or b"\r" in event else event
-
-
-_LONGEST_ERROR = 300
 
 
 class AnswerError(Exception):

@@ -11,10 +11,9 @@ from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.datasets import Dataset
 from dsjax.bench.serve.load import arrival_times, run_load
 from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
-from dsjax.bench.serve.progress import PointProgress
 from dsjax.bench.serve.prompts import PromptSource
 from dsjax.bench.serve.records import BenchRequest
-from dsjax.bench.serve.report import LoadPoint
+from dsjax.bench.serve.report import LoadPoint, PointProgress
 from dsjax.bench.serve.result_files import PointResult
 from dsjax.bench.serve.server_facts import ServerError, ServerFacts, ask_server, read_counters, server_url
 from dsjax.bench.serve.statistics import DraftFigures, summarise
@@ -25,6 +24,8 @@ _TOLERANCE = 0.05
 
 _MOST = {"concurrency": 65_536, "rate": 100_000.0}
 _LEAST_RATE = 1 / 1024
+
+_WARM_UP_DRAW = 0
 
 
 @dataclass
@@ -55,8 +56,8 @@ class Search:
             return between if failed - best > max(1, _TOLERANCE * best) else None
         return (best + failed) / 2 if failed - best > _TOLERANCE * best else None
 
-    def enter(self, load: float, share: float | None, wanted: float) -> None:
-        """What came of a load: the share of its requests that met every objective; None where none was answered."""
+    def record(self, load: float, share: float | None, wanted: float) -> None:
+        """Record the share of a load's requests that met every objective; None where none was answered."""
         if share is not None and share >= wanted:
             self.best = load if self.best is None else max(self.best, load)
         else:
@@ -71,9 +72,6 @@ class Search:
         more = f"{self.failed:g} does not" if self.failed is not None else "none that was tried does not"
         unit = " requests/s" if self.quantity == "rate" else ""
         return f"largest {self.quantity} {goal}: {self.best:.4g}{unit} ({more})"
-
-
-_WARM_UP_DRAW = 0
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ class _Points:
             share = point.statistics.good_share
             told = "nothing was answered" if share is None else f"{share:.1%} of the requests meet the objectives"
             say(f"{search.quantity} {tried:g}: {told}")
-            search.enter(tried, share, wanted)
+            search.record(tried, share, wanted)
         say(search.sentence(wanted, self.run.report.objectives))
 
     async def measure(self, number: int, rate: float, concurrency: int | None) -> PointResult:

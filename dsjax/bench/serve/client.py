@@ -17,8 +17,15 @@ import aiohttp
 from dsjax.bench.serve.answer import AnswerError, AnswerReader, error_message
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 
-Endpoint = Literal["completions", "chat"]
-PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+try:
+    import uvloop
+except ImportError:  # there is none for Windows
+    uvloop = None
+
+OpenAIEndpoint = Literal["completions", "chat"]
+PATHS: dict[OpenAIEndpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Target:
     """
 
     base_url: str
-    endpoint: Endpoint
+    endpoint: OpenAIEndpoint
     model: str
     ignore_eos: bool = False
     temperature: float | None = 0.0
@@ -134,14 +141,6 @@ async def _body(response: aiohttp.ClientResponse) -> Any:
         return json.loads(text)
     except ValueError:
         return text or response.reason
-
-
-try:
-    import uvloop
-except ImportError:  # there is none for Windows
-    uvloop = None
-
-Result = TypeVar("Result")
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:

@@ -2,10 +2,10 @@
 
 import asyncio
 import datetime
-import functools
 import importlib.util
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,15 +14,14 @@ from rich.console import Console
 
 from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
 from dsjax.cli.options import options_of
-from dsjax.cli.output import report_console, write_json
+from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
 from dsjax.options import OptionError
 
 if TYPE_CHECKING:
+    from dsjax.bench.serve.benchmark import Benchmark
     from dsjax.bench.serve.result_files import PointResult
     from dsjax.bench.serve.server_facts import ServerFacts
-
-_INTERRUPTED = 130
 
 
 @options_of(server=ServerOptions, workload=WorkloadOptions, load=LoadOptions, report=ReportOptions)
@@ -42,12 +41,16 @@ def serve(
     for what, package in (("dsjax bench serve", "aiohttp"), *([("--plot", "matplotlib")] if report.plot else [])):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"{what} needs {package}, which is not installed: pip install 'dsjax[bench]'")
+    from dsjax.bench.serve.benchmark import Benchmark
     from dsjax.bench.serve.client import run
+    from dsjax.bench.serve.report import point_progress
 
-    points, facts, interrupted = run(_measure(server, workload, load, report))
-    _write(points, facts, server, workload, load, report)
+    say, progress = partial(print, file=sys.stderr), partial(point_progress, Console(stderr=True), report.progress)
+    benchmark = Benchmark(server, workload, load, report, say, progress)
+    points, facts, interrupted = run(_measure(benchmark))
+    _write(benchmark, points, facts)
     if interrupted:
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
     if not any(one.statistics.completed for one in points):
         raise typer.Exit(1)
 
@@ -59,16 +62,11 @@ def _with_more_goodput(report: ReportOptions, words: list[str]) -> ReportOptions
     return ReportOptions(**{**vars(report), "goodput": [*(report.goodput or []), *words] or None})
 
 
-async def _measure(
-    server: ServerOptions, workload: WorkloadOptions, load: LoadOptions, report: ReportOptions
-) -> tuple[list["PointResult"], "ServerFacts", bool]:
-    from dsjax.bench.serve.benchmark import Benchmark
-    from dsjax.bench.serve.progress import point_progress
+async def _measure(benchmark: "Benchmark") -> tuple[list["PointResult"], "ServerFacts", bool]:
+    """Run a benchmark and print each point; its points, what the server said, and whether Ctrl-C has ended it."""
     from dsjax.bench.serve.report import report as render
 
-    screen = Console(stderr=True)
-    progress = functools.partial(point_progress, screen, report.progress)
-    say = functools.partial(print, file=sys.stderr)
+    server, report = benchmark.server, benchmark.report
     out = sys.stderr if report.json_file == "-" else sys.stdout
     points: list[PointResult] = []
     devices: list[int | None] = [server.devices]
@@ -82,14 +80,14 @@ async def _measure(
     def on_ready(facts: "ServerFacts") -> None:
         _let_ctrl_c_set(stop)
         devices[0] = server.devices or facts.num_devices
-        say(f"{facts.model} at {server.base_url}")
+        benchmark.say(f"{facts.model} at {server.base_url}")
 
     try:
-        facts = await Benchmark(server, workload, load, report, say, progress).run(stop, on_ready, on_point)
+        facts = await benchmark.run(stop, on_ready, on_point)
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
     if stop.is_set():
-        say("interrupted: the figures are of what was done until then")
+        benchmark.say("interrupted: the figures are of what was done until then")
     return points, facts, stop.is_set()
 
 
@@ -104,30 +102,15 @@ def _let_ctrl_c_set(stop: asyncio.Event) -> None:
     loop.add_signal_handler(signal.SIGINT, once)
 
 
-def _write(
-    points: list["PointResult"],
-    facts: "ServerFacts",
-    server: ServerOptions,
-    workload: WorkloadOptions,
-    load: LoadOptions,
-    report: ReportOptions,
-) -> None:
+def _write(benchmark: "Benchmark", points: list["PointResult"], facts: "ServerFacts") -> None:
     """The files that were asked for, and the table of a sweep."""
-    from dsjax.bench.serve.picture import draw
     from dsjax.bench.serve.report import sweep_table
-    from dsjax.bench.serve.result_files import result_json, write_points_csv, write_requests_csv
+    from dsjax.bench.serve.result_files import draw, result_json, write_points_csv, write_requests_csv
 
-    devices = server.devices or facts.num_devices
-    head = _head(facts, server, workload)
+    workload, report, swept = benchmark.workload, benchmark.report, benchmark.load.swept
+    devices = benchmark.server.devices or facts.num_devices
+    head = _head(facts, benchmark.server, workload)
     bodies = [result_json(head, one, devices, report.save_detailed) for one in points]
-    by_concurrency, by_rate = load.search == "concurrency", load.search == "rate"
-    swept = (
-        "max_concurrency"
-        if load.sweep_concurrency or by_concurrency
-        else "request_rate"
-        if load.sweep_rate or by_rate
-        else None
-    )
     if swept:
         report_console(stderr=report.json_file == "-").print(sweep_table(bodies, swept))
     if report.json_file and bodies:

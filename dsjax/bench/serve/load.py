@@ -12,6 +12,9 @@ import numpy as np
 
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 
+_STREAM = 0xA881
+"""Keeps the draws of arrivals apart from those of lengths and prompts under the same seed."""
+
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds at which `count` requests are due; the first at 0.
@@ -36,10 +39,6 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
         # A shape far below 1 can draw gaps that are all 0 in floating point: then they are taken as even.
         gaps = gaps / gaps.sum() * (count - 1) / rate if gaps.any() else np.full(count - 1, 1 / rate)
     return [0.0, *np.cumsum(gaps).tolist()]
-
-
-_STREAM = 0xA881
-"""Keeps the draws of arrivals apart from those of lengths and prompts under the same seed."""
 
 
 class Sender(Protocol):

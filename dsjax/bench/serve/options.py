@@ -112,21 +112,27 @@ class LoadOptions(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.sweep_concurrency and self.sweep_rate:
-            raise OptionError("--sweep-concurrency and --sweep-rate are both given; sweep one of them")
-        if self.sweep_concurrency and self.max_concurrency:
-            raise OptionError("--max-concurrency and --sweep-concurrency are both given; leave the first out")
-        if self.sweep_rate and self.request_rate:
-            raise OptionError("--request-rate and --sweep-rate are both given; leave the first out")
-        if self.search and (self.sweep_concurrency or self.sweep_rate):
-            raise OptionError("--search and a sweep are both given; the search chooses its points itself")
-        given = {"concurrency": self.max_concurrency, "rate": self.request_rate}.get(self.search or "")
-        if given:
-            flag = "--max-concurrency" if self.search == "concurrency" else "--request-rate"
-            raise OptionError(f"{flag} and --search {self.search} are both given; leave the first out")
+        leave_out = "leave the first out"
+        for one, other, names, advice in (
+            (self.sweep_concurrency, self.sweep_rate, "--sweep-concurrency and --sweep-rate", "sweep one of them"),
+            (self.max_concurrency, self.sweep_concurrency, "--max-concurrency and --sweep-concurrency", leave_out),
+            (self.request_rate, self.sweep_rate, "--request-rate and --sweep-rate", leave_out),
+            (self.search, self.sweep_concurrency or self.sweep_rate, "--search and a sweep", "the search chooses its points itself"),
+            (self.max_concurrency, self.search == "concurrency", "--max-concurrency and --search concurrency", leave_out),
+            (self.request_rate, self.search == "rate", "--request-rate and --search rate", leave_out),
+        ):  # fmt: skip
+            if one and other:
+                raise OptionError(f"{names} are both given; {advice}")
         if self.search_share > 1:
             raise OptionError(f"--search-share is {self.search_share:g}, expected at most 1")
         self.points()
+
+    @property
+    def swept(self) -> str | None:
+        """The field of a point that differs between points; None where there is one point."""
+        if self.sweep_concurrency or self.search == "concurrency":
+            return "max_concurrency"
+        return "request_rate" if self.sweep_rate or self.search == "rate" else None
 
     def point_of(self, load: float) -> tuple[float, int | None]:
         """Request rate and concurrency of a point that a search tries."""

@@ -11,12 +11,16 @@ from typing import Literal, Protocol
 import numpy as np
 import tokenizers
 
-from dsjax.bench.serve.client import Endpoint
+from dsjax.bench.serve.client import OpenAIEndpoint
 from dsjax.bench.serve.server_facts import ServerFacts
 from dsjax.config import bundled_models
 from dsjax.errors import UserError
 
 _FEWEST_WORDS = 16
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WORD = re.compile(r"[Ġ▁]([A-Za-z]{2,})")
+PromptForm = Literal["auto", "tokens", "text"]
 
 
 class UnmakablePromptError(UserError):
@@ -117,10 +121,6 @@ def read_tokenizer(where: str) -> tokenizers.Tokenizer:
     raise UnmakablePromptError(f"found no tokenizer {where!r} ({reason})")
 
 
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WORD = re.compile(r"[Ġ▁]([A-Za-z]{2,})")
-
-
 def _words(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     """Ids that are a space and a word, and stay so when the word follows another."""
     words: dict[int, str] = {}
@@ -138,9 +138,6 @@ def _lone_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     ids: Sequence[int] = sorted(tokenizer.get_vocab(with_added_tokens=False).values())
     texts = {i: tokenizer.decode([i]) for i in ids}
     return {i: text for i, text in texts.items() if text and count_tokens(tokenizer, text) == 1 and "�" not in text}
-
-
-PromptForm = Literal["auto", "tokens", "text"]
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,7 @@ class PromptSource:
             return cls(read, size or vocab_size(read))
         return cls(None, size)
 
-    def forms(self, wanted: PromptForm, endpoint: Endpoint) -> list[PromptMaker]:
+    def forms(self, wanted: PromptForm, endpoint: OpenAIEndpoint) -> list[PromptMaker]:
         """What to try, in this order.
 
         Raises:

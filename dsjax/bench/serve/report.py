@@ -1,13 +1,18 @@
-"""Figures as text: a point line for line as `vllm bench serve` prints it, and the table of a sweep."""
+"""Figures as text: how far a point is, a point line for line as `vllm bench serve` prints it, and the table of a sweep."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.statistics import DraftFigures, Statistics
+from dsjax.progress import counting
 
 _WIDTH = 50
 _MOST_ERRORS = 10
@@ -18,6 +23,18 @@ _TITLES = {
     "e2el": ("E2EL", "End-to-end Latency"),
 }
 LATENCIES = tuple(_TITLES)
+_COLUMNS = (
+    ("done", "completed", "d"),
+    ("failed", "failed", "d"),
+    ("tok/s", "output_throughput", ".1f"),
+    ("tok/s a user", "output_throughput_per_user", ".2f"),
+    ("tok/s a device", "output_throughput_per_device", ".2f"),
+    ("TTFT ms, median", "median_ttft_ms", ".1f"),
+    ("TPOT ms, median", "median_tpot_ms", ".2f"),
+    ("E2EL ms, median", "median_e2el_ms", ".1f"),
+    ("good req/s", "request_goodput", ".2f"),
+    ("accepted %", "spec_decode_acceptance_rate", ".1f"),
+)
 
 
 @dataclass(frozen=True)
@@ -133,20 +150,6 @@ def _notes(statistics: Statistics) -> list[str]:
     return notes + errors + ([f"… and {left} other errors"] if left > 0 else [])
 
 
-_COLUMNS = (
-    ("done", "completed", "d"),
-    ("failed", "failed", "d"),
-    ("tok/s", "output_throughput", ".1f"),
-    ("tok/s a user", "output_throughput_per_user", ".2f"),
-    ("tok/s a device", "output_throughput_per_device", ".2f"),
-    ("TTFT ms, median", "median_ttft_ms", ".1f"),
-    ("TPOT ms, median", "median_tpot_ms", ".2f"),
-    ("E2EL ms, median", "median_e2el_ms", ".1f"),
-    ("good req/s", "request_goodput", ".2f"),
-    ("accepted %", "spec_decode_acceptance_rate", ".1f"),
-)
-
-
 def sweep_table(points: Sequence[dict[str, Any]], swept: str) -> Table:
     """Points as `result_json` gives them; `swept` is the field that differs. Columns without any value are left out."""
     columns = [column for column in _COLUMNS if any(point[column[1]] is not None for point in points)]
@@ -157,3 +160,28 @@ def sweep_table(points: Sequence[dict[str, Any]], swept: str) -> Table:
         cells = [f"{point[key]:{form}}" if point[key] is not None else "-" for _, key, form in columns]
         table.add_row(str(point[swept]), *cells)
     return table
+
+
+class PointProgress:
+    """Counts records, and reports how many there are with their rate."""
+
+    def __init__(self, report: Callable[[int, str], None]):
+        self._report = report
+        self._begin = time.monotonic()
+        self._done = self._tokens = self._failed = 0
+
+    def advance(self, record: RequestRecord) -> None:
+        """Count one request."""
+        self._tokens += record.output_tokens if record.succeeded else 0
+        self._failed += not record.succeeded
+        rate = self._tokens / max(time.monotonic() - self._begin, 1e-9)
+        failed = f", {self._failed} failed" if self._failed else ""
+        self._done += 1
+        self._report(self._done, f"{rate:,.0f} tok/s{failed}")
+
+
+@contextlib.contextmanager
+def point_progress(console: Console, shown: bool, title: str, total: int) -> Iterator[PointProgress]:
+    """Show how far a point is."""
+    with counting(console, shown, title, total) as report:
+        yield PointProgress(report)

@@ -1,4 +1,7 @@
-"""A benchmark's JSON and CSV. Fields are documented in `docs/bench-serve.md` and stable; vLLM's names where it has them."""
+"""The files of a benchmark: JSON, CSV, and the picture of a sweep.
+
+Fields are documented in `docs/bench-serve.md` and stable; vLLM's names where it has them.
+"""
 
 import csv
 import math
@@ -23,7 +26,7 @@ _FIGURES = (
 _DRAFT_FIGURES = (
     "acceptance_rate", "acceptance_length", "num_drafts", "draft_tokens", "accepted_tokens", "per_position_acceptance_rates",
 )  # fmt: skip
-"""The same of `DraftFigures`, behind `spec_decode_`."""
+"""Attributes of `DraftFigures` that are fields of the same name behind `spec_decode_`."""
 
 _REQUEST_COLUMNS = (
     "point", "request", "arrival_s", "start_s", "ttft_ms", "tpot_ms", "e2el_ms", "input_tokens", "cached_tokens", "output_tokens",
@@ -117,3 +120,44 @@ def _write_csv(path: Path, columns: list[str], rows: Sequence[dict[str, Any]]) -
             writer.writerows(rows)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
+    """Draw points as `result_json` gives them; each is labelled with its concurrency or rate.
+
+    Raises:
+        UserError: no point has both figures, or the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it would look for a display
+    from matplotlib.figure import Figure
+
+    shown = [p for p in points if p["output_throughput_per_user"] and p["output_throughput_per_device"]]
+    if not shown:
+        raise UserError(
+            "nothing to draw: a point needs answers of two tokens or more, and the number of devices (--devices where the "
+            "server has no /server_info)"
+        )
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    users = [p["output_throughput_per_user"] for p in shown]
+    devices = [p["output_throughput_per_device"] for p in shown]
+    axes.plot(users, devices, marker="o")
+    for point, x, y in zip(shown, users, devices, strict=True):
+        axes.annotate(_label(point), (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8)
+    axes.set_xlabel("output tokens / s / user   (1 / median TPOT)")
+    axes.set_ylabel("output tokens / s / device")
+    axes.set_title(title, fontsize=10)
+    axes.set_xlim(0, max(users) * 1.2)
+    axes.set_ylim(0, max(devices) * 1.1)
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _label(point: dict[str, Any]) -> str:
+    if point["max_concurrency"] is not None:
+        return f"{point['max_concurrency']} at once"
+    return "all at once" if point["request_rate"] == "inf" else f"{point['request_rate']:g} req/s"

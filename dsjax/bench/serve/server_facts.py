@@ -7,8 +7,11 @@ from typing import Any
 
 import aiohttp
 
-from dsjax.bench.serve.statistics import DRAFT_COUNTERS, Counters, counters
+from dsjax.bench.serve.statistics import DRAFT_COUNTERS
 from dsjax.errors import UserError
+from dsjax.top.reading import Exposition
+
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
@@ -126,14 +129,11 @@ def _integer(body: Any, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-_TIMEOUT = aiohttp.ClientTimeout(total=10)
-
-
-async def read_counters(session: aiohttp.ClientSession, url: str) -> Counters | None:
-    """A server's counters of drafts; None where it has no `/metrics`, and empty where it has none of them."""
+async def read_counters(session: aiohttp.ClientSession, url: str) -> Exposition | None:
+    """Scrape a server's counters of drafts; None where it has no `/metrics`, and empty where it has none of them."""
     names = [("name[]", name) for name in DRAFT_COUNTERS]
     try:
         async with session.get(f"{url}/metrics", params=names, timeout=_TIMEOUT) as response:
-            return counters(await response.text()) if response.status == 200 else None
+            return Exposition(await response.text()) if response.status == 200 else None
     except (aiohttp.ClientError, OSError, ValueError):
         return None

@@ -5,19 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.errors import UserError
+from dsjax.top.reading import Exposition
 
-_PREFIX = "vllm:spec_decode_num_"
-_ROWS, _DRAFTED, _ACCEPTED = (f"{_PREFIX}{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
-_PER_POSITION = f"{_PREFIX}accepted_tokens_per_pos_total"
-DRAFT_COUNTERS = (_ROWS, _DRAFTED, _ACCEPTED, _PER_POSITION)
-
-Counters = dict[tuple[str, str], float]
-"""(name, position or nothing) to its sum over all engines."""
+_ROWS, _DRAFTED, _ACCEPTED, _PER_POSITION = DRAFT_COUNTERS = tuple(
+    f"vllm:spec_decode_num_{name}_total"
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+)
 METRICS = ("ttft", "tpot", "e2el", "tps")
 
 
@@ -208,20 +205,19 @@ class DraftFigures:
     accepted_per_position: tuple[int, ...]
 
     @classmethod
-    def between(cls, before: Counters | None, after: Counters | None) -> "DraftFigures | None":
-        """What happened between two readings; None where the server drafted nothing, or does not tell."""
+    def between(cls, before: Exposition | None, after: Exposition | None) -> "DraftFigures | None":
+        """What happened between two scrapes; None where the server drafted nothing, or does not tell."""
         if before is None or after is None:
             return None
-
-        def grown(name: str, position: str = "") -> int:
-            old, new = before.get((name, position), 0.0), after.get((name, position), 0.0)
-            return round(new - old if new >= old else new)  # one that fell was begun anew, by a restart
-
-        if not grown(_DRAFTED):
-            return None
-        positions = sorted({int(position) for name, position in after if name == _PER_POSITION})
-        per_position = tuple(grown(_PER_POSITION, str(position)) for position in positions)
-        return cls(grown(_ROWS), grown(_DRAFTED), grown(_ACCEPTED), per_position)
+        rows, drafted, accepted = (
+            round(sum(after.growth(before, name).values())) for name in (_ROWS, _DRAFTED, _ACCEPTED)
+        )
+        by_position = {
+            int(position): count for (position,), count in after.growth(before, _PER_POSITION, "position").items()
+        }
+        return (
+            cls(rows, drafted, accepted, tuple(round(by_position[k]) for k in sorted(by_position))) if drafted else None
+        )
 
     @property
     def acceptance_rate(self) -> float:
@@ -237,18 +233,3 @@ class DraftFigures:
     def per_position_acceptance_rates(self) -> list[float]:
         """Share of the rows with drafts whose draft at each position was accepted; 0 to 1."""
         return [accepted / self.num_drafts for accepted in self.accepted_per_position]
-
-
-def counters(text: str) -> Counters:
-    """The counters of drafts in an exposition.
-
-    Raises:
-        ValueError: it is not the text format.
-    """
-    sums: Counters = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith(_PREFIX) and sample.name.endswith("_total"):
-                key = sample.name, sample.labels.get("position", "")
-                sums[key] = sums.get(key, 0.0) + sample.value
-    return sums

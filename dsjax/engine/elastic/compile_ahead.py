@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import logging
 import threading
@@ -25,6 +26,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.sizes import EngineLayout, weight_bytes
 from dsjax.model.parameters import Weights
 from sharding import MeshSpec
+from sharding.mesh import device_order
 
 _REST_SHARE = 1.0
 """After each program the thread rests for this share of the time that the program took: steps need Python's lock and the cores too."""
@@ -56,7 +58,6 @@ class CompileAhead:
 
     def __init__(self, args: EngineArgs, library: ProgramLibrary):
         self._args, self._library = args, library
-        self._checkpoint: Checkpoint | None = None
         self._going: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self.done = self.total = 0
@@ -102,8 +103,8 @@ class CompileAhead:
         self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights, going: threading.Event
     ) -> None:
         def find() -> list[MeshCandidate]:
-            config, losses = self._open().config, self._args.compile_ahead
-            devices = [device for device in _all_devices() if device.process_index in live]
+            config, losses = self._checkpoint.config, self._args.compile_ahead
+            devices = [device for device in sorted(jax.devices(), key=device_order) if device.process_index in live]
             after_losses = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
             return after_losses if now == wanted else [*after_losses, _over_all(wanted, "processes come back")]
 
@@ -114,7 +115,7 @@ class CompileAhead:
         try:
             enable_compile_cache()
             wanted = find()
-            described = [described_programs(self._args, self._open(), each, self._library) for each in wanted]
+            described = [described_programs(self._args, self._checkpoint, each, self._library) for each in wanted]
             done, total = 0, sum(programs.count(buckets) for programs, buckets in described)
             for each, (programs, buckets) in zip(wanted, described, strict=True):
                 began = time.monotonic()
@@ -147,19 +148,15 @@ class CompileAhead:
 
         return go_on
 
-    def _open(self) -> Checkpoint:
-        if self._checkpoint is None:
-            self._checkpoint = open_checkpoint(resolve(self._args.model, revision=self._args.revision))
-        return self._checkpoint
+    @functools.cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return open_checkpoint(resolve(self._args.model, revision=self._args.revision))
 
 
 def _over_all(spec: MeshSpec, reason: str) -> MeshCandidate:
-    """A mesh over the first of all devices."""
-    return MeshCandidate(spec, tuple(device.id for device in _all_devices()[: spec.num_devices]), reason)
-
-
-def _all_devices() -> list[jax.Device]:
-    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    """Give a mesh over the first of all devices."""
+    devices = sorted(jax.devices(), key=device_order)[: spec.num_devices]
+    return MeshCandidate(spec, tuple(device.id for device in devices), reason)
 
 
 def candidates(
@@ -171,7 +168,7 @@ def candidates(
     this_process: int,
     losses: int,
 ) -> list[MeshCandidate]:
-    """The meshes that are formed when up to so many processes are gone, but for process 0 and this one; each once.
+    """List the meshes that are formed when up to so many processes are gone, but for process 0 and this one; each once.
 
     devices: of the processes that live, by process and id. this_process: this one's number.
     """
@@ -194,7 +191,7 @@ def candidates(
 def described_programs(
     args: EngineArgs, checkpoint: Checkpoint, wanted: MeshCandidate, library: ProgramLibrary
 ) -> tuple[Programs, Buckets]:
-    """The programs that an executor on this mesh would have, and its shapes; nothing is allocated."""
+    """Describe the programs that an executor on this mesh would have, and its shapes; nothing is allocated."""
     changed_args = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)
     devices: Mapping[int, jax.Device] = {device.id: device for device in jax.devices()}
     mesh = wanted.spec.arrange([devices[i] for i in wanted.device_ids])

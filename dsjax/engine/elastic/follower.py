@@ -107,7 +107,7 @@ class Follower:
         announcement = None
         if self.group.generation > 0:
             self.group.say_prepared()
-            announcement = self._next(None)
+            announcement = self.group.announcements.next(None)
         while announcement is None or not announcement.ended:
             executor, failure = None, None
             try:
@@ -128,7 +128,9 @@ class Follower:
                 self.phase = "regrouping"
             if failure is not None:
                 _log.warning("Process 0 is waited for, as this generation has failed here: %s", failure)
-            following = self._next(None if failure is None else self._patience(seconds))
+            if failure is not None and seconds is None:
+                seconds = 2 * self.group.options.heartbeat_timeout + _REGROUP_SECONDS
+            following = self.group.announcements.next(None if failure is None else seconds)
             if self.ahead is not None:
                 self.ahead.stop()
             if following is None:
@@ -173,13 +175,6 @@ class Follower:
         if self.reason is not None:
             raise GroupError(f"process 0 has ended the group: {self.reason}")
 
-    def _next(self, seconds: float | None) -> Announcement | None:
-        """The next announcement; a group without a leader ends by itself."""
-        return self.group.announcements.next(seconds)
-
-    def _patience(self, seconds: float | None) -> float:
-        return 2 * self.group.options.heartbeat_timeout + _REGROUP_SECONDS if seconds is None else seconds
-
     def _read(self, reader: StreamReader, work: _Work) -> None:
         """Take messages out of the store as they come."""
         while True:
@@ -216,7 +211,7 @@ class _Work:
         self._running: deque[Any] = deque()  # of those, what has not been waited for
 
     def change(self) -> None:
-        """Another generation was announced. From any thread."""
+        """Take notice that another generation was announced. Any thread may call it."""
         self._changed.set()
         self.inbox.put(_Changed())
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from dsjax.engine.elastic.compile_ahead import CompileAhead
 from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.loading import EngineFacts, LoadedEngine, load_model
+from dsjax.engine.setup.facts import EngineFacts
+from dsjax.engine.setup.loading import LoadedEngine, load_model
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
 from dsjax.errors import ChangeUnderWayError, UserError
@@ -32,6 +33,7 @@ from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
 from sharding import MeshSpec
+from sharding.mesh import device_order
 
 _TELL_SECONDS = 1.0
 """How long after a collective failed a death is waited for before links are looked at: the connection that ends tells of it at once."""
@@ -128,7 +130,7 @@ class Generations:
             return True
 
     def has_warmed_up(self) -> None:
-        """The mesh of now can serve: compile for those that may come."""
+        """Compile for the meshes that may come, since the mesh of now can serve."""
         self.warm = True
         if self.ahead is not None:
             self.ahead.begin(self.spec, self.wanted, self._group.live_ids, self._weights)
@@ -155,7 +157,7 @@ class Generations:
         return spec
 
     def forget(self) -> None:
-        """What was asked for is not done."""
+        """Give up the mesh that was asked for."""
         self._asked = False
 
     def to(self, wanted: MeshSpec) -> Generation:
@@ -239,7 +241,7 @@ class Generations:
             self._group.collectives.cut(self.number)
 
     def _look_at_links(self, error: Exception) -> GroupError | None:
-        """A collective has failed though nobody is known to be gone: a link may be cut, or a process hang. Give who is gone on without."""
+        """Find whom to go on without, where a collective failed though nobody is known to be gone: a link is cut or a process hangs."""
         self.phase = "looking at links"
         self._cut()
         before, self.number = self.number, self.number + 1
@@ -274,7 +276,7 @@ class Generations:
         self.phase = f"compiling {done} of {total}: {label}"
 
     def _fit(self) -> MeshSpec:
-        """The largest mesh for the devices of now that has not broken in each of its orders."""
+        """Find the largest mesh for the devices of now that has not broken in each of its orders."""
         devices = self._devices()
         while True:
             try:
@@ -294,10 +296,10 @@ class Generations:
             devices = devices[: spec.num_devices - spec.tp_size]
 
     def _devices(self) -> list[jax.Device]:
-        """The devices of processes that live, by process and id."""
+        """List the devices of processes that live, by process and id."""
         live = None if self._group is None else {member.process_id for member in self._group.live}
         living = [device for device in jax.devices() if live is None or device.process_index in live]
-        return sorted(living, key=lambda d: (d.process_index, getattr(d, "slice_index", 0) or 0, d.id))
+        return sorted(living, key=device_order)
 
     @property
     def _is_broken(self) -> bool:
@@ -306,8 +308,7 @@ class Generations:
     @property
     def _has_worked(self) -> bool:
         """Whether the executor of now has computed anything together with other processes."""
-        leader = _inside(self._executor, LeaderExecutor)
-        return leader is not None and leader.collected > 0
+        return any(isinstance(layer, LeaderExecutor) and layer.collected > 0 for layer in _layers(self._executor))
 
     def _lost_by(self, error: Exception, seconds: float | None = None) -> GroupError | None:
         if self._group is None or not isinstance(error, GroupError | RuntimeError):
@@ -318,7 +319,7 @@ class Generations:
 def load_generation(
     args: EngineArgs, announcement: Announcement, group: HostGroup | None, library: ProgramLibrary
 ) -> LoadedEngine:
-    """This process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
+    """Load this process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
 
     args: with which the process was started.
     """
@@ -327,28 +328,25 @@ def load_generation(
 
 
 def mesh_of(announcement: Announcement) -> Mesh:
-    """The mesh of a generation."""
+    """Arrange the devices of a generation that was announced as its mesh."""
     devices = {device.id: device for device in jax.devices()}
     return MeshSpec.parse(announcement.options["mesh"]).arrange([devices[i] for i in announcement.device_ids])
 
 
 def release(executor: Executor | None) -> None:
     """Give back what an executor holds on the devices, though its last step may have failed; it is of no use any more."""
-    while isinstance(executor, ExecutorWrapper):
-        if isinstance(executor, RecordingExecutor):
-            executor.file.close("the mesh has changed")
-        if isinstance(executor, LeaderExecutor):
-            executor.retire()
-        executor = executor.inner
-    if executor is not None:
-        executor.release()
+    for layer in _layers(executor):
+        if isinstance(layer, RecordingExecutor):
+            layer.file.close("the mesh has changed")
+        elif isinstance(layer, LeaderExecutor):
+            layer.retire()
+        elif not isinstance(layer, ExecutorWrapper):
+            layer.release()
     gc.collect()
 
 
-def _inside(executor: Any, kind: type) -> Any:
-    """The executor of this kind among those around one another; None where there is none."""
-    while isinstance(executor, ExecutorWrapper):
-        if isinstance(executor, kind):
-            return executor
-        executor = executor.inner
-    return None
+def _layers(executor: Executor | None) -> Iterator[Any]:
+    """Give an executor, and those that it is around, from outside inward."""
+    while executor is not None:
+        yield executor
+        executor = executor.inner if isinstance(executor, ExecutorWrapper) else None

@@ -17,7 +17,7 @@ _OWN = ("model", "revision", "kernel_cache")
 
 
 def host_options(args: EngineArgs) -> HostOptions | None:
-    """Which process of which group this is; None: it is alone.
+    """Find out which process of which group this is; None: it is alone.
 
     Raises:
         UserError: options that do not go together, or an address that is none.
@@ -62,7 +62,7 @@ def _bound_collectives(seconds: int) -> None:
 
 
 def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, Any]:
-    """What must be the same in all processes, by name as messages have it."""
+    """List what must be the same in all processes, by name as messages have it."""
     from dsjax.checkpoint.fingerprint import fingerprint
     from dsjax.checkpoint.hub import resolve
 
@@ -85,5 +85,5 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that every process must have alike, by name as messages have it."""
+    """Give the versions of the packages that every process must have alike, by name as messages have it."""
     return {f"the version of {name}": installed_version(name) for name in ("dsjax", "jax", "jaxlib")}

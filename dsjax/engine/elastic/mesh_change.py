@@ -50,7 +50,7 @@ def check_mesh(args: EngineArgs, config: ModelConfig, weights: Weights, spec: Me
 def largest_mesh(
     args: EngineArgs, config: ModelConfig, weights: Weights, wanted: MeshSpec, devices: Sequence[Any]
 ) -> MeshSpec:
-    """The wanted mesh, or with fewer DP ranks what these devices have room for: `tp` stays, `ep` where it divides.
+    """Find the wanted mesh, or with fewer DP ranks what these devices have room for: `tp` stays, `ep` where it divides.
 
     Raises:
         NoMeshError: the devices are too few for one DP rank.
@@ -67,7 +67,7 @@ def largest_mesh(
 
 
 def changed_options(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> dict[str, Any]:
-    """The engine's options that another mesh changes, `mesh` among them; plain values."""
+    """List the engine's options that another mesh changes, `mesh` among them; plain values."""
     options: dict[str, Any] = {"mesh": str(spec)}
     redundant = redundant_experts(args, config, spec)
     if args.eplb is None:

@@ -81,7 +81,7 @@ def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
 
 
 def _address_of(member: JoinRequest, group: HostGroup) -> str:
-    """Where the chunks of another process are pulled from. It says so once its model is loaded."""
+    """Wait until another process says where its chunks are pulled from, which it does once its model is loaded."""
     deadline = time.monotonic() + group.options.start_timeout
     while time.monotonic() < deadline:
         address = group.store.get(_address_key(member.process_id, member.pid), _LOOK_SECONDS)
@@ -96,7 +96,7 @@ def _address_key(process_id: int, pid: int) -> str:
 
 
 def remote_chunks(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None) -> RemoteChunks:
-    """What this process pulls chunks with, from whichever process of the prefill side keeps them."""
+    """Make what this process pulls chunks with, from whichever process of the prefill side keeps them."""
     transport = transport_of(args, host_of(args, group))
     return RemoteChunks(
         transport, space_of(args, loaded), loaded.executor.extension(ChunkPort).chunk_shapes, args.transfer_timeout
@@ -104,17 +104,17 @@ def remote_chunks(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | Non
 
 
 def transport_of(args: EngineArgs, host: str) -> Transport:
-    """What moves chunks to and from this process."""
+    """Start the transport that moves chunks to and from this process."""
     return open_transport(args.disaggregation_transfer_backend, jax.local_devices()[0], host)
 
 
 def space_of(args: EngineArgs, loaded: LoadedEngine) -> dict[str, Any]:
-    """What both sides must have alike (`Greeting.space`): what pages' values depend on, and by what they are moved."""
+    """Say what both sides must have alike (`Greeting.space`): what pages' values depend on, and by what they are moved."""
     return loaded.page_space | {"disaggregation_transfer_backend": args.disaggregation_transfer_backend}
 
 
 def host_of(args: EngineArgs, group: HostGroup | None) -> str:
-    """This host's address, as others reach it."""
+    """Find the address by which others reach this host."""
     if args.transfer_host is not None:
         return args.transfer_host
     if group is not None:

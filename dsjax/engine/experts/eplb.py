@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-from dsjax.engine.contract.json_option import is_integer, parse_json_option, wrong_field
+from dsjax.engine.contract.json_option import JsonOption
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
     import numpy as np
 
-FLAG = "--eplb-config"
-EXAMPLE = '\'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000}\''
 POLICIES = ("auto", "global", "hierarchical")
 MOST_UNREAD = 4096
 """Steps after which the devices' counters are read in any case, so that they cannot overflow 32 bits."""
@@ -26,7 +22,7 @@ class RebalanceUnderWayError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EplbConfig:
+class EplbConfig(JsonOption):
     """Balancing of experts while serving, with vLLM's names for its fields. Checked when made.
 
     Attributes:
@@ -43,6 +39,9 @@ class EplbConfig:
         UserError: a value that cannot be, with the field's name, what was found and what would fit.
     """
 
+    flag: ClassVar[str] = "--eplb-config"
+    example: ClassVar[str] = '\'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000}\''
+
     window_size: int = 1000
     step_interval: int = 3000
     num_redundant_experts: int | None = None
@@ -52,31 +51,13 @@ class EplbConfig:
     policy: str = "auto"
 
     def __post_init__(self):
-        for name, least in (("window_size", 1), ("step_interval", 1), ("max_bytes_per_step", 1)):
-            if not is_integer(getattr(self, name)) or getattr(self, name) < least:
-                raise _wrong(name, getattr(self, name), f"an integer of at least {least}")
-        redundant = self.num_redundant_experts
-        if redundant is not None and (not is_integer(redundant) or redundant < 0):
-            raise _wrong("num_redundant_experts", redundant, "an integer of at least 0")
-        if not isinstance(self.log_balancedness, bool):
-            raise _wrong("log_balancedness", self.log_balancedness, "true or false")
-        if (
-            isinstance(self.payback, bool)
-            or not isinstance(self.payback, int | float)
-            or not 0 <= self.payback < math.inf
-        ):
-            raise _wrong("payback", self.payback, "a number of at least 0")
-        if self.policy not in POLICIES:
-            raise _wrong("policy", self.policy, f"one of {', '.join(POLICIES)}")
-
-    @classmethod
-    def parse(cls, given: str | Mapping[str, Any] | None) -> EplbConfig:
-        """From the JSON text of the command line, or the dictionary of `LLM(eplb_config=…)`; None: the defaults.
-
-        Raises:
-            UserError: no JSON object, an unknown field, or a value that cannot be.
-        """
-        return cls() if given is None else parse_json_option(cls, given, FLAG, EXAMPLE)
+        self.check_integers("window_size", "step_interval", "max_bytes_per_step", least=1)
+        if self.num_redundant_experts is not None:
+            self.check_integers("num_redundant_experts", least=0)
+        self.check_flags("log_balancedness")
+        is_number = isinstance(self.payback, int | float) and not isinstance(self.payback, bool)
+        self.check(is_number and 0 <= self.payback < math.inf, "payback", "a number of at least 0")
+        self.check(self.policy in POLICIES, "policy", f"one of {', '.join(POLICIES)}")
 
     @property
     def read_interval(self) -> int:
@@ -87,9 +68,6 @@ class EplbConfig:
     def reads_in_window(self) -> int:
         """How many of the last readings make a window."""
         return -(-self.window_size // self.read_interval)
-
-
-_wrong = partial(wrong_field, FLAG)
 
 
 @dataclass(frozen=True)

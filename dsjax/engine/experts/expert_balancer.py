@@ -50,7 +50,7 @@ class LayerChange(NamedTuple):
     cost: float
 
     def commands(self) -> list[Command]:
-        """What is launched, in order."""
+        """List what is launched, in order."""
         stages: list[Command] = [
             StageExperts(self.layer, int32s(slot for pair in moves for slot in pair)) for moves in self.rounds
         ]
@@ -72,7 +72,7 @@ class Decision:
     balancedness: tuple[float, float]
 
     def summary(self, expert_bytes: int) -> dict[str, Any]:
-        """For people: numbers of layers, experts, commands and bytes, and balancedness before and after."""
+        """Count, for people, the layers, experts, commands and bytes, and balancedness before and after."""
         experts = sum(change.experts for change in self.changes)
         return {
             "layers": len(self.changes),
@@ -86,7 +86,7 @@ class Decision:
 def decide(
     load: np.ndarray, slots: ExpertSlots, policy: str, *, interval: int, step_seconds: float, payback: float = 1.0
 ) -> Decision:
-    """Which layers to place anew for `load`, `[layers, experts]` tokens; docs/balancing.md has the reasoning.
+    """Decide which layers to place anew for `load`, `[layers, experts]` tokens; docs/balancing.md has the reasoning.
 
     interval: steps in which a gain is made. step_seconds: of a step. payback: the least gain, as a multiple of the cost.
     """
@@ -243,10 +243,7 @@ class ExpertBalancer(Attachment):
         if isinstance(one.command, ReadLoads):
             self._enter_window(result, decide)
             return
-        stats = self._stats
-        self._stats = replace(
-            stats, exchanges=stats.exchanges + 1, exchange_seconds=stats.exchange_seconds + result.seconds
-        )
+        self._count(exchanges=1, exchange_seconds=result.seconds)
         if result.error is not None:
             _log.error(
                 "Rebalancing experts is given up: MoE layer %d could not be changed (%s). It is as it was; %d layers after it were "
@@ -256,35 +253,32 @@ class ExpertBalancer(Attachment):
                 sum(isinstance(command, PlaceExperts) for command in self._waiting),
             )
             self._waiting.clear()
-            self._stats = replace(self._stats, failures=stats.failures + 1)
+            self._count(failures=1)
             self._end()
         elif isinstance(one.command, PlaceExperts):
             experts = self._sizes.pop(one.command.layer, 0)
-            moved = experts * self._mover.slots.expert_bytes
-            self._stats = replace(
-                self._stats,
-                layers_changed=stats.layers_changed + 1,
-                experts_moved=stats.experts_moved + experts,
-                bytes_moved=stats.bytes_moved + moved,
-            )
+            self._count(layers_changed=1, experts_moved=experts, bytes_moved=experts * self._mover.slots.expert_bytes)
             if not self._sizes and self._began is not None:
-                self._stats = replace(self._stats, rebalances=stats.rebalances + 1)
+                self._count(rebalances=1)
                 self._end()
+
+    def _count(self, **more: float) -> None:
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + value for name, value in more.items()})
 
     def _end(self) -> None:
         began, self._began, self._sizes = self._began, None, {}
         if began is None:
             return
         seconds = self._clock() - began
-        self._stats = replace(self._stats, rebalance_seconds=self._stats.rebalance_seconds + seconds)
+        self._count(rebalance_seconds=seconds)
         _log.info("Rebalancing experts took %.3f s, in which steps went on.", seconds)
 
     def _enter_window(self, window: LoadWindow, decide: bool) -> None:
         self._windows.append(window)
         of_sums, of_layers, _ = balancedness_of_ranks(window.by_rank)
+        self._count(windows=1)
         self._stats = replace(
             self._stats,
-            windows=self._stats.windows + 1,
             balancedness=of_sums,
             layer_balancedness=of_layers,
             rank_tokens=tuple(window.by_rank.sum(axis=0).tolist()),
@@ -304,7 +298,7 @@ class ExpertBalancer(Attachment):
             self._deciding = self._pool.submit(self._decision(self._config.payback))
 
     def _decision(self, payback: float) -> Callable[[], Decision]:
-        """`decide` for the last window. What it reads is taken now: it may run in another thread."""
+        """Prepare `decide` for the last window. What it reads is taken now: it may run in another thread."""
         return partial(
             decide,
             self.load(),

@@ -55,7 +55,7 @@ class ExpertExchange(DevicePart):
         table.add(PlaceExperts, Handler(self._place, _exchanged))
 
     def extension(self, kind: type) -> Any:
-        """Where experts are, for the balancer."""
+        """Offer the balancer where experts are."""
         return self if kind is ExpertMover else None
 
     @property
@@ -148,7 +148,7 @@ class ExpertExchange(DevicePart):
         yield counts
 
     def _window(self, taken: tuple[LayerPlacements, Array, list]) -> LoadWindow:
-        """What ``read`` has taken, by logical expert and by rank; each count under the placement that it was made with."""
+        """Sum what ``_read`` has taken by logical expert and by rank; each count under the placement that it was made with."""
         placements, counts, retired = taken
         physical = tokens_per_physical_expert(self._step.spec, np.asarray(counts).astype(np.int64))
         logical = placements.logical_load(physical)
@@ -178,7 +178,7 @@ class ExpertExchange(DevicePart):
         self._retired = []
 
     def _recover(self, layers: ExpertLayers, layer: int) -> None:
-        """After a failure: what was given to the program and is lost is made again, from the checkpoint and the placement in force."""
+        """Make again what was given to a program that failed and is lost, from the checkpoint and the placement in force."""
         device = self._device
         lost = [path for path in layers.names.values() if device.params[path].is_deleted()]
         _log.exception(
@@ -199,7 +199,7 @@ class ExpertExchange(DevicePart):
             self._retired = []
 
     def _find(self, row: int) -> tuple[ExpertLayers, int]:
-        """The stack of a layer given by its row of the placement, and the layer's number there."""
+        """Find the stack of a layer given by its row of the placement, and the layer's number there."""
         layers = max((one for one in self._layers if one.first <= row), key=lambda one: one.first)
         return layers, row - layers.first
 
@@ -213,7 +213,7 @@ class ExpertExchange(DevicePart):
 
 
 def _expert_share(config: ModelConfig) -> float:
-    """The routed experts' part of the parameters that act on a token, the embedding left out: a look-up takes no time."""
+    """Give the routed experts' part of the parameters that act on a token, the embedding left out: a look-up takes no time."""
     counts = parameter_counts(config)
     used = config.num_moe_layers * config.num_experts_per_tok * counts["expert"]
     return used / (counts["active"] - counts["embedding"])

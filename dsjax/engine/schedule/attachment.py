@@ -18,12 +18,14 @@ class Attachment:
         source: the part's page source, which the scheduler asks; None: it has none.
         look_seconds: how often `begin_step` is wanted although nothing is to be computed; None: it need not be called then.
         wants_page_events: whether the part publishes which pages can be found, so that the scheduler has to collect that.
+        scheduler: the one that plans for the executor of now; None before the first `scheduled`.
         statistics_name: under which `StepStats.parts` has what `statistics` gives; empty: it gives nothing.
     """
 
     source: PageSource | None = None
     look_seconds: float | None = None
     wants_page_events: bool = False
+    scheduler: Scheduler | None = None
     statistics_name: str = ""
 
     def __init__(self, source: PageSource | None = None):
@@ -37,6 +39,7 @@ class Attachment:
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """The scheduler for that executor is this one, from now on."""
+        self.scheduler = scheduler
 
     @property
     def busy(self) -> bool:

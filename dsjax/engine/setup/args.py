@@ -55,7 +55,7 @@ def option(
     least: int | None = None,
     alias: str | None = None,
 ) -> Any:
-    """A field that the command line shows with this help, and that `EngineArgs` checks against choices or least value.
+    """Declare a field that the command line shows with this help, and that `EngineArgs` checks against choices or least value.
 
     alias: another flag for it on the command line.
     """
@@ -259,7 +259,7 @@ class EngineArgs:
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineArgs":
-        """From keyword arguments such as `LLM`'s.
+        """Make the options from keyword arguments such as `LLM`'s.
 
         Raises:
             UserError: an unknown option, or a value that cannot be.
@@ -317,7 +317,7 @@ class EngineArgs:
                     "--eplb-config is given without --enable-eplb; add it, or for experts that stay where they are use --redundant-experts"
                 )
             return None
-        return EplbConfig.parse(self.eplb_config)
+        return EplbConfig() if self.eplb_config is None else EplbConfig.parse(self.eplb_config)
 
     @property
     def kv_events(self) -> KvEventsConfig | None:
@@ -367,7 +367,7 @@ class EngineArgs:
             )
 
     def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:
-        """The scheduler's sizes for an executor made from these options."""
+        """Give the scheduler's sizes for an executor made from these options."""
         return SchedulerConfig.from_limits(
             limits,
             max_num_batched_tokens=self.max_num_batched_tokens,

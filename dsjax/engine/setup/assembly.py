@@ -42,7 +42,7 @@ def make_step(
     bf16_experts: bool | None = None,
     mtp: bool = False,
 ) -> ModelStep:
-    """The step that ``args`` describe, for this model on this mesh.
+    """Make the step that ``args`` describe, for this model on this mesh.
 
     bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
     configuration says. mtp: with the model's MTP module, and its layer in the cache.
@@ -138,7 +138,7 @@ def _kernels(
 
 
 def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, scheme: ActivationScheme) -> str:
-    """Why the TPU's kernels cannot multiply with a device's experts; empty where they can."""
+    """Say why the TPU's kernels cannot multiply with a device's experts; nothing where they can."""
     if weights not in ("bf16", "mixed", "fp8"):
         return (
             f"the experts' kernels for TPUs take bfloat16 and FP8 weights, and these are {weights}: experts are plain"
@@ -152,7 +152,7 @@ def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, sche
 
 
 def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dtype:
-    """What activations are computed in.
+    """Choose what activations are computed in.
 
     ``auto`` is the checkpoint's dtype, except on CPU: XLA computes bf16 there by converting to float32 and back around
     each operation, which is slower and less exact than float32 itself.
@@ -163,12 +163,12 @@ def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dt
 
 
 def cache_dtype(args: EngineArgs, dtype: np.dtype) -> np.dtype:
-    """What the latent cache is kept in; ``auto``: the dtype of computation."""
+    """Choose what the latent cache is kept in; ``auto``: the dtype of computation."""
     return {"auto": dtype, "fp8": fp8.E4M3}.get(args.kv_cache_dtype) or jnp.dtype(args.kv_cache_dtype)
 
 
 def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_experts: bool | None = None) -> Weights:
-    """How matrices are kept: FP8 if asked for, else in the compute dtype, but routed experts in bf16 if they come so.
+    """Choose how matrices are kept: FP8 if asked for, else in the compute dtype, but routed experts in bf16 if they come so.
 
     bf16_experts: as for ``make_step``. FP8 values times their scales do not fit bf16, so they become float32 for float32.
     """
@@ -182,7 +182,7 @@ def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_
 
 
 def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, device: jax.Device) -> ActivationScheme:
-    """Whether activations are quantised for products with FP8 weights: ``auto`` as vLLM and SGLang do where tensor cores multiply FP8.
+    """Say whether activations are quantised for products with FP8 weights: ``auto`` as vLLM and SGLang do where tensor cores multiply FP8.
 
     Raises:
         UserError: ``dynamic`` without FP8 weights.
@@ -202,7 +202,7 @@ def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, d
 
 
 def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: Weights) -> None:
-    """Whether the mesh divides this model; see ``MeshSpec.check_fits``.
+    """Check that the mesh divides this model; see ``MeshSpec.check_fits``.
 
     Raises:
         MeshError: naming each number that does not fit.
@@ -230,13 +230,13 @@ def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: W
 
 
 def model_rules(config: ModelConfig, spec: MeshSpec) -> Rules:
-    """The default layout; the vocabulary is kept whole where ``tp`` does not divide it."""
+    """Give the default layout; the vocabulary is kept whole where ``tp`` does not divide it."""
     rules = Rules.for_mesh(spec)
     return rules.replace(vocab=()) if config.vocab_size % spec.tp_size else rules
 
 
 def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp: bool = False) -> LayerPlacements:
-    """Which logical expert each physical slot of each MoE layer holds: in order, or with redundant copies spread evenly.
+    """Choose which logical expert each physical slot of each MoE layer holds: in order, or with redundant copies spread evenly.
 
     The layer of the MTP module, with ``mtp``, is the last.
     """
@@ -250,7 +250,7 @@ def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp
 def placement_from_file(
     args: EngineArgs, config: ModelConfig, spec: MeshSpec, default: LayerPlacements
 ) -> LayerPlacements:
-    """What ``--init-expert-location`` says: its places where they fit, else places made for its loads.
+    """Place experts as ``--init-expert-location`` says: at its places where they fit, else at places made for its loads.
 
     A file of a server without the MTP module leaves the module's layer as it is in ``default``; the module's row is not read where
     there is no module.
@@ -298,7 +298,7 @@ def _fits(table: np.ndarray, layers: int, width: int) -> bool:
 
 
 def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
-    """How many experts a rank sends and receives between two steps at most; 0 where experts stay where they are.
+    """Count the experts that a rank sends and receives between two steps at most; 0 where experts stay where they are.
 
     Raises:
         UserError: balancing is asked for, and nothing can be balanced, or the bound on bytes has no room for an expert.
@@ -321,7 +321,7 @@ def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
 
 
 def dispatch_method(step: ModelStep, tokens: int) -> str:
-    """How a launch of ``tokens`` tokens a DP rank sends them to their experts: what ``auto`` comes to there.
+    """Say how a launch of ``tokens`` tokens a DP rank sends them to their experts: what ``auto`` comes to there.
 
     ``local`` where one device holds all experts, ``none`` for a model without any.
     """

@@ -59,7 +59,7 @@ class ExpertLocation:
         return cls(str(given.get("model", "")), load, None if places is None else places.astype(np.int32))
 
     def to_json(self) -> dict[str, Any]:
-        """As the file has it."""
+        """Give the JSON object that the file has."""
         arrays = {"logical_load": self.logical_load, "physical_to_logical": self.physical_to_logical}
         tables = {name: array.tolist() for name, array in arrays.items() if array is not None}
         return {"version": VERSION, "model": self.model, **tables}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -20,19 +19,18 @@ from jaxtyping import Array
 from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
-from dsjax.checkpoint.source import open_checkpoint
+from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
-from dsjax.engine.device import cache as device_cache
-from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.setup.args import EngineArgs, import_page_source
-from dsjax.engine.setup.assembly import check_layout, dispatch_method, weights_format
-from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory, page_bytes
+from dsjax.engine.setup.assembly import check_layout, weights_format
+from dsjax.engine.setup.facts import EngineFacts, describe_engine
+from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
@@ -42,95 +40,10 @@ from dsjax.engine.tiers.page_files import PageFiles, lock_folder
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
-from dsjax.model.parameters import device_bytes, store
+from dsjax.model.parameters import store
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
-
-
-@dataclass(frozen=True)
-class PrefillSizes:
-    """Sizes of the engine that computes prompts for another one beside it.
-
-    Attributes:
-        dp_ranks: number of them; all but `cache_tokens` is of each of them.
-        max_num_seqs, max_num_batched_tokens, prefill_chunk: as of `EngineArgs`, the last as far as a step has room for it.
-        cache_tokens: token slots of the cache, all DP ranks together.
-        max_model_len: tokens of a prompt, and one more, that it has room for; longer prompts are computed where they are decoded.
-    """
-
-    dp_ranks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefill_chunk: int
-    cache_tokens: int
-    max_model_len: int
-
-    @classmethod
-    def of(cls, facts: EngineFacts) -> PrefillSizes:
-        """Take the sizes from what was loaded for such an engine."""
-        return cls(**{field.name: getattr(facts, field.name) for field in fields(cls)})
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
-
-    Attributes:
-        mesh: as the user wrote it, normalised: `dp=4,tp=8`.
-        mesh_shape: sizes of the physical axes, in order.
-        device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
-        dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
-            `local` where one device holds all experts, `none` for a model without any. With `auto` a smaller launch may
-            use another method (docs/dispatch.md).
-        mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
-        kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
-        activation_scheme: what `--activation-scheme` came to: `dynamic` where activations are quantised for FP8 products, else `none`.
-        weight_bytes: by component.
-        cache_tokens: token slots of the latent cache, all DP ranks together.
-        max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
-        max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, as of `EngineArgs`; the last as far as a step has room for it.
-        prefill_meshes: the mesh of the devices beside these that compute prompts for them; empty without them. prefill_sizes: of the
-            engine there; None without it.
-        host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
-        page_bytes: of one page, all layers, on all the devices of a DP rank.
-        speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
-    """
-
-    model: str
-    parameters: int
-    mesh: str
-    mesh_shape: dict[str, int]
-    platform: str
-    device_kind: str
-    num_devices: int
-    num_processes: int
-    dp_ranks: int
-    physical_experts_per_device: int
-    dtype: str
-    weights: str
-    dispatch: dict[str, str]
-    mla: dict[str, str]
-    weight_bytes: dict[str, int]
-    cache_bytes: int
-    cache_tokens: int
-    page_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefill_chunk: int
-    host_cache_tokens: int = 0
-    disk_cache_tokens: int = 0
-    page_bytes: int = 0
-    speculation: dict[str, Any] | None = None
-    kernels: dict[str, str] = field(default_factory=dict)
-    kernels_note: str = ""
-    prefill_meshes: list[str] = field(default_factory=list)
-    prefill_sizes: PrefillSizes | None = None
-    activation_scheme: str = "none"
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object with the same names."""
-        return asdict(self)
+from sharding.layer_placement import LayerPlacements
 
 
 @dataclass(frozen=True)
@@ -179,37 +92,33 @@ def load_model(
     if group is not None and not is_later:
         check_shares(spec, mesh, group)
     enable_compile_cache()
-    if mesh.devices.flat[0].platform == "cpu":
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu:
         keep_freed_memory()
     library = library or ProgramLibrary()
     layout = EngineLayout.of(args, checkpoint, mesh)
     step, buckets = layout.step, layout.buckets
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
     smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
 
-    def read() -> dict[str, Array]:
+    def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
+        fixed = {"weights": weights, "mtp": step.has_module}
+        return load(config, source, mesh, step.rules, placement=placement, **fixed, **options)
+
+    def read_all() -> dict[str, Array]:
         if on_cpu:
             check_host_memory(args, step)
         else:
             check_device_memory(args, step, Pool.of(step, 0))
         with explained_out_of_memory("its weights were loaded", smaller):
-            return load(
-                config,
-                checkpoint,
-                mesh,
-                step.rules,
-                weights=weights,
-                placement=step.stored_placement if config.is_moe else None,
-                mtp=step.has_module,
-                progress=show_progress,
-            )
+            placement = step.stored_placement if config.is_moe else None
+            return read(checkpoint, placement, progress=show_progress)
 
     if group is not None:
         if on_cpu:
             group.connect([device.id for device in mesh.devices.flat])
         group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
-    params = read() if group is None else group.run("loading", read)
+    params = read_all() if group is None else group.run("loading", read_all)
     with explained_out_of_memory("its weights were loaded", smaller):
         params = materialise(step, params)
 
@@ -229,16 +138,7 @@ def load_model(
                 args,
                 limits,
                 layout.per_exchange,
-                lambda paths, placements: load(
-                    config,
-                    directory,
-                    mesh,
-                    step.rules,
-                    weights=weights,
-                    placement=step.stored(placements),
-                    mtp=step.has_module,
-                    only=paths,
-                ),
+                lambda paths, placements: read(directory, step.stored(placements), only=paths),
                 lock and partial(_open_disk, args, page_space(args, step, directory), lock),
             ),
             meet=None if group is None else lambda: group.ask("compiled"),
@@ -255,7 +155,7 @@ def load_model(
         tokenizer,
         config,
         read_eos_token_ids(directory, tokenizer),
-        _facts(args, step, limits, buckets, params, weights),
+        describe_engine(args, step, limits, buckets, params, weights),
         page_space(args, step, directory) if limits.transfers else None,
     )
 
@@ -267,7 +167,7 @@ def _parts(
     reload: Reload,
     disk: Callable[[Shapes], DiskPages] | None,
 ) -> list[PartMaker]:
-    """The optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
+    """List the optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
     parts: list[PartMaker] = []
     if limits.transfers:
         parts.append(PageChunks)
@@ -281,7 +181,7 @@ def _parts(
 
 
 def lock_disk(args: EngineArgs, group: HostGroup | None) -> IO[bytes] | None:
-    """The lock of the folder for pages; None where none is wanted. To be taken before anything expensive is done.
+    """Take the lock of the folder for pages, before anything expensive is done; None where none is wanted.
 
     Raises:
         UserError: the folder cannot be used, or several processes would have to share it.
@@ -301,7 +201,7 @@ def _open_disk(args: EngineArgs, space: dict[str, Any], lock: IO[bytes], shapes:
 
 
 def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
-    """What a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
+    """Say what a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
     return {
         "fingerprint": fingerprint(directory),
         "dtype": str(step.dtype),
@@ -335,7 +235,7 @@ def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> Exec
 
 
 def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
-    """The executor, with all that it is told written to the file that `args` name."""
+    """Have all that the executor is told written to the file that `args` name."""
     device = mesh.devices.flat[0]
     first = describe_recording(
         args.executor_options,
@@ -349,7 +249,7 @@ def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path
 
 
 def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array]:
-    """``params`` with the products that the MLA form ``AM_CC_ME`` multiplies with, where the step's table has them."""
+    """Add to ``params`` the products that the MLA form ``AM_CC_ME`` multiplies with, where the step's table has them."""
     derived = {path: info for path, info in step.table.infos.items() if info.init == "derived"}
     if not derived:
         return dict(params)
@@ -399,53 +299,3 @@ def _eos_field(path: Path) -> set[int]:
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise TokenizerError(f"{path} has eos_token_id {value!r}, expected an integer of at least 0 or a list of them")
     return set(ids)
-
-
-def _dispatch_methods(step: ModelStep, buckets: Buckets) -> dict[str, str]:
-    """How the fullest launch of each kind sends tokens to their experts."""
-    prefill = max(rectangle.rows * rectangle.chunk for rectangle in buckets.prefill)
-    decode = max(rectangle.rows * rectangle.chunk for rectangle, _, _ in buckets.shapes() if rectangle)
-    return {"prefill": dispatch_method(step, prefill), "decode": dispatch_method(step, decode)}
-
-
-def _facts(
-    args: EngineArgs,
-    step: ModelStep,
-    limits: ExecutorLimits,
-    buckets: Buckets,
-    params: Mapping[str, Array],
-    weights: str,
-) -> EngineFacts:
-    spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
-    cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
-    return EngineFacts(
-        model=args.model,
-        parameters=sum(math.prod(i.shape) for i in step.table.infos.values() if i.init not in ("derived", "scale")),
-        mesh=str(spec),
-        mesh_shape=dict(step.mesh.shape),
-        platform=device.platform,
-        device_kind=device.device_kind,
-        num_devices=spec.num_devices,
-        num_processes=len({device.process_index for device in step.mesh.devices.flat}),
-        dp_ranks=spec.dp_size,
-        physical_experts_per_device=step.placement.n_physical // spec.ep_size if config.is_moe else 0,
-        dtype=str(step.dtype),
-        weights=weights,
-        dispatch=_dispatch_methods(step, buckets),
-        mla={"prefill": step.prefill_form, "decode": step.decode_form},
-        weight_bytes=device_bytes(params),
-        cache_bytes=cache_bytes,
-        cache_tokens=device_cache.token_slots(step, limits.pages_per_rank),
-        page_size=limits.page_size,
-        max_model_len=args.scheduler_config(limits).max_request_len,
-        max_num_seqs=limits.max_rows_decode,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        prefill_chunk=limits.max_chunk,
-        disk_cache_tokens=limits.disk_pages * limits.page_size,
-        page_bytes=page_bytes(step),
-        host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
-        speculation=None if args.speculation is None else asdict(args.speculation),
-        kernels=step.kernels.names(step.prefill_form, step.decode_form),
-        kernels_note=step.kernels.note,
-        activation_scheme=str(step.scheme),
-    )

@@ -45,7 +45,7 @@ def prefill_args(args: Args) -> Args:
 
 
 def _experts(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The options by which the experts of a side have copies and move.
+    """Give the options by which the experts of a side have copies and move.
 
     A side on which each device has all experts has nothing to move. It may stand beside a side that does move experts.
     """
@@ -85,7 +85,7 @@ def check_sizes(args: Args, of_prefill: frozenset[str] = frozenset()) -> None:
 
 
 def check_sides(args: Args) -> None:
-    """Whether the options of prefill apart from decode go together, and with all others.
+    """Check that the options of prefill apart from decode go together, and with all others.
 
     Raises:
         UserError: they do not. MeshError: a mesh cannot be.
@@ -128,7 +128,7 @@ def check_sides(args: Args) -> None:
 
 
 def _check_no_sides(args: Args) -> None:
-    """Whether an engine that has no two sides is given what only sides have."""
+    """Refuse what only sides have, where an engine has no two sides."""
     for name in _prefills_own(args):
         raise UserError(
             f"{_flag(f'prefill_{name}')} is given without --prefill-mesh and --decode-mesh; give them too, or {_flag(name)} alone"
@@ -136,7 +136,7 @@ def _check_no_sides(args: Args) -> None:
 
 
 def _check_transfers(args: Args, flag: str) -> None:
-    """Whether this engine's pages can go to others, or theirs come here."""
+    """Check that this engine's pages can go to others, or theirs come here."""
     if "CD" in (args.mla_prefill, args.mla_decode):
         raise UserError(
             f"{flag} moves pages of the latent cache, and the MLA form CD keeps none; use another --mla-prefill and --mla-decode"
@@ -150,7 +150,7 @@ def _check_transfers(args: Args, flag: str) -> None:
 
 
 def _check_prefills_alone(args: Args) -> None:
-    """Whether an engine that computes prompts for other processes has what only a decode side has."""
+    """Refuse what only a decode side has, where an engine computes prompts for other processes."""
     for name in ("host_cache_bytes", "disk_cache", "kv_events_config"):
         if getattr(args, name) != _DECODES_ALONE[name]:
             raise UserError(

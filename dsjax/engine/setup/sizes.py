@@ -71,7 +71,7 @@ class EngineLayout:
     def limits(
         self, args: EngineArgs, library: ProgramLibrary, params: Mapping[str, Any], used: int | None
     ) -> ExecutorLimits:
-        """``sizes`` with as many pages as are wanted and fit.
+        """Give ``sizes`` as many pages as are wanted and fit.
 
         params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device.
         """
@@ -86,15 +86,17 @@ class EngineLayout:
 
 
 def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
-    """Bytes of a device for pages on their way to another engine, or from one, where there is such an engine: the most that are there
-    at once if chunks are full."""
+    """Count the bytes of a device for pages on their way to another engine, or from one, where there is such an engine.
+
+    It is the most that are there at once if chunks are full.
+    """
     landing = MOST_LANDED + MOST_LOADED  # what has come, and what is staged
     pages = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": landing}[args.disaggregation_mode]
     return pages * device_cache.bytes_per_page(step)
 
 
 def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
-    """The executor's sizes but for the cache's, which has the fewest pages that can be."""
+    """Choose the executor's sizes but for the cache's, which has the fewest pages that can be."""
     positions = step.config.max_position_embeddings
     if args.max_model_len is not None and args.max_model_len > positions:
         raise UserError(f"--max-model-len is {args.max_model_len}, but the model has {positions} positions; lower it")
@@ -116,7 +118,7 @@ def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
 
 
 def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
-    """``sizes`` with as many pages as are wanted and fit."""
+    """Give ``sizes`` as many pages as are wanted and fit."""
     wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
     pages = device_cache.pages_that_fit(step, wanted + 1, pool)
     room = (pages - 1) * args.page_size
@@ -137,7 +139,7 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
 
 
 def _tiers(args: EngineArgs, step: ModelStep) -> dict[str, int]:
-    """The fields of ``ExecutorLimits`` that say what lies below the devices.
+    """Choose the fields of ``ExecutorLimits`` that say what lies below the devices.
 
     Raises:
         UserError: a tier has no room for a page.
@@ -151,7 +153,7 @@ def _tiers(args: EngineArgs, step: ModelStep) -> dict[str, int]:
 
 
 def _disk_pages(args: EngineArgs, step: ModelStep) -> int:
-    """Pages for which ``--disk-cache-bytes`` has room."""
+    """Count the pages for which ``--disk-cache-bytes`` has room."""
     if args.disk_cache is None:
         return 0
     each = bytes_on_disk(page_bytes(step))
@@ -163,7 +165,7 @@ def _disk_pages(args: EngineArgs, step: ModelStep) -> int:
 
 
 def _host_pages(args: EngineArgs, step: ModelStep) -> int:
-    """Pages of each DP rank for which ``--host-cache-bytes`` has room."""
+    """Count the pages of each DP rank for which ``--host-cache-bytes`` has room."""
     if not args.host_cache_bytes:
         return 0
     if not args.enable_prefix_caching:
@@ -219,7 +221,7 @@ def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) ->
 
 
 def weight_bytes(step: ModelStep) -> int:
-    """Bytes of all weights on one device."""
+    """Count the bytes of all weights on one device."""
     shardings = step.rules.sharding
     return sum(
         math.prod(shardings(step.mesh, info.logical_axes, info.shape).shard_shape(info.shape)) * info.dtype.itemsize
@@ -230,7 +232,7 @@ def weight_bytes(step: ModelStep) -> int:
 def beside_the_cache(
     step: ModelStep, params: Mapping[str, Any], limits: ExecutorLimits, buckets: Buckets, num_drafts: int
 ) -> int:
-    """Bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
+    """Count the bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
 
     They are the program's temporaries, its results, of which two steps in flight have two each, and what the state has beside the
     cache. ``limits`` may have any number of pages: none of this depends on it.

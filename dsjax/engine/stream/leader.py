@@ -50,7 +50,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def decode(data: bytes) -> Message:
-    """A message of the stream.
+    """Read a message of the stream.
 
     Raises:
         msgspec.ValidationError: these bytes are none.
@@ -59,12 +59,12 @@ def decode(data: bytes) -> Message:
 
 
 def is_collected(command: Command) -> bool:
-    """Whether a command's result is collected, in its turn."""
+    """Say whether a command's result is collected, in its turn."""
     return isinstance(command, Step | Score | Flush)
 
 
 def pulled_stream(process_id: int) -> str:
-    """The name of the stream in which a process tells the leader what has come of the chunks that it pulls."""
+    """Give the name of the stream in which a process tells the leader what has come of the chunks that it pulls."""
     return f"pulled/{process_id}"
 
 
@@ -80,7 +80,7 @@ class Landings:
         self._lock = threading.Lock()
 
     def enter(self, chunk: PulledChunk) -> None:
-        """One process has pulled a chunk, or could not. From any thread."""
+        """Enter that one process has pulled a chunk, or could not. Any thread may call it."""
         key = chunk.rank, chunk.link, chunk.number
         with self._lock:
             heard = self._heard.setdefault(key, [])
@@ -126,11 +126,11 @@ class LeaderExecutor(ExecutorWrapper):
             raise
 
     def wait(self, pending: Any) -> None:
-        """As the inner executor."""
+        """Wait until a launched command is done here."""
         self._inner(self.inner.wait, pending)
 
     def collect(self, pending: Any) -> Any:
-        """As the inner executor. What all have done by then is deleted from the stream."""
+        """Give what came of a command. What all have done by then is deleted from the stream."""
         results = self._inner(self.inner.collect, pending)
         if is_collected(pending.command):
             self.collected += 1
@@ -140,12 +140,12 @@ class LeaderExecutor(ExecutorWrapper):
         return results
 
     def set_recording(self, on: bool) -> None:
-        """Whether the experts' load is recorded from the next step on, for which all processes run a program more."""
+        """Record the experts' load from the next step on, or do not, for which all processes run a program more."""
         self._put(Record(on))
         self.inner.set_recording(on)
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """What the inner executor offers. Chunks are pulled by all processes, so what is reported of them is put together."""
+        """Give what the inner executor offers. Chunks are pulled by all processes, so what is reported of them is put together."""
         port = self.inner.extension(kind)
         return _LeaderPort(port, self) if kind is ChunkPort and port is not None else port
 
@@ -170,7 +170,7 @@ class LeaderExecutor(ExecutorWrapper):
         self.group.ask("warm-up")
 
     def retire(self) -> None:
-        """This generation is over: its stream is read no more."""
+        """End this generation, whose stream is read no more."""
         self._stream.drop()
         for reader, _ in self._readers:
             reader.closed.set()

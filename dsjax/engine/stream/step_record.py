@@ -126,7 +126,7 @@ _END_ROOM = 128
 def describe_recording(
     options: dict[str, Any], limits: ExecutorLimits, fingerprint: str, *, jax: str, platform: str, device_kind: str
 ) -> Header:
-    """The header of a recording that begins now."""
+    """Make the header of a recording that begins now."""
     sizes = {name: int(size) for name, size in dataclasses.asdict(limits).items()}
     written_by = installed_version("dsjax")
     return Header(FORMAT, VERSION, written_by, jax, platform, device_kind, fingerprint, options, sizes, time.time())
@@ -269,7 +269,7 @@ class _Numbered:
 
 
 def collected(number: int, done: float, command: Command, results: Any) -> Collected:
-    """What a recording keeps of a command's results, as `Executor.collect` gives them."""
+    """Select what a recording keeps of a command's results, as `Executor.collect` gives them."""
     if isinstance(command, Step):
         return Collected(number, done, [_rank(rank_results) for rank_results in results])
     if isinstance(command, Score):

@@ -75,7 +75,7 @@ class DiskPages:
         self._reading.put((rank, number, name))
 
     def take(self, rank: int, number: int) -> Page:
-        """A page that was reported as read; it is kept no longer."""
+        """Give a page that was reported as read; it is kept no longer."""
         with self._lock:
             page = self._pages.pop((rank, number))
         assert page is not None, "only pages that have come are taken"
@@ -87,7 +87,7 @@ class DiskPages:
             self._pages.pop((rank, number), None)
 
     def reports(self, seconds: float = 0.0) -> PageReports:
-        """What has come of all that since the last time; where that is nothing, wait so long for the first of it."""
+        """Report what has come of all that since the last time; where that is nothing, wait so long for the first of it."""
         with self._lock:
             if seconds and not (self._read or self._written or self._names):
                 self._reported.wait(seconds)

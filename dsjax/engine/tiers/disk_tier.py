@@ -3,6 +3,7 @@
 docs/cache-tiers.md has the design.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -45,10 +46,8 @@ class DiskTier:
     Attributes:
         reads_pause, writes_pause: whether the disk is left alone now: it was too slow, and no page of it is found meanwhile; or it
             could not be written.
-        on_gone: is told the names of pages that can be found no more; None: nobody wants to know.
+        on_gone: is told the names of pages that can be found no more.
     """
-
-    on_gone: Callable[[Sequence[bytes]], None] | None = None
 
     def __init__(self, num_pages: int, page_bytes: int = 0):
         if num_pages < 1:
@@ -56,6 +55,7 @@ class DiskTier:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.reads_pause = self.writes_pause = False
+        self.on_gone: Callable[[Sequence[bytes]], None] = lambda names: None
         self._is_listed = False
         self._names = SegmentedLru(num_pages)
         self._writing: dict[bytes, int] = {}
@@ -64,17 +64,18 @@ class DiskTier:
         self._flushed = False
         self._numbers = 0
         self._reads, self._writes = Backoff(), Backoff()
-        self._counts = DiskCounts(usable_pages=num_pages, page_bytes=page_bytes)
+        self._counts: Counter[str] = Counter()
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._names and not self.reads_pause
 
     def counts(self) -> DiskCounts:
-        """What it has done, and holds."""
-        return self._counts._replace(used_pages=len(self._names), writing=len(self._writing))
+        """Count what it has done, and holds."""
+        now = {"used_pages": len(self._names), "usable_pages": self.num_pages, "page_bytes": self.page_bytes}
+        return DiskCounts(**now, **self._counts, writing=len(self._writing))
 
     def begin_step(self, now: float) -> None:
-        """Another step is planned."""
+        """Take the time of the step that is planned next."""
         self.reads_pause, self.writes_pause = self._reads.holds(now), self._writes.holds(now)
 
     def listed(self, names: Iterable[bytes]) -> None:
@@ -86,11 +87,11 @@ class DiskTier:
         self._make_room(0)
 
     def write(self, name: bytes) -> int:
-        """The number of a new writing, of a page that leaves the device; −1 where it is not to be written."""
+        """Begin to write a page that leaves the device, and give the writing's number; −1 where it is not to be written."""
         if name in self._names or name in self._writing:
             return NOWHERE
         if not self._is_listed or self.writes_pause or len(self._writing) >= MOST_WRITING or not self._make_room(1):
-            self._count("not_written")
+            self._counts["not_written"] += 1
             return NOWHERE
         number = self._numbers
         self._numbers = (number + 1) % 2**30
@@ -108,10 +109,10 @@ class DiskTier:
         return name in self._names or name in self._writing
 
     def written(self, number: int, ok: bool, now: float) -> bytes | None:
-        """A writing has ended; the page's name, unless it was forgotten meanwhile. It can be found from now on if all went well."""
+        """End a writing, and give the page's name unless it was forgotten meanwhile. It can be found from now on if all went well."""
         name = self._by_number.pop(number, None)
         if not ok:
-            self._count("failed_writes")
+            self._counts["failed_writes"] += 1
             self._writes.begin(now)
         if name is None or self._writing.get(name) != number:
             return None
@@ -120,24 +121,24 @@ class DiskTier:
             return name
         self._writes.end()
         self._names.add(name)
-        self._count("stored")
+        self._counts["stored"] += 1
         return name
 
     def fetch(self, name: bytes) -> None:
-        """A page that came from the disk goes to a device. It is protected from now on."""
-        self._count("fetched")
+        """Protect a page that came from the disk and goes to a device."""
+        self._counts["fetched"] += 1
         self._reads.end()
         if name in self._names:
             self._names.ask(name)
 
     def read_failed(self, name: bytes) -> bool:
-        """A page could not be read: it is lost. Whether it was still known."""
-        self._count("failed_reads")
+        """Give up a page that could not be read, and say whether it was still known."""
+        self._counts["failed_reads"] += 1
         return bool(self._drop([name]))
 
     def late(self, now: float) -> None:
-        """A request has waited too long for its pages, and goes on without."""
-        self._count("late")
+        """Leave the disk alone for a while, since a request has waited too long for its pages."""
+        self._counts["late"] += 1
         self._reads.begin(now)
 
     def forget(self, names: Iterable[bytes]) -> list[bytes]:
@@ -147,7 +148,7 @@ class DiskTier:
             if name in self._writing:  # it is deleted when it has been written
                 del self._by_number[self._writing.pop(name)]
                 self._dropped.append(name)
-                self._tell_gone([name])
+                self.on_gone([name])
         return self._drop(names)
 
     def invalidate(self) -> None:
@@ -155,7 +156,7 @@ class DiskTier:
         self.forget(list(self._writing))
 
     def drop_again(self, flushed: bool, names: Iterable[bytes]) -> None:
-        """What `take_dropped` gave may not have been deleted."""
+        """Delete once more what `take_dropped` gave, which may not have been deleted."""
         self._flushed |= flushed
         self._dropped += names
 
@@ -178,8 +179,8 @@ class DiskTier:
                 return False
             victim, _ = self._names.remove_first()
             self._dropped.append(victim)
-            self._count("evicted")
-            self._tell_gone([victim])
+            self._counts["evicted"] += 1
+            self.on_gone([victim])
         return True
 
     def _drop(self, names: Iterable[bytes]) -> list[bytes]:
@@ -187,12 +188,6 @@ class DiskTier:
         for name in gone:
             self._names.remove(name)
         self._dropped += gone
-        self._tell_gone(gone)
+        if gone:
+            self.on_gone(gone)
         return gone
-
-    def _tell_gone(self, names: Sequence[bytes]) -> None:
-        if self.on_gone is not None and names:
-            self.on_gone(names)
-
-    def _count(self, what: str) -> None:
-        self._counts = self._counts._replace(**{what: getattr(self._counts, what) + 1})

@@ -15,23 +15,22 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from dsjax.engine.contract.executor import Executor
-from dsjax.engine.contract.json_option import is_integer, parse_json_option, wrong_field
+from dsjax.engine.contract.json_option import JsonOption
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_events import AllBlocksCleared, Event, EventBatch, EventSink
 from dsjax.engine.schedule.request import StepPlan
-from dsjax.engine.schedule.scheduler import Scheduler, Update
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
 
 FLAG = "--kv-events-config"
-EXAMPLE = '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
 END = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
 _POLL_SECONDS = 0.05
@@ -41,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KvEventsConfig:
+class KvEventsConfig(JsonOption):
     """Whether and where events of pages are published, with vLLM's names for its fields. Checked when made.
 
     Attributes:
@@ -59,6 +58,9 @@ class KvEventsConfig:
         UserError: a value that cannot be; or pyzmq is not installed.
     """
 
+    flag: ClassVar[str] = FLAG
+    example: ClassVar[str] = '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
+
     enable_kv_cache_events: bool = False
     publisher: str | None = None
     endpoint: str = "tcp://*:5557"
@@ -69,34 +71,27 @@ class KvEventsConfig:
     topic: str = ""
 
     def __post_init__(self):
-        if not isinstance(self.enable_kv_cache_events, bool):
-            raise wrong_field(FLAG, "enable_kv_cache_events", self.enable_kv_cache_events, "true or false")
-        if self.publisher not in (None, "zmq", "null"):
-            raise wrong_field(FLAG, "publisher", self.publisher, "zmq or null")
-        for name, endpoint in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint)):
-            if not (endpoint is None and name == "replay_endpoint"):
-                _check_endpoint(name, endpoint)
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if not is_integer(getattr(self, name)) or getattr(self, name) < 1:
-                raise wrong_field(FLAG, name, getattr(self, name), "an integer of at least 1")
-        if not isinstance(self.topic, str):
-            raise wrong_field(FLAG, "topic", self.topic, "text")
+        self.check_flags("enable_kv_cache_events")
+        self.check(self.publisher in (None, "zmq", "null"), "publisher", "zmq or null")
+        self._check_endpoint("endpoint")
+        if self.replay_endpoint is not None:
+            self._check_endpoint("replay_endpoint")
+        self.check_integers("buffer_steps", "hwm", "max_queue_size", least=1)
+        self.check(isinstance(self.topic, str), "topic", "text")
         if self.publishes and importlib.util.find_spec("zmq") is None:
             raise UserError(f"{FLAG} publishes over ZeroMQ, which needs pyzmq: pip install 'dsjax[kv-events]'")
-
-    @classmethod
-    def parse(cls, given: str | Mapping[str, Any]) -> KvEventsConfig:
-        """From the JSON text of the command line, or the dictionary of `LLM(kv_events_config=…)`.
-
-        Raises:
-            UserError: it is no JSON object, or has fields or values that cannot be.
-        """
-        return parse_json_option(cls, given, FLAG, EXAMPLE)
 
     @property
     def publishes(self) -> bool:
         """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher != "null"
+
+    def _check_endpoint(self, name: str) -> None:
+        endpoint = getattr(self, name)
+        is_right = isinstance(endpoint, str) and endpoint.startswith(("tcp://", "ipc://", "inproc://"))
+        if is_right and endpoint.startswith("tcp://"):
+            is_right = endpoint.rpartition(":")[2].isdecimal()
+        self.check(is_right, name, "tcp://HOST:PORT, tcp://*:PORT, ipc://PATH or inproc://NAME")
 
 
 class EventPublisher:
@@ -197,21 +192,13 @@ class EventPublisher:
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Where a DP rank publishes: the port + rank, or the name with `_dp` and the rank; rank 0 where the option says."""
+    """Say where a DP rank publishes: the port + rank, or the name with `_dp` and the rank; rank 0 where the option says."""
     if not rank:
         return endpoint
     if not endpoint.startswith("tcp://"):
         return f"{endpoint}_dp{rank}"
     host, _, port = endpoint.rpartition(":")
     return f"{host}:{int(port) + rank}"
-
-
-def _check_endpoint(name: str, endpoint: Any) -> None:
-    expected = "tcp://HOST:PORT, tcp://*:PORT, ipc://PATH or inproc://NAME"
-    if not isinstance(endpoint, str) or not endpoint.startswith(("tcp://", "ipc://", "inproc://")):
-        raise wrong_field(FLAG, name, endpoint, expected)
-    if endpoint.startswith("tcp://") and not endpoint.rpartition(":")[2].isdecimal():
-        raise wrong_field(FLAG, name, endpoint, expected)
 
 
 def _open(socket: Any, endpoint: str, bound: bool = False) -> None:
@@ -235,21 +222,16 @@ class PageEventStream(Attachment):
 
     def __init__(self, sink: EventSink):
         self._sink = sink
-        self._scheduler: Scheduler | None = None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Say of every DP rank of the mesh before, and of this one, that nothing can be found."""
-        if self._scheduler is not None:
-            for rank in range(max(len(self._scheduler.ranks), executor.limits.num_ranks)):
+        if self.scheduler is not None:
+            for rank in range(max(len(self.scheduler.ranks), executor.limits.num_ranks)):
                 self._sink.publish(rank, [AllBlocksCleared()])
-
-    def scheduled(self, scheduler: Scheduler) -> None:
-        """Tell of this scheduler's pages."""
-        self._scheduler = scheduler
 
     def planned(self) -> None:
         """Tell what has happened since the last time."""
-        for rank, events in self._scheduler.take_page_events():
+        for rank, events in self.scheduler.take_page_events():
             self._sink.publish(rank, events)
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:

@@ -13,7 +13,6 @@ from dsjax.engine.contract.commands import Command, DropPages, StorePages, int32
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageLoad, PageSource, RankPages
-from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.tiers.disk_tier import DiskTier
 from dsjax.engine.tiers.page_tiers import NOWHERE, HostTier, PageReporter, PageReports
@@ -68,7 +67,7 @@ class OffloadTiers(PageSource):
     def __init__(self, host_slots: int, disk_pages: int = 0, disk_page_bytes: int = 0):
         if not host_slots and not disk_pages:
             raise ValueError("found neither host memory nor a disk, expected one of them")
-        self.slots, self._disk_pages, self._disk_page_bytes = host_slots, disk_pages, disk_page_bytes
+        self.resize(host_slots, disk_pages, disk_page_bytes)
         self.host: list[HostTier] = []
         self.disk: DiskTier | None = None
 
@@ -252,12 +251,12 @@ class OffloadTiers(PageSource):
             yield CommandTurn.STORE, store_command(stores)
 
     def take_waits(self) -> list[tuple[str, float]]:
-        """Seconds that requests have waited for the disk."""
+        """Give the seconds that requests have waited for the disk."""
         waits, self._waits = self._waits, []
         return waits
 
     def counts(self, rank: int) -> Mapping[str, Any]:
-        """What host memory holds of one rank, and has done for it."""
+        """Count what host memory holds of one rank, and has done for it."""
         return {"host": self.host[rank].counts()} if self.host else {}
 
     def enter(self, reports: PageReports, now: float) -> None:
@@ -300,16 +299,11 @@ class OffloadAttachment(Attachment):
         self.source = OffloadTiers(config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes)
         self._executor: Executor | None = None
         self._reporter: PageReporter | None = None
-        self._scheduler: Scheduler | None = None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Begin with the executor's host memory and disk."""
         self._executor, self._reporter = executor, executor.extension(PageReporter)
         self.source.resize(config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes)
-
-    def scheduled(self, scheduler: Scheduler) -> None:
-        """Enter reports into this scheduler."""
-        self._scheduler = scheduler
 
     def begin_step(self, now: float) -> None:
         """Enter what came of the disk."""
@@ -329,7 +323,7 @@ class OffloadAttachment(Attachment):
             self._executor.launch(drop_command(*self.source.disk.take_dropped()))
 
     def statistics(self) -> Any:
-        """What the disk holds, and has done; None without one."""
+        """Count what the disk holds, and has done; None without one."""
         return None if self.source.disk is None else self.source.disk.counts()
 
     def close(self, failed: bool) -> None:
@@ -355,16 +349,16 @@ class OffloadAttachment(Attachment):
         reports = self._reporter.page_reports(seconds)
         self.source.enter(reports, now)
         for rank, number, ok in reports.read:
-            self._scheduler.landed(rank, (number,), ok, now)
+            self.scheduler.landed(rank, (number,), ok, now)
 
 
 def drop_command(everything: bool, names: Iterable[bytes]) -> DropPages:
-    """The command that deletes pages from the disk."""
+    """Make the command that deletes pages from the disk."""
     return DropPages(everything, b"".join(names))
 
 
 def store_command(stores: Sequence[Sequence[StoredPage]]) -> StorePages:
-    """The command that copies pages to host memory and to the disk, given rank by rank."""
+    """Make the command that copies pages to host memory and to the disk, given rank by rank."""
     return StorePages(
         [int32s(number for stored in rank_stores for number in stored[:3]) for rank_stores in stores],
         [b"".join(stored.name for stored in rank_stores if stored.number >= 0) for rank_stores in stores],

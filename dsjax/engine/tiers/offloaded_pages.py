@@ -75,7 +75,7 @@ class OffloadedPages(DevicePart, PageStore):
             table.add(DropPages, Handler(self._drop))
 
     def extension(self, kind: type) -> Any:
-        """What came of the disk, for the offload tiers of the scheduler."""
+        """Offer reports of the disk to the offload tiers of the scheduler."""
         return self if kind is PageReporter else None
 
     def _store(self, _: Pending, command: StorePages) -> Running:
@@ -115,7 +115,7 @@ class OffloadedPages(DevicePart, PageStore):
         return run()
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
-        """What came of pages and the disk since the last time; wait so long for the first of it."""
+        """Report what came of pages and the disk since the last time; wait so long for the first of it."""
         self._land(waiting=False)
         return PageReports([], []) if self._disk is None else self._disk.reports(seconds)
 
@@ -178,7 +178,7 @@ class OffloadedPages(DevicePart, PageStore):
         return page
 
     def _sent(self, slots: list[np.ndarray]) -> PagesOnTheWay:
-        """Pages of all ranks, as a program takes them."""
+        """Send pages of all ranks to the devices, as a program takes them."""
         self._land(waiting=True)
         read = {
             (rank, int(number)): self._disk.take(rank, int(number))
@@ -205,7 +205,7 @@ class OffloadedPages(DevicePart, PageStore):
 
 
 def _shards(array: Array) -> Iterator[Shard]:
-    """The distinct ones that this process has."""
+    """List the distinct shards that this process has."""
     seen = set()
     for shard in array.addressable_shards:
         if str(shard.index) in seen:  # a replica on another device of the rank

@@ -112,7 +112,7 @@ class PageFiles:
 
     @property
     def page_bytes(self) -> int:
-        """That a page takes on the disk."""
+        """Bytes that a page takes on the disk."""
         return bytes_on_disk(self._content)
 
     def write(self, name: bytes, page: Page) -> None:
@@ -139,7 +139,7 @@ class PageFiles:
             raise
 
     def read(self, name: bytes) -> dict[str, np.ndarray]:
-        """A page's arrays.
+        """Read a page's arrays.
 
         Raises:
             OSError: it is not there, or cannot be read.
@@ -162,7 +162,7 @@ class PageFiles:
         return page
 
     def delete(self, name: bytes) -> bool:
-        """Delete a page; whether it was there."""
+        """Delete a page, and say whether it was there."""
         try:
             self._path(name).unlink()
         except FileNotFoundError:
@@ -175,7 +175,7 @@ class PageFiles:
             os.unlink(entry.path)
 
     def list(self) -> Listing:
-        """All pages of the folder, of this space and others. What was not written to its end is deleted."""
+        """List all pages of the folder, of this space and others. What was not written to its end is deleted."""
         began = time.monotonic()
         named: list[tuple[float, bytes]] = []
         others: list[tuple[float, str, int]] = []
@@ -199,12 +199,12 @@ class PageFiles:
 
 
 def bytes_on_disk(content: int) -> int:
-    """That a page of so many bytes takes on the disk: its header too, in whole blocks."""
+    """Count the bytes that a page takes on the disk: its header too, in whole blocks."""
     return -(-(HEADER.size + content) // BLOCK) * BLOCK
 
 
 def _files(folder: str) -> Iterator[os.DirEntry]:
-    """Pages and what was to become one, in folders of folders."""
+    """List pages and what was to become one, in folders of folders."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

@@ -61,7 +61,7 @@ class SegmentedLru:
         self._probation[name] = number
 
     def ask(self, name: bytes) -> int:
-        """A name's number. It is protected from now on."""
+        """Give a name's number, and protect the name from now on."""
         number = self._probation.pop(name, None)
         if number is None:
             number = self._protected.pop(name)
@@ -96,16 +96,16 @@ class HostTier:
         return name in self._names
 
     def counts(self) -> TierCounts:
-        """What it has done, and holds."""
+        """Count what it has done, and holds."""
         return TierCounts(self.num_slots - len(self._free), self.num_slots, self._stored, self._fetched, self._evicted)
 
     def begin_step(self) -> None:
-        """Another step is planned."""
+        """Count one more planned step for the pages that are leaving the device."""
         if self._leaving:
             self._leaving = {name: age + 1 for name, age in self._leaving.items() if age + 1 < STEPS_TO_STORE}
 
     def store(self, name: bytes) -> tuple[int, bytes | None] | None:
-        """A slot for a page that leaves the device, and the page that had to go for it; None where it is here already."""
+        """Take a slot for a page that leaves the device; give it, and the page that went for it. None where the page is here already."""
         if name in self._names:
             return None
         victim = None
@@ -125,7 +125,7 @@ class HostTier:
         return name in self._names and name not in self._leaving
 
     def fetch(self, name: bytes) -> int:
-        """The slot of a page that can be fetched. The page stays, and is protected from now on."""
+        """Give the slot of a page that can be fetched. The page stays, and is protected from now on."""
         self._fetched += 1
         return self._names.ask(name)
 
@@ -160,4 +160,4 @@ class PageReporter(Protocol):
     """What an executor with offload tiers offers (`Executor.extension`)."""
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
-        """What came of pages and the disk since the last time; where that is nothing, wait so long for the disk's first."""
+        """Report what came of pages and the disk since the last time; where that is nothing, wait so long for the disk's first."""

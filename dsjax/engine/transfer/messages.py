@@ -169,27 +169,34 @@ class ChunkGoneError(Exception):
     """A chunk that is to be pulled is not kept any more, or cannot be reached."""
 
 
-class PrefillLink(Protocol):
-    """A prefill side, as decode sees it: in this process, or in another one. Both methods may be called from any thread.
+class PrefillLink:
+    """A prefill side, as decode sees it: in this process, or in another one. All methods may be called from any thread.
 
-    `send` never waits. `pull` does, and gives up by itself after the transfer's timeout.
+    Attributes:
+        receive: takes the side's messages, in its own thread; `connect` says who does.
     """
 
-    def send(self, message: ToPrefill) -> None:
-        """Tell it something. What it answers comes to the receiver that `connect` named."""
+    def __init__(self):
+        self.receive: Callable[[ToDecode], None] = lambda message: None
 
     def connect(self, receive: Callable[[ToDecode], None]) -> None:
-        """Have its messages handed to `receive`, in its own thread, from now on."""
+        """Have its messages handed to `receive` from now on."""
+        self.receive = receive
+
+    def send(self, message: ToPrefill) -> None:
+        """Tell it something, without waiting. What it answers comes to the receiver that `connect` named."""
+        raise NotImplementedError
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
-        """A chunk that was offered, on this device, complete. address: that the offer has named.
+        """Return a chunk that was offered, on this device, complete; give up after the timeout. address: that the offer has named.
 
         Raises:
             ChunkGoneError: it is not kept any more, or its side cannot be reached.
         """
+        raise NotImplementedError
 
     def warm_up(self, progress: "Progress | None" = None) -> None:
         """Compile what it will need, where its devices are this process's."""
 
     def close(self) -> None:
-        """Nothing is asked or pulled any more."""
+        """End the connection: nothing is asked or pulled any more."""

@@ -42,7 +42,7 @@ class Landing:
 
 
 def move_chunk(chunk: Chunk, device: jax.Device) -> Chunk:
-    """A chunk on another device of this process; complete when this returns."""
+    """Copy a chunk to another device of this process; complete when this returns."""
     return jax.block_until_ready({name: jax.device_put(array, device) for name, array in chunk.items()})
 
 
@@ -82,7 +82,7 @@ class PageChunks(DevicePart, PageStore):
         table.add(DropChunks, Handler(self._drop_sent))
 
     def extension(self, kind: type) -> Any:
-        """The way to other engines, for the scheduler's part in transfers."""
+        """Offer the way to other engines to the scheduler's part in transfers."""
         return self if kind is ChunkPort else None
 
     @property
@@ -186,7 +186,7 @@ class PageChunks(DevicePart, PageStore):
         return pieces, rest
 
     def _take(self, rank: int, number: int) -> tuple[Landing, int]:
-        """The chunk of a page that was reported as come, and its place there; it is kept no longer."""
+        """Take the chunk of a page that was reported as come, and its place there; it is kept no longer."""
         with self._lock:
             landing, place = self._landed.pop((rank, number))
         assert landing.chunk is not None or rank not in self._devices, "only pages that have come are taken"
@@ -198,7 +198,7 @@ class PageChunks(DevicePart, PageStore):
             self._landed.pop((rank, number), None)
 
     def stage(self, landings: Sequence[Landing | None]) -> dict[str, Array]:
-        """Chunks of all ranks as the program that places pages takes them; None: nothing of that rank."""
+        """Put chunks of all ranks together as the program that places pages takes them; None: nothing of that rank."""
         staged = {}
         for name, described in self._described.items():
             pieces = []
@@ -223,7 +223,7 @@ class PageChunks(DevicePart, PageStore):
         thread.start()
 
     def _places_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
-        """The first device of each rank that has any here; and of each rank the processes that have one, in the order of the devices."""
+        """Find the first device here of each rank that has any; and of each rank the processes that have one, in the order of devices."""
         described = next(iter(self._described.values()))
         here: dict[int, jax.Device] = {}
         processes: list[list[int]] = [[] for _ in range(described.shape[0])]
@@ -236,7 +236,7 @@ class PageChunks(DevicePart, PageStore):
         return here, processes
 
     def _part(self, taken: dict[str, Array], rank: int | None) -> Chunk:
-        """A rank's part of what was taken; None: of any rank, to wait for it."""
+        """Give a rank's part of what was taken; None: of any rank, to wait for it."""
         device = self._devices[rank] if rank is not None else next(iter(self._devices.values()))
         return {
             name: next(shard.data for shard in array.addressable_shards if shard.device == device)
@@ -285,7 +285,7 @@ class PageChunks(DevicePart, PageStore):
 
 
 def _chunks(pairs: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(number, pages) of the chunks, from the pairs of a `SendPages`."""
+    """Read (number, pages) of the chunks from the pairs of a `SendPages`."""
     if not len(pairs):
         return []
     ends = np.flatnonzero(np.diff(pairs[:, 0])) + 1

@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
-from dsjax.engine.transfer.messages import CancelTransfer, Chunk, PrefillRequest, ToDecode, ToPrefill, TransferFailed
+from dsjax.engine.transfer.messages import (
+    CancelTransfer,
+    Chunk,
+    PrefillLink,
+    PrefillRequest,
+    ToDecode,
+    ToPrefill,
+    TransferFailed,
+)
 from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
-from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
+from dsjax.engine.transfer.prefill_service import PrefillEndpoint
 from dsjax.hosts.wire import split_address
 
 if TYPE_CHECKING:
@@ -39,7 +47,7 @@ class PrefillServer:
     def prefill(
         self, token_ids: Sequence[int], *, salt: str | None = None, priority: int = 0, room: int | None = None
     ) -> dict[str, str]:
-        """Begin to compute a prompt; what its decode engine has to be told, at once.
+        """Begin to compute a prompt, and give at once what its decode engine has to be told.
 
         room: where the decode engine is told beforehand (`bootstrap_room`); it may have asked already.
         """
@@ -52,7 +60,7 @@ class PrefillServer:
         return params
 
     def cancel(self, transfer: str) -> None:
-        """Nobody wants a prompt any more; the name as `prefill` gave it."""
+        """Give up a prompt that nobody wants any more, by the name that `prefill` gave."""
         self.engine.post(CancelTransfer(transfer), None)
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -82,24 +90,20 @@ class _DecodePeer:
         self._engine.leave(self._send)
 
 
-class RemoteLink:
+class RemoteLink(PrefillLink):
     """A prefill engine of another process, as of `PrefillLink`. It connects when it is asked for something, and again after a loss.
 
     chunks: by which its chunks are pulled, from whichever process keeps them. space: as in `Greeting`.
     """
 
     def __init__(self, address: str, chunks: RemoteChunks, space: dict[str, Any]):
+        super().__init__()
         split_address(address)
         self.address, self._chunks, self._space = address, chunks, space
-        self._receive: Receive = lambda message: None
         self._lock = threading.Lock()
         self._outbox: list[ToPrefill] = []  # until it is connected
         self._connecting = self._closed = False
         self._channel: TransferChannel | None = None
-
-    def connect(self, receive: Receive) -> None:
-        """Have its messages handed to `receive`."""
-        self._receive = receive
 
     def send(self, message: ToPrefill) -> None:
         """Queue a message. Where there is no connection a thread makes one, and ends: a side that has gone for good costs none."""
@@ -114,11 +118,8 @@ class RemoteLink:
                     threading.Thread(target=self._connect, name="dsjax-transfer", daemon=True).start()
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
-        """A chunk on this device."""
+        """Pull a chunk to this device."""
         return self._chunks.pull(address, number, device)
-
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Its own process does that."""
 
     def close(self) -> None:
         """End the connections."""
@@ -148,21 +149,21 @@ class RemoteLink:
         if reason:
             # What was asked for until now is given up; what is asked for from now on has another connection tried.
             _log.warning("%s. Prompts are computed where they are decoded.", reason)
-            self._receive(TransferFailed("", reason))
+            self.receive(TransferFailed("", reason))
 
     def _take(self, message: Any) -> None:
         if isinstance(message, ToDecode):
-            self._receive(message)
+            self.receive(message)
 
     def _lost(self, channel: TransferChannel) -> None:
         with self._lock:
             if self._channel is channel:
                 self._channel = None
-        self._receive(TransferFailed("", f"the connection to the prefill engine at {self.address} is lost"))
+        self.receive(TransferFailed("", f"the connection to the prefill engine at {self.address} is lost"))
 
 
 def handoff(address: str, room: int | None = None) -> dict[str, str]:
-    """What a decode engine has to be told of a prompt that a prefill engine computes for it: where, and under which name.
+    """Say what a decode engine has to be told of a prompt that a prefill engine computes for it: where, and under which name.
 
     room: `bootstrap_room`, where both sides are told of the request at the same time; None: a new name.
     """

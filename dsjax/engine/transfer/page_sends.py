@@ -35,9 +35,9 @@ class PageSends(PageSource):
         self.waiting = [deque() for _ in ranks]
         self._sent = [[] for _ in ranks]
 
-    def begin(self, request: Request, send: PageSend) -> None:
+    def begin(self, send: PageSend) -> None:
         """Send the pages of a request that is about to come."""
-        self._sends[request] = send
+        self._sends[send.request] = send
 
     def ended(self, request: Request) -> None:
         """Seal nothing more for a request. What waits is sent all the same."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.schedule.attachment import Attachment
-from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import (
     TRANSFER_SECONDS,
@@ -59,7 +58,6 @@ class PrefillLinks(Attachment):
         self.source, self._connect = RemotePrefills(len(links), local_tokens, timeout), connect
         if connect is not None:
             self.source.connect = self.number_of
-        self._scheduler: Scheduler | None = None
         self._addresses: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
         self._pulled: queue.SimpleQueue[PulledChunk] = queue.SimpleQueue()
@@ -69,7 +67,7 @@ class PrefillLinks(Attachment):
             self._add(link)
 
     def number_of(self, address: str) -> int:
-        """The number of the prefill engine at an address."""
+        """Give the number of the prefill engine at an address, which is connected where it is new."""
         if address not in self._addresses:
             link = self._connect(address)
             self._addresses[address] = self.source.add_link()
@@ -81,17 +79,13 @@ class PrefillLinks(Attachment):
         self.take_pulled()  # by the executor before
         executor.extension(ChunkPort).pull_chunks(self.pull, self.report)
 
-    def scheduled(self, scheduler: Scheduler) -> None:
-        """Enter what has come into this scheduler."""
-        self._scheduler = scheduler
-
     def begin_step(self, now: float) -> None:
         """Hand on what prefill engines have said, and what was pulled."""
         self.wake.clear()  # what comes from now on ends the next wait at once
         while not self._inbox.empty():
             self.source.receive(*self._inbox.get(), now)
         for rank, _, _, numbers, ok in self.take_pulled():
-            self._scheduler.landed(rank, numbers, ok, now)
+            self.scheduler.landed(rank, numbers, ok, now)
 
     def wait(self) -> bool:
         """Wait for prefill engines, if a request does."""
@@ -101,20 +95,20 @@ class PrefillLinks(Attachment):
         return False
 
     def statistics(self) -> Any:
-        """What has come of transfers so far."""
+        """Count what has come of transfers so far."""
         return self.source.transfer_counts
 
     def pull(self, source: Source, number: int, device: Any) -> Chunk:
-        """For the executor, from any thread: a chunk on this device."""
+        """Pull a chunk to this device, for the executor and from any thread."""
         return self.links[source.link].pull(number, device, source.address)
 
     def report(self, chunk: PulledChunk) -> None:
-        """For the executor, from any thread: what has come of a chunk."""
+        """Take in what has come of a chunk, for the executor and from any thread."""
         self._pulled.put(chunk)
         self.wake.set()
 
     def take_pulled(self) -> list[PulledChunk]:
-        """Chunks that have come, or could not, since the last time; their prefill engines need not keep them any more."""
+        """Take the chunks that have come, or could not, since the last time; their prefill engines need not keep them any more."""
         pulled = []
         while not self._pulled.empty():
             pulled.append(self._pulled.get())
@@ -146,26 +140,22 @@ class PrefillLinks(Attachment):
         self.wake.set()
 
 
-class LocalLink:
+class LocalLink(PrefillLink):
     """The way to a prefill engine of this process.
 
     move: gives a chunk on another device.
     """
 
     def __init__(self, engine: PrefillEndpoint, move: Callable[[Chunk, Any], Chunk] = lambda chunk, device: chunk):
+        super().__init__()
         self.engine, self._move = engine, move
-        self._receive: Callable[[ToDecode], None] = lambda message: None
-
-    def connect(self, receive: Callable[[ToDecode], None]) -> None:
-        """Have its messages handed to `receive`."""
-        self._receive = receive
 
     def send(self, message: ToPrefill) -> None:
         """Tell it something."""
-        self.engine.post(message, self._receive)
+        self.engine.post(message, self.receive)
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
-        """A chunk on this device."""
+        """Copy a chunk to this device."""
         return self._move(self.engine.buffers.take(number), device)
 
     def warm_up(self, progress: Progress | None = None) -> None:

@@ -6,7 +6,6 @@ Plain Python.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from dsjax.engine.contract.commands import DropChunks, from_int32s, int32s
@@ -70,18 +69,6 @@ class PrefillCounts(NamedTuple):
     seconds: float = 0.0
 
 
-@dataclass(eq=False)
-class _Job:
-    request: Request
-    send: PageSend
-    receive: Receive | None
-
-    def tell(self, message: ToDecode) -> None:
-        """Send a message to the decode engine that has asked, if one has yet."""
-        if self.receive is not None:
-            self.receive(message)
-
-
 class PrefillService(Attachment):
     """Computes what is asked of it, and keeps the pages in buffers until they are pulled. Everything happens in the engine's thread.
 
@@ -106,20 +93,19 @@ class PrefillService(Attachment):
         self.reason = "the prefill engine has ended"
         self._look_seconds = min(_LOOK_SECONDS, timeout / 4)
         self._executor: Executor | None = None
-        self._scheduler: Scheduler | None = None
-        self._jobs: dict[str, _Job] = {}
+        self._sends: dict[str, PageSend] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()  # ended: who has the prompt may ask after the end
         self._told_at = 0.0  # when decode was told what is under way
 
     @property
     def num_jobs(self) -> int:
         """Transfers that have not ended."""
-        return len(self._jobs)
+        return len(self._sends)
 
     @property
     def look_seconds(self) -> float | None:
         """Look at the buffers as long as there are transfers."""
-        return self._look_seconds if self._jobs else None
+        return self._look_seconds if self._sends else None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Begin with empty buffers. What was computed and kept on the executor before is void."""
@@ -129,8 +115,8 @@ class PrefillService(Attachment):
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """Fail the transfers of the scheduler before."""
-        self._scheduler = scheduler
-        for name in list(self._jobs):
+        super().scheduled(scheduler)
+        for name in list(self._sends):
             self._fail(name, "the mesh of the prefill side has changed")
 
     def begin_step(self, now: float) -> None:
@@ -149,13 +135,13 @@ class PrefillService(Attachment):
         for update in updates:
             if update.finish_reason is FinishReason.ERROR:
                 self._fail(update.request.request_id, "its values are not finite")
-        for job in self._jobs.values():
-            if job.send.complete and job.request.status is not Status.FINISHED:
-                self._abort(job.request)
+        for send in self._sends.values():
+            if send.is_complete:
+                self._abort(send)
 
     def close(self, failed: bool) -> None:
         """Fail every transfer."""
-        for name in list(self._jobs):
+        for name in list(self._sends):
             self._fail(name, self.reason, aborts=False)
 
     def enter(self, message: ToPrefill, receive: Receive | None) -> None:
@@ -168,26 +154,26 @@ class PrefillService(Attachment):
             self.flush_core()
         else:
             self.buffers.release(message.number)
-            for name in [name for name, job in self._jobs.items() if self._is_done(job)]:
+            for name in [name for name, send in self._sends.items() if self._is_done(send)]:
                 self._forget(name)
 
     def leave(self, receive: Receive) -> None:
         """Cancel everything that was asked for with this `receive`: who asked is there no more."""
-        for name in [name for name, job in self._jobs.items() if job.receive == receive]:
+        for name in [name for name, send in self._sends.items() if send.receive == receive]:
             self._end(name)
 
     def _offer(self, offer: ChunkReady) -> None:
-        job = self._jobs.get(offer.transfer)
-        if job is not None:
-            job.tell(offer)
+        send = self._sends.get(offer.transfer)
+        if send is not None:
+            send.tell(offer)
 
     def _begin(self, ask: PrefillRequest, receive: Receive | None) -> None:
-        job = self._jobs.get(ask.transfer)
-        if job is not None and receive is not None:
-            job.receive = receive
-            for offer in self.buffers.offers(job.send):
+        send = self._sends.get(ask.transfer)
+        if send is not None and receive is not None:
+            send.receive = receive
+            for offer in self.buffers.offers(send):
                 receive(offer)
-        if job is not None or (receive is None and ask.transfer in self._recent):
+        if send is not None or (receive is None and ask.transfer in self._recent):
             return
         tokens = [] if len(ask.tokens) % 4 else list(from_int32s(ask.tokens))
         objection = self._objection(ask, tokens)
@@ -195,30 +181,27 @@ class PrefillService(Attachment):
             if receive is not None:
                 receive(TransferFailed(ask.transfer, objection))
             return
-        send = PageSend(ask.transfer, ask.first, ask.end)
-        params = SamplingParams(temperature=0, max_tokens=1)
-        options = RequestOptions(ask.priority, ask.salt)
         request = Request(
             ask.transfer,
             tokens,
             len(tokens),
-            params,
+            SamplingParams(temperature=0, max_tokens=1),
             max_tokens=1,
             seed=0,
             arrival_time=time.monotonic(),
-            options=options,
+            options=RequestOptions(ask.priority, ask.salt),
         )
-        self._jobs[ask.transfer] = _Job(request, send, receive)
-        self.source.begin(request, send)
+        send = self._sends[ask.transfer] = PageSend(ask.transfer, request, receive, ask.first, ask.end)
+        self.source.begin(send)
         try:
-            self._scheduler.add(request)
+            self.scheduler.add(request)
         except (AdmissionError, ValueError) as error:
             self.source.ended(request)
             self._fail(ask.transfer, str(error))
 
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
-        """Why this cannot be computed: it may come from another process, and a device would take anything."""
-        page_size, vocabulary = self._scheduler.config.page_size, self._executor.limits.vocab_size
+        """Say why this cannot be computed: it may come from another process, and a device would take anything."""
+        page_size, vocabulary = self.scheduler.config.page_size, self._executor.limits.vocab_size
         if not 0 <= ask.first < ask.end or len(tokens) != ask.end * page_size + 1:
             return f"pages {ask.first} to {ask.end} of {page_size} tokens are asked for with {len(tokens)} tokens"
         if min(tokens) < 0 or max(tokens) >= vocabulary:
@@ -232,41 +215,38 @@ class PrefillService(Attachment):
         self._told_at = now
         waiting = self.source.transfers_waiting()
         under_way: dict[Receive, list[str]] = {}
-        for name, job in self._jobs.items():
-            if job.receive is not None and (not job.send.complete or name in waiting):
-                under_way.setdefault(job.receive, []).append(name)
+        for name, send in self._sends.items():
+            if send.receive is not None and (not send.is_complete or name in waiting):
+                under_way.setdefault(send.receive, []).append(name)
         for receive, names in under_way.items():
             receive(TransfersUnderWay(names))
 
-    def _is_done(self, job: _Job) -> bool:
-        return (
-            job.request.status is Status.FINISHED
-            and not self.source.has_waiting(job.send)
-            and not self.buffers.kept_for(job.send)
-        )
+    def _is_done(self, send: PageSend) -> bool:
+        is_finished = send.request.status is Status.FINISHED
+        return is_finished and not self.source.has_waiting(send) and not self.buffers.kept_for(send)
 
     def _fail(self, name: str, reason: str, aborts: bool = True) -> None:
-        job = self._jobs.get(name)
-        if job is not None:
+        send = self._sends.get(name)
+        if send is not None:
             self._end(name, aborts)
-            job.tell(TransferFailed(name, reason))
+            send.tell(TransferFailed(name, reason))
 
     def _end(self, name: str, aborts: bool = True) -> None:
         """Compute and keep nothing more of a transfer."""
-        job = self._forget(name)
-        if job is None:
+        send = self._forget(name)
+        if send is None:
             return
         if aborts:
-            if job.request.status is not Status.FINISHED:
-                self._abort(job.request)
-            self.source.drop(job.send)
-        self.buffers.cancel(job.send)
+            self._abort(send)
+            self.source.drop(send)
+        self.buffers.cancel(send)
 
-    def _abort(self, request: Request) -> None:
-        self._scheduler.abort(request.request_id, time.monotonic())
+    def _abort(self, send: PageSend) -> None:
+        if send.request.status is not Status.FINISHED:
+            self.scheduler.abort(send.transfer, time.monotonic())
 
-    def _forget(self, name: str) -> _Job | None:
+    def _forget(self, name: str) -> PageSend | None:
         self._recent[name] = None
         if len(self._recent) > _MOST_RECENT:
             self._recent.popitem(last=False)
-        return self._jobs.pop(name, None)
+        return self._sends.pop(name, None)

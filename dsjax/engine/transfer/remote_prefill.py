@@ -4,7 +4,7 @@ ready, and when it goes on without. Plain Python.
 
 import itertools
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -100,7 +100,7 @@ class RemotePrefills(PageSource):
     def __init__(self, num_links: int, local_tokens: int, timeout: float):
         self.local_tokens, self.timeout = local_tokens, timeout
         self.connect: Callable[[str], int] | None = None
-        self._counts = TransferCounts()
+        self._counts: Counter[str] = Counter()
         self._waits: list[tuple[str, float]] = []
         self._transfers: dict[str, Transfer] = {}
         self._expected: dict[tuple[int, bytes], Transfer] = {}
@@ -127,7 +127,7 @@ class RemotePrefills(PageSource):
         self.ranks, self._pulls = ranks, [[] for _ in ranks]
 
     def add_link(self) -> int:
-        """The number of another prefill engine, which only requests that name it are sent to."""
+        """Add another prefill engine, which only requests that name it are sent to, and give its number."""
         self._backoffs.append(Backoff())
         self.awaited.append(0)
         return len(self._backoffs) - 1
@@ -141,10 +141,10 @@ class RemotePrefills(PageSource):
     def transfer_counts(self) -> TransferCounts:
         """What has come of transfers so far."""
         landed = sum(pages.landing.count(self) for pages in self.ranks)
-        return self._counts._replace(under_way=len(self._transfers), landed=landed)
+        return TransferCounts(**self._counts, under_way=len(self._transfers), landed=landed)
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:
-        """(prefill engine, message) that are to be sent; each is given once."""
+        """Take the (prefill engine, message) that are to be sent; each is given once."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -172,7 +172,7 @@ class RemotePrefills(PageSource):
                 self._complete(transfer, now)
 
     def awaits(self, rank: int, request: Request, name: bytes) -> bool:
-        """Whether a page is on its way to a rank; the request then waits for it, and need not be looked at before."""
+        """Say whether a page is on its way to a rank; the request then waits for it, and need not be looked at before."""
         transfer = self._expected.get((rank, name))
         if transfer is None:
             return False
@@ -241,7 +241,7 @@ class RemotePrefills(PageSource):
             self._give_up(transfer)
             return
         self._arrived(transfer, name)
-        self._count(pages=1)
+        self._counts["pages"] += 1
         transfer.since = now
         transfer.wake()
         if not transfer.awaited:
@@ -268,7 +268,7 @@ class RemotePrefills(PageSource):
         self._links_of.pop(request, None)
 
     def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
-        """How many of the pages that have come for a request its prefill engine had not cached."""
+        """Count the pages that have come for a request and that its prefill engine had not cached."""
         pages, transfer = loaded.get(TIER, 0), self._of.get(request)
         if transfer is None:
             return pages
@@ -292,12 +292,12 @@ class RemotePrefills(PageSource):
         yield CommandTurn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
 
     def take_waits(self) -> list[tuple[str, float]]:
-        """Seconds from asking to the last page of completed transfers."""
+        """Take the seconds from asking to the last page of completed transfers."""
         waits, self._waits = self._waits, []
         return waits
 
     def _reserved(self, rank: int) -> tuple[int, int]:
-        """Requests of a rank that wait for transfers, and pages that they will need for what has not come."""
+        """Count the requests of a rank that wait for transfers, and the pages that they will need for what has not come."""
         of_rank = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
         requests = sum(len(transfer.requests) for transfer in of_rank)
         return requests, sum(len(transfer.awaited) for transfer in of_rank) + requests
@@ -318,11 +318,11 @@ class RemotePrefills(PageSource):
         salt, priority = request.options.cache_salt, request.options.priority
         ask = PrefillRequest(name, int32s(tokens), num_cached, len(names), salt, priority)
         self._messages.append((link, ask))
-        self._count(asked=1)
+        self._counts["asked"] += 1
         self.awaits(rank, request, rest[0])
 
     def _links(self, request: Request, now: float) -> list[int]:
-        """Prefill engines that may be asked for a request now."""
+        """List the prefill engines that may be asked for a request now."""
         named = self._links_of.get(request)
         links = self._any if named is None else (named,)
         return [link for link in links if not self._backoffs[link].holds(now)]
@@ -387,7 +387,7 @@ class RemotePrefills(PageSource):
                 return
 
     def _complete(self, transfer: Transfer, now: float) -> None:
-        self._count(completed=1)
+        self._counts["completed"] += 1
         self._waits.append((TIER, now - transfer.began))
         for offer in transfer.offers:
             self._messages.append((transfer.link, ReleaseChunk(offer.number)))
@@ -396,7 +396,7 @@ class RemotePrefills(PageSource):
 
     def _give_up(self, transfer: Transfer, tells: bool = True) -> None:
         """Go on without what has not come: its requests compute the rest."""
-        self._count(given_up=1)
+        self._counts["given_up"] += 1
         for request in transfer.requests:
             self._computed_here.add(request)
         self._end(transfer, tells)
@@ -412,8 +412,3 @@ class RemotePrefills(PageSource):
         if tells:
             self._messages.append((transfer.link, CancelTransfer(transfer.name)))
         transfer.wake()
-
-    def _count(self, **more: int) -> None:
-        self._counts = self._counts._replace(
-            **{name: getattr(self._counts, name) + value for name, value in more.items()}
-        )

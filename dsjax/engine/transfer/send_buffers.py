@@ -6,27 +6,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dsjax.engine.transfer.messages import MOST_KEPT, Chunk, ChunkGoneError, ChunkReady
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.transfer.messages import MOST_KEPT, Chunk, ChunkGoneError, ChunkReady, ToDecode
 
 
 @dataclass(eq=False)
 class PageSend:
-    """The transfer that a request is computed for.
+    """A transfer that is computed for another engine.
 
     Attributes:
+        receive: takes what its decode engine is told; None until that one has asked.
         next: the first page that has not been handed to be sent. end: behind the last one wanted.
         cached: tokens that its first admission found cached; None before.
     """
 
     transfer: str
+    request: Request
+    receive: Callable[[ToDecode], None] | None
     next: int
     end: int
     cached: int | None = None
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every page is sent, or is about to be."""
         return self.next >= self.end
+
+    def tell(self, message: ToDecode) -> None:
+        """Send a message to the decode engine that has asked, if one has yet."""
+        if self.receive is not None:
+            self.receive(message)
 
 
 class Keeper(NamedTuple):
@@ -43,7 +52,7 @@ class Keeper(NamedTuple):
 @dataclass(eq=False)
 class _Buffer:
     rank: int
-    sending: PageSend
+    send: PageSend
     offer: ChunkReady
     until: float
     chunk: Chunk | None = None
@@ -96,21 +105,21 @@ class SendBuffers:
         return self._most_kept * len(self._room) - sum(self._room)
 
     def room(self, rank: int) -> int:
-        """How many further pages of a rank may go into chunks now."""
+        """Count the further pages of a rank that may go into chunks now."""
         return self._room[rank]
 
-    def begin(self, rank: int, sending: PageSend, first: int, count: int) -> int:
+    def begin(self, rank: int, send: PageSend, first: int, count: int) -> int:
         """Have pages go into a new chunk, and return its number."""
         with self._lock:
             number = next(self._numbers) % 2**31
             self._room[rank] -= count
             address = self._keepers[rank].address
-            offer = ChunkReady(sending.transfer, number, first, count, sending.cached or 0, address)
-            self._buffers[number] = _Buffer(rank, sending, offer, self._clock() + self.timeout)
+            offer = ChunkReady(send.transfer, number, first, count, send.cached or 0, address)
+            self._buffers[number] = _Buffer(rank, send, offer, self._clock() + self.timeout)
         return number
 
     def ready(self, number: int, chunk: Chunk | None) -> None:
-        """A chunk is complete; it is offered, and its time begins, unless nobody wants it any more. None: another process keeps it."""
+        """Offer a chunk that is complete, and begin its time, unless nobody wants it any more. None: another process keeps it."""
         with self._lock:
             buffer = self._buffers.get(number)
             if buffer is None:
@@ -120,7 +129,7 @@ class SendBuffers:
         self._offer(buffer.offer)
 
     def take(self, number: int) -> Chunk:
-        """A chunk that was offered. It is kept until it is released.
+        """Give a chunk that was offered. It is kept until it is released.
 
         Raises:
             ChunkGoneError: it is not kept any more.
@@ -136,35 +145,35 @@ class SendBuffers:
         with self._lock:
             self._drop(number)
 
-    def cancel(self, sending: PageSend) -> None:
+    def cancel(self, send: PageSend) -> None:
         """Keep no chunk of a transfer any longer."""
         with self._lock:
-            for number in [number for number, buffer in self._buffers.items() if buffer.sending is sending]:
+            for number in [number for number, buffer in self._buffers.items() if buffer.send is send]:
                 self._drop(number)
 
     def expire(self) -> list[PageSend]:
-        """Transfers of which a chunk was not pulled in time. Whoever asks cancels them."""
+        """List the transfers of which a chunk was not pulled in time. Whoever asks cancels them."""
         now = self._clock()
         with self._lock:
             late = [buffer for buffer in self._buffers.values() if buffer.until < now]
             self.expired += len(late)
-        return list(dict.fromkeys(buffer.sending for buffer in late))
+        return list(dict.fromkeys(buffer.send for buffer in late))
 
-    def offers(self, sending: PageSend) -> list[ChunkReady]:
-        """What can be pulled of a transfer now."""
+    def offers(self, send: PageSend) -> list[ChunkReady]:
+        """List what can be pulled of a transfer now."""
         with self._lock:
-            return [buffer.offer for buffer in self._buffers.values() if buffer.sending is sending and buffer.is_ready]
+            return [buffer.offer for buffer in self._buffers.values() if buffer.send is send and buffer.is_ready]
 
     def take_gone(self) -> list[int]:
-        """Chunks that other processes keep and need not keep any more; each is told of once."""
+        """Take the chunks that other processes keep and need not keep any more; each is told of once."""
         with self._lock:
             gone, self._gone = self._gone, []
             return gone
 
-    def kept_for(self, sending: PageSend) -> bool:
-        """Whether a chunk of a transfer is kept."""
+    def kept_for(self, send: PageSend) -> bool:
+        """Say whether a chunk of a transfer is kept."""
         with self._lock:
-            return any(buffer.sending is sending for buffer in self._buffers.values())
+            return any(buffer.send is send for buffer in self._buffers.values())
 
     def _drop(self, number: int) -> None:
         buffer = self._buffers.pop(number, None)

@@ -41,9 +41,9 @@ class Collectives:
         """Call what makes gloo listen, and find out where that is."""
         before = set(_listeners())
         made = make()
-        found = set(_listeners()) - before
-        if len(found) == 1:  # else something else began to listen in the same moment
-            self.endpoint = found.pop()
+        new_listeners = set(_listeners()) - before
+        if len(new_listeners) == 1:  # else something else began to listen in the same moment
+            self.endpoint = new_listeners.pop()
         return made
 
     def begin(self, generation: int, order: Iterable[int], endpoints: Iterable[Endpoint | None]) -> None:
@@ -76,21 +76,21 @@ class Collectives:
 
     def _connections(self) -> Iterator[tuple[int, socket.socket]]:
         """Those of gloo, with numbers that are theirs alone."""
-        own = self.endpoint
-        if own is None:
+        endpoint = self.endpoint
+        if endpoint is None:
             return
-        for inode, found in _sockets():
+        for inode, socket_ in _sockets():
             with contextlib.suppress(OSError):
-                here, there = found.getsockname()[:2], found.getpeername()[:2]  # a listener has no peer
-                if here == own or there in self._others:
-                    yield inode, found
+                here, there = socket_.getsockname()[:2], socket_.getpeername()[:2]  # a listener has no peer
+                if here == endpoint or there in self._others:
+                    yield inode, socket_
 
 
 def _listeners() -> Iterator[Endpoint]:
-    for _, found in _sockets():
+    for _, socket_ in _sockets():
         with contextlib.suppress(OSError):
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield found.getsockname()[:2]
+            if socket_.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield socket_.getsockname()[:2]
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
@@ -101,10 +101,10 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
             number = os.dup(int(name))
         except OSError:  # it was closed meanwhile
             continue
-        found = os.fstat(number)
-        if not stat.S_ISSOCK(found.st_mode):
+        status = os.fstat(number)
+        if not stat.S_ISSOCK(status.st_mode):
             os.close(number)
             continue
         with socket.socket(fileno=number) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                yield found.st_ino, connection
+                yield status.st_ino, connection

@@ -64,21 +64,21 @@ class DeviceOrders:
 
     def _groups(self, order: Sequence[int], shape: tuple[int, int, int]) -> set[Group]:
         """The ordered groups in which collectives over any of the mesh's axes take place, as far as they span processes."""
-        grid, found = np.array(order).reshape(shape), set()
+        grid, across = np.array(order).reshape(shape), set()
         axes = [axis for axis in range(3) if shape[axis] > 1]
         for count in range(1, len(axes) + 1):
             for within in itertools.combinations(axes, count):
                 others = [axis for axis in range(3) if axis not in within]
                 size = int(np.prod([shape[axis] for axis in within]))
                 rows = grid.transpose(*others, *within).reshape(-1, size).tolist()
-                found |= {tuple(row) for row in rows if len({self._process_of[i] for i in row}) > 1}
-        return found
+                across |= {tuple(row) for row in rows if len({self._process_of[i] for i in row}) > 1}
+        return across
 
 
 def _blocks(device_ids: Sequence[int], tp: int, process_of: Mapping[int, int]) -> list[list[list[int]]]:
     """The tensor-parallel groups, process by process."""
     groups = [list(device_ids[at : at + tp]) for at in range(0, len(device_ids), tp)]
-    return [list(own) for _, own in itertools.groupby(groups, key=lambda group: process_of[group[0]])]
+    return [list(block) for _, block in itertools.groupby(groups, key=lambda group: process_of[group[0]])]
 
 
 def _order(blocks: list[list[list[int]]], attempt: int) -> list[int]:
@@ -89,10 +89,10 @@ def _order(blocks: list[list[list[int]]], attempt: int) -> list[int]:
     if attempt < count:
         turned = blocks[attempt:] + blocks[:attempt]
     elif attempt < _TRIES // 4:
-        turned = rng.sample([rng.sample(own, len(own)) for own in blocks], count)
+        turned = rng.sample([rng.sample(block, len(block)) for block in blocks], count)
     else:
-        groups = [group for own in blocks for group in own]
+        groups = [group for block in blocks for group in block]
         turned = [rng.sample(groups, len(groups))]
         if attempt >= _TRIES // 2:
-            turned = [[rng.sample(group, len(group)) for group in own] for own in turned]
-    return [device for own in turned for group in own for device in group]
+            turned = [[rng.sample(group, len(group)) for group in block] for block in turned]
+    return [device for block in turned for group in block for device in group]

@@ -154,7 +154,7 @@ def _kernel(
     dtype = q_rope.dtype
     start, length, first_page = start_ref[row], length_ref[row], layer_ref[0] * pages_of_layer
     token = (tile * rows + jnp.arange(rows)) // heads
-    own = jnp.where(token < length, start + token, -1)  # -1 sees nothing
+    position = jnp.where(token < length, start + token, -1)  # -1 sees nothing
     last = jnp.minimum((tile * rows + rows - 1) // heads, length - 1)
     seen = jnp.where(tile * rows // heads < length, start + last + 1, 0)  # positions that the tile's last token sees
     blocks = (jnp.minimum(seen, pages * page_slots) + positions - 1) // positions
@@ -168,11 +168,11 @@ def _kernel(
         if columns.stop > width:
             mask, at = mask & (at < width), jnp.minimum(at, width - 1)
         if stored != fp8.E4M3:
-            found = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask, other=0)
-            return (found if found.dtype == stored else lax.bitcast_convert_type(found, stored)).astype(dtype)
-        found = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask)  # Triton has no FP8 zero to put elsewhere
-        found = found if found.dtype == stored else lax.bitcast_convert_type(found, stored)
-        return jnp.where(mask, found.astype(dtype), 0)
+            values = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask, other=0)
+            return (values if values.dtype == stored else lax.bitcast_convert_type(values, stored)).astype(dtype)
+        values = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask)  # Triton has no FP8 zero to put elsewhere
+        values = values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
+        return jnp.where(mask, values.astype(dtype), 0)
 
     def step(block, carry):
         peak, total, sums = carry
@@ -192,10 +192,10 @@ def _kernel(
                 product = product * factors[i]
             scores = scores + product
         scores = scores * scale
-        visible = (own[:, None] >= at[None, :]) & inside[None, :]
+        visible = (position[:, None] >= at[None, :]) & inside[None, :]
         if holes:
             held = plgpu.load(holes[0].at[index], mask=inside, other=0) != 0
-            visible = visible & (held[None, :] | (own[:, None] == at[None, :]))
+            visible = visible & (held[None, :] | (position[:, None] == at[None, :]))
         scores = jnp.where(visible, scores, NOTHING)
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp2(scores - higher[:, None]), 0.0)

@@ -97,12 +97,14 @@ def _kernel(
         k = block * depth + jnp.arange(depth)
         x = plgpu.load(x_ref.at[row[:, None], head, k[None, :]], mask=(row < T)[:, None] & (k < K)[None, :], other=0)
         # Of keys the latents are the result's columns, and the weight is turned around.
-        latent, own = (n, k) if keys else (k, n)
+        latent, head_columns = (n, k) if keys else (k, n)
         mask = None
         if K % depth or width % columns:
-            mask = (latent < (width if keys else K))[:, None] & (own < (K if keys else width))[None, :]
-        found = widened(weight_ref, (layer, latent[:, None], (first + own)[None, :]), mask, weight_dtype, dtype)
-        product = plgpu.dot(x, found, trans_b=keys, precision=precision)
+            mask = (latent < (width if keys else K))[:, None] & (head_columns < (K if keys else width))[None, :]
+        weight = widened(
+            weight_ref, (layer, latent[:, None], (first + head_columns)[None, :]), mask, weight_dtype, dtype
+        )
+        product = plgpu.dot(x, weight, trans_b=keys, precision=precision)
         if scaled:
             across = (column * columns, block * depth) if keys else (block * depth, column * columns)
             product = product * scale_ref[layer, across[0] // BLOCK, (first + across[1]) // BLOCK]

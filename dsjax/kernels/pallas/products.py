@@ -65,18 +65,18 @@ class ProductTiles:
     def dense(cls, rows: int, depth: int, columns: int) -> ProductTiles:
         """For a matrix ``[depth, columns]`` and so many rows."""
         tile = min(128, (power(rows)))
-        found = cls(tile, 64, 128, 1, 4, 4) if tile < 128 else cls(tile, 128, 64, 1, 8, 3)
+        tiles = cls(tile, 64, 128, 1, 4, 4) if tile < 128 else cls(tile, 128, 64, 1, 8, 3)
         spread = -(-rows // tile)
-        programs = spread * -(-columns // found.columns)
-        splits = max(1, min(CORES // programs, depth // (4 * found.depth)))
-        return replace(found, spread=spread, splits=splits)
+        programs = spread * -(-columns // tiles.columns)
+        splits = max(1, min(CORES // programs, depth // (4 * tiles.depth)))
+        return replace(tiles, spread=spread, splits=splits)
 
     def tuned(self, table: TileTable | None, product: Product) -> ProductTiles:
         """With the sizes that a table has for a product; these, where it has none."""
-        found = table and table.find(product)
-        if not found:
+        settings = table and table.find(product)
+        if not settings:
             return self
-        tiles = replace(self, **found)
+        tiles = replace(self, **settings)
         return replace(tiles, spread=max(1, math.ceil(self.rows * self.spread / tiles.rows)))
 
 
@@ -165,8 +165,8 @@ def dense(
     flat = weight.reshape(weight.shape[0], 1, K, -1)
     scales = None if scale is None else scale.reshape(scale.shape[0], 1, scale.shape[1], -1)
     if not isinstance(tiles, ProductTiles):
-        own = Product("dense" + "_fp8" * quantised, K, flat.shape[-1], np.dtype(weight_dtype).name, T)
-        tiles = ProductTiles.dense(T, K, flat.shape[-1]).tuned(tiles, own)
+        kind = Product("dense" + "_fp8" * quantised, K, flat.shape[-1], np.dtype(weight_dtype).name, T)
+        tiles = ProductTiles.dense(T, K, flat.shape[-1]).tuned(tiles, kind)
     x = jax.tree.map(lambda array: jnp.pad(array, ((0, -T % tiles.rows), (0, 0))), x_TK)
     dtype = dtype if quantised else x.dtype
     one = Groups(jnp.zeros((1,), jnp.int32), jnp.full((1,), T, jnp.int32), T)
@@ -179,11 +179,11 @@ def dense(
 
 def widened(ref, at: tuple, mask: Array | None, stored: np.dtype, dtype) -> Array:
     """Inside a kernel: a tile of weights, whose bits mean ``stored``, in ``dtype``; zero where the mask is false. None: all is there."""
-    found = ref[at] if mask is None else plgpu.load(ref.at[at], mask=mask)
-    if found.dtype != stored:
-        found = lax.bitcast_convert_type(found, stored)
+    values = ref[at] if mask is None else plgpu.load(ref.at[at], mask=mask)
+    if values.dtype != stored:
+        values = lax.bitcast_convert_type(values, stored)
     # Triton makes no FP8 constant to load in place of what is masked.
-    return found.astype(dtype) if mask is None else jnp.where(mask, found.astype(dtype), 0)
+    return values.astype(dtype) if mask is None else jnp.where(mask, values.astype(dtype), 0)
 
 
 def takes(weight: Array, scale: Array | None) -> bool:
@@ -198,8 +198,8 @@ def _product(
     quantised = isinstance(x, fp8.Quantised)
     name = (name or ("experts_gate_up" if fused else "experts_down")) + "_fp8" * quantised
     if not isinstance(tiles, ProductTiles):
-        own = Product(name, weight.shape[2], weight.shape[-1], np.dtype(weight_dtype).name, groups.mean_load)
-        tiles = ProductTiles.for_load(groups.mean_load).tuned(tiles, own)
+        kind = Product(name, weight.shape[2], weight.shape[-1], np.dtype(weight_dtype).name, groups.mean_load)
+        tiles = ProductTiles.for_load(groups.mean_load).tuned(tiles, kind)
     if quantised:
         # Whole blocks of the depth, so that nothing is masked: the weights' last row stands for those that are not there, times 0.
         x = fp8.Quantised(jnp.pad(x.values, ((0, 0), (0, -x.values.shape[1] % BLOCK))), x.scales)
@@ -257,8 +257,8 @@ def _kernel(
             depth = weight_ref.shape[2]
             rows = k if depth == K else jnp.minimum(k, depth - 1)
             columns = n if N % tiles.columns == 0 else jnp.minimum(n, N - 1)
-            found = weight_ref[(layer, expert, rows[:, None], *middle, columns[None, :])]
-            return found if found.dtype == weight_dtype else lax.bitcast_convert_type(found, weight_dtype)
+            values = weight_ref[(layer, expert, rows[:, None], *middle, columns[None, :])]
+            return values if values.dtype == weight_dtype else lax.bitcast_convert_type(values, weight_dtype)
         at = (layer, expert, k[:, None], *middle, n[None, :])
         whole = K % tiles.depth == 0 and N % tiles.columns == 0
         return widened(weight_ref, at, None if whole else (k[:, None] < K) & (n[None, :] < N), weight_dtype, dtype)
@@ -274,7 +274,7 @@ def _kernel(
             else:
                 x = x_ref[row[:, None], k[None, :]]
             across = block * tiles.depth // BLOCK
-            found = []
+            added = []
             for half, total in zip(halves, sums, strict=True):
                 product = plgpu.dot(x, weights(k, half), precision=precision)
                 if quantised:
@@ -282,14 +282,14 @@ def _kernel(
                 if scaled:
                     middle = () if half is None else (half,)
                     product = product * scale_ref[(layer, expert, across, *middle, column * tiles.columns // BLOCK)]
-                found.append(total + product)
-            return tuple(found)
+                added.append(total + product)
+            return tuple(added)
 
         zeros = tuple(jnp.zeros((tiles.rows, tiles.columns), jnp.float32) for _ in halves)
         blocks = pl.cdiv(K, tiles.depth)
-        own = pl.cdiv(blocks, tiles.splits)
-        last = blocks if tiles.splits == 1 else jnp.minimum((part + 1) * own, blocks)
-        sums = lax.fori_loop(0 if tiles.splits == 1 else part * own, last, deeper, zeros)
+        steps = pl.cdiv(blocks, tiles.splits)
+        last = blocks if tiles.splits == 1 else jnp.minimum((part + 1) * steps, blocks)
+        sums = lax.fori_loop(0 if tiles.splits == 1 else part * steps, last, deeper, zeros)
         out = sums[0] / (1 + jnp.exp(-sums[0])) * sums[1] if fused else sums[0]
         if out_scale_ref:
             out = jnp.where((n < N)[None, :], out.astype(dtype).astype(jnp.float32), 0.0)
@@ -305,8 +305,8 @@ def _kernel(
         return tile
 
     # Tile by tile: those of this program's share of the expert's pairs.
-    own = (pl.cdiv(count, tiles.rows) - spread + tiles.spread - 1) // tiles.spread
-    lax.fori_loop(0, own, lambda turn, _: one_tile(spread + turn * tiles.spread, _), 0)
+    turns = (pl.cdiv(count, tiles.rows) - spread + tiles.spread - 1) // tiles.spread
+    lax.fori_loop(0, turns, lambda turn, _: one_tile(spread + turn * tiles.spread, _), 0)
 
 
 def addressable(array: Array) -> bool:

@@ -208,7 +208,7 @@ def _kernel(
     peak_ref[...] = jnp.full_like(peak_ref, NOTHING)
     total_ref[...] = jnp.zeros_like(total_ref)
     token = lax.div(tile * rows + lax.broadcasted_iota(jnp.int32, (rows, 1), 0), heads)
-    own = jnp.where(token < length_ref[row], start_ref[row] + token, -1)  # -1 sees nothing
+    position = jnp.where(token < length_ref[row], start_ref[row] + token, -1)  # -1 sees nothing
 
     @pl.loop(0, blocks)
     def _(block):
@@ -231,9 +231,9 @@ def _kernel(
             for q, entries in zip(queries, context, strict=True)
         )
         at = block * positions + lax.broadcasted_iota(jnp.int32, (1, positions), 1)
-        visible = own >= at
+        visible = position >= at
         if held_ref is not None:
-            visible = visible & ((held_ref[block] != 0) | (own == at))
+            visible = visible & ((held_ref[block] != 0) | (position == at))
         scores = jnp.where(visible, scores * scale, NOTHING)
         peak = peak_ref[:, :1]
         higher = jnp.maximum(peak, jnp.max(scores, axis=1, keepdims=True))
@@ -251,9 +251,9 @@ def _kernel(
     state_ref[1] = ((blocks > 0) & (next_seen > 0)).astype(jnp.int32)
 
 
-def _widened(found: Array, stored: np.dtype, dtype) -> Array:
-    found = found if found.dtype == stored else lax.bitcast_convert_type(found, stored)
-    return found.astype(dtype)
+def _widened(values: Array, stored: np.dtype, dtype) -> Array:
+    values = values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
+    return values.astype(dtype)
 
 
 def attention_cost(

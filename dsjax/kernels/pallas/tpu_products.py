@@ -156,8 +156,8 @@ def _product(
     """own_dtype: of a dense matrix, whose products come in the dtype of ``x``, and of which all rows are known to be there."""
     weight = stack.weight
     depth, columns, fused = weight.shape[2], weight.shape[-1], weight.ndim == 5
-    own = block_columns(depth, columns, 1 + fused)
-    across, row_tiles = columns // own, len(pairs.expert_T)
+    block_width = block_columns(depth, columns, 1 + fused)
+    across, row_tiles = columns // block_width, len(pairs.expert_T)
     at = (lambda t, n: (t, n)) if tiles.rows_first else (lambda n, t: (t, n))
     grid = (row_tiles, across) if tiles.rows_first else (across, row_tiles)
 
@@ -182,12 +182,12 @@ def _product(
     both = [2] * fused
     if stack.scale is None:
         kernel, operands = _gate_up if fused else _down, [weight]
-        weights = [pl.BlockSpec((1, 1, depth, *both, own), weights_block)]
+        weights = [pl.BlockSpec((1, 1, depth, *both, block_width), weights_block)]
     else:
         kernel, operands = _gate_up_fp8 if fused else _down_fp8, [_matrices_first(weight), _column_scales(stack, layer)]
         weights = [
-            pl.BlockSpec((1, 1, *both, depth, own), weights_block),
-            pl.BlockSpec((1, *both, depth // BLOCK, own), scales_block),
+            pl.BlockSpec((1, 1, *both, depth, block_width), weights_block),
+            pl.BlockSpec((1, *both, depth // BLOCK, block_width), scales_block),
         ]
 
     def out_block(i, j, layer, expert, use):
@@ -204,7 +204,7 @@ def _product(
             num_scalar_prefetch=3,
             grid=grid,
             in_specs=[pl.BlockSpec((tiles.rows, depth), rows_block), *weights],
-            out_specs=pl.BlockSpec((tiles.rows, own), out_block),
+            out_specs=pl.BlockSpec((tiles.rows, block_width), out_block),
         ),
         out_shape=jax.ShapeDtypeStruct((row_tiles * tiles.rows, columns), out_dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=MEMORY),
@@ -234,8 +234,8 @@ def _multiply(x: Array, weight: Array) -> Array:
 
 
 def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype):
-    depth, own = weight_ref.shape[2], weight_ref.shape[-1]
-    registers = own // BLOCK
+    depth, width = weight_ref.shape[2], weight_ref.shape[-1]
+    registers = width // BLOCK
     # Of each place of the depth, ``registers`` rows of words one after the other.
     words_ref = weight_ref.bitcast(jnp.uint32).reshape(depth * registers, BLOCK)
 
@@ -273,23 +273,23 @@ def _down_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_
         @pl.loop(0, weight_ref.shape[-1] // BLOCK)
         def _(register):
             at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
-            found = _widened(weight_ref[0, 0, :, at], scale_ref[0, :, at], weight_dtype, x_ref.dtype)
-            out_ref[:, at] = _multiply(x_ref[...], found).astype(out_ref.dtype)
+            values = _widened(weight_ref[0, 0, :, at], scale_ref[0, :, at], weight_dtype, x_ref.dtype)
+            out_ref[:, at] = _multiply(x_ref[...], values).astype(out_ref.dtype)
 
 
 def _widened(weight: Array, scale: Array, stored: np.dtype, dtype) -> Array:
     """FP8 weights ``[depth, 128]`` times their scales ``[depth ÷ 128, 128]``, as ``dequantise`` gives them."""
-    found = weight if weight.dtype == stored else lax.bitcast_convert_type(weight, stored)
+    values = weight if weight.dtype == stored else lax.bitcast_convert_type(weight, stored)
     scales = jnp.broadcast_to(scale[:, None, :], (scale.shape[0], BLOCK, BLOCK)).reshape(weight.shape)
-    return (found.astype(jnp.float32) * scales).astype(dtype)
+    return (values.astype(jnp.float32) * scales).astype(dtype)
 
 
 def _down(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype):
     @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
     def _():
-        found = weight_ref[0, 0]
-        found = found if found.dtype == weight_dtype else lax.bitcast_convert_type(found, weight_dtype)
-        out_ref[...] = _multiply(x_ref[...], found)
+        values = weight_ref[0, 0]
+        values = values if values.dtype == weight_dtype else lax.bitcast_convert_type(values, weight_dtype)
+        out_ref[...] = _multiply(x_ref[...], values)
 
 
 def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, across: int, out_bytes: int) -> KernelCost:

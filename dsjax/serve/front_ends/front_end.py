@@ -73,7 +73,7 @@ class RemoteEngine(RequestStreams):
     Attributes:
         channel: set before clients come.
         on_refused: called with the reason for which the engine's process has refused a request.
-        num_ranks: as the engine's process has told.
+        num_ranks: DP ranks of the mesh, as the engine's process has sent it.
     """
 
     channel: Channel
@@ -198,14 +198,7 @@ class Forwarding(Guard):
         if (scope["path"].rstrip("/") or "/") not in FORWARDED:
             await self._app(scope, receive, send)
             return
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        message = await receive()  # `BodyLimits` has made one message of the body
         state = scope["state"]
         state["forwarded"] = True
         headers = [(n, v) for n, v in scope["headers"] if n not in _HOP_BY_HOP and n != b"x-request-id"]
@@ -213,10 +206,10 @@ class Forwarding(Guard):
         query = scope["query_string"].decode("latin-1")
         path = scope["path"] + (f"?{query}" if query else "")
         try:
-            answer = await self._client.request(scope["method"], path, headers=headers, content=body)
+            answer = await self._client.request(scope["method"], path, headers=headers, content=message["body"])
         except httpx.HTTPError:
             error = ApiError(503, "the engine's process does not answer", type="server_error", code="not_ready")
-            await error_response(error)(scope, receive, send)
+            await error_response(scope, error)(scope, receive, send)
             return
         kept = [(name, value) for name, value in answer.headers.raw if name.lower() not in _HOP_BY_HOP]
         kept = [(name, value) for name, value in kept if name.lower() not in (b"content-encoding", b"date", b"server")]

@@ -306,7 +306,7 @@ class Channel:
 
 
 def read_first(end: socket.socket) -> Any:
-    """The engine's first message, before there is an event loop to read the others.
+    """Read the engine's first message, before there is an event loop to read the others.
 
     Raises:
         EOFError: the engine's process has gone.

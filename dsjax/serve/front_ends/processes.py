@@ -142,7 +142,7 @@ class FrontEnds:
         await self._ask(Gather)
 
     def families(self, families: Sequence[Family]) -> list[Family]:
-        """The engine's own families, with what all front ends, those that have gone too, have counted added to them."""
+        """Return the engine's own families, with what all front ends, those that have gone too, have counted added to them."""
         snapshots = [[(*key, value) for key, value in self._departed.items()]]
         return summed(families, snapshots + [link.samples for link in self.links])
 

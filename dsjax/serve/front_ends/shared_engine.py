@@ -107,7 +107,7 @@ class _Owner:
         self.link, self.handle, self.first_sent = link, handle, False
 
     def entry(self, update: Update) -> UpdateEntry:
-        """An update as the front end gets it: a plain token in four values, the rest where there is something to tell."""
+        """Write an update as the front end gets it: a plain token in four values, the rest where there is something to tell."""
         request, result, reason = update
         if result is None:
             return self.handle, None, reason, _more(request)
@@ -155,7 +155,7 @@ class EngineServer(Server):
         log_json: bool = False,
         **how: Any,
     ) -> EngineServer:
-        """A server of a `SharedEngine`, with a front end on each of `listeners`. how: as `Server` takes it."""
+        """Make a server of a `SharedEngine`, with a front end on each of `listeners`. how: as `Server` takes it."""
         make = _welcome(serving, parts, how.get("log_level", "info"), log_json)
         front_ends = FrontEnds(serving.engine, listeners, make)
         if serving.metrics is not None:
@@ -197,7 +197,7 @@ class EngineServer(Server):
 
 
 def _welcome(serving: Serving, parts: EngineParts, log_level: str, log_json: bool) -> Callable[[int, str], Welcome]:
-    """A function that makes what a front end has to know, for each anew."""
+    """Make a function that makes what a front end has to know, for each anew."""
     inputs, tokenizer = parts.inputs, parts.tokenizer
     options = serving.options
     limited = options.max_queued_requests is not None or options.max_queued_tokens is not None

@@ -26,7 +26,7 @@ _SAID_BY_TYPE = (-(2**31), 1 - 2**31, 2**31 - 1)
 
 
 def reference(schema: Schema) -> str:
-    """The page, as HTML; everything that the schema says is escaped.
+    """Write the page, as HTML; everything that the schema says is escaped.
 
     Args:
         schema: of OpenAPI 3.1, as `FastAPI.openapi` gives it.
@@ -68,7 +68,7 @@ def _words(shape: Schema) -> str:
 
 
 def type_name(schema: Schema) -> Markup:
-    """A type in words, with its bounds, and with links to the shapes that it names. A value that may be null can be left out."""
+    """Write a type in words, with its bounds, and with links to the shapes that it names. A value that may be null can be left out."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return Markup('<a href="#{0}">{1}</a>').format(name, name.rpartition("__")[2])

@@ -31,9 +31,8 @@ _HEADERS = {
 }
 
 
-def create_page_routes(app: FastAPI, serving: Any) -> None:
-    """Add the routes. The page learns everything from the API, so `serving` is not used; every room's routes are added alike."""
-    del serving
+def create_page_routes(app: FastAPI) -> None:
+    """Add the routes. The page learns everything from the API."""
     for path, (name, content_type) in _FILES.items():
         content = (importlib.resources.files(__package__) / name).read_bytes()
         app.add_api_route(path, _answer_with(content, content_type), methods=["GET", "HEAD"], include_in_schema=False)

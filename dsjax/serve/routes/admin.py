@@ -36,7 +36,7 @@ class ScaleRequest(StrictModel):
 
 
 def admin_routes(serving: Serving) -> APIRouter:
-    """`/flush_cache`, `/abort_request`, profiling, the record of the experts' load, their balance, and the mesh."""
+    """Make the routes that only an administrator may use."""
     router = APIRouter(route_class=StrictRoute)
     profiler = Profiler(serving.options.profile_dir)
     documented = errors(403, 503)

@@ -22,7 +22,7 @@ _LOADS_SECONDS = 0.5
 
 
 def status_routes(serving: Serving) -> APIRouter:
-    """`/health`, `/ready`, `/version`, `/get_load`, `/server_info`."""
+    """Make the routes `/health`, `/ready`, `/version`, `/get_load`, `/server_info`."""
     router = APIRouter()
 
     @router.get("/health", responses=errors(503))
@@ -136,5 +136,5 @@ def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:
 
 
 def package_version() -> str:
-    """The version of dsjax that is installed."""
+    """Return the version of dsjax that is installed."""
     return installed_version("dsjax", missing="unknown")

@@ -40,7 +40,7 @@ class DetokenizeRequest(StrictModel):
 
 
 def tokenizer_routes(serving: Serving) -> APIRouter:
-    """`/tokenize`, `/detokenize`, `/tokenizer_info`."""
+    """Make the routes `/tokenize`, `/detokenize`, `/tokenizer_info`."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.post("/tokenize", responses=errors(422))

@@ -110,7 +110,7 @@ def test_a_search_ends_close_below_the_load_that_fails(quantity, limit):
     search, tried = Search(quantity), []
     while (load := search.next()) is not None:
         tried.append(load)
-        search.enter(load, 1.0 if load <= limit else 0.5, 0.95)
+        search.record(load, 1.0 if load <= limit else 0.5, 0.95)
     assert len(tried) <= 20
     if quantity == "concurrency" and limit < 1:
         assert search.best is None
@@ -123,5 +123,5 @@ def test_a_search_ends_close_below_the_load_that_fails(quantity, limit):
 
 def test_a_server_that_answers_nothing_meets_nothing():
     search = Search("concurrency")
-    search.enter(search.next(), None, 0.95)
+    search.record(search.next(), None, 0.95)
     assert (search.next(), search.best) == (None, None)

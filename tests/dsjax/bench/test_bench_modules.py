@@ -16,7 +16,7 @@ from dsjax.bench.modules.dense import mlp_cases
 from dsjax.bench.modules.grid import cases
 from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, layer_stack, one_rank_cases
 from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
-from dsjax.bench.modules.routed import arrivals, route_randomly
+from dsjax.bench.modules.routed import draw_dispatch, route_randomly
 from dsjax.bench.modules.run import run_cases
 from dsjax.bench.modules.setting import LayerStack, make_setting
 from dsjax.bench.modules.timing import Budget
@@ -113,7 +113,7 @@ def test_attention_is_the_model_s_own(setting):
 
 def test_even_routing_sends_a_rank_its_share(v3):
     """8 of 256 experts: each token of 32 ranks has 8 experts, so that as many pairs arrive as leave, 8 a token of its own."""
-    even, skewed = arrivals(v3, 512, 8, 0.0), arrivals(v3, 512, 8, 0.3)
+    even, skewed = draw_dispatch(v3, 512, 8, 0.0), draw_dispatch(v3, 512, 8, 0.3)
     assert even.pairs == pytest.approx(8 * 512, rel=0.02)  # the rank nearest the mean of 32
     assert skewed.pairs > 1.1 * even.pairs, "the busiest rank of a skewed draw"
     assert even.rows <= even.pairs

@@ -3,27 +3,27 @@
 import jax.numpy as jnp
 import pytest
 
-from dsjax.bench.modules.timing import Budget, PreparedCase, Sample, Times, device_loop
+from dsjax.bench.modules.timing import Budget, PreparedCase, TimedCalls, Times, device_loop
 
 
 def test_the_call_and_what_it_costs_once_are_taken_off():
     # An empty call of 2, applications of 3 each, and 7 once: short 2 + 7 + 5 × 3, long 2 + 7 + 700 × 3.
-    times = Times((Sample(2.0, 24.0, 2109.0),) * 3, few=5, many=700)
+    times = Times((TimedCalls(2.0, 24.0, 2109.0),) * 3, few=5, many=700)
     assert times.median == pytest.approx(3.0, rel=0.01)  # the 7 are not taken off the long call: 7 / 700 of a percent
     assert times.once == pytest.approx(7.0, rel=0.01)
 
 
 def test_what_stands_several_times_in_a_program_shares_what_it_costs_once():
-    times = Times((Sample(0.0, 4 * 3.0 + 8.0, 4000 * 3.0 + 8.0),), few=4, many=4000, unit=4)
+    times = Times((TimedCalls(0.0, 4 * 3.0 + 8.0, 4000 * 3.0 + 8.0),), few=4, many=4000, unit=4)
     assert times.once == pytest.approx(2.0, rel=0.01)
 
 
 def test_noise_never_makes_a_negative_cost():
-    assert Times((Sample(1.0, 1.5, 101.0),), few=1, many=100).once == 0
+    assert Times((TimedCalls(1.0, 1.5, 101.0),), few=1, many=100).once == 0
 
 
 def test_the_spread_is_the_middle_eighty_percent():
-    times = Times(tuple(Sample(0.0, 0.0, float(i)) for i in range(1, 21)), few=0, many=1)
+    times = Times(tuple(TimedCalls(0.0, 0.0, float(i)) for i in range(1, 21)), few=0, many=1)
     assert (times.low, times.high) == (3.0, 19.0)
     assert times.to_json()["min_s"] == 1.0
 

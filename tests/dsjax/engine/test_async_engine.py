@@ -1,4 +1,7 @@
-"""The engine's thread: outputs arrive, disconnects free pages, death is heard by all."""
+"""The engine's thread: outputs arrive, disconnects free pages, death is heard by all.
+
+These are the tests of `engine_thread.py` and `request_streams.py` too.
+"""
 
 import asyncio
 import threading

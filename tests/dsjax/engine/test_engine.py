@@ -1,4 +1,7 @@
-"""From prompt to output, without threads and without JAX."""
+"""From prompt to output, without threads and without JAX.
+
+These are the tests of `core.py` and `text/outputs.py` too.
+"""
 
 import subprocess
 import sys

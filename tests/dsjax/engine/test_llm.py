@@ -1,4 +1,7 @@
-"""``LLM`` on a tiny checkpoint: order, errors, interruption, and text that depends on nothing but the request."""
+"""``LLM`` on a tiny checkpoint: order, errors, interruption, and text that depends on nothing but the request.
+
+These are the tests of `device/mesh_executor.py`, `device/step_programs.py` and `device/slots.py` too.
+"""
 
 import threading
 

@@ -5,6 +5,8 @@ A commit that moves code keeps them. One that changes a command on purpose says 
     python tools/record_commands.py            # --check compares, --full DIRECTORY writes down every command for a diff
 
 Nothing here is drawn from a clock, a thread or a hash, and Python's hash seed is another one in each run of the tests.
+
+These are the tests of `core.py` and `contract/executor.py` too.
 """
 
 from typing import get_args

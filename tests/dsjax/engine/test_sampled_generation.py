@@ -1,4 +1,7 @@
-"""Sampling parameters end to end on a mesh with every axis: the text is what they mean, and nothing compiles for it."""
+"""Sampling parameters end to end on a mesh with every axis: the text is what they mean, and nothing compiles for it.
+
+These are the tests of `device/launch_results.py` too.
+"""
 
 import json
 import re

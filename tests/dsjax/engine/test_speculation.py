@@ -2,6 +2,8 @@
 
 The module of this tiny model often agrees with the model and often does not (``drafting_checkpoint.py``), and every comparison says
 that drafts were accepted and refused in it. More meshes, dispatches and forms: ``tools/check_layouts.py``.
+
+These are the tests of `device/programs.py` too.
 """
 
 import dataclasses
@@ -214,6 +216,7 @@ def sampled(llm):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_text_is_the_same(sampled, kind):
     without, drafted, verified, accepted = sampled[kind]
@@ -223,6 +226,7 @@ def test_sampled_text_is_the_same(sampled, kind):
         assert accepted > 0
 
 
+@pytest.mark.slow
 def test_kinds_do_what_they_say(sampled):
     def text(kind):
         return sampled[kind][1].outputs[0]
@@ -235,6 +239,7 @@ def test_kinds_do_what_they_say(sampled):
     assert len(text("min_tokens").token_ids) == 10
 
 
+@pytest.mark.slow
 def test_logprobs_are_of_each_token_of_a_run(sampled):
     without, drafted, _, accepted = sampled["logprobs"]
     assert accepted > 0

@@ -20,6 +20,8 @@ from worded_checkpoint import write_worded_checkpoint
 
 from dsjax import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {
     "max_num_seqs": 1,  # few shapes to compile
     "max_num_batched_tokens": 8,

@@ -17,6 +17,8 @@ from quick_compilation import FEW_SHAPES
 from dsjax import LLM
 from dsjax.checkpoint.shards import SafetensorsFolder
 
+pytestmark = pytest.mark.slow
+
 ALL_AT_ONCE = {
     "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
     "enable_eplb": True,

@@ -281,6 +281,7 @@ def test_pallas_is_for_gpus_and_says_so_elsewhere():
         choose("pallas", "metal", np.dtype(np.float32))
 
 
+@pytest.mark.slow
 def test_the_engine_on_two_devices_gives_the_answer_of_one_with_plain_kernels(tmp_path):
     checkpoint = write_checkpoint(tmp_path)
     expected = answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", new_tokens=6)

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from dsjax.bench.serve.benchmark import Benchmark
 from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
-from dsjax.bench.serve.progress import point_progress
+from dsjax.bench.serve.report import point_progress
 
 
 def measure(url, workload: WorkloadOptions, **load):

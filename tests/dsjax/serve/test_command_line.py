@@ -22,7 +22,7 @@ from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.loading import EngineFacts, PrefillSizes
+from dsjax.engine.setup.facts import EngineFacts, PrefillSizes
 from dsjax.errors import UserError
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 from sharding import MeshError

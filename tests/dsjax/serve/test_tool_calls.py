@@ -122,7 +122,7 @@ def test_cuts_change_nothing(form, text, cuts):
 def test_deltas_have_the_name_first_and_arguments_as_they_come():
     parser = ToolCallParser(V31, 8)
     text = V31.calls([WEATHER])
-    deltas = [delta for character in text for delta in parser.push(character).deltas]
+    deltas = [delta for character in text for delta in parser.push(character).tool_calls]
     assert deltas[0]["function"] == {"name": "get_weather", "arguments": ""}
     assert len(deltas) > 5
     assert all(set(delta) == {"index", "function"} for delta in deltas[1:])

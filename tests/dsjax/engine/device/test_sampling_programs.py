@@ -3,6 +3,8 @@
 A Markov model of six tokens stands in for the model, so that the probability of every text of three tokens can be written down. Drafts
 are arbitrary fixed tokens. 24,576 texts a case are drawn with the programs that serving runs, and half as many of those with biases, whose
 program takes ten times as long over so many rows.
+
+These are the tests of `device/programs.py` too.
 """
 
 import functools

@@ -10,12 +10,11 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.sampling_params import OutputKind
-from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, largest_mesh
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import ChangeUnderWayError, UserError
-from sharding import MeshError, MeshSpec
+from sharding import MeshError
 
 
 class FakeGenerations:
@@ -57,25 +56,25 @@ def add_all(engine: LLMEngine, **params) -> None:
         engine.add_request(name, prompt, SamplingParams(temperature=0, **{"max_tokens": 20, **params}))
 
 
-def take(engine: LLMEngine, found: dict[str, list[int]], steps: int = 10_000) -> None:
+def take(engine: LLMEngine, token_ids: dict[str, list[int]], steps: int = 10_000) -> None:
     """Step, adding up each request's deltas as a stream's reader does."""
     for _ in range(steps):
         if not engine.has_unfinished():
             return
         for output in engine.step():
-            found.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+            token_ids.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5, 9, 14])
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 1)])
 def test_a_change_between_two_steps_changes_no_token(at, sizes):
     engine, _ = engine_over([FakeExecutor(num_ranks=ranks, max_in_flight=2) for ranks in sizes])
-    found: dict[str, list[int]] = {}
+    token_ids: dict[str, list[int]] = {}
     add_all(engine, output_kind=OutputKind.DELTA)
-    take(engine, found, at)
+    take(engine, token_ids, at)
     engine.scale("dp")
-    take(engine, found)
-    assert found == {name: expected_tokens(prompt, 20) for name, prompt in PROMPTS.items()}
+    take(engine, token_ids)
+    assert token_ids == {name: expected_tokens(prompt, 20) for name, prompt in PROMPTS.items()}
     assert engine.core.scheduler.num_unfinished == 0
     assert all(rank.pool.num_used == 0 for rank in engine.core.scheduler.ranks)
 
@@ -85,19 +84,19 @@ def test_nothing_of_a_step_that_is_lost_is_seen(at):
     executors = [FakeExecutor(num_ranks=ranks, max_in_flight=2) for ranks in (4, 2, 3)]
     executors[0].fail_at_step, executors[1].fail_at_step = at, 4
     engine, generations = engine_over(executors)
-    found: dict[str, list[int]] = {}
+    token_ids: dict[str, list[int]] = {}
     add_all(engine, output_kind=OutputKind.DELTA)
-    take(engine, found)
+    take(engine, token_ids)
     assert [str(error) for error in generations.errors] == ["the fake device is lost"] * 2
-    assert found == {name: expected_tokens(prompt, 20) for name, prompt in PROMPTS.items()}
+    assert token_ids == {name: expected_tokens(prompt, 20) for name, prompt in PROMPTS.items()}
 
 
 def test_tokens_that_were_entered_before_something_behind_them_failed_are_given():
     executors = [FakeExecutor(num_ranks=2), FakeExecutor(num_ranks=1)]
     engine, generations = engine_over(executors)
-    found: dict[str, list[int]] = {}
+    token_ids: dict[str, list[int]] = {}
     add_all(engine, output_kind=OutputKind.DELTA)
-    take(engine, found, 3)
+    take(engine, token_ids, 3)
     real, calls = engine.core._clear_dirty, []
 
     def fail_once():
@@ -107,10 +106,10 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
         real()
 
     engine.core._clear_dirty = fail_once
-    take(engine, found)
+    take(engine, token_ids)
     assert calls
     assert len(generations.errors) == 1
-    assert found == {name: expected_tokens(prompt, 20) for name, prompt in PROMPTS.items()}
+    assert token_ids == {name: expected_tokens(prompt, 20) for name, prompt in PROMPTS.items()}
 
 
 def test_an_error_that_nothing_survives_is_raised_as_it_was():
@@ -130,72 +129,21 @@ def test_a_request_that_the_smaller_cache_cannot_hold_ends_with_that_error_and_o
     engine.add_request("short", [3], SamplingParams(max_tokens=4, **params))
     engine.step()
     engine.scale("smaller")
-    found = {}
+    outputs = {}
     while engine.has_unfinished():
-        found |= {output.request_id: output.outputs[0] for output in engine.step()}
-    assert found["long"].finish_reason == "error"
-    assert found["long"].error == "no_room_on_the_new_mesh"
+        outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
+    assert outputs["long"].finish_reason == "error"
+    assert outputs["long"].error == "no_room_on_the_new_mesh"
     assert (
-        "the server's mesh has changed, and the prompt has 10 tokens and max_tokens is 40" in found["long"].stop_reason
+        "the server's mesh has changed, and the prompt has 10 tokens and max_tokens is 40"
+        in outputs["long"].stop_reason
     )
-    assert found["open"].finish_reason == "length"
-    assert found["open"].token_ids == expected_tokens([2] * 3, 17 - 3)
-    assert found["short"].token_ids == expected_tokens([3], 4)
+    assert outputs["open"].finish_reason == "length"
+    assert outputs["open"].token_ids == expected_tokens([2] * 3, 17 - 3)
+    assert outputs["short"].token_ids == expected_tokens([3], 4)
     # And what comes later is refused by the new size.
     with pytest.raises(UserError, match="the cache of a rank holds 16"):
         engine.add_request("later", [1] * 10, SamplingParams(max_tokens=40, **params))
-
-
-# Which mesh, and with which options.
-
-
-class Args(SimpleNamespace):
-    """What of `EngineArgs` decides."""
-
-    def __init__(self, num_redundant=0, eplb=None):
-        super().__init__(num_redundant=num_redundant, eplb=eplb, init_expert_location=None, mesh="dp=4")
-
-
-def config(experts=32, heads=8):
-    return SimpleNamespace(
-        n_routed_experts=experts,
-        is_moe=bool(experts),
-        num_attention_heads=heads,
-        num_dense_layers=0,
-        n_shared_experts=0,
-        moe_intermediate_size=16,
-    )
-
-
-@pytest.mark.parametrize(
-    ("wanted", "devices", "found"),
-    [
-        ("dp=32", 32, "dp=32"),
-        ("dp=32", 24, "dp=24"),
-        ("dp=4,tp=8", 31, "dp=3,tp=8"),
-        ("dp=4,tp=2,ep=4", 6, "dp=3,tp=2"),
-        ("dp=4,tp=2,ep=4", 5, "dp=2,tp=2"),
-        ("dp=4,tp=2,ep=2", 6, "dp=3,tp=2,ep=2"),
-        ("dp=2", 8, "dp=2"),
-    ],
-)
-def test_tp_stays_and_dp_shrinks_and_ep_stays_where_it_divides(wanted, devices, found):
-    assert str(largest_mesh(Args(), config(256), "f32", MeshSpec.parse(wanted), [None] * devices)) == found
-
-
-def test_too_few_devices_for_one_dp_rank_are_named():
-    with pytest.raises(NoMeshError, match="3 devices are left, too few for one DP rank of tp=4"):
-        largest_mesh(Args(), config(), "f32", MeshSpec(2, 4), [None] * 3)
-
-
-@pytest.mark.parametrize(
-    ("asked", "mesh", "found"), [(0, "dp=24", 8), (0, "dp=16", 0), (32, "dp=24", 32), (8, "dp=32", 32)]
-)
-def test_experts_get_the_fewest_copies_that_divide(asked, mesh, found):
-    assert changed_options(Args(asked), config(256), MeshSpec.parse(mesh))["redundant_experts"] == found
-
-
-# With a model.
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +160,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.slow
 def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_tokens(checkpoint, tmp_path):
     params = [
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False),
@@ -227,7 +176,7 @@ def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_t
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         llm.engine.add_request(str(index), prompt, param)
-    found: dict[str, list[int]] = {}
+    token_ids: dict[str, list[int]] = {}
     for mesh in ("dp=1", "dp=2"):
         for _ in range(3):
             llm.engine.step()
@@ -236,8 +185,8 @@ def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_t
         assert (llm.executor.extension(ExpertMover) is None) == (mesh == "dp=1")
     assert llm._generations.number == 2
     while llm.engine.has_unfinished():
-        found |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step() if output.finished}
-    assert [found[str(index)] for index in range(3)] == expected
+        token_ids |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step() if output.finished}
+    assert [token_ids[str(index)] for index in range(3)] == expected
     with pytest.raises(MeshError, match=r"mesh dp=4096 wants 4096 devices, and this server has \d+"):
         llm.scale("dp=4096")
     with pytest.raises(MeshError, match="heads are not divisible by tp=3"):

@@ -1,4 +1,7 @@
-"""An engine whose experts follow the load tells every request what an engine tells whose experts stay, whatever happens meanwhile."""
+"""An engine whose experts follow the load tells every request what an engine tells whose experts stay, whatever happens meanwhile.
+
+These are the tests of `experts/eplb.py` and `setup/expert_location.py` too.
+"""
 
 import asyncio
 import json
@@ -99,7 +102,7 @@ def test_in_bf16_each_token_is_the_one_that_a_device_whose_experts_stay_finds_be
         prompt["prompt_token_ids"] + list(output.token_ids) for prompt, output in zip(prompts(), made, strict=True)
     ]
     try:
-        logits = np.concatenate([found[-TOKENS - 1 : -1] for found in one.logits(texts)])
+        logits = np.concatenate([logits[-TOKENS - 1 : -1] for logits in one.logits(texts)])
     finally:
         one.shutdown()
     tokens = np.concatenate([output.token_ids for output in made])
@@ -153,7 +156,7 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, ex
         assert executor.max_in_flight == 2
         monkeypatch.setattr(executor, "launch", launched)
         start(one)
-        found = {}
+        outputs = {}
         while one.engine.has_unfinished():
             if not balancer.busy and one.engine.core.scheduler.num_unfinished:
                 layer = int(rng.integers(2))
@@ -163,8 +166,8 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, ex
                 row[swapped] = np.roll(row[swapped], 1)
                 rounds = list(exchange_rounds(old, row, ranks=1, experts=2))
                 balancer._waiting.extend(LayerChange(layer, row, rounds, 4, 0.0, 0.0).commands())
-            found |= {int(output.request_id): output.outputs[0].token_ids for output in one.engine.step()}
-        assert [list(found[number]) for number in range(8)] == [list(tokens) for tokens in expected]
+            outputs |= {int(output.request_id): output.outputs[0].token_ids for output in one.engine.step()}
+        assert [list(outputs[number]) for number in range(8)] == [list(tokens) for tokens in expected]
         assert stats(one).layers_changed >= 3
         assert not stats(one).failures
         assert sum(behind) > 10
@@ -181,28 +184,28 @@ def start(llm, tokens: int = TOKENS, **params) -> None:
 
 def until_it_moves(llm) -> dict:
     """Outputs that came until a rebalance was in its middle."""
-    found = {}
+    outputs = {}
     while not llm.engine.core.part(ExpertBalancer).busy:
-        found |= {output.request_id: output for output in llm.engine.step()}
+        outputs |= {output.request_id: output for output in llm.engine.step()}
         assert llm.engine.has_unfinished()
-    return found
+    return outputs
 
 
 def finish(llm) -> dict:
-    found = {}
+    outputs = {}
     while llm.engine.has_unfinished():
-        found |= {output.request_id: output for output in llm.engine.step()}
-    return {int(key): output.outputs[0] for key, output in found.items()}
+        outputs |= {output.request_id: output for output in llm.engine.step()}
+    return {int(key): output.outputs[0] for key, output in outputs.items()}
 
 
 def test_an_abort_in_the_middle_leaves_the_others_their_tokens(llm, expected):
     start(llm)
     until_it_moves(llm)
     llm.engine.abort("2")
-    found = finish(llm)
-    assert found[2].finish_reason == "abort"
+    outputs = finish(llm)
+    assert outputs[2].finish_reason == "abort"
     for number in set(range(8)) - {2}:
-        assert list(found[number].token_ids) == list(expected[number])
+        assert list(outputs[number].token_ids) == list(expected[number])
 
 
 def test_requests_that_come_in_the_middle_and_wait_get_theirs(llm, expected):
@@ -211,9 +214,9 @@ def test_requests_that_come_in_the_middle_and_wait_get_theirs(llm, expected):
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     for number, prompt in enumerate(prompts() * 9, start=8):  # 64 hold the slots of 8 ranks, the others wait
         llm.engine.add_request(str(number), prompt, params)
-    found = finish(llm)
-    assert len(found) == 80
-    for number, output in found.items():
+    outputs = finish(llm)
+    assert len(outputs) == 80
+    for number, output in outputs.items():
         assert list(output.token_ids) == list(expected[number % 8])
 
 
@@ -228,9 +231,9 @@ def test_a_server_drains_and_ends_in_the_middle(checkpoint, expected):
         stream = await engine.submit("all", prompts(), params)
         while not await engine.call(lambda core: core.part(ExpertBalancer).busy):
             assert engine.num_unfinished
-        found = {}
+        outputs = {}
         async for index, output in stream:
-            found[index] = list(output.outputs[0].token_ids)
+            outputs[index] = list(output.outputs[0].token_ids)
         assert not engine.num_unfinished
         await engine.submit("cut", prompts(), params)
         while not await engine.call(lambda core: core.part(ExpertBalancer).busy):
@@ -239,25 +242,27 @@ def test_a_server_drains_and_ends_in_the_middle(checkpoint, expected):
         assert not engine.running
         with pytest.raises(EngineClosingError):
             await engine.submit("late", prompts(), params)
-        return found
+        return outputs
 
-    found = asyncio.run(asyncio.wait_for(serve(), 120))
-    assert [found[number] for number in range(8)] == [list(tokens) for tokens in expected]
+    outputs = asyncio.run(asyncio.wait_for(serve(), 120))
+    assert [outputs[number] for number in range(8)] == [list(tokens) for tokens in expected]
 
 
 def test_prompts_are_scored_as_ever(llm):
-    def scores(found):
-        return [[next(iter(one.values())).logprob for one in found[number] if one] for number in range(8)]
+    def scores(outputs):
+        return [[next(iter(one.values())).logprob for one in outputs[number] if one] for number in range(8)]
 
     results = []
     for moving in (False, True):
         start(llm, prompt_logprobs=0)
         if moving:
             until_it_moves(llm)
-        found = {}
+        outputs = {}
         while llm.engine.has_unfinished():
-            found |= {int(o.request_id): o.prompt_logprobs for o in llm.engine.step() if o.prompt_logprobs is not None}
-        results.append(scores(found))
+            outputs |= {
+                int(o.request_id): o.prompt_logprobs for o in llm.engine.step() if o.prompt_logprobs is not None
+            }
+        results.append(scores(outputs))
     for before, after in zip(*results, strict=True):
         # Sums of different ranks may be added in another order.
         np.testing.assert_allclose(before, after, atol=2e-5)
@@ -268,8 +273,8 @@ def test_a_second_rebalance_is_refused_in_the_middle_of_one(llm, expected):
     until_it_moves(llm)
     with pytest.raises(RebalanceUnderWayError, match=r"under way, with [12] layers left|ask again"):
         llm.engine.core.part(ExpertBalancer).rebalance_now()
-    found = finish(llm)
-    assert [list(found[number].token_ids) for number in range(8)] == [list(tokens) for tokens in expected]
+    outputs = finish(llm)
+    assert [list(outputs[number].token_ids) for number in range(8)] == [list(tokens) for tokens in expected]
     asked = llm.engine.core.part(ExpertBalancer).rebalance_now()
     assert asked["balancedness"]["after"] >= asked["balancedness"]["before"]
     finish(llm)
@@ -325,8 +330,8 @@ def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, llm,
         for frame in StepRecording(path):
             if isinstance(frame, Launched):
                 kinds.add(type(frame.command))
-                found = again.executor.collect(again.executor.launch(frame.command))
-                results[frame.number] = collected(frame.number, 0.0, frame.command, found)
+                result = again.executor.collect(again.executor.launch(frame.command))
+                results[frame.number] = collected(frame.number, 0.0, frame.command, result)
             elif isinstance(frame, Collected):
                 assert frame.ranks == results[frame.number].ranks
         np.testing.assert_array_equal(again.executor.extension(ExpertMover).slots.physical_to_logical, final)
@@ -373,7 +378,7 @@ def test_the_gain_is_the_busiest_ranks_share_of_the_time_in_experts():
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "message"),
     [
         ('{"window_size": 0}', "window_size 0; expected an integer of at least 1"),
         ('{"step_interval": "x"}', 'step_interval "x"'),
@@ -387,13 +392,13 @@ def test_the_gain_is_the_busiest_ranks_share_of_the_time_in_experts():
         ("{", "is not JSON"),
     ],
 )
-def test_a_wrong_configuration_names_what_was_found_and_what_would_fit(given, found):
-    with pytest.raises(UserError, match=found):
+def test_a_wrong_configuration_names_what_was_found_and_what_would_fit(given, message):
+    with pytest.raises(UserError, match=message):
         EplbConfig.parse(given)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options", "found"),
+    ("mesh", "options", "message"),
     [
         ("dp=1", {}, "every device holds all experts"),
         ("dp=8", {"eplb": {"max_bytes_per_step": 1}}, "to move one expert a device receives [0-9,]+ bytes"),
@@ -404,8 +409,8 @@ def test_a_wrong_configuration_names_what_was_found_and_what_would_fit(given, fo
         ),
     ],
 )
-def test_balancing_that_cannot_be_is_refused_at_start(checkpoint, mesh, options, found):
-    with pytest.raises(UserError, match=found):
+def test_balancing_that_cannot_be_is_refused_at_start(checkpoint, mesh, options, message):
+    with pytest.raises(UserError, match=message):
         load(checkpoint, mesh, **options)
 
 
@@ -442,7 +447,7 @@ def test_a_server_begins_as_a_file_of_places_or_of_loads_says(llm, checkpoint, t
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "message"),
     [
         (None, "cannot be read"),
         ("[", "is not JSON"),
@@ -457,11 +462,11 @@ def test_a_server_begins_as_a_file_of_places_or_of_loads_says(llm, checkpoint, t
         (json.dumps({"version": 1, "physical_to_logical": [[0] * 40] * 2}), "MoE layer 0: .* missing"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused_with_what_would_fit(checkpoint, tmp_path, content, found):
+def test_a_file_that_cannot_be_is_refused_with_what_would_fit(checkpoint, tmp_path, content, message):
     path = tmp_path / "location.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(UserError, match=found):
+    with pytest.raises(UserError, match=message):
         load(checkpoint, "dp=8", init_expert_location=str(path))
 
 

@@ -1,4 +1,7 @@
-"""Experts that are moved between steps: every slot holds what its table says, bit for bit, and what a request is told stays the same."""
+"""Experts that are moved between steps: every slot holds what its table says, bit for bit, and what a request is told stays the same.
+
+These are the tests of `device/expert_programs.py` too.
+"""
 
 import logging
 
@@ -38,13 +41,13 @@ def random_row(rng, slots: int) -> np.ndarray:
 def move(llm: LLM, layer: int, row: np.ndarray) -> list[str | None]:
     """Place one layer anew; what went wrong with each command."""
     executor, slots = llm.executor, llm.executor.extension(ExpertMover).slots
-    old, found = slots.physical_to_logical[layer], []
+    old, errors = slots.physical_to_logical[layer], []
     for moves in exchange_rounds(old, row, ranks=slots.ranks, experts=slots.per_exchange):
         pairs = int32s(int(slot) for pair in moves for slot in pair)
-        found.append(executor.collect(executor.launch(StageExperts(layer, pairs))).error)
+        errors.append(executor.collect(executor.launch(StageExperts(layer, pairs))).error)
     command = PlaceExperts(layer, int32s(np.flatnonzero(old != row).tolist()), int32s(row.tolist()))
-    found.append(executor.collect(executor.launch(command)).error)
-    return found
+    errors.append(executor.collect(executor.launch(command)).error)
+    return errors
 
 
 def move_all(llm: LLM, seed: int) -> None:
@@ -58,11 +61,11 @@ def experts(llm: LLM, path: str) -> np.ndarray:
     array = np.asarray(llm.executor.params[path])
     rows = llm.executor.extension(ExpertMover).slots.physical_to_logical
     rows = rows[-1:] if path.startswith("mtp.") else rows[: len(array)]
-    found = np.zeros((len(array), EXPERTS, *array.shape[2:]), array.dtype)
+    by_expert = np.zeros((len(array), EXPERTS, *array.shape[2:]), array.dtype)
     for layer, row in enumerate(rows):
-        found[layer, row] = array[layer]
-        np.testing.assert_array_equal(found[layer, row], array[layer])
-    return found
+        by_expert[layer, row] = array[layer]
+        np.testing.assert_array_equal(by_expert[layer, row], array[layer])
+    return by_expert
 
 
 def expert_paths(llm: LLM) -> list[str]:

@@ -1,4 +1,7 @@
-"""The page source of docs/page-sources.md works as it stands there: pages leave, come back, and tokens are the same."""
+"""The page source of docs/page-sources.md works as it stands there: pages leave, come back, and tokens are the same.
+
+These are the tests of `setup/loading.py` too.
+"""
 
 import re
 import sys

@@ -1,4 +1,7 @@
-"""Which pages are found again, which are not, and what is counted."""
+"""Which pages are found again, which are not, and what is counted.
+
+These are the tests of `schedule/pages.py` and `schedule/rank.py` too.
+"""
 
 from zlib import crc32
 
@@ -9,7 +12,7 @@ from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
-from dsjax.engine.schedule.pages import PagePool, extend_hashes
+from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -233,33 +236,3 @@ def test_prompt_logprobs_given_again_after_a_preemption_are_passed_over():
     step(chunk)
     assert found == entries
     assert not asking.wants_prompt_logprobs
-
-
-def test_pages_without_content_are_given_out_before_cached_ones_and_those_from_the_end_of_the_oldest_chain():
-    pool = PagePool(7, 4)
-    old, new = pool.allocate(2), pool.allocate(2)
-    for page, name in zip(old + new, (b"old 0", b"old 1", b"new 0", b"new 1"), strict=True):
-        pool.seal(page, name)
-    pool.release(old)
-    pool.release(new)
-    assert (pool.num_free, pool.num_cached, pool.num_used) == (6, 4, 0)
-    pool.allocate(2)
-    assert pool.num_cached == 4
-    pool.hold(pool.find([b"old 0"]))
-    pool.release(pool.find([b"old 0"]))  # used just now
-    evicted = []
-    while pool.num_cached:
-        before = set(pool._page_of)
-        pool.allocate(1)
-        evicted += before - set(pool._page_of)
-    assert evicted == [b"old 1", b"new 1", b"new 0", b"old 0"]
-
-
-def test_of_two_pages_with_the_same_tokens_the_first_is_found():
-    pool = PagePool(4, 4)
-    first, second = pool.allocate(2)
-    pool.seal(first, b"same")
-    pool.seal(second, b"same")
-    assert pool.find([b"same"]) == [first]
-    pool.release([second])
-    assert (pool.num_cached, pool.num_free) == (0, 2)

@@ -1,4 +1,7 @@
-"""How work is spread over ranks, budget and pages."""
+"""How work is spread over ranks, budget and pages.
+
+These are the tests of `schedule/rank.py`, `schedule/request.py` and `schedule/scheduler_config.py` too.
+"""
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens

@@ -1,5 +1,8 @@
 """Under any interleaving of add, chunk, decode, preempt, abort, finish, fail, evict and flush: no page is lost, none is
-written by two, and every page that is read holds the tokens it should."""
+written by two, and every page that is read holds the tokens it should.
+
+These are the tests of `core.py`, `schedule/scheduler.py`, `schedule/rank.py`, `schedule/pages.py` and `schedule/page_loads.py` too.
+"""
 
 from collections import Counter
 

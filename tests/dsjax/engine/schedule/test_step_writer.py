@@ -1,53 +1,17 @@
-"""What a step's command says: after any history the executor's page tables are what the requests hold, told only once."""
+"""What a step's command says: after any history the executor's page tables are what the requests hold, told only once.
 
-import numpy as np
+These are the tests of `schedule/plan.py` too.
+"""
+
 from hypothesis import given
 from hypothesis import strategies as st
+from written_steps import MOST, PAGE, SLOTS, Told, running
 
 from dsjax.engine.contract.commands import TOKEN_MADE, from_int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.device.buckets import Launch, Rectangle, RowPiece
-from dsjax.engine.device.launch_rows import pack_admissions, pack_launch, split_page_changes
-from dsjax.engine.device.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
 from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, StepPlan
 from dsjax.engine.schedule.step_writer import StepWriter
 from dsjax.engine.text.logit_rules import LogitRules
-from dsjax.model.rows import GroupShape
-
-SLOTS, MOST, PAGE = 3, 9, 4
-
-
-def running(slot: int, pages: list[int], admissions: int = 1, length: int = 30, **params) -> Request:
-    request = Request(f"in {slot}", list(range(length)), length, SamplingParams(**params), 1, 0)
-    request.slot, request.pages, request.admissions = slot, pages, admissions
-    return request
-
-
-def decode(*ranks) -> StepPlan:
-    """A step in which these requests decode."""
-    return StepPlan([RankPlan([ScheduledRow(one, 29, 1) for one in own], [], []) for own in ranks])
-
-
-class Told:
-    """An executor's page tables, as commands make them."""
-
-    def __init__(self, ranks: int = 1):
-        self.writer = StepWriter(ranks, SLOTS, PAGE)
-        self.tables = np.zeros((ranks, SLOTS, MOST), int)
-        self.changes = 0
-
-    def step(self, *ranks):
-        """Write a step, enter it, and give it."""
-        step = self.writer.write(decode(*ranks))
-        for table, rank in zip(self.tables, step.ranks, strict=True):
-            for change in rank.pages:
-                table[change.slot, change.first : change.first + len(change.pages)] = change.pages
-                self.changes += len(change.pages)
-        return step
-
-    def of(self, request: Request, rank: int = 0) -> list[int]:
-        """The table of a request's slot, as far as its pages go."""
-        return self.tables[rank, request.slot][: len(request.pages)].tolist()
 
 
 def test_rows_come_in_the_order_asked_for_each_with_the_tokens_that_its_pages_hold():
@@ -153,53 +117,3 @@ def test_a_prefill_row_names_the_token_behind_it_or_that_it_is_made():
     assert [row.next_token for row in rank.prefills] == [24, TOKEN_MADE]
     assert [row.scored for row in rank.prefills] == [16, 5]  # the last position predicts no token of the prompt
     assert {(row.limit, row.top_scores) for row in rank.prefills} == {(30, 2)}
-
-
-def columns(packed, widths):
-    """Parts of one rank's packed integers."""
-    return [part.tolist() for part in np.split(packed, np.cumsum(widths)[:-1])]
-
-
-def test_a_launch_s_integers_are_its_rows_and_the_pages_that_they_gained():
-    told, a, b = Told(2), running(2, [7, 3]), running(0, [4])
-    told.step([a], [b])
-    a.pages.append(9)
-    plan = decode([a], [b])
-    prompt = running(1, [5, 6, 8])
-    plan.ranks[1].prefills.append(ScheduledRow(prompt, 0, 7, False))
-    step = told.writer.write(plan)
-    shape = LaunchShape(GroupShape(2, 1, MOST, "A_CC"), GroupShape(1, 4, MOST, "CC"), PAGE)
-    within, before = split_page_changes(step, shape.page_changes)
-    assert within == [[(2, 2, 9)], []]
-    assert before == [[], [(1, 0, 5), (1, 1, 6), (1, 2, 8)]]  # a slot's new owner has its table before the launch
-    launch = Launch(Rectangle(2, 1), Rectangle(1, 4), [[], [RowPiece(0, 4, 3)]])
-    first, second = pack_launch(step, launch, shape, within, [{}, {}])
-    assert first.size == second.size == shape.packed_width
-    widths = (2, 2, 2, 1, 1, 1, 1, 1, 4, 3 * shape.page_changes)
-    nothing = [-1] * (3 * shape.page_changes - 3)
-    assert columns(first, widths) == [[2, -1], [12, 0], [0, 0], [-1], [0], [0], [0], [0], [0] * 4, [2, 2, 9, *nothing]]
-    piece = [[1], [4], [3], [12], [7], [4, 5, 6, 0]]
-    assert columns(second, widths) == [[0, -1], [4, 0], [0, 0], *piece, [-1, -1, -1, *nothing]]
-
-
-def test_admissions_take_as_many_runs_as_they_need_and_page_changes_come_with_the_last_of_them_or_later():
-    slots = ADMISSIONS + 1
-    requests = [running(slot, list(range(1, 41)), temperature=0.5) for slot in range(slots)]
-    step = StepWriter(2, slots, PAGE).write(decode(requests, []))
-    _, before = split_page_changes(step, 3)
-    runs = list(pack_admissions(step, before))
-    # An admission voids its slot's pages, so none may be entered before it.
-    assert len(runs) == 1 + -(-slots * 40 // PAGE_CHANGES)
-    given, changed = [], []
-    for run in runs:
-        admissions, pages, counts = np.split(run[0], np.cumsum([ADMISSIONS * ADMISSION_WIDTH, 3 * PAGE_CHANGES]))
-        given += [row[0] for row in admissions.reshape(-1, ADMISSION_WIDTH) if row[0] >= 0]
-        changed += [tuple(row) for row in pages.reshape(-1, 3).tolist() if row[0] >= 0]
-        assert {slot for slot, _, _ in changed} <= set(given), "no slot has pages before its admission"
-        assert len(counts) == 3 * COUNTED
-        assert (counts == -1).all()
-        assert (run[1] == -1).all()
-    assert given == list(range(slots))
-    assert changed == [(slot, index, index + 1) for slot in range(slots) for index in range(40)]
-    (nothing, _) = split_page_changes(StepWriter(1, 1, PAGE).write(decode([])), 3)
-    assert list(pack_admissions(StepWriter(1, 1, PAGE).write(decode([])), nothing)) == []

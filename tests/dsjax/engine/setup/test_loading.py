@@ -1,4 +1,7 @@
-"""What loading reads of a model's directory, and what it says of the engine that it made."""
+"""What loading reads of a model's directory, and what it says of the engine that it made.
+
+These are the tests of `setup/facts.py` too.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Experts that come in bf16 stay so for float32 computation, and nothing is lost by it."""
+"""Experts that come in bf16 stay so for float32 computation, and nothing is lost by it.
+
+These are the tests of `setup/loading.py` and `setup/assembly.py` too.
+"""
 
 import json
 
@@ -36,13 +39,13 @@ def test_experts_stay_in_bf16_and_give_the_very_same_logits(rounded, monkeypatch
     mixed = LLM(str(rounded), **SIZES)
     assert mixed.facts.weights == "mixed"
     assert expert_storage(mixed) == {"uint16"}, "bits of bf16 on the CPU platform"
-    found = mixed.logits([TOKENS])[0]
+    logits = mixed.logits([TOKENS])[0]
     mixed.shutdown()
     for module in (assembly, loading):
         monkeypatch.setattr(module, "weights_format", lambda *args: "f32")
     wide = LLM(str(rounded), **SIZES)
     assert expert_storage(wide) == {"float32"}
-    np.testing.assert_array_equal(found, wide.logits([TOKENS])[0])
+    np.testing.assert_array_equal(logits, wide.logits([TOKENS])[0])
     wide.shutdown()
 
 
@@ -57,10 +60,10 @@ def test_experts_in_float32_stay_so_whatever_the_configuration_says(checkpoint, 
 
 
 def test_products_made_ahead_from_fp8_weights_give_the_logits_of_the_weights_themselves(checkpoint):
-    found = {}
+    logits = {}
     for form in ("A_CC_ME", "AM_CC_ME"):
         llm = LLM(str(checkpoint), weights="fp8", mla_prefill=form, mla_decode=form, **SIZES)
-        found[form] = llm.logits([TOKENS])[0]
+        logits[form] = llm.logits([TOKENS])[0]
         llm.shutdown()
-    difference = np.abs(found["AM_CC_ME"] - found["A_CC_ME"]).max()
-    assert difference <= 1e-4 * np.abs(found["A_CC_ME"]).max(), "the products are kept in float32, not in bf16"
+    difference = np.abs(logits["AM_CC_ME"] - logits["A_CC_ME"]).max()
+    assert difference <= 1e-4 * np.abs(logits["A_CC_ME"]).max(), "the products are kept in float32, not in bf16"

@@ -1,17 +1,18 @@
 """A leader and a follower over a store in memory: the same commands, the same results collected before each, and one end for both."""
 
-import os
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+from group_in_threads import MemoryStore, Pair, step
 
-from dsjax.engine.contract.commands import Clear, Copy, Flush, RankStep, Step
-from dsjax.engine.elastic.follower import Follower
-from dsjax.engine.stream.leader import LeaderExecutor
+from dsjax.engine.contract.commands import Clear, Copy, Flush
+from dsjax.engine.stream.leader import Landings
+from dsjax.engine.transfer.messages import (
+    PulledChunk,
+)
 from dsjax.hosts import HostOptions, group
-from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.rendezvous import JoinRequest
 
@@ -20,110 +21,6 @@ from dsjax.hosts.rendezvous import JoinRequest
 def nobody_watches_who_leaves(monkeypatch):
     """Leave at once: no thread of these groups watches the connections, so that nothing would end the wait for the other process."""
     monkeypatch.setattr(group, "_LEAVE_SECONDS", 0)
-
-
-class MemoryStore:
-    """The coordination service's store, for threads."""
-
-    def __init__(self):
-        self.values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            assert key not in self.values, key
-            self.values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str, seconds: float) -> bytes | None:
-        with self._changed:
-            self._changed.wait_for(lambda: key in self.values, min(seconds, 5))
-            return self.values.get(key)
-
-    def delete(self, folder: str) -> None:
-        with self._changed:
-            for key in [
-                key for key in self.values if key == folder or (folder.endswith("/") and key.startswith(folder))
-            ]:
-                del self.values[key]
-
-
-class Pending:
-    def __init__(self, number: int, command):
-        self.number, self.command = number, command
-
-
-class Told:
-    """An executor that remembers what it was told. wait: with emulated devices the next command starts then."""
-
-    def __init__(self, max_in_flight: int = 1, fails_at: int | None = None):
-        self.max_in_flight, self.events, self.fails_at = max_in_flight, [], fails_at
-        self.launched = 0
-
-    def launch(self, command):
-        self.events.append(("launch", command))
-        self.launched += 1
-        if self.launched == self.fails_at:
-            raise ValueError("it cannot be laid out")
-        return Pending(self.launched, command)
-
-    def wait(self, pending):
-        self.events.append(("wait", pending.number))
-
-    def collect(self, pending):
-        self.events.append(("collect", pending.number))
-        return [pending.number]
-
-    def set_recording(self, on):
-        self.events.append(("record", on))
-
-    def warm_up(self, progress=None):
-        progress and progress(0, 1, "a shape")
-        self.events.append(("warm up",))
-
-    def shutdown(self):
-        self.events.append(("shutdown",))
-
-    def in_order(self):
-        """Without waiting, which each does in its own time."""
-        return [event for event in self.events if event[0] != "wait"]
-
-
-def step(slot: int) -> Step:
-    return Step([RankStep([], [], slot.to_bytes(4, "little") * 2, [], [])])
-
-
-class Pair:
-    """Process 0 and process 1, the latter's loop in a thread."""
-
-    def __init__(self, **options):
-        self.store = MemoryStore()
-        members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
-        self.groups = [
-            HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
-            for index in (0, 1)
-        ]
-        self.inner, self.told = Told(), Told(**options)
-        self.leader, self.follower = LeaderExecutor(self.inner, self.groups[0]), Follower(self.groups[1])
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._follow, daemon=True)
-        self.thread.start()
-
-    def _follow(self):
-        try:
-            self.follower.follow(self.told)
-        except BaseException as error:
-            self.error = error
-
-    def join(self):
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-
-    def take_part(self, count: int):
-        """Wait until the follower has launched so many commands: on devices a step's result would not be there before."""
-        deadline = time.monotonic() + 10
-        while self.told.launched < count and time.monotonic() < deadline:
-            time.sleep(0.001)
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -146,8 +43,10 @@ def test_a_follower_launches_and_collects_in_the_leaders_order(max_in_flight):
     leader.shutdown()
     pair.join()
     assert pair.error is None
-    own, followed = pair.inner.in_order(), pair.told.in_order()
-    assert [event for event in followed if event[0] != "collect"] == [event for event in own if event[0] != "collect"]
+    inner_events, followed = pair.inner.in_order(), pair.told.in_order()
+    assert [event for event in followed if event[0] != "collect"] == [
+        event for event in inner_events if event[0] != "collect"
+    ]
     # What had been collected when a command was laid out is the same; what nothing came after is not collected at all.
     assert followed.index(("collect", 1)) < followed.index(("launch", step(3)))
     assert followed.index(("collect", 1)) > followed.index(("launch", step(2)))
@@ -252,138 +151,11 @@ def test_a_process_that_comes_back_keeps_its_way_in_until_it_has_joined():
     assert len(told) == 1
 
 
-class Group:
-    """Process 1 of a group that it follows through generations, in a thread; process 0 is the test."""
-
-    def __init__(self):
-        self.store = MemoryStore()
-        members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
-        self.leader, self.own = (
-            HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
-            for index in (0, 1)
-        )
-        self.leader._alone.set()
-        self.own.hear(1)
-        self.follower, self.loaded, self.released = Follower(self.own), [], []
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._follow, daemon=True)
-        self.thread.start()
-
-    def _load(self, found):
-        executor = Told()
-        executor.generation = 0 if found is None else found.number
-        self.loaded.append(executor)
-        return executor
-
-    def _follow(self):
-        try:
-            self.follower.run(self._load, self.released.append, seconds=1.0)
-        except BaseException as error:
-            self.error = error
-
-    def announce(self, number: int, *process_ids: int):
-        self.leader.announce(Announcement(number, list(process_ids), [0], {"mesh": "dp=1"}, "a test"))
-
-    def until(self, condition):
-        deadline = time.monotonic() + 10
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    def end(self):
-        self.leader.leave()
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-
-
-def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_without_it():
-    group = Group()
-    first = LeaderExecutor(Told(), group.leader)
-    first.launch(step(1))
-    group.until(lambda: group.loaded and group.loaded[0].launched == 1)
-    first.retire()
-    group.announce(1, 0)
-    group.until(lambda: group.follower.phase == "standing by")
-    assert group.released == group.loaded[:1]
-    group.announce(2, 0, 1)
-    second = LeaderExecutor(Told(), group.leader)
-    second.launch(step(2))
-    group.until(lambda: len(group.loaded) == 2 and group.loaded[1].launched == 1)
-    assert group.loaded[1].generation == 2
-    # The stream of a generation begins anew, and so do the results that were collected.
-    assert group.loaded[1].in_order() == [("launch", step(2))]
-    assert group.follower.commands == 2
-    group.end()
-    assert group.error is None
-
-
-def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_with_the_reason():
-    group = Group()
-    group.until(lambda: group.loaded)
-    assert group.leader.links.look(Announcement(1, looks=True)) == (None, True)
-    group.until(lambda: group.follower.phase == "standing by")  # it is no mesh
-    group.own.links.unreached = lambda members: [0]  # process 0 hears of it by another way
-    error, all_answered = group.leader.links.look(Announcement(2, looks=True))
-    assert all_answered
-    assert "the link between process 1 (host, pid 11) and process 0 (host, pid 10) at 127.0.0.1 is cut" in str(error)
-    assert group.leader.live == group.leader.members[:1]
-    ((pid, reason),) = group.leader.links.left_out.values()
-    assert pid == 11  # this process is another one, so that it is not meant
-    group.leader.announce(Announcement(3, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid, reason)}))
-    group.until(lambda: group.own.generation == 3)
-    group.leader.announce(Announcement(4, [0], [0], {"mesh": "dp=1"}, left_out={1: (os.getpid(), reason)}))
-    group.thread.join(60)
-    assert str(group.error) == str(error)
-
-
-def test_one_that_does_not_say_whom_it_reaches_may_hang_and_is_not_left_out(monkeypatch):
-    group = Group()
-    group.until(lambda: group.loaded)
-    monkeypatch.setattr("dsjax.hosts.links._GRACE_SECONDS", -2.9)  # of the 3 s that they have to look
-    group.own.links.tell = lambda number: None
-    group.leader.links.unreached = lambda members: [1]
-    assert group.leader.links.look(Announcement(1, looks=True)) == (None, False)
-    assert len(group.leader.live) == 2
-    group.leader.on_change = lambda error: None
-    group.leader._lose(group.leader.members[1])  # its signs of life have ended
-    assert "process 1 (host, pid 11) has gone away" in str(group.leader.lost_by(RuntimeError(), 0.1))
-    group.end()
-
-
-def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_ever():
-    group = Group()
-    leader = LeaderExecutor(Told(), group.leader)
-    group.until(lambda: group.loaded)
-
-    def fail(command):
-        raise RuntimeError("Gloo: connection closed by peer")
-
-    group.loaded[0].launch = fail
-    leader.launch(step(1))
-    group.until(lambda: group.follower.phase == "regrouping")
-    group.announce(1, 0, 1)
-    group.until(lambda: len(group.loaded) == 2)
-    group.loaded[1].launch = fail
-    LeaderExecutor(Told(), group.leader).launch(step(2))
-    group.thread.join(60)
-    assert not group.thread.is_alive()
-    assert str(group.error) == "Gloo: connection closed by peer"
-
-
-def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_goes_on_to_the_next():
-    group = Group()
-    group.until(lambda: group.loaded)
-    asked: list[BaseException] = []
-
-    def ask():
-        try:
-            group.own.ask("loading")
-        except GroupError as error:
-            asked.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    group.announce(1, 0, 1)
-    thread.join(60)
-    assert "generation 0 was given up while process 0 (host, pid 10) was waited for" in str(asked[0])
-    group.end()
+def test_a_chunk_has_come_when_it_has_come_in_every_process_of_its_rank():
+    landed = []
+    landings = Landings([[0], [0, 1]], landed.append)
+    landings.enter(PulledChunk(0, 0, 7, [1], True))
+    for ok in (True, False):
+        landings.enter(PulledChunk(1, 0, 8, [2, 3], ok))
+        landings.enter(PulledChunk(1, 0, 9, [4], True))
+    assert [(chunk.number, chunk.ok) for chunk in landed] == [(7, True), (8, False), (9, True)]

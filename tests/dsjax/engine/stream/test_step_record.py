@@ -213,8 +213,8 @@ def test_every_command_is_in_the_stream_and_the_first_empties_the_cache(tmp_path
 def test_failed_rows_and_their_errors_are_kept():
     nobody = RankStep([], [], b"", [], [])
     rows = [RowResult((4,)), RowResult(), RowResult((4, 5)), RowResult((), finite=False), RowResult((), error="none")]
-    found = step_record.collected(7, 0.5, Step([nobody]), [RankResults(rows, [])])
-    assert found.ranks[0].decodes == [4, None, Outcome([4, 5]), Outcome([], False), Outcome([], True, "none")]
+    kept = step_record.collected(7, 0.5, Step([nobody]), [RankResults(rows, [])])
+    assert kept.ranks[0].decodes == [4, None, Outcome([4, 5]), Outcome([], False), Outcome([], True, "none")]
 
 
 def test_a_row_that_was_not_finite_and_now_is_differs(tmp_path):

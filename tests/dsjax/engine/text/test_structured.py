@@ -1,4 +1,7 @@
-"""Structured output: text keeps its form, and what cannot have one fails alone and says why."""
+"""Structured output: text keeps its form, and what cannot have one fails alone and says why.
+
+These are the tests of `contract/structured_params.py` too.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Pages survive on the disk, a file that is not what its name says is never read, and trouble with the disk is a report."""
+"""Pages survive on the disk, a file that is not what its name says is never read, and trouble with the disk is a report.
+
+These are the tests of `tiers/page_files.py` too.
+"""
 
 import errno
 import os
@@ -32,8 +35,8 @@ def page(number: int):
     return {"latent": values, "filled": np.array([True, False, True, number % 2 == 0])}
 
 
-def same(found, number):
-    return all((found[key] == page(number)[key]).all() for key in SHAPES)
+def same(read, number):
+    return all((read[key] == page(number)[key]).all() for key in SHAPES)
 
 
 def files(folder, space=SPACE):
@@ -41,15 +44,15 @@ def files(folder, space=SPACE):
 
 
 def file_of(folder, number) -> Path:
-    (found,) = Path(folder).glob(f"*/*/{name(number).hex()}.page")
-    return found
+    (path,) = Path(folder).glob(f"*/*/{name(number).hex()}.page")
+    return path
 
 
 def test_a_page_is_read_as_it_was_written_by_another_object_too(tmp_path):
     files(tmp_path).write(name(1), page(1))
-    found = files(tmp_path).read(name(1))
-    assert same(found, 1)
-    assert {key: (array.shape, array.dtype) for key, array in found.items()} == SHAPES
+    pages_read = files(tmp_path).read(name(1))
+    assert same(pages_read, 1)
+    assert {key: (array.shape, array.dtype) for key, array in pages_read.items()} == SHAPES
     assert files(tmp_path).folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -66,11 +69,11 @@ def test_a_disk_that_can_only_be_read_still_gives_its_pages(tmp_path, monkeypatc
 def test_bfloat16_goes_there_and_back(tmp_path):
     """It is what accelerators have in their caches; NumPy knows it by `ml_dtypes` alone."""
     values = np.arange(24).reshape(2, 3, 4).astype(ml_dtypes.bfloat16)
-    own = PageFiles(tmp_path, SPACE, {"latent": (values.shape, values.dtype)})
-    own.write(name(1), {"latent": values[:, :, ::-1]})
-    found = own.read(name(1))["latent"]
-    assert found.dtype == values.dtype
-    assert (found == values[:, :, ::-1]).all()
+    own_files = PageFiles(tmp_path, SPACE, {"latent": (values.shape, values.dtype)})
+    own_files.write(name(1), {"latent": values[:, :, ::-1]})
+    pages_read = own_files.read(name(1))["latent"]
+    assert pages_read.dtype == values.dtype
+    assert (pages_read == values[:, :, ::-1]).all()
 
 
 @pytest.mark.parametrize("at", [3, 9, 50, 80, 85, 130, -1])
@@ -84,42 +87,42 @@ def test_a_changed_byte_anywhere_is_seen(tmp_path, at):
 
 
 def test_a_file_that_ends_early_or_is_of_another_page_is_not_read(tmp_path):
-    own = files(tmp_path)
+    own_files = files(tmp_path)
     for number in (1, 2):
-        own.write(name(number), page(number))
+        own_files.write(name(number), page(number))
     path = file_of(tmp_path, 1)
     whole = path.read_bytes()
     for length in (0, 60, 128, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(PageFileError, match="torn"):
-            own.read(name(1))
+            own_files.read(name(1))
     path.write_bytes(file_of(tmp_path, 2).read_bytes())
     with pytest.raises(PageFileError, match="another page"):
-        own.read(name(1))
+        own_files.read(name(1))
 
 
 def test_pages_of_another_space_are_not_found_and_not_read(tmp_path):
     other = files(tmp_path, SPACE | {"fingerprint": "g"})
     other.write(name(1), page(1))
-    own = files(tmp_path)
-    assert own.list().names == []
-    assert len(own.list().others) == 1
-    path = own.folder / "00" / file_of(tmp_path, 1).name
+    own_files = files(tmp_path)
+    assert own_files.list().names == []
+    assert len(own_files.list().others) == 1
+    path = own_files.folder / "00" / file_of(tmp_path, 1).name
     path.parent.mkdir()
     path.write_bytes(file_of(tmp_path, 1).read_bytes())
     with pytest.raises(PageFileError):
-        own.read(name(1))
+        own_files.read(name(1))
 
 
 def test_the_list_is_by_last_use_and_what_was_not_finished_goes(tmp_path):
-    own = files(tmp_path)
+    own_files = files(tmp_path)
     for number in (1, 2, 3):
-        own.write(name(number), page(number))
+        own_files.write(name(number), page(number))
         os.utime(file_of(tmp_path, number), (number, number))
     half = file_of(tmp_path, 3).with_suffix(".writing")
     half.write_bytes(b"half")
-    own.read(name(1))  # is a use
-    assert own.list().names == [name(2), name(3), name(1)]
+    own_files.read(name(1))  # is a use
+    assert own_files.list().names == [name(2), name(3), name(1)]
     assert not half.exists()
 
 
@@ -151,8 +154,8 @@ class Disk:
     """`DiskPages` on a folder, with waiting for its reports."""
 
     def __init__(self, folder, max_pages=100, space=SPACE):
-        own = files(folder, space)
-        self.pages = DiskPages(own, max_pages * own.page_bytes, lock_folder(folder))
+        own_files = files(folder, space)
+        self.pages = DiskPages(own_files, max_pages * own_files.page_bytes, lock_folder(folder))
         self.listed = self.pages.reports().listed
 
     def write(self, *numbers):
@@ -177,9 +180,9 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path):
-    own = Disk(tmp_path)
-    yield own
-    own.pages.close()
+    kept = Disk(tmp_path)
+    yield kept
+    kept.pages.close()
 
 
 def test_what_one_run_wrote_the_next_one_finds(tmp_path):
@@ -189,9 +192,9 @@ def test_what_one_run_wrote_the_next_one_finds(tmp_path):
     first.pages.close()
     second = Disk(tmp_path)
     assert sorted(second.listed) == [name(1), name(2), name(3)]
-    found = second.read(3, 1)
-    assert same(found[3], 3)
-    assert same(found[1], 1)
+    pages_read = second.read(3, 1)
+    assert same(pages_read[3], 3)
+    assert same(pages_read[1], 1)
     second.pages.close()
 
 
@@ -214,29 +217,29 @@ def test_deleting_comes_after_what_was_to_be_written_before(tmp_path, disk):
 
 def test_what_an_earlier_run_left_goes_first_as_far_as_the_bytes_demand(tmp_path):
     """Others' pages before its own, and what was used longest ago before what was used since."""
-    other, own = files(tmp_path, SPACE | {"fingerprint": "g"}), files(tmp_path)
+    other, own_files = files(tmp_path, SPACE | {"fingerprint": "g"}), files(tmp_path)
     for number in range(4):
         other.write(name(10 + number), page(number))
-        own.write(name(number), page(number))
+        own_files.write(name(number), page(number))
         os.utime(file_of(tmp_path, number), (number, number))
     disk = Disk(tmp_path, max_pages=5)
     assert disk.listed == [name(0), name(1), name(2), name(3)]
-    assert len(own.list().others) == 1
+    assert len(own_files.list().others) == 1
     disk.write(4)
-    assert len(own.list().others) == 0
+    assert len(own_files.list().others) == 0
     disk.pages.close()
     disk = Disk(tmp_path, max_pages=2)
     assert sorted(disk.listed) == [name(3), name(4)]
     disk.pages.close()
-    assert sorted(own.list().names) == [name(3), name(4)]
+    assert sorted(own_files.list().names) == [name(3), name(4)]
 
 
 def test_a_damaged_page_is_reported_and_warned_of_once(tmp_path, disk, caplog):
     disk.write(1, 2, 3)
     for number in (1, 2):
         file_of(tmp_path, number).write_bytes(b"not a page")
-    found = disk.read(1, 2, 3, 4)
-    assert [found[number] is None for number in (1, 2, 3, 4)] == [True, True, False, True]
+    pages_read = disk.read(1, 2, 3, 4)
+    assert [pages_read[number] is None for number in (1, 2, 3, 4)] == [True, True, False, True]
     assert len(re.findall("is torn", caplog.text)) == 1
 
 

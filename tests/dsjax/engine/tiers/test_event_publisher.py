@@ -1,4 +1,7 @@
-"""Subscribers of vLLM's events learn from dsjax which pages lie where, and can ask for what they have missed."""
+"""Subscribers of vLLM's events learn from dsjax which pages lie where, and can ask for what they have missed.
+
+These are the tests of `schedule/page_events.py` too.
+"""
 
 import json
 import threading
@@ -125,14 +128,14 @@ def published(tmp_path):
 def replay(socket, first):
     """Batches by their numbers, from `first` on."""
     socket.send_multipart([b"", first.to_bytes(8, "big")])
-    found = {}
+    batches = {}
     while True:
         empty, number, payload = socket.recv_multipart()
         assert empty == b""
         if number == b"\xff" * 8:
             assert payload == b""
-            return found
-        found[int.from_bytes(number, "big")] = DECODER.decode(payload)
+            return batches
+        batches[int.from_bytes(number, "big")] = DECODER.decode(payload)
 
 
 def test_a_subscriber_that_came_late_learns_the_rest_by_a_replay(published):
@@ -159,11 +162,11 @@ def test_a_subscriber_that_came_late_learns_the_rest_by_a_replay(published):
             if isinstance(event, BlockStored):
                 assert (event.medium, event.block_size, event.lora_id) == ("GPU", 4, None)
                 stored |= dict.fromkeys(event.block_hashes, event)
-    own = [tokens for tokens in prompts if set(hashes_of(tokens, 4)) <= stored.keys()]
-    assert len(own) in (1, 2, 3), "each rank tells of its own"
-    first = stored[hashes_of(own[0], 4)[0]]
+    told_prompts = [tokens for tokens in prompts if set(hashes_of(tokens, 4)) <= stored.keys()]
+    assert len(told_prompts) in (1, 2, 3), "each rank tells of its own"
+    first = stored[hashes_of(told_prompts[0], 4)[0]]
     assert first.parent_block_hash is None
-    assert first.token_ids[:4] == own[0][:4]
+    assert first.token_ids[:4] == told_prompts[0][:4]
     topic, _, payload = subscribers[1].recv_multipart()
     assert DECODER.decode(payload).data_parallel_rank == 1
 

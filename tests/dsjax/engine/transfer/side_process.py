@@ -55,7 +55,7 @@ def decode(llm: LLM) -> None:
             tell(used=sum(rank.pool.num_used for rank in core.scheduler.ranks), mesh=llm.facts.mesh, **counts)
             continue
         llm.engine.flush_prefix_cache()
-        tell(found=run(llm, request["requests"]))
+        tell(token_ids=run(llm, request["requests"]))
     llm.shutdown()
 
 
@@ -63,16 +63,16 @@ def run(llm: LLM, requests: list) -> dict[str, list[int]]:
     """Tokens of (name, prompt, what prefill said)."""
     for name, tokens, said in requests:
         llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, RequestOptions(prefill=said))
-    found = {}
+    token_ids = {}
     while llm.engine.has_unfinished():
         for output in llm.engine.step():
             if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
-    return found
+                token_ids[output.request_id] = list(output.outputs[0].token_ids)
+    return token_ids
 
 
-def tell(**found) -> None:
-    print(json.dumps(found), flush=True)
+def tell(**fields) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Prompts that another process computes make the tokens of one plain engine, and a process that dies costs no request and no page."""
+"""Prompts that another process computes make the tokens of one plain engine, and a process that dies costs no request and no page.
+
+These are the tests of `transfer/page_channel.py`, `transfer/messages.py` and `transfer/send_buffers.py` too.
+"""
 
 import json
 import os
@@ -23,13 +26,11 @@ from dsjax.engine.contract.commands import int32s
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.stream.leader import Landings
-from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
+from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
     ChunkGoneError,
     ChunkReady,
     PrefillRequest,
-    PulledChunk,
     ReleaseChunk,
     TransferFailed,
     TransfersUnderWay,
@@ -41,11 +42,15 @@ from dsjax.errors import UserError
 from dsjax.hosts.wire import split_address
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
+
+
 OPTIONS = {
     "dtype": "float32",
     "transfer_host": "127.0.0.1",
     "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
 }
+
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -135,24 +140,25 @@ def run(llm, requests, between=lambda step: None):
     """Tokens of (name, prompt, what prefill said)."""
     for name, tokens, prefill in requests:
         llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, RequestOptions(prefill=prefill))
-    found, steps = {}, 0
+    token_ids, steps = {}, 0
     while llm.engine.has_unfinished():
         between(steps)
         steps += 1
         for output in llm.engine.step():
             if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
-    return found
+                token_ids[output.request_id] = list(output.outputs[0].token_ids)
+    return token_ids
 
 
 def alone(llm, given):
     """What decode makes by itself."""
     llm.engine.flush_prefix_cache()
-    found = run(llm, [(f"{i}", tokens, None) for i, tokens in enumerate(given)])
+    expected = run(llm, [(f"{i}", tokens, None) for i, tokens in enumerate(given)])
     llm.engine.flush_prefix_cache()
-    return found
+    return expected
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(
     checkpoint, decode, backend
 ):
@@ -245,9 +251,9 @@ def served(**fields):
 def linked(server, transport, **space):
     """The way to a server, and what comes from it but for what is under way, which may be said any number of times."""
     link = RemoteLink(server.address, RemoteChunks(transport, space, {}, 5), space)
-    found = []
-    link.connect(lambda message: None if isinstance(message, TransfersUnderWay) else found.append(message))
-    return link, found
+    messages = []
+    link.connect(lambda message: None if isinstance(message, TransfersUnderWay) else messages.append(message))
+    return link, messages
 
 
 def until(true, seconds=60):
@@ -268,21 +274,21 @@ def test_sides_that_move_pages_by_different_transports_are_told_so(decode, backe
 
 def test_sides_whose_pages_differ_are_told_in_what():
     server, transport = served(dtype="bfloat16")
-    link, found = linked(server, transport, page_size=4, dtype="float32")
+    link, messages = linked(server, transport, page_size=4, dtype="float32")
     link.send(PrefillRequest("a", int32s(range(9)), 0, 2))
-    until(lambda: found)
-    assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in found[0].reason
-    assert isinstance(found[0], TransferFailed)
+    until(lambda: messages)
+    assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in messages[0].reason
+    assert isinstance(messages[0], TransferFailed)
     link.close()
     server.shutdown()
 
 
 def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes():
     server, transport = served()
-    link, found = linked(server, transport, page_size=4)
+    link, messages = linked(server, transport, page_size=4)
     link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
-    until(lambda: sum(message.count for message in found) == 8)
-    first, *others = found
+    until(lambda: sum(message.count for message in messages) == 8)
+    first, *others = messages
     assert link.pull(first.number, None, first.address)["tokens"][0] == [0, 1, 2, 3]
     link.send(ReleaseChunk(first.number))
     with pytest.raises(ChunkGoneError, match="is not kept any more"):
@@ -328,45 +334,45 @@ def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_ke
     before = transfer_threads()  # some of another test's may still be ending
     nobody = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers until it is closed
     link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteChunks(FakeTransport(), {}, {}, 5), {})
-    found = []
-    link.connect(found.append)
+    messages = []
+    link.connect(messages.append)
     for name in "abc":
         link.send(PrefillRequest(name, b"", 0, 1))
     nobody.close()
-    until(lambda: found)
-    assert "cannot be reached" in found[0].reason
-    assert len(found) == len(caplog.records) == 1
+    until(lambda: messages)
+    assert "cannot be reached" in messages[0].reason
+    assert len(messages) == len(caplog.records) == 1
     until(lambda: transfer_threads() <= before)
     link.send(PrefillRequest("d", b"", 0, 1))
-    until(lambda: len(found) == 2)
+    until(lambda: len(messages) == 2)
     link.close()
 
 
 def test_nothing_is_kept_of_a_side_that_has_gone():
     before = transfer_threads()  # some of another test's may still be ending
     server, transport = served()
-    link, found = linked(server, transport, page_size=4)
+    link, messages = linked(server, transport, page_size=4)
     link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
-    until(lambda: sum(message.count for message in found) == 8)
-    link.pull(found[0].number, None, found[0].address)
+    until(lambda: sum(message.count for message in messages) == 8)
+    link.pull(messages[0].number, None, messages[0].address)
     assert transport.disconnected == []
     server.shutdown()
     until(lambda: transport.disconnected == ["here"])
     until(lambda: transfer_threads() <= before)
-    assert isinstance(found[-1], TransferFailed)
+    assert isinstance(messages[-1], TransferFailed)
     with pytest.raises(ChunkGoneError, match="cannot be reached"):
-        link.pull(found[0].number, None, found[0].address)
+        link.pull(messages[0].number, None, messages[0].address)
     link.close()
 
 
 def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
     server, transport = served()
-    link, found = linked(server, transport, page_size=4)
+    link, messages = linked(server, transport, page_size=4)
     link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
-    until(lambda: sum(message.count for message in found) == 8)
-    link.pull(found[0].number, None, found[0].address)
+    until(lambda: sum(message.count for message in messages) == 8)
+    link.pull(messages[0].number, None, messages[0].address)
     [client], [puller] = server.listener._channels, server._chunks.listener._channels
-    for channel in (client, puller, link._channel, link._chunks._connection(found[0].address).channel):
+    for channel in (client, puller, link._channel, link._chunks._connection(messages[0].address).channel):
         assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     link.close()
     server.shutdown()
@@ -394,47 +400,6 @@ def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_ano
             with pytest.raises(ChunkGoneError, match=r"gone:1 .* reached"):
                 pull.result()
     assert tried == ["gone:1", "other:1"]
-
-
-def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
-    kept = FollowerSendBuffers(timeout=5)
-    timer = threading.Timer(0.05, kept.ready, (3, {"tokens": []}))
-    timer.start()
-    assert kept.take(3) == {"tokens": []}
-    kept.ready(4, None)  # a third process has that one
-    kept.drop([3, 4])
-    for number in (3, 4):
-        with pytest.raises(ChunkGoneError):
-            kept.take(number)
-    assert len(kept) == 0
-
-
-def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():
-    executor = FakeExecutor(transfers=True)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    engine = PrefillEngine(executor, config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
-    offers = []
-    engine.post(PrefillRequest("a", int32s(range(9)), 0, 2), offers.append)
-    while not any(isinstance(message, ChunkReady) for message in offers):
-        engine.turn(wait=False)
-    offers = [message for message in offers if isinstance(message, ChunkReady)]
-    assert {offer.address for offer in offers} == {"there:1"}
-    for offer in offers:
-        engine.post(ReleaseChunk(offer.number), offers.append)
-    engine.turn(wait=False)
-    engine.turn(wait=False)
-    assert executor.dropped_chunks == [offer.number for offer in offers]
-    assert engine.buffers.num_kept == engine.num_jobs == 0
-
-
-def test_a_chunk_has_come_when_it_has_come_in_every_process_of_its_rank():
-    found = []
-    landings = Landings([[0], [0, 1]], found.append)
-    landings.enter(PulledChunk(0, 0, 7, [1], True))
-    for ok in (True, False):
-        landings.enter(PulledChunk(1, 0, 8, [2, 3], ok))
-        landings.enter(PulledChunk(1, 0, 9, [4], True))
-    assert [(chunk.number, chunk.ok) for chunk in found] == [(7, True), (8, False), (9, True)]
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:0", "host:x"])

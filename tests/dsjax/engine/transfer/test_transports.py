@@ -1,4 +1,8 @@
-"""Every transport hands chunks over as they were, from any device to any device, and none that was withdrawn."""
+"""Every transport hands chunks over as they were, from any device to any device, and none that was withdrawn.
+
+These are the tests of `transfer/transport.py`, `transfer/jax_transport.py`, `transfer/nixl/nixl_transport.py`, `transfer/nixl/agent.py`
+and `transfer/nixl/registered_buffer.py` too.
+"""
 
 import json
 import os
@@ -15,15 +19,15 @@ from transports import EACH_BACKEND, NIXL
 
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer import transport as table
-from dsjax.engine.transfer.transport import open_transport
+from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.errors import UserError
 
 
-def is_chunk(found, number, device):
+def is_chunk(pulled, number, device):
     for name, expected in values(number).items():
-        assert found[name].devices() == {device}
-        assert found[name].dtype == expected.dtype
-        np.testing.assert_array_equal(np.asarray(found[name]), expected)
+        assert pulled[name].devices() == {device}
+        assert pulled[name].dtype == expected.dtype
+        np.testing.assert_array_equal(np.asarray(pulled[name]), expected)
 
 
 @pytest.fixture(params=EACH_BACKEND)
@@ -43,8 +47,8 @@ def test_chunks_come_as_they_were_in_any_order_from_and_to_any_device(ends):
     chunks = {number: chunk(number, devices[number % 3]) for number in range(1, 7)}
     tickets = {number: sender.publish(number, chunks[number]) for number in chunks}
     for number in (3, 1, 6, 5):
-        found = receiver.pull(sender.address, number, tickets[number], SHAPES, devices[number % 2])
-        is_chunk(found, number, devices[number % 2])
+        pulled = receiver.pull(sender.address, number, tickets[number], SHAPES, devices[number % 2])
+        is_chunk(pulled, number, devices[number % 2])
         sender.withdraw(number, chunks[number], pulled=True)
     for number in (2, 4):
         sender.withdraw(number, chunks[number], pulled=False)
@@ -58,10 +62,10 @@ def test_chunks_are_published_and_pulled_in_many_threads_at_once(ends):
     device = jax.devices()[0]
 
     def hand_over(number):
-        own = chunk(number)
-        found = receiver.pull(sender.address, number, sender.publish(number, own), SHAPES, device)
-        sender.withdraw(number, own, pulled=True)
-        is_chunk(found, number, device)
+        published = chunk(number)
+        pulled = receiver.pull(sender.address, number, sender.publish(number, published), SHAPES, device)
+        sender.withdraw(number, published, pulled=True)
+        is_chunk(pulled, number, device)
         return number
 
     with ThreadPoolExecutor(8) as threads:
@@ -71,11 +75,43 @@ def test_chunks_are_published_and_pulled_in_many_threads_at_once(ends):
 def test_a_process_that_was_disconnected_can_be_pulled_from_again(ends):
     sender, receiver = ends
     for number in (1, 2):
-        own = chunk(number)
-        ticket = sender.publish(number, own)
+        published = chunk(number)
+        ticket = sender.publish(number, published)
         is_chunk(receiver.pull(sender.address, number, ticket, SHAPES, jax.devices()[0]), number, jax.devices()[0])
-        sender.withdraw(number, own, pulled=True)
+        sender.withdraw(number, published, pulled=True)
         receiver.disconnect(sender.address)
+
+
+class FailingTransport(Transport):
+    """A transport whose reads come to what they are told to."""
+
+    def __init__(self, outcome):
+        self.outcome, self.disconnected = outcome, []
+
+    def publish(self, number, chunk):
+        return b""
+
+    def withdraw(self, number, chunk, *, pulled):
+        pass
+
+    def read(self, address, number, ticket, shapes, device):
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+    def disconnect(self, address):
+        self.disconnected.append(address)
+
+
+def test_nothing_is_kept_of_a_process_that_could_not_be_read_and_a_withdrawn_chunk_is_not_returned():
+    failing = FailingTransport(OSError("the link is down"))
+    with pytest.raises(OSError, match="the link is down"):
+        failing.pull("there", 1, b"", SHAPES, None)
+    assert failing.disconnected == ["there"]
+    withdrawn = FailingTransport(None)
+    with pytest.raises(ConnectionError, match="withdrawn while it was read"):
+        withdrawn.pull("there", 1, b"", SHAPES, None)
+    assert withdrawn.disconnected == [], "its process has answered"
 
 
 class PublishingProcess:
@@ -110,8 +146,8 @@ def test_chunks_come_from_another_process(backend):
     process, receiver = PublishingProcess(backend), open_transport(backend, jax.devices()[0], "127.0.0.1")
     tickets = {number: process.publish(number) for number in range(1, 5)}
     for number, ticket in tickets.items():
-        found = receiver.pull(process.address, number, ticket, SHAPES, jax.devices()[1])
-        is_chunk(found, number, jax.devices()[1])
+        pulled = receiver.pull(process.address, number, ticket, SHAPES, jax.devices()[1])
+        is_chunk(pulled, number, jax.devices()[1])
     process.kill()
 
 
@@ -129,9 +165,9 @@ def test_nixl_says_that_a_process_has_gone_where_jax_would_wait_for_it():
 @NIXL
 def test_nixl_returns_no_chunk_that_was_withdrawn(nixl_ends):
     sender, receiver = nixl_ends
-    own, device = chunk(1), jax.devices()[0]
-    old = sender.publish(1, own)
-    sender.withdraw(1, own, pulled=False)
+    withdrawn, device = chunk(1), jax.devices()[0]
+    old = sender.publish(1, withdrawn)
+    sender.withdraw(1, withdrawn, pulled=False)
     with pytest.raises(ConnectionError, match="withdrawn"):
         receiver.pull(sender.address, 1, old, SHAPES, device)
     new = sender.publish(2, chunk(2))  # in the same buffer
@@ -145,11 +181,11 @@ def test_nixl_registers_as_many_buffers_as_are_needed_at_the_same_time(nixl_ends
     sender, receiver = nixl_ends
     device = jax.devices()[0]
     for number in range(1, 60, 2):
-        pair = {own: chunk(own) for own in (number, number + 1)}
-        tickets = {own: sender.publish(own, pair[own]) for own in pair}
-        for own in pair:
-            receiver.pull(sender.address, own, tickets[own], SHAPES, device)
-            sender.withdraw(own, pair[own], pulled=True)
+        pair = {each: chunk(each) for each in (number, number + 1)}
+        tickets = {each: sender.publish(each, pair[each]) for each in pair}
+        for each in pair:
+            receiver.pull(sender.address, each, tickets[each], SHAPES, device)
+            sender.withdraw(each, pair[each], pulled=True)
     [sends], [receives] = sender._sends._free.values(), receiver._receives._free.values()
     assert (len(sends), len(receives)) == (2, 1)
     assert receiver._agent._peers[sender.address].known == {0, 1}

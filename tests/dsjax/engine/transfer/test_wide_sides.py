@@ -1,4 +1,7 @@
-"""A prefill and a decode side, each of two processes, make the tokens of one engine; pages go straight from process to process."""
+"""A prefill and a decode side, each of two processes, make the tokens of one engine; pages go straight from process to process.
+
+These are the tests of `elastic/joining.py`, `elastic/transfer_processes.py` and `transfer/page_chunks.py` too.
+"""
 
 import json
 import os
@@ -46,13 +49,18 @@ class Side:
         for index in range(count):
             group = {"coordinator_address": f"127.0.0.1:{port}", "num_processes": count, "process_id": index}
             group = group if count > 1 else {}
-            own = {**OPTIONS, "transfer_host": "127.0.0.1", "heartbeat_timeout": 5, "local_prefill_tokens": 1}
+            shared_options = {
+                **OPTIONS,
+                "transfer_host": "127.0.0.1",
+                "heartbeat_timeout": 5,
+                "local_prefill_tokens": 1,
+            }
             self.processes.append(
                 subprocess.Popen(
                     [
                         sys.executable,
                         str(Path(__file__).with_name("side_process.py")),
-                        json.dumps({**own, **group, **options}),
+                        json.dumps({**shared_options, **group, **options}),
                     ],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -113,23 +121,23 @@ def expected(checkpoint):
 @pytest.fixture
 def sides(checkpoint):
     """Starts a prefill and a decode side; gives both, and what has all prompts computed by the one and decoded by the other."""
-    found = []
+    sides = []
 
     def start(prefill, prefill_mesh, decode, decode_mesh, backend="jax"):
-        own = {"model": checkpoint, "disaggregation_transfer_backend": backend}
-        found.append(Side(prefill, mesh=prefill_mesh, disaggregation_mode="prefill", **own))
-        found.append(Side(decode, mesh=decode_mesh, disaggregation_mode="decode", **own))
-        for side in found:
+        shared_options = {"model": checkpoint, "disaggregation_transfer_backend": backend}
+        sides.append(Side(prefill, mesh=prefill_mesh, disaggregation_mode="prefill", **shared_options))
+        sides.append(Side(decode, mesh=decode_mesh, disaggregation_mode="decode", **shared_options))
+        for side in sides:
             side.answer()
-        return *found, generate
+        return *sides, generate
 
     def generate(between=lambda: None):
-        said = [[str(index), tokens, found[0].ask(tokens=tokens)] for index, tokens in enumerate(PROMPTS)]
+        said = [[str(index), tokens, sides[0].ask(tokens=tokens)] for index, tokens in enumerate(PROMPTS)]
         between()
-        return found[1].ask(requests=said)["found"]
+        return sides[1].ask(requests=said)["token_ids"]
 
     yield start
-    for side in found:
+    for side in sides:
         side.kill()
 
 

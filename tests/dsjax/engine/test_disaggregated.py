@@ -1,4 +1,7 @@
-"""A model whose prompts are computed on one mesh and decoded on another makes the tokens of one plain engine."""
+"""A model whose prompts are computed on one mesh and decoded on another makes the tokens of one plain engine.
+
+These are the tests of `setup/side_options.py` and `transfer/page_chunks.py` too.
+"""
 
 import threading
 from dataclasses import replace
@@ -90,6 +93,7 @@ def expected(checkpoint):
         llm.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MESHES.values(), ids=MESHES)
 def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, monkeypatch):
     reads = []

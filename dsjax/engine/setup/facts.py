@@ -1,0 +1,156 @@
+"""`EngineFacts`: what a loaded engine is, for whoever shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from jaxtyping import Array
+
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device import cache as device_cache
+from dsjax.engine.device.buckets import Buckets
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import dispatch_method
+from dsjax.engine.setup.sizes import page_bytes
+from dsjax.model.parameters import device_bytes
+from dsjax.model.step import ModelStep
+
+
+@dataclass(frozen=True)
+class PrefillSizes:
+    """Sizes of the engine that computes prompts for another one beside it.
+
+    Attributes:
+        dp_ranks: number of them; all but `cache_tokens` is of each of them.
+        max_num_seqs, max_num_batched_tokens, prefill_chunk: as of `EngineArgs`, the last as far as a step has room for it.
+        cache_tokens: token slots of the cache, all DP ranks together.
+        max_model_len: tokens of a prompt, and one more, that it has room for; longer prompts are computed where they are decoded.
+    """
+
+    dp_ranks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk: int
+    cache_tokens: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, facts: EngineFacts) -> PrefillSizes:
+        """Take the sizes from what was loaded for such an engine."""
+        return cls(**{field.name: getattr(facts, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
+
+    Attributes:
+        mesh: as the user wrote it, normalised: `dp=4,tp=8`.
+        mesh_shape: sizes of the physical axes, in order.
+        device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
+        dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
+            `local` where one device holds all experts, `none` for a model without any. With `auto` a smaller launch may
+            use another method (docs/dispatch.md).
+        mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
+        kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
+        activation_scheme: what `--activation-scheme` came to: `dynamic` where activations are quantised for FP8 products, else `none`.
+        weight_bytes: by component.
+        cache_tokens: token slots of the latent cache, all DP ranks together.
+        max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
+        max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, as of `EngineArgs`; the last as far as a step has room for it.
+        prefill_meshes: the mesh of the devices beside these that compute prompts for them; empty without them. prefill_sizes: of the
+            engine there; None without it.
+        host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
+        page_bytes: of one page, all layers, on all the devices of a DP rank.
+        speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
+    """
+
+    model: str
+    parameters: int
+    mesh: str
+    mesh_shape: dict[str, int]
+    platform: str
+    device_kind: str
+    num_devices: int
+    num_processes: int
+    dp_ranks: int
+    physical_experts_per_device: int
+    dtype: str
+    weights: str
+    dispatch: dict[str, str]
+    mla: dict[str, str]
+    weight_bytes: dict[str, int]
+    cache_bytes: int
+    cache_tokens: int
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk: int
+    host_cache_tokens: int = 0
+    disk_cache_tokens: int = 0
+    page_bytes: int = 0
+    speculation: dict[str, Any] | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
+    kernels_note: str = ""
+    prefill_meshes: list[str] = field(default_factory=list)
+    prefill_sizes: PrefillSizes | None = None
+    activation_scheme: str = "none"
+
+    def to_json(self) -> dict[str, Any]:
+        """Give a JSON object with the same names."""
+        return asdict(self)
+
+
+def describe_engine(
+    args: EngineArgs,
+    step: ModelStep,
+    limits: ExecutorLimits,
+    buckets: Buckets,
+    params: Mapping[str, Array],
+    weights: str,
+) -> EngineFacts:
+    """Say what an engine is that was loaded with these options."""
+    spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
+    cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
+    return EngineFacts(
+        model=args.model,
+        parameters=sum(math.prod(i.shape) for i in step.table.infos.values() if i.init not in ("derived", "scale")),
+        mesh=str(spec),
+        mesh_shape=dict(step.mesh.shape),
+        platform=device.platform,
+        device_kind=device.device_kind,
+        num_devices=spec.num_devices,
+        num_processes=len({device.process_index for device in step.mesh.devices.flat}),
+        dp_ranks=spec.dp_size,
+        physical_experts_per_device=step.placement.n_physical // spec.ep_size if config.is_moe else 0,
+        dtype=str(step.dtype),
+        weights=weights,
+        dispatch=_dispatch_methods(step, buckets),
+        mla={"prefill": step.prefill_form, "decode": step.decode_form},
+        weight_bytes=device_bytes(params),
+        cache_bytes=cache_bytes,
+        cache_tokens=device_cache.token_slots(step, limits.pages_per_rank),
+        page_size=limits.page_size,
+        max_model_len=args.scheduler_config(limits).max_request_len,
+        max_num_seqs=limits.max_rows_decode,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        prefill_chunk=limits.max_chunk,
+        disk_cache_tokens=limits.disk_pages * limits.page_size,
+        page_bytes=page_bytes(step),
+        host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
+        speculation=None if args.speculation is None else asdict(args.speculation),
+        kernels=step.kernels.names(step.prefill_form, step.decode_form),
+        kernels_note=step.kernels.note,
+        activation_scheme=str(step.scheme),
+    )
+
+
+def _dispatch_methods(step: ModelStep, buckets: Buckets) -> dict[str, str]:
+    """Say how the fullest launch of each kind sends tokens to their experts."""
+    prefill = max(rectangle.rows * rectangle.chunk for rectangle in buckets.prefill)
+    decode = max(rectangle.rows * rectangle.chunk for rectangle, _, _ in buckets.shapes() if rectangle)
+    return {"prefill": dispatch_method(step, prefill), "decode": dispatch_method(step, decode)}

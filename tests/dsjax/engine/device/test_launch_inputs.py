@@ -1,0 +1,61 @@
+"""What a launch sends to the devices: the integers of its rows and of the pages that they gained, and admissions before it."""
+
+import numpy as np
+from written_steps import MOST, PAGE, Told, decode, running
+
+from dsjax.engine.device.buckets import Launch, Rectangle, RowPiece
+from dsjax.engine.device.launch_rows import pack_admissions, pack_launch, split_page_changes
+from dsjax.engine.device.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
+from dsjax.engine.schedule.request import ScheduledRow
+from dsjax.engine.schedule.step_writer import StepWriter
+from dsjax.model.rows import GroupShape
+
+
+def columns(packed, widths):
+    """Parts of one rank's packed integers."""
+    return [part.tolist() for part in np.split(packed, np.cumsum(widths)[:-1])]
+
+
+def test_a_launch_s_integers_are_its_rows_and_the_pages_that_they_gained():
+    told, a, b = Told(2), running(2, [7, 3]), running(0, [4])
+    told.step([a], [b])
+    a.pages.append(9)
+    plan = decode([a], [b])
+    prompt = running(1, [5, 6, 8])
+    plan.ranks[1].prefills.append(ScheduledRow(prompt, 0, 7, False))
+    step = told.writer.write(plan)
+    shape = LaunchShape(GroupShape(2, 1, MOST, "A_CC"), GroupShape(1, 4, MOST, "CC"), PAGE)
+    within, before = split_page_changes(step, shape.page_changes)
+    assert within == [[(2, 2, 9)], []]
+    assert before == [[], [(1, 0, 5), (1, 1, 6), (1, 2, 8)]]  # a slot's new owner has its table before the launch
+    launch = Launch(Rectangle(2, 1), Rectangle(1, 4), [[], [RowPiece(0, 4, 3)]])
+    first, second = pack_launch(step, launch, shape, within, [{}, {}])
+    assert first.size == second.size == shape.packed_width
+    widths = (2, 2, 2, 1, 1, 1, 1, 1, 4, 3 * shape.page_changes)
+    nothing = [-1] * (3 * shape.page_changes - 3)
+    assert columns(first, widths) == [[2, -1], [12, 0], [0, 0], [-1], [0], [0], [0], [0], [0] * 4, [2, 2, 9, *nothing]]
+    piece = [[1], [4], [3], [12], [7], [4, 5, 6, 0]]
+    assert columns(second, widths) == [[0, -1], [4, 0], [0, 0], *piece, [-1, -1, -1, *nothing]]
+
+
+def test_admissions_take_as_many_runs_as_they_need_and_page_changes_come_with_the_last_of_them_or_later():
+    slots = ADMISSIONS + 1
+    requests = [running(slot, list(range(1, 41)), temperature=0.5) for slot in range(slots)]
+    step = StepWriter(2, slots, PAGE).write(decode(requests, []))
+    _, before = split_page_changes(step, 3)
+    runs = list(pack_admissions(step, before))
+    # An admission voids its slot's pages, so none may be entered before it.
+    assert len(runs) == 1 + -(-slots * 40 // PAGE_CHANGES)
+    given, changed = [], []
+    for run in runs:
+        admissions, pages, counts = np.split(run[0], np.cumsum([ADMISSIONS * ADMISSION_WIDTH, 3 * PAGE_CHANGES]))
+        given += [row[0] for row in admissions.reshape(-1, ADMISSION_WIDTH) if row[0] >= 0]
+        changed += [tuple(row) for row in pages.reshape(-1, 3).tolist() if row[0] >= 0]
+        assert {slot for slot, _, _ in changed} <= set(given), "no slot has pages before its admission"
+        assert len(counts) == 3 * COUNTED
+        assert (counts == -1).all()
+        assert (run[1] == -1).all()
+    assert given == list(range(slots))
+    assert changed == [(slot, index, index + 1) for slot in range(slots) for index in range(40)]
+    (nothing, _) = split_page_changes(StepWriter(1, 1, PAGE).write(decode([])), 3)
+    assert list(pack_admissions(StepWriter(1, 1, PAGE).write(decode([])), nothing)) == []

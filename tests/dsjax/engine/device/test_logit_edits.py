@@ -1,0 +1,175 @@
+"""Penalties, biases, bans and masks: what the device applies of a request's rules is what the published formulas say."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from published_logits import published
+
+from dsjax.engine.contract.commands import ALWAYS
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.device.logit_edits import (
+    BIASES_PER_ROW,
+    add_biases,
+    allowed,
+    bias_pieces,
+    counts_along_drafts,
+    mask_words,
+    penalise,
+)
+from dsjax.engine.text.logit_rules import LogitRules
+
+V = 70  # no multiple of 32
+
+
+add, penalised = jax.jit(add_biases), jax.jit(penalise)
+
+
+class Row(NamedTuple):
+    """A completion at a point of its output, with its rules."""
+
+    prompt: list[int]
+    output: list[int]
+    params: SamplingParams
+    rules: LogitRules
+
+    @property
+    def counts(self) -> np.ndarray:
+        """What the device has counted: the admission's pairs, spread over the vocabulary."""
+        found = np.zeros(V, np.int32)
+        tokens, codes = self.rules.counts(self.prompt, self.output).T
+        found[tokens] = codes
+        return found
+
+    @property
+    def mask(self) -> np.ndarray:
+        """The packed mask of the next token."""
+        if self.rules.needs_tokens:
+            return self.rules.masks(self.output, [])[0]
+        return np.full(mask_words(V), -1, np.int32) if self.rules.allowed is None else self.rules.allowed
+
+
+def request(prompt, output, stop_ids=(), bad_words=(), **params) -> Row:
+    params = SamplingParams(max_tokens=5000, **params)
+    return Row(prompt, output, params, LogitRules(params, V, frozenset(stop_ids), tuple(bad_words)))
+
+
+def changed(logits, rows):
+    """``[N, V]`` logits after the rules of one rank's rows (None: a row without any), as the device's programs apply them."""
+    count = len(logits)
+    place, counts = np.zeros(count, np.int32), np.zeros((count, V), np.int32)
+    mask = np.full((count, mask_words(V)), -1, np.int32)
+    presence, frequency, repetition = np.zeros((3, count), np.float32) + np.array([[0], [0], [1]], np.float32)
+    biases = [np.zeros((0, 4), np.int32)]
+    for row, one in enumerate(rows):
+        if one is not None:
+            place[row], counts[row], mask[row] = len(one.output), one.counts, one.mask
+            biases.append(np.insert(one.rules.biases(), 0, row, axis=1))
+            presence[row], frequency[row] = one.params.presence_penalty, one.params.frequency_penalty
+            repetition[row] = one.params.repetition_penalty
+    for (piece,) in bias_pieces([np.concatenate(biases)], count):
+        logits = add(logits, place, np.arange(count), piece)
+    logits = penalised(logits, counts, presence, frequency, repetition)
+    return np.asarray(np.where(allowed(mask, V), logits, -np.inf))
+
+
+CASES = [
+    {"presence_penalty": 1.5},
+    {"presence_penalty": -2.0},
+    {"frequency_penalty": 0.7},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.5},
+    {"presence_penalty": 0.3, "frequency_penalty": -0.4, "repetition_penalty": 1.3},
+    {"logit_bias": {3: 5.0, 69: -100.0, 0: 100.0}},
+    {"logit_bias": {3: 5.0, 8: -1.0}, "repetition_penalty": 2.0, "frequency_penalty": 1.0},
+    {"allowed_token_ids": [0, 31, 32, 63, 64, 69]},
+    {"min_tokens": 4000, "stop_ids": range(40)},
+    {"min_tokens": 4000, "stop_ids": (5, 6), "logit_bias": {5: 100.0}, "repetition_penalty": 3.0},
+    {"bad_words": [(7,), (1, 2, 9), (9, 9)]},
+    {"bad_words": [(7,)], "presence_penalty": 1.0, "allowed_token_ids": [7, 8], "logit_bias": {7: 9.0}},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "+".join(case))
+def test_logits_are_changed_as_published(case):
+    rng = np.random.default_rng(3)
+    for output in ([], [4, 1, 2], [9], [7, 7, 7, 30, 9, 69, 1, 2], rng.integers(0, V, 60).tolist()):
+        prompt = rng.integers(0, V, 20).tolist()
+        logits = (rng.normal(size=(1, V)) * 5).astype(np.float32)
+        found = changed(logits, [request(prompt, output, **case)])[0]
+        expected = published(logits[0], prompt, output, **case)
+        np.testing.assert_array_equal(np.isinf(found), np.isinf(expected))
+        np.testing.assert_allclose(found, expected, atol=1e-4)  # float32 of values up to 120
+
+
+def test_a_row_is_changed_by_its_own_request_alone():
+    rng = np.random.default_rng(5)
+    logits = (rng.normal(size=(16, V)) * 5).astype(np.float32)
+    rows, expected = [], logits.astype(np.float64)
+    for row in range(16):
+        case = dict(CASES[row % len(CASES)])
+        prompt, output = rng.integers(0, V, 9).tolist(), rng.integers(0, V, row % 4 * 5).tolist()
+        rows.append(None if row % 5 == 2 else request(prompt, output, **case))
+        if rows[-1] is not None:
+            expected[row] = published(logits[row], prompt, output, **case)
+    np.testing.assert_allclose(changed(logits, rows), expected, atol=1e-4)
+
+
+def test_more_biases_than_one_run_has_room_for_are_applied_in_several_and_on_their_own_rank():
+    rng = np.random.default_rng(6)
+    vocab = 5 * BIASES_PER_ROW
+    logits = rng.normal(size=(2, 1, vocab)).astype(np.float32)
+    biases = {token: float(token % 7) for token in range(vocab - 3)}
+    rules = LogitRules(SamplingParams(logit_bias=biases), vocab)
+    entries = np.insert(rules.biases(), 0, 0, axis=1)
+    runs = list(bias_pieces([entries, entries[:0]], 1))
+    assert len(runs) == 5
+    found, zero = logits.copy(), np.zeros(1, np.int32)
+    for piece in runs:
+        found = np.stack([add(found[rank], zero, zero, piece[rank]) for rank in range(2)])
+    expected = logits.copy()
+    expected[0, 0, : vocab - 3] += np.arange(vocab - 3) % 7
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_each_device_changes_its_part_of_a_vocabulary_that_is_spread():
+    rng = np.random.default_rng(7)
+    logits, place, row = rng.normal(size=(2, V)).astype(np.float32), np.zeros(2, np.int32), np.arange(2)
+    bits = np.float32(-3).view(np.int32)
+    biases = np.array([[0, t, bits, ALWAYS] for t in range(0, V, 3)] + [[1, 40, bits, ALWAYS], [-1] * 4], np.int32)
+    whole = np.asarray(add(logits, place, row, biases))
+    parts = [add(logits[:, at : at + 14], place, row, biases, at) for at in range(0, V, 14)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=-1), whole)
+    assert whole[1, 40] == logits[1, 40] - 3
+    np.testing.assert_array_equal(whole[0, 1::3], logits[0, 1::3])
+
+
+def test_counts_of_an_output_are_right_at_any_length_and_survive_being_asked_twice():
+    prompt, output = [5, 6, 5], []
+    one = request(prompt, output, frequency_penalty=1.0, repetition_penalty=2.0)
+    logits = np.ones((1, V), np.float32) * 4
+    for token in [8, 5, 8, 9, 8]:
+        np.testing.assert_array_equal(one.counts, one.counts)  # as when a request is admitted again
+        output.append(token)
+        expected = published(logits[0], prompt, output, frequency_penalty=1.0, repetition_penalty=2.0)
+        np.testing.assert_allclose(changed(logits, [one])[0], expected)
+
+
+def test_counts_along_drafts_are_those_of_the_output_with_the_drafts_before():
+    prompt, output, drafts = [5, 6, 5], [8, 9], [9, 5, 9]
+    one = request(prompt, output, frequency_penalty=1.0)
+    found = np.asarray(counts_along_drafts(one.counts[None], np.array([[9, *drafts]]), 4))[0]
+    for place in range(4):
+        expected = request(prompt, output + drafts[:place], frequency_penalty=1.0).counts
+        np.testing.assert_array_equal(found[place], expected)
+    assert np.asarray(counts_along_drafts(one.counts[None], np.full((1, 9), 9), 4)).max() == 2 * 4 + 1
+
+
+def test_biases_hold_along_drafts_until_the_tokens_that_they_are_for_are_made():
+    rules = LogitRules(SamplingParams(min_tokens=3, max_tokens=9, logit_bias={2: 1.5}), V, frozenset({4}))
+    entries = np.insert(rules.biases(), 0, 0, axis=1)
+    found = np.asarray(add(np.zeros((4, V), np.float32), np.arange(1, 5), np.zeros(4, np.int32), entries))
+    assert np.isneginf(found[:, 4]).tolist() == [True, True, False, False]
+    assert found[:, 2].tolist() == [1.5] * 4
+    assert not found[:, [0, 1, 3, *range(5, V)]].any()

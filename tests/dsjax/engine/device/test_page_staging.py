@@ -1,0 +1,94 @@
+"""Pages that were sent ahead of a step are placed where its command says, each from the first store that has it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from dsjax.engine.contract.commands import NAME_BYTES, FetchPages, PlacePages, ReadPages, int32s
+from dsjax.engine.device.access import CommandTable
+from dsjax.engine.device.device_state import MOVED_PAGES
+from dsjax.engine.device.page_staging import PageStaging, PageStore, StagedPiece, cut, packed
+
+
+class Numbered(PageStore):
+    """Has the pages of some numbers, and makes each piece an array of its ranks' numbers."""
+
+    def __init__(self, numbers):
+        self.numbers, self.forgotten = numbers, []
+
+    def take(self, wanted, places):
+        taken = [own[np.isin(numbers[own], self.numbers)] for numbers, own in zip(wanted, places, strict=True)]
+        left = [own[~np.isin(numbers[own], self.numbers)] for numbers, own in zip(wanted, places, strict=True)]
+        layout = [np.pad(own, (0, 3 - len(own)), constant_values=-1) for own in taken]
+        numbers = [np.where(own < 0, -1, of[own]) for own, of in zip(layout, wanted, strict=True)]
+        return [StagedPiece(layout, lambda: {"page": np.array(numbers)})], left
+
+    def forget(self, rank, number):
+        self.forgotten.append((rank, number))
+
+
+class Device:
+    """Places pages in a table: of each rank the page to the number that was staged for it."""
+
+    def __init__(self, ranks: int):
+        self.tables = [{} for _ in range(ranks)]
+        self.state = SimpleNamespace(start="placed")
+        self.programs = SimpleNamespace(put_pages=lambda: self.put)
+
+    def send(self, array):
+        return array
+
+    def put(self, state, staged, pages):
+        for table, numbers, places in zip(self.tables, staged["page"], pages, strict=True):
+            table |= {int(page): int(number) for number, page in zip(numbers, places, strict=False) if page}
+        return state
+
+
+def staging(ranks: int, *stores):
+    device, table = Device(ranks), CommandTable()
+    pages = PageStaging(device)
+    for store in stores:
+        pages.add(store)
+    pages.register(table)
+    return pages, device, lambda command: list(table.launch(command).running)
+
+
+def ranks_of(*numbers):
+    return [int32s(own) for own in numbers]
+
+
+def test_each_page_comes_from_the_store_that_has_it_to_the_place_that_its_rank_names():
+    _, device, run = staging(2, Numbered([5, 6]), Numbered([70, 71]))
+    run(FetchPages(ranks_of([70, 5, 71], [6]), 1))
+    run(PlacePages(ranks_of([11, 12, 13], [14]), 1))
+    assert device.tables == [{11: 70, 12: 5, 13: 71}, {14: 6}]
+
+
+def test_what_was_staged_before_the_pages_that_are_placed_is_dropped_and_what_came_later_waits():
+    _, device, run = staging(1, Numbered([5, 6, 7]))
+    for number in (1, 2, 3):
+        run(FetchPages(ranks_of([number + 4]), number))
+    run(PlacePages(ranks_of([12]), 2))
+    run(PlacePages(ranks_of([11]), 1))  # its step was given up
+    run(PlacePages(ranks_of([13]), 3))
+    assert device.tables == [{12: 6, 13: 7}]
+
+
+def test_pages_to_be_read_are_asked_for_by_rank_number_and_name_and_others_forgotten_everywhere():
+    stores = Numbered([]), Numbered([])
+    pages, _, run = staging(2, *stores)
+    asked = []
+    pages.read = lambda *page: asked.append(page)
+    first, second = b"a" * NAME_BYTES, b"b" * NAME_BYTES
+    run(ReadPages(ranks_of([], [8, 9]), [b"", first + second], ranks_of([4], [])))
+    assert asked == [(1, 8, first), (1, 9, second)]
+    assert [store.forgotten for store in stores] == [[(0, 4)]] * 2
+
+
+def test_pages_are_packed_with_nothing_behind_them_and_cut_into_what_a_program_moves():
+    pairs = np.array([[3, 90], [4, 91]])
+    table = packed([np.array([7]), pairs])
+    assert table.shape == (2, MOVED_PAGES)
+    assert [row[row > 0].tolist() for row in table] == [[7], [3, 4]]
+    long, short = np.arange(MOVED_PAGES + 2), np.arange(1)
+    assert [[len(own) for own in part] for part in cut([long, short])] == [[MOVED_PAGES, 1], [2, 0]]

@@ -1,0 +1,54 @@
+"""Which mesh the devices that are left make, and with which options."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, largest_mesh
+from sharding import MeshSpec
+
+
+class Args(SimpleNamespace):
+    """What of `EngineArgs` decides."""
+
+    def __init__(self, num_redundant=0, eplb=None):
+        super().__init__(num_redundant=num_redundant, eplb=eplb, init_expert_location=None, mesh="dp=4")
+
+
+def config(experts=32, heads=8):
+    return SimpleNamespace(
+        n_routed_experts=experts,
+        is_moe=bool(experts),
+        num_attention_heads=heads,
+        num_dense_layers=0,
+        n_shared_experts=0,
+        moe_intermediate_size=16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices", "expected"),
+    [
+        ("dp=32", 32, "dp=32"),
+        ("dp=32", 24, "dp=24"),
+        ("dp=4,tp=8", 31, "dp=3,tp=8"),
+        ("dp=4,tp=2,ep=4", 6, "dp=3,tp=2"),
+        ("dp=4,tp=2,ep=4", 5, "dp=2,tp=2"),
+        ("dp=4,tp=2,ep=2", 6, "dp=3,tp=2,ep=2"),
+        ("dp=2", 8, "dp=2"),
+    ],
+)
+def test_tp_stays_and_dp_shrinks_and_ep_stays_where_it_divides(wanted, devices, expected):
+    assert str(largest_mesh(Args(), config(256), "f32", MeshSpec.parse(wanted), [None] * devices)) == expected
+
+
+def test_too_few_devices_for_one_dp_rank_are_named():
+    with pytest.raises(NoMeshError, match="3 devices are left, too few for one DP rank of tp=4"):
+        largest_mesh(Args(), config(), "f32", MeshSpec(2, 4), [None] * 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "mesh", "expected"), [(0, "dp=24", 8), (0, "dp=16", 0), (32, "dp=24", 32), (8, "dp=32", 32)]
+)
+def test_experts_get_the_fewest_copies_that_divide(asked, mesh, expected):
+    assert changed_options(Args(asked), config(256), MeshSpec.parse(mesh))["redundant_experts"] == expected

@@ -1,0 +1,152 @@
+"""A prefill and a decode engine over fake executors in one thread, which take turns."""
+
+import random
+
+from fake_executor import FakeExecutor
+
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.core import EngineCore
+from dsjax.engine.engine import attachments_of
+from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.transfer.messages import PrefillRequest
+from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
+
+
+class PolledLinks(PrefillLinks):
+    """Links of an executor that pulls when it is looked at, since nothing runs beside it."""
+
+    def __init__(self, executor, links, **options):
+        super().__init__(links, **options)
+        self.executor = executor
+
+    def start(self, executor, config):
+        self.executor = executor
+        super().start(executor, config)
+
+    def begin_step(self, now):
+        self.executor.move_chunks(pulls=True)
+        super().begin_step(now)
+
+
+class Pair:
+    """A prefill and a decode engine in one thread: each turn gives both a step.
+
+    engines: those of another pair, which this one's decode engine reaches too.
+
+    Attributes:
+        lost: kinds of messages to prefill that get lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefills=1,
+        ranks=(1, 1),
+        pages=(33, 33),
+        timeout=1000.0,
+        local_tokens=1,
+        decode=None,
+        prefill=None,
+        engines=None,
+    ):
+        self.engines = [] if engines is None else engines
+        for _ in range(0 if engines else prefills):
+            executor = FakeExecutor(num_ranks=ranks[0], pages_per_rank=pages[0], transfers=True, **(prefill or {}))
+            config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+            self.engines.append(PrefillEngine(executor, config, timeout=timeout))
+        links = [LocalLink(engine) for engine in self.engines]
+        self.lost = ()
+        self.sent = []
+        for link in links:
+            link.send = self._lossy(link.send)
+        executor = FakeExecutor(
+            num_ranks=ranks[1], pages_per_rank=pages[1], max_rows_decode=4, transfers=True, **(decode or {})
+        )
+        config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+        self.decode = PolledLinks(executor, links, local_tokens=local_tokens, timeout=timeout)
+        self.core = EngineCore(executor, config, attachments=[*attachments_of(config), self.decode])
+        self.links = links
+        self.prefill_runs = True
+        self.steps = 0
+
+    def _lossy(self, send):
+        def sent(message):
+            self.sent.append(message)
+            if not isinstance(message, self.lost):
+                send(message)
+
+        return sent
+
+    def asked(self):
+        return [message for message in self.sent if isinstance(message, PrefillRequest)]
+
+    def expire(self):
+        """Let all time pass that leases have."""
+        for engine in self.engines:
+            for lease in engine.buffers._buffers.values():
+                lease.until = 0.0
+
+    @property
+    def incoming(self):
+        return self.decode.source
+
+    def add(self, name, tokens, max_tokens=6, **fields):
+        request = Request(name, list(tokens), len(tokens), SamplingParams(temperature=0), max_tokens, 0)
+        for field, value in fields.items():
+            setattr(request, field, value)
+        self.core.add(request)
+        return request
+
+    def turn(self):
+        if self.prefill_runs:
+            for engine in self.engines:
+                engine.core.executor.move_chunks()
+                engine.turn(wait=False)
+        self.decode.wake.set()  # nobody else runs: there is nothing to wait for
+        updates = self.core.step()
+        self.steps += 1
+        return updates
+
+    def run(self):
+        while self.core.has_unfinished:
+            self.turn()
+            assert self.steps < 5000, "nothing moves any more"
+
+    def settle(self):
+        """Let everything that was given up come to its end, and see that nothing is left."""
+        self.lost, self.prefill_runs = (), True
+        for engine in self.engines:
+            engine.core.executor.chunks_take = 0
+        self.core.executor.chunks_take = 0
+        for _ in range(20):
+            self.turn()
+        self.expire()  # what is left because a message was lost
+        for _ in range(5):
+            self.turn()
+        for rank in self.core.scheduler.ranks:
+            assert rank.pool.num_used == 0
+            assert rank.backlog == rank.load == 0
+        assert self.incoming.num_under_way == 0
+        assert not self.incoming._expected
+        assert not self.incoming._pulling
+        assert not self.incoming._of
+        for engine in self.engines:
+            assert engine.num_jobs == 0
+            assert engine.buffers.num_kept == 0
+            assert not engine.core.scheduler.num_unfinished
+            for index, rank in enumerate(engine.core.scheduler.ranks):
+                assert rank.pool.num_used == 0
+                assert engine.buffers.room(index) == 256
+
+
+def prompts(count, seed=0, longest=80):
+    """Prompts that begin alike in threes."""
+    choose = random.Random(seed)
+    shared = [[choose.randrange(300) for _ in range(longest)] for _ in range(max(1, count // 3))]
+    given = []
+    for _ in range(count):
+        beginning = choose.choice(shared)[: choose.randrange(longest)]
+        given.append(beginning + [choose.randrange(300) for _ in range(1 + choose.randrange(9))])
+    return given

@@ -1,0 +1,104 @@
+"""Sizes of an engine before there is a weight: what its devices must hold, how many requests, which lengths, and how many pages."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import pytest
+from layouts import TINY
+from tiny_steps import limits_of, step_of, tiny
+
+from dsjax.config import ModelConfig
+from dsjax.engine.device import cache as device_cache
+from dsjax.engine.device.buckets import Buckets
+from dsjax.engine.device.cache import Pool
+from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.sizes import EngineLayout, beside_the_cache, check_device_memory, chunk_bytes
+from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
+from dsjax.errors import UserError
+from sharding import MeshSpec
+
+
+def test_weights_that_a_pool_cannot_hold_are_refused_with_what_would_fit():
+    args = EngineArgs(model="deepseek-v3", mesh="dp=2", dtype="bfloat16")
+    step = step_of("dp=2")
+    h20 = Pool(size=int(0.9 * 1.5e12), used=0, temporaries=0)
+    check_device_memory(args, step, h20)
+    with pytest.raises(
+        UserError, match=r"take [\d.]+ GB on each device of dp=2, .* 540.0 GB free; .* --weights fp8. dsjax"
+    ):
+        check_device_memory(args, step, Pool(size=int(0.9 * 6e11), used=0, temporaries=0))
+    with pytest.raises(UserError, match=r"a --gpu-memory-utilization above 0.92 \(it is 0.9\)"):
+        check_device_memory(args, step, Pool(size=int(0.9 * 7.44e11), used=0, temporaries=0))
+
+
+def test_a_step_needs_beside_the_cache_what_its_largest_program_does_whatever_the_cache_holds():
+    step = tiny("dp=1")
+    params = {path: jax.ShapeDtypeStruct(info.shape, info.storage_dtype) for path, info in step.table.infos.items()}
+    params = {
+        path: jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=step.rules.sharding(step.mesh, info.logical_axes, a.shape)
+        )
+        for (path, info), a in zip(step.table.infos.items(), params.values(), strict=True)
+    }
+    buckets = Buckets.covering(4, 8, mixed=True)
+    few, many = (
+        beside_the_cache(step, params, dataclasses.replace(limits_of(1), pages_per_rank=pages), buckets, 0)
+        for pages in (2, 9)
+    )
+    assert few == many > TINY["vocab_size"] * 4 * 2  # the counts of four slots are among it
+
+
+CHECKPOINT = SimpleNamespace(config=ModelConfig.from_dict(TINY), bf16_experts=False)
+
+
+def laid_out(mesh="dp=2", **options) -> tuple[EngineArgs, EngineLayout]:
+    args = EngineArgs(mesh=mesh, dtype="float32", page_size=4, **options)
+    return args, EngineLayout.of(args, CHECKPOINT, MeshSpec.parse(mesh).build())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tokens", "rows"), [("dp=2", 2048, 128), ("dp=8", 2048, 32), ("dp=32,ep=8", 2048, 8), ("dp=2", 20, 20)]
+)
+def test_running_requests_are_shared_by_the_ranks_and_no_more_than_a_step_has_tokens(mesh, tokens, rows):
+    _, layout = laid_out(mesh, max_num_batched_tokens=tokens)
+    assert layout.sizes.max_rows_decode == layout.sizes.max_rows_prefill == rows
+    assert layout.sizes.num_ranks == MeshSpec.parse(mesh).dp_size
+
+
+def test_a_chunk_is_no_longer_than_a_step_or_a_request():
+    for options in ({"prefill_chunk": 24}, {"max_num_batched_tokens": 24}, {"max_model_len": 24}):
+        _, layout = laid_out(**options)
+        assert layout.sizes.max_chunk == 24, options
+
+
+def test_the_cache_has_the_pages_that_were_asked_for_and_one_that_is_never_used():
+    args, layout = laid_out(cache_tokens=44)
+    limits = layout.limits(args, ProgramLibrary(), {}, None)
+    assert limits.pages_per_rank == 1 + 11
+    assert not limits.moves_pages
+    args, layout = laid_out(max_num_seqs=3, max_model_len=40)
+    assert layout.limits(args, ProgramLibrary(), {}, None).pages_per_rank == 1 + 3 * 10
+
+
+def test_what_the_model_or_the_cache_cannot_hold_is_refused_with_what_would_fit(monkeypatch):
+    with pytest.raises(UserError, match="--max-model-len is 129, but the model has 128 positions"):
+        laid_out(max_model_len=129)
+    args, layout = laid_out(cache_tokens=20, max_model_len=40)
+    with pytest.raises(UserError, match=r"the cache of a DP rank holds 20 tokens.*raise --cache-tokens from 20"):
+        layout.limits(args, ProgramLibrary(), {}, None)
+    monkeypatch.setattr(device_cache, "HOST_CACHE_BYTES", 8 * device_cache.bytes_per_page(layout.step))
+    args, layout = laid_out(cache_tokens=4000)
+    with pytest.raises(UserError, match=r"--cache-tokens is 4,000, but .* room for (\d+) tokens; lower it to \1,"):
+        layout.limits(args, ProgramLibrary(), {}, None)
+
+
+def test_only_a_side_of_two_has_room_for_chunks():
+    _, layout = laid_out()
+    page = device_cache.bytes_per_page(layout.step)
+    sizes = [
+        chunk_bytes(SimpleNamespace(disaggregation_mode=mode), layout.step) for mode in ("agg", "prefill", "decode")
+    ]
+    assert sizes[:2] == [0, (MOST_KEPT + CHUNK_PAGES) * page]
+    assert sizes[2] > 0

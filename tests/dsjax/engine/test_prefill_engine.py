@@ -1,0 +1,270 @@
+"""A prefill engine keeps what decode has not taken, refuses what makes no sense, and ends with its threads.
+
+These are the tests of `transfer/prefill_service.py` too.
+"""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from engine_pair import Pair
+from fake_executor import FakeExecutor, expected_tokens
+
+from dsjax.engine.contract.commands import int32s
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.engine_thread import EngineThread
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.transfer.messages import (
+    PrefillRequest,
+    TransferFailed,
+)
+from dsjax.serve.metrics import Metrics
+
+
+def test_what_a_prefill_engine_has_and_did_is_shown():
+    prefills = 2
+    pair = Pair(prefills=prefills, pages=(33, 65))
+    metrics = Metrics("tiny", 1, 128, prefills=pair.engines)
+
+    def value(name, engine=0, **labels):
+        labels |= {"model_name": "tiny", "prefill_engine": str(engine)}
+        return metrics.registry.get_sample_value(f"dsjax_prefill_engine_{name}", labels)
+
+    pair.core.executor.chunks_take = None
+    for i in range(2 * prefills):
+        pair.add(f"{i}", [i] * 50)
+    pair.turn()
+    pair.turn()
+    assert all(value("prompts", engine, state="running") for engine in range(prefills))
+    for _ in range(25):
+        pair.turn()
+    for engine in range(prefills):
+        assert (value("up", engine), value("kept_pages", engine)) == (1, 24), "of two prompts"
+        assert 96 <= value("tokens_total", engine) <= 98
+        assert value("step_seconds_total", engine) > 0
+        assert value("prompts", engine, state="waiting") == 0
+    pair.core.executor.chunks_take = 0
+    pair.run()
+    assert value("kept_pages") == 0
+    pair.engines[0].error = RuntimeError()
+    assert value("up") == 0
+    pair.engines[0].error = None
+    pair.settle()
+
+
+def test_a_decode_engine_that_dies_ends_the_prefill_engine_of_its_process():
+    pair, deaths = Pair(decode={"max_rows_prefill": 1}), []
+    [engine] = pair.engines
+    pair.core.executor.chunks_take, pair.core.executor.fail_at_step = None, 2
+    listener = SimpleNamespace(
+        wants_stats=lambda: False,
+        on_done=lambda updates, stats: None,
+        on_change=lambda: None,
+        on_death=deaths.append,
+    )
+    thread = EngineThread(pair.core, listener)
+    pair.add("has its prompt computed", range(50))
+    thread.start()
+    while not pair.incoming.num_under_way:
+        time.sleep(0.0005)
+    for _ in range(8):  # until chunks are kept
+        engine.core.executor.move_chunks()
+        engine.turn(wait=False)
+    assert engine.num_jobs
+    assert engine.buffers.num_kept
+    engine.start()
+    thread.add([Request("short", [1, 2], 2, SamplingParams(temperature=0), 6, 0)])
+    thread.join(60)
+    assert engine.num_jobs == engine.buffers.num_kept == 0
+    assert len(deaths) == 1
+    assert not engine._thread.alive
+    assert engine.error is None
+
+
+@pytest.mark.parametrize("wrong", ["no room", "not finite", "chunks lost"])
+def test_what_prefill_cannot_compute_decode_does(wrong):
+    pair = Pair(pages=(5, 33) if wrong == "no room" else (33, 33))
+    if wrong == "not finite":
+        pair.engines[0].core.executor.non_finite.add(0)
+    request = pair.add("a", list(range(50)))
+    if wrong == "chunks lost":
+        for _ in range(3):
+            pair.turn()
+        assert pair.engines[0].buffers.num_kept
+        for number in list(pair.engines[0].buffers._buffers):
+            pair.engines[0].buffers.release(number)
+    pair.run()
+    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
+    assert pair.incoming.transfer_counts.given_up == 1
+    pair.settle()
+
+
+def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
+    pair = Pair()
+    engine = pair.engines[0]
+    engine.core.executor.fail_at_step = 2
+    engine.start()
+    pair.prefill_runs = False
+    requests = [pair.add(f"{i}", [i] * 60) for i in range(3)]
+    while pair.core.has_unfinished:
+        pair.turn()
+        time.sleep(0.0005)
+    assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 60, 6) for i in range(3)]
+    assert isinstance(engine.error, RuntimeError)
+    asked = len(pair.asked())
+    pair.add("later", [9] * 60)
+    pair.run()
+    assert len(pair.asked()) - asked in (0, 1)
+    assert engine.buffers.num_kept == engine.num_jobs == 0
+    assert all(rank.pool.num_used == 0 for rank in pair.core.scheduler.ranks)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "end"),
+    [(range(9), 2, 2), (range(8), 0, 2), ([1, -1, 3, 4, 5], 0, 1), ([1, 2, 3, 4, 300], 0, 1)],
+)
+def test_what_makes_no_sense_is_refused_before_it_reaches_a_device(tokens, first, end):
+    pair, answers = Pair(), []
+    for given in (int32s(tokens), int32s(tokens) + b"?"):
+        pair.engines[0].post(PrefillRequest("odd", given, first, end), answers.append)
+        pair.engines[0].turn(wait=False)
+        assert isinstance(answers.pop(), TransferFailed)
+    pair.settle()
+
+
+def test_an_engine_that_ends_ends_its_prefill_threads():
+    pair = Pair()
+    pair.engines[0].start()
+    pair.prefill_runs = False
+    pair.add("a", [1] * 60)
+    pair.turn()
+    pair.core.shutdown()
+    assert not pair.engines[0]._thread.alive
+    assert pair.engines[0].core.executor.closed
+    answers = []
+    pair.engines[0].post(PrefillRequest("late", b"", 0, 1), answers.append)
+    assert isinstance(answers[0], TransferFailed)
+
+
+def test_when_decode_takes_nothing_prefill_keeps_so_much_and_no_more():
+    pair = Pair(pages=(65, 129))
+    pair.engines[0].buffers._room = [6]
+    pair.core.executor.chunks_take = None
+    requests = [pair.add(f"{i}", [i] * 50) for i in range(4)]
+    for _ in range(60):
+        pair.turn()
+    assert pair.engines[0].buffers.room(0) == 0
+    assert sum(lease.offer.count for lease in pair.engines[0].buffers._buffers.values()) == 6
+    pair.core.executor.chunks_take = 0
+    pair.run()
+    assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 50, 6) for i in range(4)]
+    pair.engines[0].buffers._room = [256]
+    pair.settle()
+
+
+def test_a_prefill_engine_that_can_do_nothing_until_decode_takes_pages_waits_for_that():
+    pair = Pair(pages=(17, 129))
+    [engine] = pair.engines
+    engine.buffers._room, pair.core.executor.chunks_take = [6], None
+    requests = [pair.add(f"{i}", [i] * 50) for i in range(4)]
+    for _ in range(60):
+        pair.turn()
+    assert engine.core.has_unfinished, "others wait for pages that are held for sending"
+    turns, turn = [], engine._thread.turn
+    engine._thread.turn = lambda: turns.append(1) or turn()
+    engine.start()
+    time.sleep(0.1)
+    assert len(turns) < 10
+    pair.core.executor.chunks_take, pair.prefill_runs = 0, False
+    began = time.monotonic()
+    while pair.core.has_unfinished and time.monotonic() < began + 10:
+        engine.core.executor.move_chunks()
+        pair.turn()
+        time.sleep(0.0005)
+    assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 50, 6) for i in range(4)]
+    assert pair.incoming.transfer_counts.completed == 4, "it goes on when pages are taken"
+    pair.core.shutdown()
+
+
+@pytest.mark.parametrize(("sizes", "turns"), [((3, 1), 2), ((3, 1), 4), ((3, 1), 8), ((1, 2), 4)])
+def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_what_it_had(sizes, turns):
+    before, after = sizes
+    pair = Pair(ranks=(before, 1), pages=(33, 129))
+    [engine] = pair.engines
+    pair.core.executor.chunks_take = 5  # some prompts are computed whole, and their chunks still kept
+    requests = [pair.add(f"{i}", [i] * (20 + i)) for i in range(6)]
+    for _ in range(turns):
+        pair.turn()
+    executor = FakeExecutor(num_ranks=after, pages_per_rank=33, transfers=True)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    changed = SimpleNamespace(due=True, regroup=lambda: SimpleNamespace(executor=executor, config=config))
+    engine.core.generations = changed
+    engine._thread.look_at_processes()
+    assert engine.turn(wait=False)
+    changed.due = False
+    assert engine.num_jobs == engine.buffers.num_kept == 0
+    pair.core.executor.chunks_take = 0
+    pair.run()
+    assert [one.output_token_ids for one in requests] == [expected_tokens([i] * (20 + i), 6) for i in range(6)]
+    later = pair.add("later", [9] * 60)
+    pair.run()
+    assert later.output_token_ids == expected_tokens([9] * 60, 6)
+    assert executor.steps, "it computes prompts again"
+    pair.settle()
+
+
+class CountedWaits:
+    """The commands of an engine's thread, of which it waits for none: it is only noted that it would."""
+
+    def __init__(self, engine):
+        self._commands, engine._thread._commands = engine._thread._commands, self
+        self.waits = 0
+
+    def get(self, **timeout):
+        self.waits += bool(timeout)
+        return self._commands.get(block=False)
+
+    def put(self, command):
+        self._commands.put(command)
+
+    def empty(self):
+        return self._commands.empty()
+
+
+def test_a_prefill_engine_waits_when_three_steps_in_a_row_have_computed_nothing_and_not_before():
+    pair = Pair(pages=(17, 129))
+    [engine] = pair.engines
+    # Chunks of 6 pages at most, each taken after three looks: the prompts go on page by page, in steps between which nobody says anything.
+    engine.buffers._room, pair.core.executor.chunks_take = [6], 3
+    for name in range(4):
+        pair.add(f"{name}", [name] * 50)
+    commands, stuck = CountedWaits(engine), 0
+    while pair.core.has_unfinished:
+        engine.core.executor.move_chunks()
+        if engine.core.has_unfinished:
+            waits = commands.waits
+            engine.turn()
+            stuck += commands.waits - waits
+        else:
+            engine.turn(wait=False)
+        pair.decode.wake.set()
+        pair.core.step()
+    assert stuck == 0, "a step that computes nothing may send pages, and the next one uses their room"
+
+    pair.core.executor.chunks_take = None  # nobody takes anything any more
+    engine.buffers._room = [6]
+    for name in range(4, 8):
+        pair.add(f"{name}", [name] * 50)
+    for _ in range(60):
+        engine.turn(wait=False)
+        pair.decode.wake.set()
+        pair.core.step()
+    assert engine.core.has_unfinished
+    engine._thread.call(lambda: None)  # counting begins anew when something is said
+    waits = []
+    for _ in range(5):
+        before = commands.waits
+        engine.turn()
+        waits.append(commands.waits - before)
+    assert waits == [1, 0, 0, 1, 1], "the first one takes what was said, and three steps compute nothing"

@@ -1,0 +1,74 @@
+"""The table of what is on the disk: pages that have been written, room that is never exceeded, and a disk that fails."""
+
+from dsjax.engine.contract.backoff import FIRST_SECONDS
+from dsjax.engine.tiers.disk_tier import MOST_WRITING, DiskTier
+
+
+def written(tier, *names, ok=True, now=0.0):
+    """Have pages written, and say so."""
+    numbers = [tier.write(name) for name in names]
+    assert all(number >= 0 for number in numbers)
+    for number in numbers:
+        tier.written(number, ok, now)
+
+
+def test_a_page_is_found_on_the_disk_when_it_has_been_written_and_only_then():
+    tier = DiskTier(4)
+    assert tier.write(b"a") == -1, "what an earlier run left is not known yet"
+    tier.listed([])
+    number = tier.write(b"a")
+    assert b"a" not in tier
+    assert tier.write(b"a") == -1, "it is on its way"
+    tier.written(number, True, 0.0)
+    assert b"a" in tier
+    assert tier.counts()[:6] == (1, 4, 1, 0, 0, 0)
+
+
+def test_the_disks_room_is_never_exceeded_and_what_was_asked_for_stays():
+    tier = DiskTier(4)
+    tier.listed([b"old", b"new"])
+    written(tier, b"a")
+    tier.fetch(b"old")
+    written(tier, b"b", b"c")
+    assert tier.take_dropped() == (False, [b"new"])
+    written(tier, b"d")
+    assert tier.take_dropped() == (False, [b"a"])
+    assert [name for name in (b"old", b"new", b"a", b"b", b"c", b"d") if name in tier] == [b"old", b"b", b"c", b"d"]
+    smaller = DiskTier(1)
+    smaller.listed([b"old", b"new"])
+    assert b"new" in smaller
+    assert smaller.take_dropped() == (False, [b"old"])
+
+
+def test_a_page_that_is_forgotten_while_it_is_written_is_deleted_and_never_found():
+    tier = DiskTier(4)
+    tier.listed([])
+    number = tier.write(b"a")
+    tier.forget([b"a"])
+    tier.written(number, True, 0.0)
+    assert b"a" not in tier
+    assert tier.take_dropped() == (False, [b"a"])
+    number = tier.write(b"a")
+    tier.flush()
+    tier.written(number, True, 0.0)
+    assert b"a" not in tier
+    assert tier.take_dropped() == (True, [])
+
+
+def test_a_disk_that_cannot_be_written_is_left_alone_for_longer_and_longer():
+    tier = DiskTier(1000)
+    tier.listed([b"old"])
+    written(tier, b"a", b"b", ok=False, now=10.0)
+    tier.begin_step(10.0 + FIRST_SECONDS / 2)
+    assert tier.write(b"c") == -1
+    assert b"old" in tier, "it can still be read"
+    tier.begin_step(10.0 + FIRST_SECONDS)
+    written(tier, b"c", ok=False, now=20.0)
+    tier.begin_step(20.0 + 1.5 * FIRST_SECONDS)
+    assert tier.write(b"d") == -1
+    tier.begin_step(20.0 + 2 * FIRST_SECONDS)
+    written(tier, b"d", now=30.0)
+    written(tier, b"e", ok=False, now=40.0)
+    tier.begin_step(40.0 + FIRST_SECONDS)
+    assert all(tier.write(f"page {n}".encode()) >= 0 for n in range(MOST_WRITING))
+    assert tier.write(b"one too many") == -1

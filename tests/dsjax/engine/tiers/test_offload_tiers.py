@@ -1,0 +1,300 @@
+"""Offload tiers under an engine's requests: pages that leave come back as they were, and nobody waits who need not.
+
+These are the tests of `schedule/attachment.py`, `schedule/landing_area.py` and `schedule/page_loads.py` too.
+"""
+
+import random
+
+import pytest
+from fake_executor import FakeExecutor, expected_tokens
+
+from dsjax import SamplingParams
+from dsjax.engine.contract.commands import DropPages, FetchPages, PlacePages, ReadPages, Step, StorePages
+from dsjax.engine.core import EngineCore
+from dsjax.engine.engine import attachments_of
+from dsjax.engine.schedule import landing_area
+from dsjax.engine.schedule.pages import extend_hashes
+from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.tiers import offload_tiers
+from dsjax.engine.tiers.offload_tiers import OffloadAttachment
+
+
+def core(**sizes):
+    executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, **sizes)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    return EngineCore(executor, config, attachments=attachments_of(config))
+
+
+def tiers(engine):
+    return engine.part(OffloadAttachment).source
+
+
+def run(engine, prompts, *, abort=()):
+    """Tokens that each prompt gets, all added at once; `abort`: of these after a few steps."""
+    requests = [
+        Request(f"{i}", list(tokens), len(tokens), SamplingParams(temperature=0), 6, 0) for i, tokens in prompts
+    ]
+    for request in requests:
+        engine.add(request)
+    steps = 0
+    while engine.has_unfinished:
+        engine.step()
+        steps += 1
+        assert steps < 3000, "nothing moves any more"
+        if steps == 3:
+            for name in abort:
+                engine.abort(name)
+    return {request.request_id: request.output_token_ids for request in requests}
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_are_those_without_a_tier_and_pages_come_back(in_flight, ranks):
+    engine = core(num_ranks=ranks, host_pages_per_rank=60, max_in_flight=in_flight)
+    choose = random.Random(4)
+    beginnings = [[choose.randrange(300) for _ in range(24)] for _ in range(8)]
+    number = 0
+    for turn in range(12):
+        prompts = []
+        for _ in range(5):
+            tail = [choose.randrange(300) for _ in range(choose.randrange(9))]
+            prompts.append((number, choose.choice(beginnings) + tail))
+            number += 1
+        gone = [f"{prompts[0][0]}"] if turn % 3 == 0 else []
+        outputs = run(engine, prompts, abort=gone)
+        for name, tokens in prompts:
+            if f"{name}" not in gone:
+                assert outputs[f"{name}"] == expected_tokens(tokens, 6)
+        assert all(rank.pool.num_used == 0 for rank in engine.scheduler.ranks)
+    counts = [host.counts() for host in tiers(engine).host]
+    assert all(one.stored > 20 and one.fetched > 20 for one in counts), counts
+
+
+def test_requests_whose_pages_are_kept_give_way_to_one_that_needs_room():
+    """Each of these needs most of the device's pages, and a beginning of it lies below."""
+    engine = core(host_pages_per_rank=60)
+    prompts = [[n] * 4 + list(range(n, n + 44)) for n in range(0, 200, 40)]
+    for turn in range(4):
+        outputs = run(engine, [(turn * 10 + i, tokens) for i, tokens in enumerate(prompts)])
+        assert list(outputs.values()) == [expected_tokens(tokens, 6) for tokens in prompts]
+    assert tiers(engine).host[0].counts().fetched > 20
+
+
+def test_flushing_forgets_what_is_below_and_what_is_on_its_way():
+    engine = core(host_pages_per_rank=60)
+    prompts = [(i, [i] * 4 + list(range(40))) for i in range(4)]
+    run(engine, prompts)
+    engine.flush_prefix_cache()
+    assert tiers(engine).host[0].counts().used_pages == 0
+    before = tiers(engine).host[0].counts().fetched
+    run(engine, [(10 + i, tokens) for i, tokens in prompts])
+    assert tiers(engine).host[0].counts().fetched == before
+
+
+def test_pages_that_come_after_a_flush_do_not_keep_their_request_waiting():
+    """It needs all of the device's pages, and those that were on their way are found by nobody any more."""
+    engine = core(host_pages_per_rank=60)
+    tokens = list(range(56))
+    run(engine, [(0, tokens)])
+    run(engine, [(1, list(range(100, 156)))])
+    request = Request("2", [*tokens, 7], 57, SamplingParams(temperature=0), 6, 0)
+    engine.add(request)
+    engine.step()
+    assert request.is_loading
+    engine.scheduler.flush_prefix_cache()
+    for _ in range(50):
+        engine.step()
+    assert request.output_token_ids == expected_tokens([*tokens, 7], 6)
+
+
+DISKS = [
+    {"disk_pages": 200},
+    {"disk_pages": 200, "host_pages_per_rank": 3},
+    {"disk_pages": 20, "host_pages_per_rank": 60},
+]
+
+
+def begin_alike(number, count=5, beginnings=8):
+    """Prompts that begin with one of a few beginnings, the same ones for every `number`."""
+    choose = random.Random(4)
+    shared = [[choose.randrange(300) for _ in range(24)] for _ in range(beginnings)]
+    choose = random.Random(number)
+    tails = [[choose.randrange(300) for _ in range(choose.randrange(9))] for _ in range(count)]
+    return [(1000 * number + i, choose.choice(shared) + tail) for i, tail in enumerate(tails)]
+
+
+@pytest.mark.parametrize("takes", [0, 3, 20])
+@pytest.mark.parametrize("below", DISKS, ids=["disk alone", "little host memory", "little disk"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_are_those_without_a_disk_however_long_it_takes(ranks, below, takes):
+    engine = core(num_ranks=ranks, **below)
+    engine.executor.disk_takes = takes
+    for turn in range(12):
+        prompts = begin_alike(turn)
+        gone = [f"{prompts[0][0]}"] if turn % 3 == 0 else []
+        outputs = run(engine, prompts, abort=gone)
+        for name, tokens in prompts:
+            if f"{name}" not in gone:
+                assert outputs[f"{name}"] == expected_tokens(tokens, 6)
+        assert all(rank.pool.num_used == 0 for rank in engine.scheduler.ranks)
+    counts = tiers(engine).disk.counts()
+    assert counts.stored > 10
+    if below.get("host_pages_per_rank", 0) < 60:
+        assert counts.fetched > 20, counts
+        assert sum(rank.hits["disk"] for rank in engine.scheduler.ranks) > 40
+    for rank in engine.scheduler.ranks:
+        assert sum(rank.hits.values()) == rank.prefix_hits
+
+
+def test_others_go_on_while_a_request_waits_for_the_disk():
+    engine = core(disk_pages=200)
+    run(engine, [(0, list(range(40)))])
+    run(engine, [(1, list(range(100, 156))), (2, list(range(200, 256)))])
+    engine.executor.disk_takes = None
+    waiting = Request("3", list(range(40)), 40, SamplingParams(temperature=0), 6, 0)
+    engine.add(waiting)
+    engine.step()
+    assert waiting.is_loading
+    assert tiers(engine).is_reading
+    other = Request("4", [5, 6, 7], 3, SamplingParams(temperature=0), 6, 0)
+    engine.add(other)
+    for _ in range(20):
+        engine.step()
+    assert other.output_token_ids == expected_tokens([5, 6, 7], 6)
+    assert waiting.output_token_ids == []
+    engine.executor.disk_takes = 0
+    while engine.has_unfinished:
+        engine.step()
+    assert waiting.output_token_ids == expected_tokens(list(range(40)), 6)
+    assert engine.scheduler.ranks[0].hits["disk"] > 5 * 4
+
+
+def test_a_request_goes_on_without_a_disk_that_hangs(monkeypatch):
+    monkeypatch.setattr(offload_tiers, "PATIENCE", 0.01)
+    engine = core(disk_pages=200)
+    run(engine, [(0, list(range(40)))])
+    run(engine, [(1, list(range(100, 156))), (2, list(range(200, 256)))])
+    engine.executor.disk_takes = None
+    assert run(engine, [(3, list(range(40)))]) == {"3": expected_tokens(list(range(40)), 6)}
+    assert tiers(engine).disk.counts().late == 1
+    assert run(engine, [(4, list(range(100, 156)))]) == {"4": expected_tokens(list(range(100, 156)), 6)}
+    assert tiers(engine).disk.counts().late == 1, "it is left alone for a while"
+
+
+def test_reads_that_hang_after_their_request_has_gone_take_nobodys_room(monkeypatch):
+    monkeypatch.setattr(offload_tiers, "PATIENCE", 0.01)
+    monkeypatch.setattr(landing_area, "MOST_LANDED", 3)
+    engine = core(disk_pages=200)
+    engine.executor.disk_takes = 0
+    for number in range(4):
+        run(engine, [(number, list(range(60 * number, 60 * number + 56)))])
+    engine.executor.disk_takes = None
+    engine.add(Request("a", list(range(56)), 56, SamplingParams(temperature=0), 6, 0))
+    engine.step()
+    assert tiers(engine).is_reading
+    engine.abort("a")
+    tokens = list(range(60, 116))
+    assert run(engine, [(9, tokens)]) == {"9": expected_tokens(tokens, 6)}
+
+
+def test_a_disk_that_fails_costs_the_hits_and_nothing_else():
+    engine = core(disk_pages=200, host_pages_per_rank=3)
+    for turn in range(8):
+        engine.executor.disk_fails = turn % 2 == 1
+        prompts = begin_alike(turn)
+        assert list(run(engine, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
+    counts = tiers(engine).disk.counts()
+    assert counts.failed_reads
+    assert counts.failed_writes
+
+
+def test_the_next_engine_finds_what_the_last_one_left():
+    first = core(disk_pages=200)
+    for turn in range(4):
+        run(first, begin_alike(turn))
+    first.executor.page_reports(), first.executor.page_reports()
+    second = core(disk_pages=200, disk=dict(first.executor.disk))
+    prompts = begin_alike(9)
+    assert list(run(second, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
+    assert second.scheduler.ranks[0].hits["disk"] > 40
+
+
+@pytest.mark.parametrize("kind", [PlacePages, FetchPages, ReadPages, DropPages, StorePages, Step])
+def test_an_interrupt_while_pages_are_sent_for_leaves_nothing_wrong(kind):
+    """Whichever command it comes before, what is launched afterwards is right, and the disk keeps to its room."""
+    engine = core(host_pages_per_rank=3, disk_pages=20)
+    launch, left = engine.executor.launch, iter(range(1, 6))
+
+    def interrupted(command):
+        if isinstance(command, kind) and next(left, 0) in (2, 5):
+            raise KeyboardInterrupt
+        return launch(command)
+
+    for turn in range(6):
+        run(engine, begin_alike(turn))
+        engine.executor.launch = interrupted
+        requests = [
+            Request(f"{name}+", list(tokens), len(tokens), SamplingParams(temperature=0), 6, 0)
+            for name, tokens in begin_alike(turn + 50)
+        ]
+        for request in requests:
+            engine.add(request)
+        while engine.has_unfinished:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                continue
+        engine.executor.launch = launch
+        for request in requests:
+            assert request.output_token_ids == expected_tokens(request.prompt_token_ids, 6)
+    assert next(left, None) is None, "it came twice"
+
+
+def test_what_only_the_devices_have_goes_to_the_disk_at_the_end_the_newest_first():
+    first = core(disk_pages=8)
+    first.executor.disk_takes = 0
+    for number in range(2):
+        run(first, [(number, list(range(100 * number, 100 * number + 25)))])
+    assert not first.executor.disk
+    first.shutdown()
+    assert first.executor.closed
+    first.executor.page_reports()
+    newest, older = [], []
+    for number, names in enumerate((older, newest)):
+        request = Request("", list(range(100 * number, 100 * number + 25)), 25, SamplingParams(), 1, 0)
+        names += [name for name in extend_hashes(request, 4) if name in first.executor.disk]
+    assert len(newest) == 6, "all of them"
+    assert len(first.executor.disk) == 8
+    assert next(iter(first.executor.disk)) in older, "the next one to go"
+    second = core(disk_pages=8, disk=dict(first.executor.disk))
+    run(second, [(3, list(range(100, 125)))])
+    assert second.scheduler.ranks[0].hits["disk"] == 24
+
+
+def test_an_end_does_not_wait_for_a_disk_that_hangs(monkeypatch):
+    monkeypatch.setattr(offload_tiers, "CLOSE_SECONDS", 0.05)
+    first = core(disk_pages=1000)
+    run(first, [(n, list(range(100 * n, 100 * n + 24))) for n in range(2)])
+    first.executor.disk_takes = None
+    first.shutdown()
+    assert first.executor.closed
+
+
+def test_flushing_empties_the_disk_and_wakes_who_waits_for_it():
+    engine = core(disk_pages=200)
+    run(engine, [(0, list(range(40)))])
+    run(engine, [(1, list(range(100, 156))), (2, list(range(200, 256)))])
+    engine.executor.disk_takes = None
+    request = Request("3", list(range(40)), 40, SamplingParams(temperature=0), 6, 0)
+    engine.add(request)
+    engine.step()
+    assert request.is_loading
+    engine.flush_prefix_cache()
+    for _ in range(30):
+        engine.step()
+    assert request.output_token_ids == expected_tokens(list(range(40)), 6)
+    engine.executor.disk_takes = 0
+    engine.executor.page_reports()
+    assert not engine.executor.disk
+    assert tiers(engine).disk.counts().used_pages == 0

@@ -1,0 +1,134 @@
+"""A model with offload tiers: its tokens stay the same, and its pages come back, from an earlier engine's folder too.
+
+These are the tests of `tiers/offloaded_pages.py` and `setup/sizes.py` too.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drafting_checkpoint import write_drafting_checkpoint
+
+from dsjax import LLM, SamplingParams
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.loading import lock_disk
+from dsjax.engine.tiers import page_files
+from dsjax.engine.tiers.offload_tiers import OffloadAttachment
+from dsjax.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_drafting_checkpoint(tmp_path_factory.mktemp("tiers"))
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def load(checkpoint, **options):
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 64}
+    llm = LLM(str(checkpoint), dtype="float32", **sizes, **options)
+    llm.executor.buckets = dataclasses.replace(
+        llm.executor.buckets, decode=(2,)
+    )  # one program for decodes instead of two
+    return llm
+
+
+def prompts():
+    rng = np.random.default_rng(8)
+    beginnings = [rng.integers(2, 290, size=40).tolist() for _ in range(4)]
+    return [{"prompt_token_ids": beginnings[i % 4] + [int(t)]} for i, t in enumerate(rng.integers(2, 290, size=16))]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    llm = load(checkpoint)
+    outputs = [list(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) for prompt in prompts()]
+    llm.shutdown()
+    return outputs
+
+
+def test_room_for_less_than_a_page_is_refused(checkpoint):
+    with pytest.raises(UserError, match="give at least"):
+        load(checkpoint, host_cache_bytes=10)
+
+
+def generated(llm):
+    return [list(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) for prompt in prompts()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": "dp=2,tp=2", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+        {"mesh": "tp=2", "mla_prefill": "CD", "mla_decode": "CD", "host_cache_bytes": 0},
+    ],
+    ids=["dp=2,tp=2, drafts", "keys and values, disk alone"],
+)
+def test_a_models_tokens_are_the_same_and_its_pages_come_back_after_a_restart_too(
+    checkpoint, expected, options, tmp_path
+):
+    """The first engine has room for all in host memory, the second one for a page or two of each rank, 5 % of what is needed."""
+    on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "cache_tokens": 92}
+    first = load(checkpoint, **on_disk, **{"host_cache_bytes": 1 << 20} | options)
+    try:
+        assert generated(first) == expected
+        source = first.engine.core.part(OffloadAttachment).source
+        hosts = sum(host.counts().fetched for host in source.host)
+        disk = first.engine.core.part(OffloadAttachment).source.disk.counts()
+        assert (hosts or disk.fetched) > 20
+        assert disk.stored > 20
+        assert first.executor.limits.disk_page_bytes == page_files.bytes_on_disk(first.facts.page_bytes)
+        with pytest.raises(UserError, match="in use by another engine"):
+            load(checkpoint, **on_disk, **options)
+    finally:
+        first.shutdown()
+    files = list(Path(tmp_path).glob("*/*/*.page"))
+    assert {-(-file.stat().st_size // 4096) * 4096 for file in files} == {first.executor.limits.disk_page_bytes}
+    files[0].write_bytes(files[0].read_bytes()[:-3])
+    second = load(checkpoint, **on_disk, **{"host_cache_bytes": 1 << 14} | options)
+    try:
+        assert generated(second) == expected
+        ranks = second.engine.core.scheduler.ranks
+        assert sum(rank.hits["disk"] for rank in ranks) > 300
+        for _ in range(2):  # several at a time, which have to give way to each other; one of them is given up
+            second.engine.add_request("gone", prompts()[0], GREEDY)
+            second.engine.step()
+            second.engine.abort("gone")
+            outputs = second.generate(prompts(), GREEDY)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert all(rank.pool.num_used == 0 for rank in ranks)
+        assert len(ranks) > 1 or ranks[0].num_preemptions
+        second.engine.flush_prefix_cache()
+        assert second.engine.core.part(OffloadAttachment).source.disk.counts().used_pages == 0
+    finally:
+        second.shutdown()
+    assert not list(Path(tmp_path).glob("*/*/*.page"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"disk_cache": "x"}, "without --disk-cache-bytes"),
+        ({"disk_cache_bytes": 5}, "without --disk-cache"),
+        ({"disk_cache": "x", "disk_cache_bytes": 5, "enable_prefix_caching": False}, "turns off"),
+        ({"disk_cache": "x", "disk_cache_bytes": 5, "record_steps": "y"}, "--record-steps does not go with"),
+        ({"disk_cache": "/proc/nothing", "disk_cache_bytes": 1 << 20}, "cannot be used as a folder"),
+    ],
+)
+def test_options_of_the_disk_that_cannot_be_are_refused(checkpoint, options, says):
+    with pytest.raises(UserError, match=says):
+        load(checkpoint, **options)
+
+
+def test_a_mesh_of_several_processes_is_refused_a_disk(tmp_path):
+    args = EngineArgs.from_options(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
+    with pytest.raises(UserError, match="does not work on a mesh of several processes"):
+        lock_disk(args, object())
+
+
+def test_a_disk_with_less_room_than_a_page_is_refused(checkpoint, tmp_path):
+    with pytest.raises(UserError, match="give at least 4,096"):
+        load(checkpoint, disk_cache=str(tmp_path), disk_cache_bytes=100)

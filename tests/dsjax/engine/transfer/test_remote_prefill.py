@@ -1,0 +1,310 @@
+"""Prompts computed by one engine and decoded by another make the tokens of one, and whatever goes wrong between them costs no page.
+
+These are the tests of `transfer/page_sends.py` and `transfer/prefill_service.py` too.
+"""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from engine_pair import Pair, prompts
+from fake_executor import FakeExecutor, expected_tokens
+
+from dsjax.engine.contract.commands import from_int32s
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.schedule.landing_area import LandingArea
+from dsjax.engine.schedule.page_source import Lookup, RankPages
+from dsjax.engine.schedule.pages import PagePool
+from dsjax.engine.schedule.request import Request, RequestOptions
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.transfer.messages import (
+    CancelTransfer,
+    ChunkReady,
+    PrefillRequest,
+    PulledChunk,
+    ReleaseChunk,
+)
+from dsjax.engine.transfer.remote_prefill import RemotePrefills
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("takes", [0, 3])
+def test_tokens_are_those_of_one_engine_and_decode_computes_no_whole_page(ranks, takes):
+    pair = Pair(ranks=ranks, pages=(129, 129))
+    pair.core.executor.chunks_take = takes
+    for engine in pair.engines:
+        engine.core.executor.chunks_take = takes
+    pair.core.executor.keep_commands = True
+    given = prompts(24)
+    requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
+    pair.run()
+    for tokens, request in zip(given, requests, strict=True):
+        assert request.output_token_ids == expected_tokens(tokens, 6)
+    pair.settle()
+    rows = [
+        row
+        for step in pair.core.executor.commands
+        for rank in getattr(step, "ranks", ())
+        for row in getattr(rank, "prefills", ())
+    ]
+    assert all(row.length <= pair.core.executor.limits.page_size for row in rows)
+    assert pair.incoming.transfer_counts.given_up == 0
+    assert pair.incoming.transfer_counts.completed > 8
+
+
+def test_a_prompt_that_fits_a_page_or_is_nearly_cached_is_computed_by_decode():
+    pair = Pair(local_tokens=9)
+    long = list(range(40))
+    requests = [(long, pair.add("a", long))]
+    pair.run()
+    for name, tokens in (("b", [5, 6]), ("c", [*long[:36], 1, 2, 3, 4, 5, 6, 7, 8]), ("d", long)):
+        requests.append((tokens, pair.add(name, tokens)))
+        pair.run()
+    assert len(pair.asked()) == 1
+    for tokens, request in requests:
+        assert request.output_token_ids == expected_tokens(tokens, 6)
+    pair.settle()
+
+
+def test_prompts_that_begin_alike_are_asked_for_once_and_each_is_told_what_was_cached():
+    pair = Pair()
+    tokens = list(range(60))
+    first = [pair.add(f"{i}", tokens) for i in range(3)]
+    pair.run()
+    assert [(ask.first, ask.end) for ask in pair.asked()] == [(0, 14)]
+    assert first[0].num_cached_tokens == 0, "it was computed for it"
+    assert first[1].num_cached_tokens == 56
+    longer = pair.add("longer", [*tokens, *range(100, 120)])
+    pair.run()
+    assert pair.asked()[-1].first == len(tokens) // 4 == 15
+    assert longer.num_cached_tokens == 60
+    pair.core.scheduler.flush_prefix_cache()
+    again = pair.add("again", tokens)
+    pair.run()
+    assert again.num_cached_tokens == 56, "prefill had them"
+    pair.settle()
+
+
+@pytest.mark.parametrize("turns", range(14))
+def test_an_abort_at_each_moment_gives_everything_back(turns):
+    pair = Pair(ranks=(1, 2))
+    pair.core.executor.chunks_take = pair.engines[0].core.executor.chunks_take = 1
+    tokens = list(range(70))
+    pair.add("gone", tokens)
+    other = pair.add("other", tokens[:30]) if turns % 2 else None
+    for _ in range(turns):
+        pair.turn()
+    pair.core.abort("gone")
+    pair.run()
+    assert other is None or other.output_token_ids == expected_tokens(tokens[:30], 6)
+    pair.settle()
+    again = pair.add("again", tokens)
+    pair.run()
+    assert again.output_token_ids == expected_tokens(tokens, 6)
+    pair.settle()
+
+
+@pytest.mark.parametrize("turns", range(1, 10))
+def test_a_prefill_side_that_stops_costs_time_and_no_request(turns):
+    pair = Pair(timeout=0.05)
+    pair.engines[0].buffers.timeout = 1000.0
+    given = prompts(6, seed=turns)
+    requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
+    for _ in range(turns):
+        pair.turn()
+    pair.prefill_runs = False
+    while pair.core.has_unfinished:
+        pair.turn()
+        time.sleep(0.001)
+    for tokens, request in zip(given, requests, strict=True):
+        assert request.output_token_ids == expected_tokens(tokens, 6)
+    asked = len(pair.asked())
+    pair.add("next", [7] * 30)
+    pair.run()
+    if pair.incoming.transfer_counts.given_up:
+        assert len(pair.asked()) == asked, "it is left alone for a while"
+    pair.settle()
+
+
+@pytest.mark.parametrize(
+    "lost", [(ReleaseChunk,), (CancelTransfer,), (ReleaseChunk, CancelTransfer), (PrefillRequest,)]
+)
+def test_lost_messages_cost_a_lease_and_no_page(lost):
+    pair = Pair(timeout=0.03)
+    pair.lost = lost
+    given = prompts(6, seed=3)
+    requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
+    for _ in range(3):
+        pair.turn()
+    pair.core.abort("0")
+    while pair.core.has_unfinished:
+        pair.turn()
+        time.sleep(0.001)
+    for tokens, request in zip(given[1:], requests[1:], strict=True):
+        assert request.output_token_ids == expected_tokens(tokens, 6)
+    time.sleep(0.04)
+    pair.turn()
+    assert pair.engines[0].buffers.num_kept == 0, "what nobody pulls or releases is dropped after its lease"
+    pair.settle()
+
+
+def test_two_requests_that_were_handed_the_same_transfer_both_get_their_own_pages():
+    pair = Pair()
+    pair.incoming.connect = lambda address: 0
+    given = [list(range(50)), list(range(100, 150))]
+    options = RequestOptions(prefill={"address": "127.0.0.1:1", "transfer": "room-7"})
+    requests = [pair.add(f"{i}", tokens, options=options) for i, tokens in enumerate(given)]
+    pair.run()
+    assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
+    assert pair.incoming.transfer_counts.completed == 2
+    pair.settle()
+
+
+def test_a_link_that_stalls_is_given_up():
+    pair = Pair(timeout=0.03)
+    pair.core.executor.chunks_take = None
+    request = pair.add("a", list(range(50)))
+    while pair.core.has_unfinished:
+        pair.turn()
+        time.sleep(0.001)
+    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
+    assert pair.incoming.transfer_counts.given_up == 1
+    pair.settle()
+
+
+def test_a_prompt_in_a_queue_longer_than_the_time_limit_is_waited_for():
+    pair = Pair(timeout=0.1, pages=(257, 257))
+    given = [[70 * i + place % 70 for place in range(120)] for i in range(4)]
+    requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
+    waits = {}
+    while pair.core.has_unfinished:
+        pair.turn()
+        time.sleep(0.02)
+        for one in pair.incoming._transfers.values():
+            if not one.seen:
+                waits[one.name] = time.monotonic() - one.began
+    assert max(waits.values()) > 0.2, "the queue is not as long as the test wants it"
+    assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
+    assert (pair.incoming.transfer_counts.completed, pair.incoming.transfer_counts.given_up) == (4, 0)
+    pair.settle()
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_link_is_left_alone_for_what_it_does_not_send_and_not_for_what_finds_no_room_here(has_room):
+    pair = Pair()
+    if has_room:
+        pair.core.executor.chunks_take = None
+    else:
+        pair.core.scheduler.ranks[0].loads.landing.make_room = lambda *_: False
+    request = pair.add("a", list(range(50)))
+    pair.turn()
+    [transfer] = pair.incoming._transfers.values()
+    while not (transfer.pulling if has_room else transfer.offers):
+        pair.turn()
+    pair.prefill_runs = False
+    pair.turn()  # takes what has been said already
+    transfer.since -= 1000
+    pair.turn()
+    assert pair.incoming.transfer_counts.given_up == 1
+    assert pair.incoming._backoffs[0].holds(time.monotonic()) is has_room
+    pair.run()
+    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
+    pair.settle()
+
+
+def test_flushing_forgets_what_is_on_its_way():
+    pair = Pair()
+    pair.core.executor.chunks_take = 2
+    tokens = list(range(50))
+    request = pair.add("a", tokens)
+    for _ in range(5):
+        pair.turn()
+    pair.core.flush_prefix_cache()
+    assert pair.incoming.num_under_way == 0
+    pair.run()
+    assert request.output_token_ids == expected_tokens(tokens, 6)
+    pair.settle()
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 2)])
+def test_decode_goes_on_with_more_or_fewer_ranks_and_has_the_rest_computed_there(sizes, turns):
+    before, after = sizes
+    pair = Pair(ranks=(1, before))
+    pair.core.executor.chunks_take = 2
+    given = prompts(9)
+    requests = [pair.add(str(i), tokens) for i, tokens in enumerate(given)]
+    for _ in range(turns):
+        pair.turn()
+    executor = FakeExecutor(num_ranks=after, pages_per_rank=33, max_rows_decode=4, transfers=True)
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    pair.core.change(lambda: SimpleNamespace(executor=executor, config=config, facts=None))
+    asked = len(pair.asked())
+    pair.run()
+    assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
+    assert len(pair.asked()) > asked
+    pair.settle()
+
+
+def decode_source(local_tokens=1):
+    """The transfers of a decode engine with one rank and one prefill engine, without either."""
+    pages = RankPages(PagePool(33, 4), LandingArea())
+    source = RemotePrefills(1, local_tokens, timeout=10.0)
+    source.bind([pages])
+    return source
+
+
+def waiting(source, name, tokens, names, cached=()):
+    """A request for which the pages behind the cached ones are asked for."""
+    request = Request(name, tokens, len(tokens), SamplingParams(temperature=0), 1, 0)
+    assert source.lookup(0, request, names, cached, 8, now=0.0) is Lookup.WAIT
+    [(_, asked)] = [sent for sent in source.take_messages() if isinstance(sent[1], PrefillRequest)]
+    return request, asked
+
+
+def test_pages_that_two_transfers_bring_are_awaited_from_the_other_one_when_the_first_ends():
+    source, tokens = decode_source(), list(range(21))
+    names = [b"%d" % page for page in range(5)]
+    first, _ = waiting(source, "first", tokens, names, cached=[1, 2])  # its beginning was cached, and is evicted then
+    _, asked = waiting(source, "second", tokens, names)
+    assert (asked.first, asked.end) == (0, 5)
+    source.release(0, first)
+    third = Request("third", tokens, len(tokens), SamplingParams(temperature=0), 1, 0)
+    assert all(source.awaits(0, third, name) for name in names), "all five pages still come"
+    assert source._of[third].name == asked.transfer
+    source.cancel(0)
+    assert not source._expected
+
+
+def test_an_offer_that_comes_twice_is_pulled_once_and_not_released_before_it_has_come():
+    source, names = decode_source(), [b"0", b"1"]
+    request, asked = waiting(source, "a", list(range(9)), names)
+    offer = ChunkReady(asked.transfer, number=7, first=0, count=2)
+    for _ in range(2):
+        source.receive(0, offer, now=1.0)
+    source.begin_rank(0, now=1.0)
+    [(_, pull)] = source.commands()
+    assert from_int32s(pull.ranks[0]).tolist() == [0, 7, 0, 0, 0, 7, 1, 1]
+    source.receive(0, offer, now=1.0)
+    source.begin_rank(0, now=1.0)
+    assert list(source.commands()) == source.take_messages() == []
+    assert source.num_under_way == 1
+    assert request.is_loading
+    for number in (0, 1):
+        source.landed(0, number, True, now=2.0)
+    assert source.transfer_counts.completed == 1
+    assert source.transfer_counts.pages == 2
+
+
+def test_what_an_executor_has_pulled_does_not_land_on_the_one_that_replaces_it():
+    pair, landed = Pair(), []
+    pair.decode.scheduled(SimpleNamespace(landed=lambda *arguments: landed.append(arguments)))
+    pair.decode.report(PulledChunk(rank=0, link=0, number=12345, pages=[3], ok=True))
+    executor = FakeExecutor(num_ranks=1, pages_per_rank=33, transfers=True)
+    pair.decode.start(executor, SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16))
+    pair.decode.begin_step(0.0)
+    assert landed == []
+    assert pair.sent == [ReleaseChunk(12345)], "its prefill engine need not keep it"
+    pair.decode.report(PulledChunk(rank=0, link=0, number=12346, pages=[4], ok=True))
+    pair.decode.begin_step(1.0)
+    assert landed == [(0, [4], True, 1.0)]
