@@ -76,9 +76,9 @@ def test_what_was_staged_before_the_pages_that_are_placed_is_dropped_and_what_ca
 
 def test_pages_to_be_read_are_asked_for_by_rank_number_and_name_and_others_forgotten_everywhere():
     stores = Numbered([]), Numbered([])
-    pages, _, run = staging(2, *stores)
+    _, _, run = staging(2, *stores)
     asked = []
-    pages.read = lambda *page: asked.append(page)
+    stores[1].read = lambda *page: asked.append(page)
     first, second = b"a" * NAME_BYTES, b"b" * NAME_BYTES
     run(ReadPages(ranks_of([], [8, 9]), [b"", first + second], ranks_of([4], [])))
     assert asked == [(1, 8, first), (1, 9, second)]
