@@ -1,6 +1,6 @@
 """Sampling parameters end to end on a mesh with every axis: the text is what they mean, and nothing compiles for it.
 
-These are the tests of `device/launch_results.py` too.
+These are the tests of `device/launch_rows.py` too.
 """
 
 import json

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from dsjax.engine.contract.commands import NAME_BYTES, FetchPages, PlacePages, ReadPages, int32s
 from dsjax.engine.device.access import CommandTable
@@ -83,6 +84,31 @@ def test_pages_to_be_read_are_asked_for_by_rank_number_and_name_and_others_forgo
     run(ReadPages(ranks_of([], [8, 9]), [b"", first + second], ranks_of([4], [])))
     assert asked == [(1, 8, first), (1, 9, second)]
     assert [store.forgotten for store in stores] == [[(0, 4)]] * 2
+
+
+@pytest.mark.parametrize("command", [FetchPages([b""], 1), PlacePages([b""], 1), ReadPages([b""], [b""], [b""])])
+def test_without_a_page_store_no_command_that_brings_pages_is_carried_out(command):
+    _, _, run = staging(1)
+    with pytest.raises(ValueError, match=f"no part of this executor carries out {type(command).__name__}"):
+        run(command)
+
+
+def test_a_page_that_no_store_has_is_refused_before_anything_is_staged():
+    _, device, run = staging(2, Numbered([1]), Numbered([2]))
+    message = r"FetchPages names the pages \[5, 6\] of rank 1, which no page store of this executor has"
+    with pytest.raises(ValueError, match=message):
+        run(FetchPages(ranks_of([1, 2], [5, 2, 6]), 1))
+    run(PlacePages(ranks_of([11, 12], [15, 16, 17]), 1))
+    assert device.tables == [{}, {}]
+
+
+def test_where_no_store_reads_pages_can_be_dropped_and_a_request_to_read_is_refused():
+    store = Numbered([1])
+    _, _, run = staging(1, store)
+    run(ReadPages([b""], [b""], ranks_of([3])))
+    assert store.forgotten == [(0, 3)]
+    with pytest.raises(ValueError, match="ReadPages asks for pages by their names, and no page store of this executor"):
+        run(ReadPages(ranks_of([4]), [b"a" * NAME_BYTES], [b""]))
 
 
 def test_pages_are_packed_with_nothing_behind_them_and_cut_into_what_a_program_moves():

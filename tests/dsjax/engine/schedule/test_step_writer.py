@@ -1,6 +1,6 @@
 """What a step's command says: after any history the executor's page tables are what the requests hold, told only once.
 
-These are the tests of `schedule/plan.py` too.
+These are the tests of `schedule/request.py` too.
 """
 
 from hypothesis import given

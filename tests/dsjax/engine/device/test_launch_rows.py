@@ -1,14 +1,22 @@
-"""What a launch sends to the devices: the integers of its rows and of the pages that they gained, and admissions before it."""
+"""What a launch sends to the devices (the integers of its rows, of the pages that they gained, and admissions before it), and which rules of
+a slot's request run there."""
 
 import numpy as np
+import pytest
 from written_steps import MOST, PAGE, Told, decode, running
 
+from dsjax.engine.contract.commands import ALWAYS, Admission, RankStep, Sampling, Step, int32s
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.device.buckets import Launch, Rectangle, RowPiece
-from dsjax.engine.device.launch_rows import pack_admissions, pack_launch, split_page_changes
+from dsjax.engine.device.launch_rows import SlotRules, SlotTable, pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.device.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
 from dsjax.engine.schedule.request import ScheduledRow
 from dsjax.engine.schedule.step_writer import StepWriter
+from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.model.rows import GroupShape
+
+V = 70  # no multiple of 32
 
 
 def columns(packed, widths):
@@ -59,3 +67,35 @@ def test_admissions_take_as_many_runs_as_they_need_and_page_changes_come_with_th
     assert changed == [(slot, index, index + 1) for slot in range(slots) for index in range(40)]
     (nothing, _) = split_page_changes(StepWriter(1, 1, PAGE).write(decode([])), 3)
     assert list(pack_admissions(StepWriter(1, 1, PAGE).write(decode([])), nothing)) == []
+
+
+def test_rules_are_active_only_while_they_change_something():
+    """A greedy row of which only its end is held back leaves the sampler when it has made its least number of tokens."""
+    rules = LogitRules(SamplingParams(min_tokens=2, max_tokens=9), V, frozenset({3}))
+    biases = rules.biases().astype("<i4").tobytes()
+    waiting = Admission(0, 0, 1, Sampling(1, 0), biases=biases)
+    assert SlotRules.of(waiting).until == 2
+    table = SlotTable(1, 2, V)
+    step = Step([RankStep([waiting], [], int32s((0, 9)), [], [])])
+    table.admit(step)
+    wants = lambda: bool(table._wants[0, 0])  # noqa: E731
+    for tokens, still in (((5,), True), ((6,), False)):
+        assert wants()
+        table.commit(step, [RankResults([RowResult(tokens)], [])])
+        assert wants() == still
+
+
+@pytest.mark.parametrize(
+    ("sampling", "more", "until"),
+    [
+        ({}, {}, 0),
+        ({"temperature": 0.5}, {}, ALWAYS),
+        ({"logprobs": 0}, {}, ALWAYS),
+        ({"presence_penalty": 0.5}, {}, ALWAYS),
+        ({}, {"allowed": int32s([7, 0, 0])}, ALWAYS),
+        ({}, {"guided": True}, ALWAYS),
+        ({}, {"biases": int32s([3, 0, ALWAYS])}, ALWAYS),
+    ],
+)
+def test_nothing_runs_for_a_request_that_the_step_s_greedy_token_serves(sampling, more, until):
+    assert SlotRules.of(Admission(0, 0, 1, Sampling(1, 0, **sampling), **more)).until == until
