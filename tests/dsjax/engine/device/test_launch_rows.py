@@ -1,5 +1,7 @@
-"""What a launch sends to the devices (the integers of its rows, of the pages that they gained, and admissions before it), and which rules of
-a slot's request run there."""
+"""What a launch sends to the devices (the integers of its rows, of the pages that they gained, and admissions before it).
+
+Also which rules of a slot's request run there.
+"""
 
 import numpy as np
 import pytest
