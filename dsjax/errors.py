@@ -11,15 +11,15 @@ class UserError(ValueError):
     """Something the user gave (a flag, a file, a request) cannot be used as it is."""
 
 
-def check_fields(what: str, found: Iterable[str], fields: Iterable[str], required: Iterable[str]) -> None:
+def check_fields(what: str, given: Iterable[str], fields: Iterable[str], required: Iterable[str]) -> None:
     """Make sure that a file of the user's has the fields that it needs, and no others.
 
     Raises:
         UserError: `what`, with the fields that are missing, those that are unknown, and all that there are.
     """
-    found, fields = set(found), list(fields)
-    missing = [name for name in required if name not in found]
-    unknown = sorted(found - set(fields))
+    given, fields = set(given), list(fields)
+    missing = [name for name in required if name not in given]
+    unknown = sorted(given - set(fields))
     if missing or unknown:
         wrong = [f"{word} {', '.join(names)}" for word, names in (("missing", missing), ("unknown", unknown)) if names]
         raise UserError(f"{what}: {'; '.join(wrong)}; the fields are {', '.join(fields)}")

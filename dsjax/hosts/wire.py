@@ -19,7 +19,7 @@ MAGIC = b"dsjaxmt3"
 _MOST_BYTES = 1 << 20
 
 
-class JoinRequest(msgspec.Struct, frozen=True, tag="arrival"):
+class JoinRequest(msgspec.Struct, frozen=True, tag="join_request"):
     """What a process says when it comes.
 
     machine: equal for processes that reach each other over the loopback interface. port: where it answers who looks at links
@@ -60,7 +60,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     error: str | None = None
 
 
-class JoinResponse(msgspec.Struct, frozen=True, tag="verdict"):
+class JoinResponse(msgspec.Struct, frozen=True, tag="join_response"):
     """Who is in the group, or why there is none.
 
     service: `HOST:PORT` of JAX's coordination service. generation: the first one that this process may be in. here: where the group had

@@ -28,7 +28,7 @@ class Headless:
     """One process of a group that follows process 0, with `/health`, `/ready` and `/metrics` of its own.
 
     Attributes:
-        phase: what it is doing: meeting, loading, warming up, ready, shutting down.
+        phase: what it is doing: rendezvous, loading, warming up, ready, shutting down.
     """
 
     def __init__(self, options: HostOptions):
@@ -48,7 +48,7 @@ class Headless:
     @property
     def phase(self) -> str:
         """What this process does."""
-        return "meeting" if self._follower is None else self._follower.phase
+        return "rendezvous" if self._follower is None else self._follower.phase
 
     def serve(self, args: EngineArgs, listener: socket.socket, console: Console) -> None:
         """Join, load, and follow until process 0 ends.

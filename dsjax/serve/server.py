@@ -137,7 +137,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Admit no more, wait for what runs, end what is left, close the door."""
+        """Admit no more, wait for what runs, end what is left, close the listener."""
         self._serving.enter_phase(Phase.CLOSING)
         deadline = time.monotonic() + self._shutdown_timeout
         while (self._engine.num_unfinished or self._warming) and not self.force_exit and time.monotonic() < deadline:

@@ -108,7 +108,7 @@ class PrefillService(Attachment):
         return self._look_seconds if self._sends else None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with empty buffers. What was computed and kept on the executor before is void."""
+        """Begin with empty buffers. What was computed and kept on the executor before is lost."""
         self._executor = executor
         self.buffers.reset(self._keepers(executor))
         executor.extension(ChunkPort).send_chunks(self.buffers.ready)

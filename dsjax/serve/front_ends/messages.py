@@ -229,7 +229,7 @@ class EndStreams(_Message):
 
 
 class EndProcess(_Message):
-    """Close the door and end the process."""
+    """Close the listener and end the process."""
 
 
 class Failed(_Message):
