@@ -24,6 +24,8 @@ from dsjax.model.transformer import abstract_parameters
 from sharding import MeshSpec, Rules
 from sharding.placement import Placement
 
+pytestmark = pytest.mark.slow  # all together
+
 
 def place(directory, mesh_text, **options):
     spec, checkpoint = MeshSpec.parse(mesh_text), open_checkpoint(directory)

@@ -28,6 +28,8 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import load_model
 from sharding.program import Program, program_collectives
 
+pytestmark = pytest.mark.slow  # all together
+
 # float32 by name: the engine's own choice on a CPU, where a dry run would stand in for an accelerator.
 ARGS = EngineArgs(
     model="demo",

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # all together
+
 BUDGETS = Path(__file__).with_name("collective_budgets.json")
 LAYOUTS = ("dp=32", "dp=4,tp=8", "tp=8", "tp=8,ep=1", "dp=32,ep=8", "dp=8,tp=4,ep=2")
 STEPS = ("decode", "prefill")

@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from layouts import write_checkpoint
 from processes import Group
 
+pytestmark = pytest.mark.slow  # all together
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):

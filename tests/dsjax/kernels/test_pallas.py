@@ -28,6 +28,8 @@ from dsjax.model.fp8_product import ActivationScheme, block_product
 from sharding import MeshSpec, fp8
 from sharding.dispatch.wire import WireFormat
 
+pytestmark = pytest.mark.slow  # all together
+
 FEW = settings(max_examples=4, deadline=None, derandomize=True)
 PALLAS = choose_kernels("pallas", "cpu", np.dtype(np.float32), devices=1, cache=None)
 

@@ -35,6 +35,7 @@ from sharding import MeshSpec
 from sharding.rules import Rules
 
 pytestmark = [
+    pytest.mark.slow,  # all together
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),
     pytest.mark.filterwarnings("ignore::dsjax.checkpoint.errors.CheckpointWarning"),

@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+pytestmark = pytest.mark.slow  # all together
+
 SCRIPT = """
 import sys
 from live_server import FakeExecutor, EngineParts, AsyncEngine, SchedulerConfig, Serving, Server, bind, tiny_tokenizer

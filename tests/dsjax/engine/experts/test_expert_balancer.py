@@ -29,6 +29,8 @@ from sharding.balancing import rank_loads, rebalance
 from sharding.layer_placement import exchange_rounds
 from tools.step_recording import StepRecording
 
+pytestmark = pytest.mark.slow  # all together
+
 OFTEN = {"window_size": 4, "step_interval": 4}
 TOKENS = 40
 

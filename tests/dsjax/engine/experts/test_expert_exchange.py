@@ -19,6 +19,8 @@ from dsjax.engine.device.expert_programs import pack_moves
 from dsjax.engine.experts.eplb import ExpertMover
 from sharding.layer_placement import exchange_rounds
 
+pytestmark = pytest.mark.slow  # all together
+
 EXPERTS = TINY["n_routed_experts"]
 
 
