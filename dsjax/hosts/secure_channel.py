@@ -274,10 +274,10 @@ def _call(connection: socket.socket, service: str, credentials: Credentials, dea
     try:
         theirs = read_exactly(stream, len(PROTOCOL), deadline)
         if theirs != PROTOCOL:
-            raise ProtocolError(_other_protocol(where, theirs))
+            raise ProtocolError(_other_protocol(theirs))
         listener_nonce = read_exactly(stream, _NONCE, deadline)
     except EOFError:
-        raise ProtocolError(f"what answers at {where} ends the connection at once") from None
+        raise ProtocolError("what answers there ends the connection at once") from None
     except ssl.SSLError as error:  # in TLS 1.3 a listener says only now that it does not take this side's certificate
         raise NotAMemberError(f"{where} does not take this process's certificate: {error.reason or error}") from error
     nonce = secrets.token_bytes(_NONCE)
@@ -290,7 +290,7 @@ def _call(connection: socket.socket, service: str, credentials: Credentials, dea
     except EOFError:
         raise NotAMemberError(
             f"{where} has ended the connection when this process showed its cluster key, which is from {credentials.key.source}: that side "
-            "has another one. Give all processes the same"
+            "has another one, or is just ending. Give all processes the same"
         ) from None
     if not hmac.compare_digest(proof, transcript.proof("listener")):
         raise NotAMemberError(f"what answers at {where} does not know the cluster key; it may be somebody else's")
@@ -314,17 +314,17 @@ def _caller_stream(connection: socket.socket, credentials: Credentials, deadline
         ) from error
     except ssl.SSLError as error:
         raise ProtocolError(
-            f"what answers at {where} does not speak TLS 1.3 ({error.reason or error}); give --cluster-tls-cert, --cluster-tls-key and "
+            f"what answers there does not speak TLS 1.3 ({error.reason or error}); give --cluster-tls-cert, --cluster-tls-key and "
             "--cluster-tls-ca to all processes, or to none"
         ) from error
     except EOFError:
-        raise ProtocolError(f"what answers at {where} ends the connection at once") from None
+        raise ProtocolError("what answers there ends the connection at once") from None
 
 
-def _other_protocol(where: str, theirs: bytes) -> str:
+def _other_protocol(theirs: bytes) -> str:
     if theirs[:_FAMILY] == PROTOCOL[:_FAMILY]:
-        return f"{where} speaks another version of these connections ({theirs!r}, expected {PROTOCOL!r}); use the same dsjax everywhere"
-    return f"what answers at {where} is no dsjax that waits for other processes"
+        return f"what answers there speaks another version of these connections, {theirs!r}, not {PROTOCOL!r}: use one dsjax everywhere"
+    return "what answers there is no dsjax that waits for other processes"
 
 
 class Stranger(Exception):

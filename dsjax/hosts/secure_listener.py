@@ -22,7 +22,9 @@ MOST_CONNECTIONS = 1024
 """Connections that have."""
 LOG_SECONDS = 60.0
 """At most one line in so many seconds tells of strangers."""
-_BACKLOG = 128
+_PLACE_SECONDS = 0.05
+"""For which a greeting keeps its place however many others come; a member's is over long before."""
+_BACKLOG = 512
 _SHORT_OF_FILES_SECONDS = 0.1
 _RESET = struct.pack("ii", 1, 0)
 
@@ -30,8 +32,8 @@ _RESET = struct.pack("ii", 1, 0)
 class SecureListener:
     """Accepts connections in a thread until it is closed. Each has a thread, which greets it and then serves it.
 
-    Where all places for greetings are taken, the oldest connection of the address that holds most of them is reset. A member needs its
-    place for some milliseconds, and tries again, so a stranger who holds all places keeps nobody out.
+    Where all places for greetings are taken, the oldest connection of the address that holds most of them is reset once it has had its
+    place for a while. A member needs it for some milliseconds, and tries again, so a stranger who holds all places keeps nobody out.
 
     Args:
         serve: by service, what is called with a connection's channel, in a thread of its own. Returning ends nothing: the channel is
@@ -111,16 +113,22 @@ class SecureListener:
             while len(self._greetings) >= MOST_GREETINGS and not self._closed:
                 [(host, _)] = Counter(greeting.host for greeting in self._greetings).most_common(1)
                 oldest = next(greeting for greeting in self._greetings if greeting.host == host)
-                oldest.reset()
-                self._changed.wait_for(lambda oldest=oldest: oldest not in self._greetings or self._closed)
+                age = time.monotonic() - oldest.since
+                if age >= _PLACE_SECONDS:
+                    oldest.reset()
+                self._changed.wait_for(
+                    lambda: len(self._greetings) < MOST_GREETINGS or self._closed,
+                    GREETING_SECONDS if oldest.was_reset else _PLACE_SECONDS - age,
+                )
 
     def _greet(self, greeting: _Greeting) -> None:
         connection = greeting.connection
         try:
             channel, end = answer(connection, self._credentials, greeting.deadline, list(self._serve))
         except Stranger as error:
+            if not self._closed:
+                self._turn_away("for which there was no place" if greeting.was_reset else str(error))
             connection.close()
-            self._turn_away("for which there was no place" if greeting.was_reset else str(error))
             return
         finally:
             self._leave(greeting)
@@ -166,7 +174,7 @@ class _Greeting:
     """A connection that has not proved yet that it belongs to the deployment."""
 
     def __init__(self, connection: socket.socket, host: str):
-        self.connection, self.host = connection, host
+        self.connection, self.host, self.since = connection, host, time.monotonic()
         self.deadline, self.was_reset = Deadline(connection, GREETING_SECONDS), False
 
     def reset(self) -> None:

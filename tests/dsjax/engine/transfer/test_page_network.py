@@ -3,6 +3,7 @@
 These are the tests of `transfer/page_channel.py`, `transfer/messages.py` and `transfer/send_buffers.py` too.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -13,7 +14,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
@@ -23,9 +26,12 @@ from transports import EACH_BACKEND
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import int32s
+from dsjax.engine.elastic.joining import join_group
+from dsjax.engine.elastic.transfer_processes import host_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
     ChunkGoneError,
@@ -39,6 +45,9 @@ from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handof
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
+from dsjax.hosts.cluster_key import ClusterKey
+from dsjax.hosts.credentials import Credentials
+from dsjax.hosts.secure_channel import PROTOCOL
 from dsjax.hosts.wire import split_address
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
@@ -373,7 +382,7 @@ def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
     link.pull(messages[0].number, None, messages[0].address)
     [client], [puller] = server.listener._channels, server._chunks.listener._channels
     for channel in (client, puller, link._channel, link._chunks._connection(messages[0].address).channel):
-        assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert channel._connection._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     link.close()
     server.shutdown()
 
@@ -381,7 +390,7 @@ def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
 def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another(monkeypatch):
     tried, limit = [], threading.Event()
 
-    def connect_to(address, space):
+    def connect_to(address, *_):
         tried.append(address)
         if address == "gone:1":
             limit.wait(5)
@@ -400,6 +409,74 @@ def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_ano
             with pytest.raises(ChunkGoneError, match=r"gone:1 .* reached"):
                 pull.result()
     assert tried == ["gone:1", "other:1"]
+
+
+def frame(*message) -> bytes:
+    """A message as all who connected could send it before they had to know the cluster key."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+@pytest.mark.parametrize("page_size", [4, 8], ids=["alike", "otherwise"])
+def test_a_stranger_takes_no_pages_and_is_not_told_what_would_be_accepted(page_size):
+    server, transport = served()
+    link, messages = linked(server, transport, page_size=4)
+    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    until(lambda: sum(message.count for message in messages) == 8)
+    number, engine = messages[0].number, server.engine
+    for address in (server.address, messages[0].address):
+        with socket.create_connection(split_address(address), 10) as stranger:
+            stranger.sendall(frame("hello", 4, {"page_size": page_size}))
+            stranger.sendall(frame("pull_request", number) + frame("release_chunk", number))
+            stranger.sendall(frame("cancel_transfer", "a") + frame("flush_pages"))
+            stranger.shutdown(socket.SHUT_WR)
+            heard = b""
+            with contextlib.suppress(ConnectionResetError):
+                while data := stranger.recv(1 << 16):
+                    heard += data
+        assert heard[len(PROTOCOL) + 32 :] == b""  # a nonce, and nothing that says more than that this is dsjax
+    assert not transport.published
+    assert engine.buffers.take(number) is link.pull(number, None, messages[0].address)
+    assert len(server.listener._channels) == 1
+    link.close()
+    server.shutdown()
+
+
+def test_a_side_with_another_key_is_told_so(monkeypatch, caplog):
+    server, transport = served()
+    other = Credentials(ClusterKey("o" * 32, "another file"))
+    link = RemoteLink(server.address, RemoteChunks(transport, {}, {}, 5, other), {"page_size": 4}, other)
+    messages = []
+    link.connect(messages.append)
+    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    until(lambda: messages)
+    assert (
+        "this process showed its cluster key, which is from another file: that side has another one"
+        in messages[0].reason
+    )
+    assert server.engine.num_jobs == 0
+    link.close()
+    server.shutdown()
+
+
+def test_an_engine_that_is_reached_beyond_loopback_needs_a_key_before_it_loads_anything():
+    for mode in ("prefill", "decode"):
+        args = EngineArgs(disaggregation_mode=mode, transfer_host="192.0.2.1")
+        with pytest.raises(
+            UserError, match=r"192\.0\.2\.1 is beyond the loopback interface.*--cluster-key-file FILE or"
+        ):
+            join_group(args, None)
+    engine = SimpleNamespace(page_size=4)
+    with pytest.raises(UserError, match="beyond the loopback interface"):
+        PrefillServer(engine, None, {}, "0.0.0.0")
+
+
+def test_without_an_address_the_loopback_interface_is_taken():
+    args = EngineArgs(disaggregation_mode="prefill")
+    assert host_of(args, None) == "127.0.0.1"
+    group = SimpleNamespace(options=SimpleNamespace(address="10.1.2.3"))
+    assert host_of(args, group) == "10.1.2.3"
+    assert host_of(replace(args, transfer_host="10.9.9.9"), group) == "10.9.9.9"
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:0", "host:x"])
