@@ -37,6 +37,7 @@ _SERVICE = "rendezvous"
 _RETRY_SECONDS = 0.1
 _PEEK_SECONDS = 10.0
 _LINGER_SECONDS = 3.0
+_MOST_REFUSALS = 16
 
 
 class GroupError(UserError):
@@ -106,7 +107,7 @@ class _Host:
         self._prepared: dict[int, Prepared] = {}
         self._problem: str | None = None
         self._channels: dict[int, SecureChannel] = {}
-        self._refusals: list[str] = []
+        self._refusals: dict[str, None] = {}  # in the order in which they came
         self._join_listener: JoinListener | None = None
         self._listener = SecureListener(
             _bound(options),
@@ -200,7 +201,8 @@ class _Host:
                 self._requests[request.process_id] = request
                 self._channels[request.process_id] = channel
             else:
-                self._refusals.append(refusal)
+                if len(self._refusals) < _MOST_REFUSALS:
+                    self._refusals[refusal] = None
                 _log.warning("A process was refused, and the group goes on forming: %s", refusal)
             self._changed.notify_all()
             return refusal
@@ -249,7 +251,7 @@ class _Host:
 
     def _others(self) -> str:
         """Who came and was not let in, for the message that somebody is missing."""
-        lines = [f". Refused: {refusal}" for refusal in dict.fromkeys(self._refusals)]
+        lines = [f". Refused: {refusal}" for refusal in self._refusals]
         if strangers := self._listener.turned_away:
             lines.append(f". Connections that were turned away: {counted(strangers)}")
         return "".join(lines)

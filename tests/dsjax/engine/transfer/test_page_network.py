@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
 from fake_executor import FakeExecutor
+from listening_sockets import all_loopback, listening_addresses
 from quick_compilation import QUICK_COMPILATION
 from transports import EACH_BACKEND
 
@@ -182,6 +183,10 @@ def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_
         assert incoming.transfer_counts.completed == len(given)
         assert incoming.transfer_counts.given_up == 0
         assert process.is_empty() is True
+        if backend == "jax":  # NIXL's UCX listens at all addresses of this host
+            for addresses in map(listening_addresses, (process.process.pid, os.getpid())):
+                assert addresses
+                assert all_loopback(addresses), addresses
 
         # Both at once, each side told of the same room: decode asks first, then prefill does.
         decode.engine.flush_prefix_cache()
@@ -471,7 +476,9 @@ def test_an_engine_that_is_reached_beyond_loopback_needs_a_key_before_it_loads_a
         PrefillServer(engine, None, {}, "0.0.0.0")
 
 
-def test_without_an_address_the_loopback_interface_is_taken():
+def test_without_an_address_the_loopback_interface_is_taken(monkeypatch):
+    resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.7.7.7", 0))]  # as the host's name is on most machines
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
     args = EngineArgs(disaggregation_mode="prefill")
     assert host_of(args, None) == "127.0.0.1"
     group = SimpleNamespace(options=SimpleNamespace(address="10.1.2.3"))
