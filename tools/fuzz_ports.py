@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import random
+import re
 import secrets
 import socket
 import subprocess
@@ -205,7 +207,7 @@ class Fuzzer:
 
     def _send_and_end(self, data: bytes) -> None:
         with socket.create_connection(self.address, PATIENCE) as stranger:
-            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            with _may_be_closed():
                 stranger.sendall(data)
                 stranger.shutdown(socket.SHUT_WR)
             self._expect_silence(stranger)
@@ -263,6 +265,18 @@ class Fuzzer:
         return [self._random.randbytes(self._random.randrange(1, 4096))]
 
 
+@contextlib.contextmanager
+def _may_be_closed() -> Iterator[None]:
+    """The other side may have ended the connection before this one."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
+            raise
+
+
 class _Wire:
     """What a member's frames go to: they are kept instead of sent."""
 
@@ -279,7 +293,7 @@ class _Wire:
 
     def send_and_end(self, frames: list[bytes]) -> None:
         """Send frames as they are, and wait until the listener has ended the connection."""
-        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        with _may_be_closed():
             self._stream.sendall(b"".join(frames))
             self._stream.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
@@ -344,19 +358,22 @@ def fuzz(
     return findings
 
 
-def _settled(pid: int, before: Figures | None = None, seconds: float = 30.0) -> Figures:
-    """What a process takes once greetings that were under way have ended: when no more than before, or no less any more."""
-    deadline, last = time.monotonic() + seconds, Figures.of(pid)
+def _settled(pid: int, before: Figures | None = None, seconds: float = 60.0) -> Figures:
+    """What a process takes once it has come to rest, and greetings that were under way have ended.
+
+    before: what it took when it was at rest before; it is at rest again when it has no more threads and files.
+    """
+    deadline, seen = time.monotonic() + seconds, [Figures.of(pid)]
     while time.monotonic() < deadline:
         time.sleep(0.5)
-        now = Figures.of(pid)
-        if before is None:
-            if (now.threads, now.files) >= (last.threads, last.files) and time.monotonic() > deadline - seconds + 6:
-                return now
-        elif now.threads <= before.threads and now.files <= before.files:
-            return now
-        last = now
-    return last
+        seen.append(Figures.of(pid))
+        now, recent = seen[-1], seen[-12:]
+        if before is not None and now.threads <= before.threads and now.files <= before.files:
+            break
+        memory = [figures.memory for figures in recent]
+        if before is None and len(recent) == 12 and max(memory) - min(memory) < 2**20:
+            break
+    return seen[-1]
 
 
 def port_for(service: str, pid: int, credentials: Credentials) -> tuple[str, int]:
@@ -390,7 +407,7 @@ def fuzz_group(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
         """Process 1 is started when it is asked for."""
 
         def _start(self, index: int) -> subprocess.Popen | None:
-            return super()._start(index) if index == 0 or self.processes else None
+            return super()._start(index) if index == 0 or len(self.processes) == 2 else None
 
         def _reader(self, index: int) -> threading.Thread | None:
             return super()._reader(index) if self.processes[index] is not None else None
@@ -410,7 +427,7 @@ def fuzz_group(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
         group.processes[1] = Group._start(group, 1)
         group._threads[1] = Group._reader(group, 1)
         group.wait_for(0, "serving tiny at", 600)
-        url = group.output[0].split("serving tiny at ")[1].split()[0]
+        url = re.search(r"serving tiny at (http://[\d.:]+)", group.output[0]).group(1)
         pids["process 1"] = group.processes[1].pid
 
         def ask(number: int) -> str:
@@ -430,9 +447,12 @@ def fuzz_group(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
         yield fuzz(Fuzzer(rendezvous, "rendezvous", key, messages, seed, "rendezvous, formed"), cases, pids, ask, 6)
         for name, pid in pids.items():
             links = port_for("links", pid, key)
-            yield fuzz(Fuzzer(links, "links", key, [], seed, f"links of {name}"), cases // 2, pids, ask, 6)
+            yield fuzz(Fuzzer(links, "links", key, [], seed, f"links of {name}"), cases, pids, ask, 6)
         assert group.processes[0].poll() is None, group.last_words()
         assert group.processes[1].poll() is None, group.last_words()
+    except Exception:
+        print(group.last_words(), file=sys.stderr)
+        raise
     finally:
         group.processes = [process for process in group.processes if process is not None]
         group.end()
