@@ -211,6 +211,11 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
             yield ("given_up",), transfers.given_up
 
     name = "dsjax_transfer"
+    registry.total(
+        f"{name}s_refused",
+        "Of those whose rest was computed here, the ones of which other pages were offered than were asked for.",
+        count("refused"),
+    )
     registry.gauge(f"{name}s_under_way", "Prompts that prefill engines compute now.", count("under_way"))
     registry.total(f"{name}_pages", "Pages that came from prefill engines.", count("pages"))
     registry.gauge(
