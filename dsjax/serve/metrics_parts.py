@@ -208,14 +208,10 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     def ended() -> _Samples:
         if (transfers := counts()) is not None:
             yield ("completed",), transfers.completed
-            yield ("given_up",), transfers.given_up
+            yield ("given_up",), transfers.given_up - transfers.refused
+            yield ("refused",), transfers.refused
 
     name = "dsjax_transfer"
-    registry.total(
-        f"{name}s_refused",
-        "Of those whose rest was computed here, the ones of which other pages were offered than were asked for.",
-        count("refused"),
-    )
     registry.gauge(f"{name}s_under_way", "Prompts that prefill engines compute now.", count("under_way"))
     registry.total(f"{name}_pages", "Pages that came from prefill engines.", count("pages"))
     registry.gauge(
@@ -225,7 +221,7 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     )
     registry.total(
         f"{name}s",
-        "Prompts that prefill engines were asked for: all pages came, or the rest was computed here.",
+        "Prompts that prefill engines were asked for: all pages came, or the rest was computed here (refused: because other pages were offered).",
         ended,
         "outcome",
     )

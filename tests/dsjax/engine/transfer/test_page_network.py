@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
+from engine_pair import prefill_request
 from fake_executor import FakeExecutor
 from quick_compilation import QUICK_COMPILATION
 from transports import EACH_BACKEND
@@ -292,6 +293,8 @@ def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes()
     link.send(ReleaseChunk(first.number))
     with pytest.raises(ChunkGoneError, match="is not kept any more"):
         link.pull(12345, None, first.address)
+    with pytest.raises(ChunkGoneError, match="is not kept any more"):
+        link.pull(others[0].number, None, first.address)  # with another chunk's ticket
     transport.pulls = False
     with pytest.raises(ChunkGoneError, match="the link is down"):
         link.pull(others[0].number, None, others[0].address)
@@ -371,7 +374,8 @@ def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
     until(lambda: sum(message.count for message in messages) == 8)
     link.pull(messages[0].number, None, messages[0].address)
     [client], [puller] = server.listener._channels, server._chunks.listener._channels
-    for channel in (client, puller, link._channel, link._chunks._connection(messages[0].address).channel):
+    [pulling] = link._chunks._connections.values()
+    for channel in (client, puller, link._channel, pulling.result().channel):
         assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     link.close()
     server.shutdown()
