@@ -221,7 +221,7 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     )
     registry.total(
         f"{name}s",
-        "Prompts that prefill engines were asked for: all pages came, or the rest was computed here (refused: because other pages were offered).",
+        "Prompts that prefill engines were asked for: all pages came, or the rest was computed here; refused: other pages were offered.",
         ended,
         "outcome",
     )
