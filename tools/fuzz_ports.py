@@ -516,7 +516,11 @@ def fuzz_sides(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
         encode = msgspec.msgpack.encode
         greeting = encode(Greeting(VERSION, prefill.first["space"]))
         # Names and numbers of nobody's: what a member may do with its own is not what is tried here.
-        said = [encode(CancelTransfer("nobody's")), encode(ReleaseChunk(2**40)), encode(PullRequest(2**40))]
+        said = [
+            encode(CancelTransfer("nobody's")),
+            encode(ReleaseChunk(2**40)),
+            encode(PullRequest(2**40, "no ticket")),
+        ]
         for service in ("pages", "chunks"):
             address = (host, int(port)) if service == "pages" else port_for("chunks", pids["prefill"], key)
             fuzzer = Fuzzer(address, service, key, [greeting, *said], seed)
