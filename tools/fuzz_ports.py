@@ -50,6 +50,8 @@ from dsjax.hosts.secure_channel import PROTOCOL, NotAMemberError, RefusedError, 
 
 PATIENCE = 20.0
 """Seconds in which a listener must have ended a connection; it gives a greeting 5."""
+WARM_REQUESTS = 300
+"""Requests after which a process takes what requests make it take."""
 MOST_GROWTH = 16 * 2**20
 _NONCE, _PROOF, _HEADER = 32, 32, 4 + 32
 _MOST_HELD = 24
@@ -337,7 +339,10 @@ def fuzz(
     fuzzer: Fuzzer, cases: int, pids: dict[str, int], ask: Callable[[int], Any] | None = None, count: int = 1
 ) -> Findings:
     """Send cases to a port, and hold what the processes take and answer against what it was before."""
-    warm = fuzzer.run(max(50, cases // 10))  # threads that are made once, memory that a first time takes
+    with UnderWay(ask, count) if ask else contextlib.nullcontext() as warming:
+        warm = fuzzer.run(max(50, cases // 10))  # threads that are made once, memory that a first time takes
+        while warming and warming.answered < WARM_REQUESTS and not warming.wrong:
+            time.sleep(0.1)
     under_way = UnderWay(ask, count) if ask else None
     before = {name: _settled(pid) for name, pid in pids.items()}
     with under_way or contextlib.nullcontext():
