@@ -16,7 +16,7 @@ from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.secure_channel import SecureChannel, connect
 from dsjax.hosts.secure_listener import SecureListener
-from dsjax.hosts.wire import split_address
+from dsjax.hosts.wire import decoded, split_address
 
 PAGES, CHUNKS = "pages", "chunks"
 """Services (`SecureChannel`): messages about transfers, and messages about pulling their chunks."""
@@ -93,6 +93,10 @@ class TransferChannel:
             pass
         except msgspec.MsgspecError as error:
             _log.warning("A connection for pages was closed, because what came over it is no message: %s", error)
+        except Exception:  # whoever is at the other end must not wait for ever
+            _log.exception(
+                "A connection for pages was closed, because a message that came over it could not be handled."
+            )
         self.close()
         closed()
 
@@ -218,7 +222,7 @@ def read(connection: SecureChannel) -> Any:
     Raises:
         EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
     """
-    return _decoder.decode(connection.receive(_MOST_BYTES))
+    return decoded(_decoder, connection.receive(_MOST_BYTES))
 
 
 def plain(space: dict[str, Any]) -> dict[str, Any]:
