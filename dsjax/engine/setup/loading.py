@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,8 @@ from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_w
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages, Shapes
-from dsjax.engine.tiers.page_files import PageFiles, lock_folder
+from dsjax.engine.tiers.page_files import PageFiles
+from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
@@ -180,8 +181,8 @@ def _parts(
     return parts
 
 
-def lock_disk(args: EngineArgs, group: HostGroup | None) -> IO[bytes] | None:
-    """Take the lock of the folder for pages, before anything expensive is done; None where none is wanted.
+def lock_disk(args: EngineArgs, group: HostGroup | None) -> PageFolder | None:
+    """Open and lock the folder for pages, before anything expensive is done; None where none is wanted.
 
     Raises:
         UserError: the folder cannot be used, or several processes would have to share it.
@@ -195,9 +196,9 @@ def lock_disk(args: EngineArgs, group: HostGroup | None) -> IO[bytes] | None:
     return lock_folder(args.disk_cache)
 
 
-def _open_disk(args: EngineArgs, space: dict[str, Any], lock: IO[bytes], shapes: Shapes) -> DiskPages:
+def _open_disk(args: EngineArgs, space: dict[str, Any], folder: PageFolder, shapes: Shapes) -> DiskPages:
     """Give the folder's pages of this model. shapes: of a page's arrays."""
-    return DiskPages(PageFiles(args.disk_cache, space, shapes), args.disk_cache_bytes, lock)
+    return DiskPages(PageFiles(folder, space, shapes), args.disk_cache_bytes)
 
 
 def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
