@@ -6,7 +6,6 @@ where the table says that it can be.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from dsjax.kernels import build
 from dsjax.kernels.native_calls import NativeKernels
 from dsjax.kernels.pallas import PallasKernels
 from dsjax.kernels.pallas.tile_table import TileTable
+from sharding.cores import most_threads
 
 CHOICES = ("auto", "plain", "native", "pallas")
 OPERATIONS = ("decode attention", "prefill attention", "experts", "other products")
@@ -140,7 +140,7 @@ def choose_kernels(
     library = build.find_or_build(cache) if prebuilt is None else build.find_prebuilt(prebuilt)
     if library.path is None:
         return _refuse(choice, library.note)
-    threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
+    threads = max(1, most_threads() // devices)
     return Kernels(NativeKernels.load(library.path, threads), note=library.note)
 
 
