@@ -141,7 +141,12 @@ def choose_kernels(
     if library.path is None:
         return _refuse(choice, library.note)
     threads = max(1, most_threads() // devices)
-    return Kernels(NativeKernels.load(library.path, threads), note=library.note)
+    try:
+        return Kernels(NativeKernels.load(library.path, threads), note=library.note)
+    except Exception as error:  # whatever it is, the plain forms compute the same
+        return _refuse(
+            choice, f"the native kernels in {library.path} do not load ({' '.join(str(error).split())[:200]})"
+        )
 
 
 def _pallas(choice: str, platform: str, dtype: np.dtype, tiles: Path | None) -> Kernels:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsjax.errors import UserError
+from dsjax.ownership import WRITABLE_BY_OTHERS, is_trusted
 
 MARK = "dsjax-pages"
 _MARK_TEXT = b"This folder holds pages of dsjax's --disk-cache, which deletes them when it needs their room.\n"
@@ -148,7 +149,7 @@ class PageFolder:
                 above, descriptor = descriptor, os.open(name, _DIRECTORY | _NO_FOLLOW, dir_fd=descriptor)
                 os.close(above)
                 status = os.fstat(descriptor)
-                if not _is_trusted(status) or status.st_mode & 0o022:
+                if not is_trusted(status) or status.st_mode & WRITABLE_BY_OTHERS:
                     raise PermissionError(errno.EPERM, "it belongs to another user, or others may write there", name)
             yield descriptor
         finally:
@@ -196,7 +197,7 @@ class PageFolder:
                 if not match or not entry.name.startswith(digits):
                     continue
                 status = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode) and _is_trusted(status):
+                if stat.S_ISREG(status.st_mode) and is_trusted(status):
                     path = f"{space}/{digits}/{entry.name}"
                     yield Entry(path, match[1], match[2] == "page", status.st_size, status.st_mtime)
 
@@ -210,12 +211,12 @@ class PageFolder:
 
     def _check_owner(self) -> None:
         status = os.fstat(self._root)
-        if not _is_trusted(status):
+        if not is_trusted(status):
             raise UserError(
                 f"--disk-cache: {self.path} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}: its pages "
                 "would be believed. Give a folder of this user's, or one below it that does not exist yet"
             )
-        if status.st_mode & 0o022:
+        if status.st_mode & WRITABLE_BY_OTHERS:
             raise UserError(
                 f"--disk-cache: {self.path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}), whose pages would be "
                 f"believed. Give a folder below it that does not exist yet, or, where nobody else has written there, chmod go-w {self.path}"
@@ -303,7 +304,7 @@ def open_file(name: str, folder: int) -> int:
     """
     descriptor = os.open(name, os.O_RDONLY | _NO_FOLLOW | _NO_WAIT, dir_fd=folder)
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or not _is_trusted(status):
+    if not stat.S_ISREG(status.st_mode) or not is_trusted(status):
         os.close(descriptor)
         raise PermissionError(errno.EPERM, "it is no file of this user's", name)
     return descriptor
@@ -324,8 +325,3 @@ def _is_file(name: str, folder: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _is_trusted(status: os.stat_result) -> bool:
-    """Whether a file or folder is this user's or root's."""
-    return status.st_uid in (0, os.geteuid())
