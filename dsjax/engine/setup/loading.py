@@ -21,6 +21,7 @@ from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
+from dsjax.descriptors import descriptor_limit
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
@@ -81,6 +82,7 @@ def load_model(
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
     """
+    descriptor_limit()  # a memory-mapped file of the checkpoint keeps one each
     if args.record_steps is not None:
         check_writable(args.record_steps)
     lock = lock_disk(args, group)
