@@ -42,6 +42,7 @@ from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
+from dsjax.hosts.options import address_of_this_host, means_loopback
 from dsjax.model.parameters import store
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
@@ -82,6 +83,11 @@ def load_model(
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
     """
+    if args.transfer_host is not None and args.disaggregation_mode != "agg":
+        alone = group is None or means_loopback(group.options.coordinator[0])
+        address_of_this_host(
+            "--transfer-host", args.transfer_host, on_loopback=alone and means_loopback(args.transfer_host)
+        )
     descriptor_limit()  # a memory-mapped file of the checkpoint keeps one each
     if args.record_steps is not None:
         check_writable(args.record_steps)
