@@ -13,6 +13,8 @@ from dsjax.hosts import HostOptions
 from dsjax.versions import installed_version
 from sharding.emulation import emulate_devices
 
+LOOPBACK = "127.0.0.1"
+"""Where a process that is alone and was given no address listens for others."""
 _OWN = ("model", "revision", "kernel_cache")
 """Options that may differ from host to host: where the model lies, for the fingerprint tells checkpoints apart."""
 
@@ -42,7 +44,7 @@ def join_group(args: EngineArgs, options: HostOptions | None):
     """
     devices = args.num_devices
     if args.is_side:  # what is wrong with it is said before a model is loaded
-        _check_transfer_host(args, options)
+        args.credentials.read(args.transfer_host or (options.address if options else LOOPBACK))
     if options is None:
         emulate_devices(devices)
         return None
@@ -51,13 +53,6 @@ def join_group(args: EngineArgs, options: HostOptions | None):
     from dsjax.hosts.group import HostGroup
 
     return HostGroup.start(options, lambda: _alike(args, devices, options))
-
-
-def _check_transfer_host(args: EngineArgs, options: HostOptions | None) -> None:
-    host = args.transfer_host
-    if host in ("", "0.0.0.0", "::"):
-        raise UserError(f"--transfer-host is {host!r}, which others cannot reach; give one address of this host")
-    args.credentials.read(host or (options.address if options else "127.0.0.1"))
 
 
 def _bound_collectives(seconds: int) -> None:

@@ -110,7 +110,8 @@ class EngineArgs:
     )
     disk_cache: str | None = option(
         None,
-        "folder for pages that leave the cache, which survive a restart; one server at a time; with --disk-cache-bytes",
+        "folder for pages that leave the cache, which survive a restart: empty, or not there yet, or of an earlier run; nobody else may "
+        "write in it; one server at a time; with --disk-cache-bytes",
     )
     disk_cache_bytes: int = option(
         0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
