@@ -18,13 +18,14 @@ from dsjax.engine.stream.leader import pulled_stream
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.messages import ChunkPort
 from dsjax.engine.transfer.prefill_service import Keepers
-from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
 from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.rendezvous import JoinRequest
 from dsjax.hosts.stream import StreamWriter
 
 _LOOK_SECONDS = 1.0
+_SECRET_KEY = "dsjax/chunk-tickets"
 
 
 class FollowerTransfers:
@@ -36,7 +37,8 @@ class FollowerTransfers:
 
     def __init__(self, args: EngineArgs, group: HostGroup):
         self._args, self._group = args, group
-        self._kept = FollowerSendBuffers(args.transfer_timeout / 2)
+        self._kept: FollowerSendBuffers | None = None
+        self._tickets: ChunkTickets | None = None
         self._server: ChunkServer | None = None
         self._chunks: RemoteChunks | None = None
 
@@ -45,12 +47,13 @@ class FollowerTransfers:
         args, group = self._args, self._group
         process_id = group.options.process_id
         if args.disaggregation_mode == "prefill":
-            self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2)
+            self._tickets = self._tickets or tickets_of(group)
+            self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2, self._tickets)
             if self._server is None:
                 host = host_of(args, group)
-                take = lambda number: self._kept.take(number)  # noqa: E731
+                open_chunk = lambda number, ticket: self._kept.open(number, ticket)  # noqa: E731
                 transport, space = transport_of(args, host), space_of(args, loaded)
-                self._server = ChunkServer(take, transport, space, host, args.transfer_timeout)
+                self._server = ChunkServer(open_chunk, transport, space, host, args.transfer_timeout)
                 group.store.set(_address_key(process_id, os.getpid()), self._server.address.encode())
             loaded.executor.extension(ChunkPort).send_chunks(kept.ready, kept.drop)
             return
@@ -80,15 +83,38 @@ def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
     return keepers
 
 
-def _address_of(member: JoinRequest, group: HostGroup) -> str:
-    """Wait until another process says where its chunks are pulled from, which it does once its model is loaded."""
+def tickets_of(group: HostGroup | None) -> ChunkTickets:
+    """Make the tickets of a prefill side's chunks, the same in all its processes: process 0 makes the secret, and the others wait for it.
+
+    Raises:
+        GroupError: process 0 has not said it in time.
+    """
+    if group is None:
+        return ChunkTickets()
+    if group.is_leader:
+        tickets = ChunkTickets()
+        group.store.set(_SECRET_KEY, tickets.secret)
+        return tickets
+    return ChunkTickets(
+        _wait_for(group, _SECRET_KEY, f"{group.members[0].name} does not say how its chunks are opened")
+    )
+
+
+def _wait_for(group: HostGroup, key: str, complaint: str) -> bytes:
+    """Wait until another process has entered a value."""
     deadline = time.monotonic() + group.options.start_timeout
     while time.monotonic() < deadline:
-        address = group.store.get(_address_key(member.process_id, member.pid), _LOOK_SECONDS)
-        if address is not None:
-            return address.decode()
+        value = group.store.get(key, _LOOK_SECONDS)
+        if value is not None:
+            return value
         group.check()
-    raise GroupError(f"{member.name} does not say where its pages can be pulled; start all processes alike")
+    raise GroupError(f"{complaint}; start all processes alike")
+
+
+def _address_of(member: JoinRequest, group: HostGroup) -> str:
+    """Wait until another process says where its chunks are pulled from, which it does once its model is loaded."""
+    key = _address_key(member.process_id, member.pid)
+    return _wait_for(group, key, f"{member.name} does not say where its pages can be pulled").decode()
 
 
 def _address_key(process_id: int, pid: int) -> str:

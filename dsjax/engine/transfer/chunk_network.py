@@ -14,6 +14,7 @@ from typing import Any
 
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PullDone, PullRequest, PullResponse
 from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
+from dsjax.engine.transfer.send_buffers import ChunkTickets
 from dsjax.engine.transfer.transport import Shapes, Transport
 
 _log = logging.getLogger(__name__)
@@ -24,11 +25,11 @@ class FollowerSendBuffers:
     """Holds the chunks of a prefill side's process that is not its first, in one generation. The first process counts them, and says
     when they go.
 
-    timeout: seconds for which `take` waits for a chunk that was offered before this process has computed it.
+    timeout: seconds for which `open` waits for a chunk that was offered before this process has computed it. tickets: the side's.
     """
 
-    def __init__(self, timeout: float):
-        self._timeout = timeout
+    def __init__(self, timeout: float, tickets: ChunkTickets):
+        self._timeout, self._tickets = timeout, tickets
         self._chunks: dict[int, Chunk] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
         self._changed = threading.Condition()
@@ -53,12 +54,13 @@ class FollowerSendBuffers:
                 self._dropped.popitem(last=False)
             self._changed.notify_all()
 
-    def take(self, number: int) -> Chunk:
+    def open(self, number: int, ticket: str) -> Chunk:
         """Return a chunk that was offered.
 
         Raises:
-            ChunkGoneError: it is not held any more.
+            ChunkGoneError: it is not held any more, or the ticket is not its own.
         """
+        self._tickets.check(number, ticket)
         with self._changed:
             self._changed.wait_for(lambda: number in self._chunks or number in self._dropped, self._timeout)
             if number not in self._chunks:
@@ -70,20 +72,20 @@ class ChunkServer:
     """Lets other processes pull this one's chunks.
 
     Args:
-        take: returns a chunk, or raises `ChunkGoneError`.
+        open_chunk: returns the chunk of a number and its ticket, or raises `ChunkGoneError`.
         space: what both sides must have alike (`Greeting.space`).
         timeout: seconds after which a chunk that was published and not pulled is withdrawn.
     """
 
     def __init__(
         self,
-        take: Callable[[int], Chunk],
+        open_chunk: Callable[[int, str], Chunk],
         transport: Transport,
         space: dict[str, Any],
         host: str,
         timeout: float,
     ):
-        self.take, self.transport, self.timeout = take, transport, timeout
+        self.open_chunk, self.transport, self.timeout = open_chunk, transport, timeout
         self.pull_numbers = itertools.count(1)
         self.listener = TransferListener(
             lambda channel: _PullingPeer(self, channel), space, host, transport=transport.address
@@ -110,15 +112,15 @@ class _PullingPeer:
         """Publish a chunk, or withdraw one that was pulled."""
         self._withdraw(time.monotonic() - self._server.timeout)
         if isinstance(message, PullRequest):
-            self._channel.send(self._publish(message.number))
+            self._channel.send(self._publish(message.number, message.ticket))
         elif isinstance(message, PullDone) and message.pull in self._published:
             _, chunk = self._published.pop(message.pull)
             self._server.transport.withdraw(message.pull, chunk, pulled=True)
 
-    def _publish(self, number: int) -> PullResponse:
+    def _publish(self, number: int, ticket: str) -> PullResponse:
         server = self._server
         try:
-            chunk = server.take(number)
+            chunk = server.open_chunk(number, ticket)
         except ChunkGoneError:
             return PullResponse(number, 0)
         pull = next(server.pull_numbers)
@@ -157,13 +159,14 @@ class RemoteChunks:
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Chunk:
-        """Return a chunk on this device, complete.
+        """Return a chunk on this device, complete. address: `HOST:PORT#TICKET`, as its offer had it.
 
         Raises:
             ChunkGoneError: it is not held any more, or its process cannot be reached.
         """
+        address, _, chunk_ticket = address.partition("#")
         connection = self._connection(address)
-        response = connection.request(number, self._timeout)
+        response = connection.request(number, chunk_ticket, self._timeout)
         pulled: Future[Chunk] = Future()
         arguments = connection.transport, response, device, pulled
         threading.Thread(target=self._pull, args=arguments, name="dsjax-pull", daemon=True).start()
@@ -232,14 +235,14 @@ class _ServerConnection:
         self.channel = TransferChannel(connection)
         self.channel.start(self._receive, self._lost)
 
-    def request(self, number: int, timeout: float) -> PullResponse:
+    def request(self, number: int, ticket: str, timeout: float) -> PullResponse:
         """Have a chunk published.
 
         Raises:
             ChunkGoneError: it is not held any more, or nothing is answered in time.
         """
         answer = self._requested[number] = Future()
-        self.channel.send(PullRequest(number))
+        self.channel.send(PullRequest(number, ticket))
         try:
             response = PullResponse(number, 0) if self.is_lost else answer.result(timeout)
         except FutureTimeoutError:

@@ -16,7 +16,7 @@ from dsjax.engine.transfer.messages import PullMessage, ToDecode, ToPrefill
 from dsjax.errors import UserError
 from dsjax.hosts.wire import keep_alive, receive_frame, send_frame, split_address
 
-VERSION = 4
+VERSION = 5
 """Version of the messages. It changes whenever an older side could misunderstand a newer one."""
 
 _log = logging.getLogger(__name__)

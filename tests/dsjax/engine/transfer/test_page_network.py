@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
+from engine_pair import prefill_request
 from fake_executor import FakeExecutor
 from quick_compilation import QUICK_COMPILATION
 from transports import EACH_BACKEND
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.contract.commands import int32s
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -241,7 +241,7 @@ def served(**fields):
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     engine = PrefillEngine(executor, config, timeout=0.5)
     transport, space = FakeTransport(), {"page_size": 4, **fields}
-    chunks = ChunkServer(engine.buffers.take, transport, space, "127.0.0.1", 0.5)
+    chunks = ChunkServer(engine.buffers.open, transport, space, "127.0.0.1", 0.5)
     server = PrefillServer(engine, chunks, space, "127.0.0.1")
     engine.buffers.reset([Keeper(chunks.address)])
     engine.start()
@@ -275,7 +275,7 @@ def test_sides_that_move_pages_by_different_transports_are_told_so(decode, backe
 def test_sides_whose_pages_differ_are_told_in_what():
     server, transport = served(dtype="bfloat16")
     link, messages = linked(server, transport, page_size=4, dtype="float32")
-    link.send(PrefillRequest("a", int32s(range(9)), 0, 2))
+    link.send(prefill_request("a", range(9)))
     until(lambda: messages)
     assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in messages[0].reason
     assert isinstance(messages[0], TransferFailed)
@@ -286,13 +286,15 @@ def test_sides_whose_pages_differ_are_told_in_what():
 def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes():
     server, transport = served()
     link, messages = linked(server, transport, page_size=4)
-    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    link.send(prefill_request("a", range(33)))
     until(lambda: sum(message.count for message in messages) == 8)
     first, *others = messages
     assert link.pull(first.number, None, first.address)["tokens"][0] == [0, 1, 2, 3]
     link.send(ReleaseChunk(first.number))
     with pytest.raises(ChunkGoneError, match="is not kept any more"):
         link.pull(12345, None, first.address)
+    with pytest.raises(ChunkGoneError, match="is not kept any more"):
+        link.pull(others[0].number, None, first.address)  # with another chunk's ticket
     transport.pulls = False
     with pytest.raises(ChunkGoneError, match="the link is down"):
         link.pull(others[0].number, None, others[0].address)
@@ -308,7 +310,7 @@ def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again():
     buffers.room = lambda rank: 0
     link, _ = linked(server, transport, page_size=4)
     link.connect(told.append)
-    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    link.send(prefill_request("a", range(33)))
     until(lambda: told.count(TransfersUnderWay(["a"])) > 4)  # half a second, which is all that leases have
     del buffers.room
     until(lambda: sum(message.count for message in told if isinstance(message, ChunkReady)) == 8)
@@ -352,7 +354,7 @@ def test_nothing_is_kept_of_a_side_that_has_gone():
     before = transfer_threads()  # some of another test's may still be ending
     server, transport = served()
     link, messages = linked(server, transport, page_size=4)
-    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    link.send(prefill_request("a", range(33)))
     until(lambda: sum(message.count for message in messages) == 8)
     link.pull(messages[0].number, None, messages[0].address)
     assert transport.disconnected == []
@@ -368,11 +370,12 @@ def test_nothing_is_kept_of_a_side_that_has_gone():
 def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
     server, transport = served()
     link, messages = linked(server, transport, page_size=4)
-    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    link.send(prefill_request("a", range(33)))
     until(lambda: sum(message.count for message in messages) == 8)
     link.pull(messages[0].number, None, messages[0].address)
     [client], [puller] = server.listener._channels, server._chunks.listener._channels
-    for channel in (client, puller, link._channel, link._chunks._connection(messages[0].address).channel):
+    [pulling] = link._chunks._connections.values()
+    for channel in (client, puller, link._channel, pulling.result().channel):
         assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     link.close()
     server.shutdown()
