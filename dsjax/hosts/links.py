@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dsjax.background import CLOSED, note_failure, start_thread
 from dsjax.hosts.announcement import Announcement, key
 from dsjax.hosts.rendezvous import GroupError
 from dsjax.hosts.wire import JoinRequest, close
@@ -44,7 +44,7 @@ class Answerer:
             self._listener.bind((address, 0))
             self._listener.listen(128)
             self.port = self._listener.getsockname()[1]
-            threading.Thread(target=self._answer, name="dsjax-links", daemon=True).start()
+            start_thread("links", self._answer, name="dsjax-links", restarts=True)
 
     def close(self) -> None:
         """Answer no more."""
@@ -54,8 +54,10 @@ class Answerer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno in CLOSED:
+                    return
+                raise  # as where there are too many open files
             with connection, contextlib.suppress(OSError):
                 connection.sendall(_ANSWER)
 
@@ -153,6 +155,9 @@ def _answers(member: JoinRequest, seconds: float) -> bool:
         with socket.create_connection((member.address, member.port), timeout=seconds) as connection:
             return connection.recv(1) == _ANSWER
     except OSError:
+        return False
+    except Exception as error:  # an address that is none
+        note_failure("links", error)
         return False
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dsjax.background import CLOSED, start_thread
 from dsjax.errors import UserError
 from dsjax.hosts.options import HostOptions, joined
 from dsjax.hosts.wire import (
@@ -105,7 +106,7 @@ class _Host:
         self._listener = _listen(options)
 
     def meet(self, prepare: Callable[[], Mapping[str, Any]]) -> Rendezvous:
-        threading.Thread(target=self._accept, name="dsjax-rendezvous", daemon=True).start()
+        start_thread("rendezvous", self._accept, name="dsjax-rendezvous", restarts=True)
         failure: UserError | None = None
         error: str | None = None
         try:
@@ -147,10 +148,15 @@ class _Host:
         return response
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while True:
+            try:
                 connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except OSError as error:
+                if error.errno in CLOSED:
+                    return
+                raise  # as where there are too many open files
+            end = lambda error, connection=connection: close(connection)  # noqa: E731
+            start_thread("member connection", self._serve, connection, name="dsjax-member", on_failure=end)
 
     def _serve(self, connection: socket.socket) -> None:
         """Read what one process says. Strangers, who do not begin as our processes do, are ignored."""

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from dsjax.background import start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream.leader import EndMessage, LaunchMessage, Message, Record, WarmUp, decode, is_collected
@@ -29,6 +30,10 @@ _log = logging.getLogger(__name__)
 
 class _OverError(Exception):
     """Raised in a warm-up: the leader has ended, or another generation has begun."""
+
+
+class _StreamError(Exception):
+    """The stream's messages can be read no further; it is also put beside them."""
 
 
 class _Changed:
@@ -154,7 +159,7 @@ class Follower:
         self.phase = "warming up"
         work = _Work(self, executor)
         reader = StreamReader(self.group)
-        threading.Thread(target=self._read, args=(reader, work), name="dsjax-stream", daemon=True).start()
+        start_thread("command stream", self._read, reader, work, name="dsjax-stream", on_failure=work.fail)
         announcements = self.group.announcements
         if announcements is not None:
             announcements.listen(work.change)
@@ -204,7 +209,7 @@ class _Work:
     """What one generation's executor is told, and has under way."""
 
     def __init__(self, follower: Follower, executor: Executor):
-        self.inbox: queue.SimpleQueue[Message | _Changed] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Message | _Changed | _StreamError] = queue.SimpleQueue()
         self._follower, self._executor, self._changed = follower, executor, threading.Event()
         self._collected = 0
         self._under_way: deque[Any] = deque()  # launched, and not collected yet
@@ -215,6 +220,10 @@ class _Work:
         self._changed.set()
         self.inbox.put(_Changed())
 
+    def fail(self, error: Exception) -> None:
+        """End this process's part: it does not know what to do next, and the others wait for it. Any thread may call it."""
+        self.inbox.put(_StreamError(f"the commands of process 0 can be read no further: {error}"))
+
     def carry_out_all(self) -> bool:
         """Carry out messages as they come; whether the leader has ended, and not the generation."""
         executor = self._executor
@@ -224,6 +233,8 @@ class _Work:
                 return False  # what is left can never be done, or is done: the leader has waited for it
             if isinstance(message, EndMessage):
                 return True
+            if isinstance(message, _StreamError):
+                raise message
             self._carry_out(message)
             if executor.max_in_flight > 1:
                 continue

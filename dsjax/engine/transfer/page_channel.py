@@ -6,12 +6,12 @@ import contextlib
 import logging
 import queue
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
+from dsjax.background import CLOSED, contained, note_failure, start_thread
 from dsjax.engine.transfer.messages import PullMessage, ToDecode, ToPrefill
 from dsjax.errors import UserError
 from dsjax.hosts.wire import keep_alive, receive_frame, send_frame, split_address
@@ -64,8 +64,8 @@ class TransferChannel:
 
     def start(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> None:
         """Begin to write, and to hand what is read to `receive`. closed: is called at the end."""
-        threading.Thread(target=self._read, args=(receive, closed), name="dsjax-transfer-read", daemon=True).start()
-        threading.Thread(target=self._write, name="dsjax-transfer-write", daemon=True).start()
+        start_thread("transfer messages", self._read, receive, closed, name="dsjax-transfer-read")
+        start_thread("transfer messages", self._write, name="dsjax-transfer-write")
 
     def send(self, message: Any) -> None:
         """Queue a message."""
@@ -84,17 +84,23 @@ class TransferChannel:
                 write(self._connection, message)
         except OSError:  # the reader finds out too
             pass
+        except Exception as error:  # nothing may be waited for that is never sent
+            note_failure("transfer messages", error, "The connection is closed, and made again when it is needed.")
+            self.close()
 
     def _read(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> None:
         try:
             while True:
-                receive(read(self._connection))
+                message = read(self._connection)
+                with contained("transfer messages", "The message is lost."):
+                    receive(message)
         except (OSError, EOFError):
             pass
         except msgspec.MsgspecError as error:
             _log.warning("A connection for pages was closed, because what came over it is no message: %s", error)
-        self.close()
-        closed()
+        finally:
+            self.close()
+            closed()
 
 
 class Peer(Protocol):
@@ -137,7 +143,7 @@ class TransferListener:
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._listener.getsockname()[1]}"
         self._channels: set[TransferChannel] = set()
-        threading.Thread(target=self._accept, name="dsjax-transfer", daemon=True).start()
+        start_thread("transfer listener", self._accept, name="dsjax-transfer", restarts=True)
 
     def close(self) -> None:
         """End the connections, and let nobody come any more."""
@@ -151,9 +157,12 @@ class TransferListener:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._greet, args=(connection,), name="dsjax-transfer", daemon=True).start()
+            except OSError as error:
+                if error.errno in CLOSED:
+                    return
+                raise  # as where there are too many open files
+            refuse = lambda error, connection=connection: connection.close()  # noqa: E731
+            start_thread("transfer greeting", self._greet, connection, name="dsjax-transfer", on_failure=refuse)
 
     def _greet(self, connection: socket.socket) -> None:
         try:
