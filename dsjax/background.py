@@ -72,11 +72,12 @@ def note_failure(work: str, error: BaseException, consequence: str = "") -> None
     """
     assert work in WORK, work
     with _lock:
-        _counts[work] += 1
-        first = _counts[work] == 1
+        first = not _counts[work]
     described = f"{type(error).__name__}: {error}"
     message = f"Background work has failed ({work}): {described}" + (f". {consequence}" if consequence else "")
     _log.error(message, exc_info=error if first else None)
+    with _lock:  # afterwards: who sees the count finds the log
+        _counts[work] += 1
 
 
 @contextlib.contextmanager
