@@ -21,14 +21,22 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
 
+from fake_executor import FakeExecutor
 from group_in_threads import Group, MemoryStore, Told
+from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import background
 from dsjax.background import WORK, contained, failure_counts, start_thread
+from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.elastic import compile_ahead, follower
+from dsjax.engine.engine import EngineParts
 from dsjax.engine.experts import expert_balancer
 from dsjax.engine.experts.eplb import EplbConfig
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.stats import EngineObserver
 from dsjax.engine.stream import leader
+from dsjax.engine.text.output_processor import Completion
 from dsjax.engine.tiers import disk_pages, event_publisher, page_files
 from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_channel, page_chunks, page_network
 from dsjax.hosts import HostOptions, announcement, coordination, group, links, rendezvous
@@ -571,6 +579,61 @@ def fail_load_reports(monkeypatch):
 
     asyncio.run(asyncio.wait_for(look(), 20))
     assert failure_counts()["load reports"] >= 2
+
+
+class Watching(EngineObserver):
+    """Counts outputs; `fails` is called first."""
+
+    def __init__(self, fails=lambda: None):
+        self._fails, self.outputs = fails, 0
+
+    def on_outputs(self, outputs):
+        self._fails()
+        self.outputs += len(outputs)
+
+
+def answers(monkeypatch, observers=()):
+    """What two requests at once get of an engine: tokens, or an exception."""
+
+    async def ask():
+        executor = FakeExecutor()
+        config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+        engine = AsyncEngine(EngineParts(executor, tiny_tokenizer(), config))
+        engine.observers.extend(observers)
+        engine.start()
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+        async def one(name):
+            stream = await engine.submit(name, [[1, 2]], params)
+            return [output.outputs[0].token_ids async for _, output in stream][-1]
+
+        result = await asyncio.gather(one("first"), one("second"), return_exceptions=True)
+        await engine.shutdown()
+        return result
+
+    return asyncio.run(asyncio.wait_for(ask(), 30))
+
+
+def fail_request_text(monkeypatch):
+    """The other requests of that step get their tokens."""
+    append = Completion.append
+
+    def sometimes(completion, update):
+        if completion.request.request_id == "first":
+            raise BROKEN
+        append(completion, update)
+
+    monkeypatch.setattr(Completion, "append", sometimes)
+    first, second = answers(monkeypatch)
+    assert first is BROKEN
+    assert len(second) == 4
+
+
+def fail_observers(monkeypatch):
+    """The observers behind it are told, and streams go on."""
+    failing, behind = Watching(once(BROKEN)), Watching()
+    assert [len(tokens) for tokens in answers(monkeypatch, [failing, behind])] == [4, 4]
+    assert 0 < failing.outputs < behind.outputs
 
 
 FAILURES = {
