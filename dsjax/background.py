@@ -10,7 +10,6 @@ The counts are the process's, as its log is: threads start before there is an en
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import threading
 import time
@@ -28,6 +27,7 @@ WORK = (
     "client watch",
     "command stream",
     "compile ahead",
+    "connection",
     "disk reader",
     "disk writer",
     "expert balancing",
@@ -36,15 +36,11 @@ WORK = (
     "front end requests",
     "headless server",
     "host watch",
-    "links",
+    "listener",
     "load reports",
-    "member connection",
     "observers",
-    "rendezvous",
     "request text",
     "transfer connection",
-    "transfer greeting",
-    "transfer listener",
     "transfer messages",
     "welcome",
 )
@@ -52,9 +48,6 @@ WORK = (
 
 RESTART_SECONDS = 1.0
 """A thread that is started again after a failure waits so long before."""
-
-CLOSED = (errno.EBADF, errno.EINVAL)
-"""What `accept` fails with once its listener is closed. Everything else (too many open files, no memory) may be over a moment later."""
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()

@@ -37,9 +37,10 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stats import EngineObserver
 from dsjax.engine.stream import leader
 from dsjax.engine.text.output_processor import Completion
-from dsjax.engine.tiers import disk_pages, event_publisher, page_files
+from dsjax.engine.tiers import disk_pages, event_publisher, page_files, page_folder
 from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_channel, page_chunks, page_network
-from dsjax.hosts import HostOptions, announcement, coordination, group, links, rendezvous
+from dsjax.hosts import HostOptions, announcement, coordination, group, secure_listener
+from dsjax.hosts.credentials import local_credentials
 from dsjax.hosts.wire import JoinRequest
 from dsjax.serve import connections, headless
 from dsjax.serve.front_ends import processes
@@ -206,7 +207,7 @@ def fail_chunk_pull(monkeypatch):
 
 def fail_chunk_drain(monkeypatch):
     transport = object.__new__(jax_transport.JaxTransport)
-    transport.address, transport._device = "", None
+    transport.address, transport._device, transport._tickets = "", None, {1: b""}
     monkeypatch.setattr(transport, "pull", once(BROKEN))
     transport.withdraw(1, {}, pulled=False)
 
@@ -263,8 +264,8 @@ SHAPES = {"latent": ((2,), np.dtype(np.uint16))}
 
 
 def disk(tmp_path):
-    files = page_files.PageFiles(tmp_path, {"page_size": 4}, SHAPES)
-    return disk_pages.DiskPages(files, 1 << 20, (tmp_path / "lock").open("wb"))
+    files = page_files.PageFiles(page_folder.PageFolder(tmp_path), {"page_size": 4}, SHAPES)
+    return disk_pages.DiskPages(files, 1 << 20)
 
 
 def fail_disk_writer(monkeypatch, tmp_path):
@@ -305,65 +306,65 @@ def fail_cache_events(monkeypatch):
     assert list(publisher._kept[0]) == [(1, b"batch")]
 
 
-class Channel:
-    """Both ends of a connection, one of them a `TransferChannel`."""
+def listening(serve):
+    listener = page_channel.TransferListener(serve, {}, "127.0.0.1", service=page_channel.PAGES, credentials=KEY)
+    return listener, lambda: page_channel.connect_to(listener.address, {}, page_channel.PAGES, KEY)[0]
 
-    def __init__(self):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.there = socket.create_connection(listener.getsockname())
-            self.channel = page_channel.TransferChannel(listener.accept()[0])
-        self.there.settimeout(20)
+
+def has_ended(channel):
+    channel.settimeout(20)
+    with pytest.raises((EOFError, OSError)):
+        channel.receive(100)
+    return True
 
 
 def fail_transfer_messages(monkeypatch):
-    """A message that nobody can take is lost alone; one that cannot be written ends the connection, and all who wait hear of it."""
-    received, ended = [], threading.Event()
-    end = Channel()
-    end.channel.start(once(BROKEN, received.append), ended.set)
-    for number in (1, 2):
-        page_channel.write(end.there, messages.PullDone(number))
-    until(lambda: received)
-    assert received == [messages.PullDone(2)]
-    end.channel.send(object())
-    assert ended.wait(20)
-    assert end.there.recv(1) == b""
-    end.there.close()
+    """A message that nobody can take, and one that cannot be written, end the connection: who waits hears of it, and connects again."""
+    ended, channels = [], []
 
+    def serve(channel):
+        channels.append(channel)
+        return SimpleNamespace(receive=once(BROKEN), leave=lambda: ended.append(channel))
 
-def listening(serve):
-    return page_channel.TransferListener(serve, {"page_size": 4}, "127.0.0.1")
-
-
-def fail_transfer_greeting(monkeypatch):
-    listener = listening(once(BROKEN, lambda channel: SimpleNamespace(receive=lambda m: None, leave=lambda: None)))
-    first, _ = page_channel.connect_to(listener.address, {"page_size": 4})
-    first.settimeout(20)
-    assert first.recv(1) == b"", "it is closed, so that who has connected does not wait"
-    second, _ = page_channel.connect_to(listener.address, {"page_size": 4})
-    until(lambda: listener._channels)
-    for connection in (first, second):
-        connection.close()
+    listener, connect = listening(serve)
+    first, second = connect(), connect()
+    until(lambda: len(channels) == 2)
+    page_channel.write(first, messages.CancelTransfer("a"))
+    assert has_ended(first)
+    for channel in channels:
+        channel.send(object())
+    assert has_ended(second)
+    until(lambda: len(ended) == 2)
     listener.close()
 
 
-def fail_transfer_listener(monkeypatch):
-    create = socket.create_server
-    monkeypatch.setattr(page_channel.socket, "create_server", lambda *a, **k: Accepting(create(*a, **k)))
-    listener = listening(lambda channel: SimpleNamespace(receive=lambda m: None, leave=lambda: None))
-    connection, _ = page_channel.connect_to(listener.address, {"page_size": 4})
-    connection.close()
+def fail_connection(monkeypatch):
+    """Who has connected sees the end, instead of waiting for an answer; the next one is served."""
+    served = []
+
+    def serve(channel):
+        served.append(channel)
+        return SimpleNamespace(receive=lambda message: None, leave=lambda: None)
+
+    listener, connect = listening(once(BROKEN, serve))
+    assert has_ended(connect())
+    connect()
+    until(lambda: served)
     listener.close()
 
 
-class Accepting:
-    """A listener that has no file descriptor for the first one that connects."""
-
-    def __init__(self, listener):
-        self._listener = listener
-        self.accept = once(OSError(errno.EMFILE, "Too many open files"), listener.accept)
-
-    def __getattr__(self, name):
-        return getattr(self._listener, name)
+def fail_listener(monkeypatch):
+    """The next one that connects is let in."""
+    monkeypatch.setattr(secure_listener.SecureListener, "_make_room", once(BROKEN))
+    served = []
+    listener, connect = listening(
+        lambda channel: served.append(channel) or SimpleNamespace(receive=None, leave=lambda: None)
+    )
+    with contextlib.suppress(EOFError, OSError, ValueError):
+        connect()
+    connect()
+    until(lambda: served)
+    listener.close()
 
 
 def fail_transfer_connection(monkeypatch):
@@ -378,6 +379,7 @@ def fail_transfer_connection(monkeypatch):
     assert isinstance(told[0], messages.TransferFailed)
 
 
+KEY = local_credentials()
 OPTIONS = HostOptions(("127.0.0.1", 1), 2, 0, "127.0.0.1", 1, 1)
 
 
@@ -428,42 +430,6 @@ def fail_welcome(monkeypatch):
     assert made._may_come(member(1, 11)) == 1
     until(lambda: changes)
     assert made._coming == set()
-
-
-def fail_links(monkeypatch):
-    listen = socket.socket
-    monkeypatch.setattr(links.socket, "socket", lambda *a: Accepting(listen(*a)))
-    with contextlib.closing(links.Answerer("127.0.0.1")) as answerer:
-        monkeypatch.undo()
-        monkeypatch.setattr(background, "RESTART_SECONDS", 0.0)
-        reached = JoinRequest(1, 2, "host", 10, "127.0.0.1", "machine", answerer.port)
-        none = JoinRequest(2, 3, "host", 10, "127.0.0.1", "machine", 1 << 20)
-        assert links.unreached([reached, none], seconds=10) == [2]
-
-
-def accepting_host():
-    host = object.__new__(rendezvous._Host)
-    host._listener = Accepting(socket.create_server(("127.0.0.1", 0)))
-    return host
-
-
-def fail_rendezvous(monkeypatch):
-    host, served = accepting_host(), []
-    monkeypatch.setattr(host, "_serve", served.append)
-    start_thread("rendezvous", host._accept, name="rendezvous", restarts=True)
-    with socket.create_connection(host._listener.getsockname()):
-        until(lambda: served)
-    rendezvous.close(host._listener)
-
-
-def fail_member_connection(monkeypatch):
-    """Who has connected sees the end, instead of waiting for an answer."""
-    host = accepting_host()
-    monkeypatch.setattr(host, "_serve", once(BROKEN))
-    start_thread("rendezvous", host._accept, name="rendezvous", restarts=True)
-    with socket.create_connection(host._listener.getsockname(), timeout=20) as connection:
-        assert connection.recv(1) == b""
-    rendezvous.close(host._listener)
 
 
 class Engine:
@@ -655,8 +621,7 @@ def test_a_failure_costs_that_work_alone_is_logged_and_counted(work, monkeypatch
     with caplog.at_level(logging.ERROR):
         fail(monkeypatch, tmp_path) if wants_folder else fail(monkeypatch)
         until(lambda: failure_counts()[work] > before[work])
-    others = {"rendezvous", work}  # to have a connection fail, one is accepted
-    assert {name for name in WORK if failure_counts()[name] != before[name]} <= others
+    assert {name for name in WORK if failure_counts()[name] != before[name]} == {work}
     assert f"Background work has failed ({work})" in caplog.text
 
 
@@ -672,7 +637,7 @@ def test_a_thread_that_does_not_restart_releases_who_waits_and_ends(caplog):
     def fail():
         raise BROKEN
 
-    thread = start_thread("links", fail, name="fails", on_failure=released.set_exception)
+    thread = start_thread("listener", fail, name="fails", on_failure=released.set_exception)
     assert released.exception(20) is BROKEN
     thread.join(20)
     assert not thread.is_alive()
@@ -680,5 +645,5 @@ def test_a_thread_that_does_not_restart_releases_who_waits_and_ends(caplog):
 
 
 def test_an_interrupt_is_not_contained():
-    with pytest.raises(KeyboardInterrupt), contained("links"):
+    with pytest.raises(KeyboardInterrupt), contained("listener"):
         raise KeyboardInterrupt

@@ -182,15 +182,27 @@ class FrontEnds:
             try:
                 link = await self._launch(index)
                 await self._serve(link)
-            except Exception as error:  # no process can be started, or what it said is no message
+            except OSError as error:
+                note_failure("front end", error, "It is started again.")
+                how = f"it cannot be started: {error.strerror or error}" if link is None else _how(link.process)
+            except Exception as error:  # what it said is no message
                 note_failure("front end", error, "Another takes its place.")
+                how = f"{type(error).__name__}: {error}"
+            else:
+                how = _how(link.process)
             if self._ending:
                 return
-            failed = 0 if link is not None and link.listens.is_set() else failed + 1
-            how = "it could not be started" if link is None else _how(link.process)
+            if link is not None and link.listens.is_set():
+                failed = 0
+            elif (
+                link is not None or self._phase is Phase.WARMING_UP
+            ):  # while serving, others serve until it can be started
+                failed += 1
             logger.error("front end %d has ended (%s); another takes its place", index, how)
             if failed == _MOST_FAILED_STARTS:
-                self.failure = f"front end {index} ended {failed} times before it listened; its own messages say why"
+                self.failure = (
+                    f"front end {index} ended {failed} times before it listened ({how}); its own messages say why"
+                )
                 if self.engine.on_death is not None and self._phase is not Phase.WARMING_UP:
                     self.engine.fail(UserError(self.failure))
                 return
@@ -200,13 +212,24 @@ class FrontEnds:
         here, there = socket.socketpair()
         listener = self._listeners[index]
         passed = (there.fileno(), listener.fileno())
-        with there:
+        try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "dsjax.serve.front_ends.front_end", *map(str, passed)],
                 pass_fds=passed,
                 stdin=subprocess.DEVNULL,
             )
-        reader, writer = await asyncio.open_connection(sock=here)
+        except OSError:
+            here.close()
+            raise
+        finally:
+            there.close()
+        try:
+            reader, writer = await asyncio.open_connection(sock=here)
+        except OSError:
+            process.kill()
+            here.close()
+            await asyncio.to_thread(process.wait)
+            raise
         link = self._links[index] = FrontEnd(index, process, Channel(reader, writer, FromFrontEnd))
         link.send(self._welcome(index, self.address))
         link.send(PhaseIs(self._phase.value))
