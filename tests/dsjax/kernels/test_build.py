@@ -205,7 +205,9 @@ def test_whatever_is_missing_where_kernels_are_built_costs_one_line(monkeypatch,
 
 
 def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
-    script = f"[ $1 = --version ] && [ ! -e {tmp_path}/started ] && exit; sleep 600 & echo $! > {tmp_path}/started; wait"
+    script = (
+        f"[ $1 = --version ] && [ ! -e {tmp_path}/started ] && exit; sleep 600 & echo $! > {tmp_path}/started; wait"
+    )
     broken_compiler(monkeypatch, tmp_path, script)
     monkeypatch.setattr(build, "COMPILE_SECONDS", 1)
     chosen = choose(cache=tmp_path / "kept")
