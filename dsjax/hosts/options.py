@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsjax.errors import UserError
+from dsjax.hosts.credentials import CredentialOptions, Credentials
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class HostOptions:
         address: of this host, as an IP address: what listens in this process listens there.
         start_timeout: seconds in which all processes must have come.
         heartbeat_timeout: seconds after which a process that gives no sign of life is taken for dead.
+        credentials: where the cluster key and the certificates are.
     """
 
     coordinator: tuple[str, int]
@@ -35,6 +37,7 @@ class HostOptions:
     address: str
     start_timeout: int = 300
     heartbeat_timeout: int = 10
+    credentials: CredentialOptions = CredentialOptions()
 
     @property
     def is_leader(self) -> bool:
@@ -46,6 +49,14 @@ class HostOptions:
         """`HOST:PORT`, as it was given."""
         return joined(*self.coordinator)
 
+    def read_credentials(self) -> Credentials:
+        """Read the credentials with which this process joins its group.
+
+        Raises:
+            UserError: as `CredentialOptions.read` does.
+        """
+        return self.credentials.read(self.coordinator[0], self.address)
+
     @classmethod
     def find(
         cls,
@@ -55,11 +66,14 @@ class HostOptions:
         host_address: str | None = None,
         start_timeout: int = 300,
         heartbeat_timeout: int = 10,
+        **credentials: str | None,
     ) -> HostOptions | None:
         """What the options say; what they leave open, LeaderWorkerSet's variables say, or whatever JAX knows. None: one process.
 
+        credentials: as of `CredentialOptions`.
+
         Raises:
-            UserError: some of it is missing, contradictory, or no address.
+            UserError: some of it is missing, contradictory, or no address; or there is no cluster key, and addresses are beyond loopback.
         """
         given = (coordinator_address, num_processes, process_id)
         if None in given:
@@ -86,7 +100,17 @@ class HostOptions:
             )
         coordinator = split(coordinator_address)
         address = _own_address(coordinator, process_id, host_address)
-        return cls(coordinator, num_processes, process_id, address, start_timeout, heartbeat_timeout)
+        options = cls(
+            coordinator,
+            num_processes,
+            process_id,
+            address,
+            start_timeout,
+            heartbeat_timeout,
+            CredentialOptions(**credentials),
+        )
+        options.read_credentials()  # what is wrong with them is said now
+        return options
 
 
 def joined(host: str, port: int) -> str:
