@@ -26,6 +26,7 @@ _LOOK_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 _JOIN_SECONDS = 30.0
+_LEAVING = "dsjax/leaving/"
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +48,9 @@ class HostGroup:
         present: those of the generation of now.
         generation: keys in the store begin with it. It changes when the mesh does.
         lost: members that are gone, with what is said of them.
+        leaving_members: process 0's: the pids, by id, of members that have asked to leave. Generations do without those in `excused`.
+        ended: process 0's: the ids of processes that are gone or leave, since the last generation took note of them.
+        needs_all: process 0's: whether nobody is spared any more, because the group ends when what runs is done.
         on_change: process 0's: called in another thread when a member has gone (with the error) or come back (with None).
         announcements: of generations, for every other process.
         collectives: this process's connections for them.
@@ -65,6 +69,10 @@ class HostGroup:
         self.generation = 0
         self.on_change: Callable[[GroupError | None], None] | None = None
         self.lost: dict[int, GroupError] = {}
+        self.leaving_members: dict[int, int] = {}
+        self.needs_all = False
+        self.ended: set[int] = set()
+        self.excused: dict[int, int] = {}
         self.store = store or coordination.Store()
         self.announcements: Announcements | None = None
         self.collectives = Collectives()
@@ -73,6 +81,7 @@ class HostGroup:
         self._rendezvous = rendezvous
         self._unseen: set[int] = set()  # gave no sign of life when they were looked for last
         self._seen = threading.Condition()
+        self._losing = threading.Lock()
         self._coming: set[tuple[int, int]] = set()  # (id, pid), let in at the listener, and not joined yet
         self.leaving = False
         self._watching: threading.Thread | None = None
@@ -124,7 +133,7 @@ class HostGroup:
     def live(self) -> list[JoinRequest]:
         """Who can be in the next generation; outside process 0, who seems to be able to."""
         gone = self.lost if self.is_leader else self._unseen
-        return [member for member in self.members if member.process_id not in gone]
+        return [member for member in self.members if member.process_id not in gone and not self.is_excused(member)]
 
     @property
     def live_ids(self) -> list[int]:
@@ -167,6 +176,46 @@ class HostGroup:
     def say_prepared(self) -> None:
         """Say, as a process that comes back, that this one can be in the next generation without keeping the others waiting."""
         self.store.set(_prepared_key(self.options.process_id, os.getpid()), b"1")
+
+    # Leaving in order.
+
+    def is_excused(self, member: JoinRequest) -> bool:
+        """Say whether the next generation does without a member, because it has asked for that. Process 0 knows."""
+        return self.excused.get(member.process_id) == member.pid
+
+    def ask_to_leave(self) -> None:
+        """Ask process 0 to go on without this process. The answer is a generation without it, or `refusal`."""
+        self.store.set(f"{_LEAVING}{self.options.process_id}/{os.getpid()}", b"1")
+
+    def refusal(self, seconds: float) -> str | None:
+        """Wait for process 0's word that this process cannot be spared, and give why; None where there is none."""
+        key = _staying_key(self.options.process_id, os.getpid())
+        said = self.store.get(key, seconds)
+        if said is not None:
+            self.store.delete(key)
+        return None if said is None else said.decode()
+
+    def settle(self, member: JoinRequest, refusal: str | None) -> None:
+        """Process 0's: do without a member that has asked to leave; or keep it, and tell it why it cannot be spared."""
+        if self.leaving_members.pop(member.process_id, None) is None:
+            return
+        if refusal is None:
+            self.excused[member.process_id] = member.pid
+            self.ended.add(member.process_id)
+        else:
+            self.store.set(_staying_key(member.process_id, member.pid), refusal.encode())
+
+    def _hear_leavers(self) -> None:
+        """Look who has asked to leave since the last time."""
+        asked = False
+        for key, _ in self.store.list(_LEAVING):
+            process_id, pid = map(int, key.removeprefix(_LEAVING).split("/"))
+            self.store.delete(key)
+            if any((member.process_id, member.pid) == (process_id, pid) for member in self.live):
+                self.leaving_members[process_id] = pid
+                asked = True
+        if asked and self.on_change is not None:
+            self.on_change(None)
 
     # Agreement.
 
@@ -318,6 +367,7 @@ class HostGroup:
                 if member.process_id not in coming:
                     self._drop(member.process_id)
                 self._lose(member)
+        self._hear_leavers()
 
     def _left(self, member: JoinRequest) -> None:
         """A member's connection has ended, in a thread of the listener."""
@@ -350,10 +400,12 @@ class HostGroup:
         with self._seen:
             self._coming.discard(one)
             if joined and not self.leaving:
-                changed = [request if member.process_id == request.process_id else member for member in self.members]
-                self.members = changed
-                self.lost.pop(request.process_id, None)
-                self.links.left_out.pop(request.process_id, None)
+                with self._losing:
+                    self.members = [
+                        request if member.process_id == request.process_id else member for member in self.members
+                    ]
+                    self.lost.pop(request.process_id, None)
+                    self.links.left_out.pop(request.process_id, None)
             others = bool(self._coming)
         if self.on_change is not None and not self.leaving and not others:
             self.on_change(None)
@@ -377,9 +429,13 @@ class HostGroup:
             self._rendezvous.listener.drop(process_id)
 
     def _lose(self, member: JoinRequest) -> None:
-        if member.process_id in self.lost:
-            return
-        error = self.lost[member.process_id] = GroupError(gone(member))
+        with self._losing:  # the listener's thread and the one that watches may see it in the same moment
+            known = next((each for each in self.members if each.process_id == member.process_id), member)
+            if member.process_id in self.lost or known.pid != member.pid:
+                return
+            self.leaving_members.pop(member.process_id, None)
+            error = self.lost[member.process_id] = GroupError(gone(member))
+            self.ended.add(member.process_id)
         if any(each.process_id == member.process_id for each in self.present):
             self.collectives.cut(
                 self.generation
@@ -406,6 +462,10 @@ class HostGroup:
 
 def _endpoint(said: Any) -> tuple[str, int] | None:
     return None if said is None else (said[0], said[1])
+
+
+def _staying_key(process_id: int, pid: int) -> str:
+    return f"dsjax/staying/{process_id}/{pid}"
 
 
 def _prepared_key(process_id: int, pid: int) -> str:

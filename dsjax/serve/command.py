@@ -155,7 +155,13 @@ def serve_model(
     )
     engine.on_change.append(serving.on_change)
     host, port = listener.getsockname()[:2]
+
+    def keep_all() -> None:
+        if group is not None:
+            group.needs_all = True
+
     how = {
+        "on_signal": keep_all,
         "shutdown_timeout": shutdown_timeout,
         "log_level": log_level,
         "warm_up": warm_up,

@@ -409,7 +409,10 @@ def add_generation_metrics(registry: Registry, generations: Generations) -> None
     registry.total(
         "dsjax_generation_changes",
         "Changes of the mesh, by reason.",
-        lambda: [((reason,), generations.counts.changes[reason]) for reason in ("scale", "loss", "failure", "return")],
+        lambda: [
+            ((reason,), generations.counts.changes[reason])
+            for reason in ("scale", "loss", "failure", "leave", "return")
+        ],
         "reason",
     )
     registry.total(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.contract.executor import Executor
@@ -21,6 +23,7 @@ if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.elastic.compile_ahead import CompileAhead
 
 _END_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
 _REGROUP_SECONDS = 60.0
 """How long a process that failed in a step waits for a next generation, beside twice the heartbeat's timeout."""
 
@@ -41,20 +44,55 @@ class Follower:
     Attributes:
         phase: what it is doing, as `/ready` has it; `ready` once programs are compiled, `standing by` without a part in the mesh.
         ahead: compiles for meshes that may come.
+        has_served: whether it has been ready once. left: whether it has left the group in order, and the others go on.
         commands, steps: how many commands it has carried out, and how many of them have been collected, in all generations.
     """
 
     def __init__(self, group: HostGroup):
         self.group = group
         self.phase = "loading"
+        self.has_served = self.left = False
         self.commands = self.steps = 0
         self.reason: str | None = None
         self.ahead: CompileAhead | None = None
         self._on_warm: Callable[[], None] = lambda: None
-        self._ended, self._over = threading.Event(), threading.Event()
+        self._ended, self._over, self._leaves = threading.Event(), threading.Event(), threading.Event()
+        self._signals = 0
+
+    def handle_signals(self) -> None:
+        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one. To be called in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def leave(self) -> None:
+        """Ask process 0 to go on without this process, and wait until it does, or says that it cannot. `run` returns then."""
+        if self._leaves.is_set():
+            return
+        self._leaves.set()
+        _log.info("This process leaves: process 0 is asked to go on without it.")
+        try:
+            self.group.ask_to_leave()
+            while not (self.left or self.group.leaving or self._over.is_set()):
+                reason = self.group.refusal(_LOOK_SECONDS)
+                if reason is not None:
+                    self._leaves.clear()
+                    _log.warning("This process cannot be spared, and goes on: %s. A second signal ends it now.", reason)
+                    return
+        except ConnectionError:
+            return  # the group knows, and ends the process
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Have a thread ask: what this one was interrupted in may be the store itself."""
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(1)
+        if not self.has_served or self.phase == "standing by":
+            os.write(2, f"{signal.Signals(number).name} while {self.phase}: this process ends now\n".encode())
+            os._exit(0 if self.phase == "standing by" or self.group.generation > 0 else 1)
+        threading.Thread(target=self.leave, name="dsjax-leave", daemon=True).start()
 
     def run_with(self, args: EngineArgs) -> None:
-        """Follow all generations of an engine that was started with these options; as `run`."""
+        """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
         from dsjax.engine.device.program_library import ProgramLibrary
         from dsjax.engine.elastic.compile_ahead import CompileAhead
         from dsjax.engine.elastic.generations import load_generation, release
@@ -66,6 +104,7 @@ class Follower:
             from dsjax.engine.elastic.transfer_processes import FollowerTransfers
 
             chunks = FollowerTransfers(args, self.group)
+        self.handle_signals()
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
 
@@ -120,6 +159,10 @@ class Follower:
                         return
                 else:
                     self.phase = "standing by"
+                    if self._leaves.is_set():
+                        self.left = True
+                        self._finish()
+                        return
             except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
                 if self.group.announcements is None or (announcement is None and isinstance(error, GroupError)):
                     raise  # the group has not formed
@@ -238,7 +281,7 @@ class _Work:
         elif isinstance(message, Record):
             executor.set_recording(message.on)
         elif isinstance(message, LaunchMessage):
-            follower.phase = "ready"
+            follower.phase, follower.has_served = "ready", True
             while self._collected < message.collected:
                 executor.collect(self._under_way.popleft())
                 self._collected += 1
@@ -265,5 +308,5 @@ class _Work:
             group.tell("warm-up", error=f"{type(error).__name__}: {error}")
             raise
         group.tell("warm-up")
-        self._follower.phase = "ready"
+        self._follower.phase, self._follower.has_served = "ready", True
         self._follower._on_warm()

@@ -32,6 +32,7 @@ from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.rendezvous import JoinRequest
 from sharding import MeshSpec
 from sharding.mesh import device_order
 
@@ -56,7 +57,8 @@ class ChangeCounts:
 
     Attributes:
         changes: that were made, by reason: ``scale`` (asked for), ``loss`` (of a process), ``failure`` (of a collective, though all
-            processes live), ``return`` (of a process). seconds: in them, in which no step computed. last_parts: of the last one, in what.
+            processes live), ``leave`` (of a process that was told to end), ``return`` (of a process).
+        seconds: in them, in which no step computed. last_parts: of the last one, in what.
     """
 
     changes: Counter[str] = field(default_factory=Counter)
@@ -121,11 +123,12 @@ class Generations:
 
     @property
     def due(self) -> bool:
-        """Whether a process of this generation is gone, or devices that were missing are there again."""
+        """Whether a process of this generation is gone or leaves, or devices that were missing are there again."""
         if self._group is None:
             return False
         try:
-            return self._is_broken or self._fit() != self.spec
+            fitting = self._fit()
+            return self._is_broken or bool(self._leavers) or fitting != self.spec
         except UserError:
             return True
 
@@ -193,6 +196,10 @@ class Generations:
         """Change to the largest mesh, up to the wanted one, that the processes of now have devices for."""
         if self._is_broken:
             return self._make("loss", "a process has gone")
+        if leavers := self._leavers:
+            return self._make(
+                "leave", f"{' and '.join(member.name for member in leavers)} leaves, as it was told to end"
+            )
         return self._make("return", "a process has come back")
 
     def _make(self, kind: str, reason: str) -> Generation:
@@ -252,6 +259,10 @@ class Generations:
 
     def _load(self, reason: str, broken: bool) -> LoadedEngine:
         self.phase = "loading"
+        if self._group is not None:
+            self._settle_leavers()
+            ended, self._group.ended = self._group.ended, set()
+            self._orders.break_with(ended)
         self.spec = self._fit()
         options = changed_options(self._args, self._config, self.spec)
         chosen = self._devices()[: self.spec.num_devices]
@@ -277,6 +288,7 @@ class Generations:
 
     def _fit(self) -> MeshSpec:
         """Find the largest mesh for the devices of now that has not broken in each of its orders."""
+        self._settle_leavers()
         devices = self._devices()
         while True:
             try:
@@ -300,6 +312,26 @@ class Generations:
         live = None if self._group is None else {member.process_id for member in self._group.live}
         living = [device for device in jax.devices() if live is None or device.process_index in live]
         return sorted(living, key=device_order)
+
+    def _settle_leavers(self) -> None:
+        """Do without each process that has asked to leave, one after the other, as long as those that stay can hold a mesh."""
+        if self._group is None:
+            return
+        for process_id in sorted(self._group.leaving_members):
+            member = next(member for member in self._group.members if member.process_id == process_id)
+            staying = [device for device in self._devices() if device.process_index != process_id]
+            refusal = "process 0 is ending too, and what runs needs all processes" if self._group.needs_all else None
+            try:
+                largest_mesh(self._args, self._config, self._weights, self.wanted, staying)
+            except NoMeshError as error:
+                refusal = f"without it {error}"
+                _log.warning("%s has asked to leave, and cannot be spared: %s.", member.name, error)
+            self._group.settle(member, refusal)
+
+    @property
+    def _leavers(self) -> list[JoinRequest]:
+        """Who is in the generation of now and leaves."""
+        return [member for member in self._group.present if self._group.is_excused(member)]
 
     @property
     def _is_broken(self) -> bool:

@@ -1,8 +1,10 @@
 """A follower goes from generation to generation, stands by in one without it, and ends with the reason where it is left out."""
 
+import contextlib
 import os
 import threading
 
+import msgspec
 import pytest
 from group_in_threads import Group, Told, step
 
@@ -109,3 +111,95 @@ def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_g
     thread.join(60)
     assert "generation 0 was given up while process 0 (host, pid 10) was waited for" in str(asked[0])
     group.end()
+
+
+def leaving(group: Group) -> threading.Thread:
+    """Process 1, which asks to leave, as process 0 has heard."""
+    group.until(lambda: group.loaded)
+    thread = threading.Thread(target=group.follower.leave, daemon=True)
+    thread.start()
+    group.until(lambda: group.store.list("dsjax/leaving/"))
+    told = []
+    group.leader.members[1] = msgspec.structs.replace(group.leader.members[1], pid=os.getpid())
+    group.leader.on_change = told.append
+    group.leader._hear_leavers()
+    assert told == [None], "the engine looks at its processes"
+    assert group.leader.leaving_members == {1: os.getpid()}
+    assert not group.store.list("dsjax/leaving/"), "it is heard once"
+    return thread
+
+
+def test_a_follower_that_asks_to_leave_goes_when_there_is_a_generation_without_it_and_not_before():
+    group = Group()
+    thread = leaving(group)
+    assert group.leader.live == group.leader.members, "process 0 has not decided yet"
+    group.leader.settle(group.leader.members[1], None)
+    assert group.leader.live == group.leader.members[:1]
+    assert group.follower.phase == "warming up", "it works on for the generation of now"
+    assert not group.follower.left
+    group.announce(1, 0)
+    group.thread.join(60)
+    thread.join(60)
+    assert (group.follower.left, group.error) == (True, None)
+    assert group.released == group.loaded
+
+
+def test_a_follower_that_cannot_be_spared_is_told_why_and_goes_on(caplog):
+    group = Group()
+    thread = leaving(group)
+    group.leader.settle(group.leader.members[1], "without it 2 devices are left, too few")
+    thread.join(60)
+    assert "cannot be spared, and goes on: without it 2 devices are left, too few" in caplog.text
+    assert group.leader.live == group.leader.members
+    group.announce(1, 0)
+    group.until(lambda: group.follower.phase == "standing by")
+    group.announce(2, 0, 1)
+    group.until(lambda: len(group.loaded) == 2)
+    again = leaving(group)  # it may ask again
+    group.leader.settle(group.leader.members[1], None)
+    group.announce(3, 0)
+    group.thread.join(60)
+    again.join(60)
+    assert group.follower.left
+
+
+def test_a_process_that_comes_back_under_the_id_of_one_that_left_is_no_leaver():
+    group = Group()
+    leaving(group)
+    group.leader.settle(group.leader.members[1], None)
+    group.leader.members[1] = msgspec.structs.replace(group.leader.members[1], pid=os.getpid() + 1)
+    assert group.leader.live == group.leader.members
+
+
+def test_a_loss_that_two_threads_notice_at_once_is_one_loss(monkeypatch):
+    group, told, both = Group(), [], threading.Barrier(2)
+    group.until(lambda: group.loaded)
+    group.leader.on_change = told.append
+
+    class Lost(dict):
+        """Lets whoever looks wait for the other thread, which looks too, where nothing keeps them apart."""
+
+        def __contains__(self, key):
+            known = super().__contains__(key)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            return known
+
+    group.leader.lost = Lost()
+    threads = [threading.Thread(target=group.leader._lose, args=(group.leader.members[1],)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(told) == 1
+
+
+def test_a_late_word_of_a_process_that_has_gone_is_none_of_the_one_that_came_back():
+    group, told = Group(), []
+    group.until(lambda: group.loaded)
+    group.leader.on_change = told.append
+    before = group.leader.members[1]
+    group.leader.members[1] = msgspec.structs.replace(before, pid=before.pid + 1)
+    group.leader._lose(before)
+    assert told == []
+    assert not group.leader.lost
