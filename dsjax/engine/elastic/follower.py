@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -59,21 +60,20 @@ class Follower:
         self._ended, self._over, self._leaves = threading.Event(), threading.Event(), threading.Event()
         self._signals = 0
 
-    def handle_signals(self) -> None:
-        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one. To be called in the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
     def leave(self) -> None:
         """Ask process 0 to go on without this process, and wait until it does, or says that it cannot. `run` returns then."""
         if self._leaves.is_set():
             return
         self._leaves.set()
-        _log.info("This process leaves: process 0 is asked to go on without it.")
+        _log.info("This process leaves: process 0 is asked to go on without it. A second signal ends it now.")
         try:
             self.group.ask_to_leave()
-            while not (self.left or self.group.leaving or self._over.is_set()):
-                reason = self.group.refusal(_LOOK_SECONDS)
+            while not (self.group.leaving or self._over.is_set()):
+                reason = self.group.answer_to_leaver(_LOOK_SECONDS)
+                if reason == "":
+                    self.left = True
+                    self.group.announcements.end()
+                    return
                 if reason is not None:
                     self._leaves.clear()
                     _log.warning("This process cannot be spared, and goes on: %s. A second signal ends it now.", reason)
@@ -81,14 +81,22 @@ class Follower:
         except ConnectionError:
             return  # the group knows, and ends the process
 
+    def handle_signals(self) -> None:
+        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one. Only Python's main thread can have that."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._on_signal)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Have a thread ask: what this one was interrupted in may be the store itself."""
+        """Have a thread ask process 0: what this one was interrupted in may be the store itself."""
         self._signals += 1
         if self._signals > 1:
             os._exit(1)
-        if not self.has_served or self.phase == "standing by":
+        comes_back = self.group.generation > 0
+        if self.phase == "compiling ahead" or not (self.has_served or comes_back):
+            # Nobody counts on it yet; or the group has not served, and can form no other mesh.
             os.write(2, f"{signal.Signals(number).name} while {self.phase}: this process ends now\n".encode())
-            os._exit(0 if self.phase == "standing by" or self.group.generation > 0 else 1)
+            os._exit(0 if comes_back else 1)
         threading.Thread(target=self.leave, name="dsjax-leave", daemon=True).start()
 
     def run_with(self, args: EngineArgs) -> None:
@@ -160,8 +168,7 @@ class Follower:
                 else:
                     self.phase = "standing by"
                     if self._leaves.is_set():
-                        self.left = True
-                        self._finish()
+                        self._depart()
                         return
             except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
                 if self.group.announcements is None or (announcement is None and isinstance(error, GroupError)):
@@ -212,6 +219,11 @@ class Follower:
         executor.shutdown()
         self._finish()
         return True
+
+    def _depart(self) -> None:
+        """Go, now that there is a generation without this process. Until here it has been all that it was for the one before."""
+        self.left = True
+        self._finish()
 
     def _finish(self) -> None:
         self._over.set()
@@ -264,6 +276,8 @@ class _Work:
         while True:
             message = self.inbox.get()
             if self._changed.is_set():
+                if self._follower._leaves.is_set():
+                    self._wait_for_running()
                 return False  # what is left can never be done, or is done: the leader has waited for it
             if isinstance(message, EndMessage):
                 return True
@@ -273,6 +287,12 @@ class _Work:
             # A program starts when the one before it has been waited for. The next command's inputs are laid out meanwhile if it is here.
             while self._running and (self.inbox.empty() or len(self._running) > 1):
                 executor.wait(self._running.popleft())
+
+    def _wait_for_running(self) -> None:
+        """Wait for the programs of this process, whose end would interrupt what others still receive from them."""
+        with contextlib.suppress(RuntimeError):  # the generation has broken
+            while self._running:
+                self._executor.wait(self._running.popleft())
 
     def _carry_out(self, message: Message) -> None:
         executor, follower = self._executor, self._follower

@@ -32,7 +32,7 @@ from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.rendezvous import JoinRequest
+from dsjax.hosts.wire import JoinRequest
 from sharding import MeshSpec
 from sharding.mesh import device_order
 
@@ -77,6 +77,7 @@ class Generations:
         number: of the generation of now; facts: what it is. wanted: the mesh that was asked for last: the one of now is smaller while
             processes are missing.
         warm: whether the first one was warmed up (`has_warmed_up`): then each is, before requests go on.
+        patience: seconds that a request waits for a larger mesh where the one of now cannot hold it (``--wait-for-mesh-seconds``).
         failure: why the mesh that was asked for last could not be had; the one before is in its place.
         ahead: compiles for meshes that may come; None for a process that is alone.
         wake: called, from any thread, when ``due`` may have become true.
@@ -91,6 +92,7 @@ class Generations:
         self.number, self.facts = 0, loaded.facts
         self.spec = self.wanted = MeshSpec.parse(args.mesh)
         self.warm, self.failure = False, None
+        self.patience = args.wait_for_mesh_seconds
         self._phase: str | None = None
         self._parts: dict[str, float] = {}  # seconds of the change under way, by what was done in them
         self._part_began = 0.0
@@ -127,10 +129,15 @@ class Generations:
         if self._group is None:
             return False
         try:
-            fitting = self._fit()
+            fitting = self._fit()  # decides on those that have asked to leave
             return self._is_broken or bool(self._leavers) or fitting != self.spec
         except UserError:
             return True
+
+    @property
+    def has_leavers(self) -> bool:
+        """Whether a process has asked to leave, and was not decided on."""
+        return self._group is not None and self._group.has_leavers
 
     def has_warmed_up(self) -> None:
         """Compile for the meshes that may come, since the mesh of now can serve."""
@@ -259,10 +266,6 @@ class Generations:
 
     def _load(self, reason: str, broken: bool) -> LoadedEngine:
         self.phase = "loading"
-        if self._group is not None:
-            self._settle_leavers()
-            ended, self._group.ended = self._group.ended, set()
-            self._orders.break_with(ended)
         self.spec = self._fit()
         options = changed_options(self._args, self._config, self.spec)
         chosen = self._devices()[: self.spec.num_devices]
@@ -288,7 +291,9 @@ class Generations:
 
     def _fit(self) -> MeshSpec:
         """Find the largest mesh for the devices of now that has not broken in each of its orders."""
-        self._settle_leavers()
+        if self._group is not None:
+            self._decide_on_leavers()
+            self._orders.break_with(self._group.take_ended())
         devices = self._devices()
         while True:
             try:
@@ -313,25 +318,29 @@ class Generations:
         living = [device for device in jax.devices() if live is None or device.process_index in live]
         return sorted(living, key=device_order)
 
-    def _settle_leavers(self) -> None:
+    def _decide_on_leavers(self) -> None:
         """Do without each process that has asked to leave, one after the other, as long as those that stay can hold a mesh."""
-        if self._group is None:
-            return
-        for process_id in sorted(self._group.leaving_members):
-            member = next(member for member in self._group.members if member.process_id == process_id)
-            staying = [device for device in self._devices() if device.process_index != process_id]
-            refusal = "process 0 is ending too, and what runs needs all processes" if self._group.needs_all else None
-            try:
-                largest_mesh(self._args, self._config, self._weights, self.wanted, staying)
-            except NoMeshError as error:
-                refusal = f"without it {error}"
-                _log.warning("%s has asked to leave, and cannot be spared: %s.", member.name, error)
-            self._group.settle(member, refusal)
+        group = self._group
+        for member in group.take_leavers():
+            reason = None
+            if member in group.present and group.needs_all:
+                reason = "process 0 is ending too, and what runs needs all processes"
+            elif member in group.present:
+                staying = [device for device in self._devices() if device.process_index != member.process_id]
+                try:
+                    largest_mesh(self._args, self._config, self._weights, self.wanted, staying)
+                except NoMeshError as error:
+                    reason = f"without it {error}"
+            if reason is None:
+                group.excuse(member)
+            else:
+                _log.warning("%s has asked to leave, and cannot be spared: %s.", member.name, reason)
+                group.keep(member, reason)
 
     @property
     def _leavers(self) -> list[JoinRequest]:
         """Who is in the generation of now and leaves."""
-        return [member for member in self._group.present if self._group.is_excused(member)]
+        return [member for member in self._group.present if member in self._group.excused]
 
     @property
     def _is_broken(self) -> bool:
