@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +18,12 @@ from dsjax.engine.transfer.messages import ChunkPort
 from dsjax.engine.transfer.prefill_service import Keepers
 from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
 from dsjax.engine.transfer.transport import Transport, open_transport
+from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.rendezvous import JoinRequest
 from dsjax.hosts.stream import StreamWriter
 
+LOOPBACK = "127.0.0.1"
 _LOOK_SECONDS = 1.0
 _SECRET_KEY = "dsjax/chunk-tickets"
 
@@ -52,7 +53,7 @@ class FollowerTransfers:
                 host = host_of(args, group)
                 open_chunk = lambda number, ticket: self._kept.open(number, ticket)  # noqa: E731
                 transport, space = transport_of(args, host), space_of(args, loaded)
-                self._server = ChunkServer(open_chunk, transport, space, host, args.transfer_timeout)
+                self._server = ChunkServer(open_chunk, transport, space, host, args.transfer_timeout, group.credentials)
                 group.store.set(_address_key(group.me), self._server.address.encode())
             loaded.executor.extension(ChunkPort).send_chunks(kept.ready, kept.drop)
             return
@@ -123,9 +124,8 @@ def _address_key(member: JoinRequest) -> str:
 def remote_chunks(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None) -> RemoteChunks:
     """Make what this process pulls chunks with, from whichever process of the prefill side keeps them."""
     transport = transport_of(args, host_of(args, group))
-    return RemoteChunks(
-        transport, space_of(args, loaded), loaded.executor.extension(ChunkPort).chunk_shapes, args.transfer_timeout
-    )
+    shapes, credentials = loaded.executor.extension(ChunkPort).chunk_shapes, credentials_of(args, group)
+    return RemoteChunks(transport, space_of(args, loaded), shapes, args.transfer_timeout, credentials)
 
 
 def transport_of(args: EngineArgs, host: str) -> Transport:
@@ -139,12 +139,16 @@ def space_of(args: EngineArgs, loaded: LoadedEngine) -> dict[str, Any]:
 
 
 def host_of(args: EngineArgs, group: HostGroup | None) -> str:
-    """Find the address by which others reach this host."""
+    """Give the address by which others reach this host: the one that is given, or the group's, or the loopback interface's."""
     if args.transfer_host is not None:
         return args.transfer_host
-    if group is not None:
-        return group.options.address
-    try:
-        return socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError:
-        return "127.0.0.1"
+    return group.options.address if group is not None else LOOPBACK
+
+
+def credentials_of(args: EngineArgs, group: HostGroup | None) -> Credentials:
+    """Give the credentials by which the processes of both sides know each other.
+
+    Raises:
+        UserError: the side is reached beyond loopback, and no cluster key was given; or as `CredentialOptions.read` says.
+    """
+    return group.credentials if group is not None else args.credentials.read(host_of(args, None))

@@ -13,9 +13,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PullDone, PullRequest, PullResponse
-from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
+from dsjax.engine.transfer.page_channel import CHUNKS, TransferChannel, TransferListener, connect_to
 from dsjax.engine.transfer.send_buffers import ChunkTickets
 from dsjax.engine.transfer.transport import Shapes, Transport
+from dsjax.hosts.credentials import Credentials, local_credentials
 
 _log = logging.getLogger(__name__)
 _MOST_DROPPED = 4096
@@ -75,6 +76,7 @@ class ChunkServer:
         open_chunk: returns the chunk of a number and its ticket, or raises `ChunkGoneError`.
         space: what both sides must have alike (`Greeting.space`).
         timeout: seconds after which a chunk that was published and not pulled is withdrawn.
+        credentials: of this deployment; None: of this user on the loopback interface.
     """
 
     def __init__(
@@ -84,11 +86,17 @@ class ChunkServer:
         space: dict[str, Any],
         host: str,
         timeout: float,
+        credentials: Credentials | None = None,
     ):
         self.open_chunk, self.transport, self.timeout = open_chunk, transport, timeout
         self.pull_numbers = itertools.count(1)
         self.listener = TransferListener(
-            lambda channel: _PullingPeer(self, channel), space, host, transport=transport.address
+            lambda channel: _PullingPeer(self, channel),
+            space,
+            host,
+            transport=transport.address,
+            service=CHUNKS,
+            credentials=credentials or local_credentials(),
         )
 
     @property
@@ -151,9 +159,18 @@ class RemoteChunks:
         space: what both sides must have alike (`Greeting.space`).
         shapes: of a chunk's arrays.
         timeout: seconds after which a process that does not answer is given up.
+        credentials: as of `ChunkServer`.
     """
 
-    def __init__(self, transport: Transport, space: dict[str, Any], shapes: Shapes, timeout: float):
+    def __init__(
+        self,
+        transport: Transport,
+        space: dict[str, Any],
+        shapes: Shapes,
+        timeout: float,
+        credentials: Credentials | None = None,
+    ):
+        self._credentials = credentials or local_credentials()
         self._transport, self._space, self._shapes, self._timeout = transport, space, shapes, timeout
         self._connections: dict[str, Future[_ServerConnection]] = {}
         self._lock = threading.Lock()
@@ -196,7 +213,7 @@ class RemoteChunks:
         if connects:
             try:
                 lost = lambda connection: self._forget(address, made, connection)  # noqa: E731
-                made.set_result(_ServerConnection(address, self._space, lost))
+                made.set_result(_ServerConnection(address, self._space, self._credentials, lost))
             except Exception as error:  # whatever it is: others may wait for this
                 self._forget(address, made)
                 made.set_exception(ChunkGoneError(f"{address} cannot be reached: {error}"))
@@ -228,10 +245,16 @@ class _ServerConnection:
         transport: address of that process's transport.
     """
 
-    def __init__(self, address: str, space: dict[str, Any], lost: Callable[[_ServerConnection], None]):
+    def __init__(
+        self,
+        address: str,
+        space: dict[str, Any],
+        credentials: Credentials,
+        lost: Callable[[_ServerConnection], None],
+    ):
         self._address, self._report_lost, self.is_lost = address, lost, False
         self._requested: dict[int, Future[PullResponse]] = {}
-        connection, self.transport = connect_to(address, space)
+        connection, self.transport = connect_to(address, space, CHUNKS, credentials)
         self.channel = TransferChannel(connection)
         self.channel.start(self._receive, self._lost)
 
