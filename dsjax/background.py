@@ -36,6 +36,7 @@ WORK = (
     "front end requests",
     "headless server",
     "host watch",
+    "leave",
     "listener",
     "load reports",
     "observers",

@@ -128,6 +128,9 @@ class DsjaxEngine(Worker):
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        engine.wait_for_no_mesh()
+        if self._group is not None:
+            self._group.needs_all = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._options.shutdown_timeout
         while engine.num_unfinished and loop.time() < deadline:

@@ -81,6 +81,10 @@ class Announcements:
         """Undo `listen`."""
         self._listeners.remove(call)
 
+    def end(self) -> None:
+        """Have the one who waits for the next announcement hear that there is none for this process, which leaves."""
+        self._heard.put(Announcement(self.latest, ended=True))
+
     def close(self, seconds: float) -> None:
         """Hear no more; wait so long for the thread, which the group's `leaving` ends."""
         self._thread.join(seconds)

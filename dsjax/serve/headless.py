@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
 import socket
-from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -21,8 +17,6 @@ from dsjax.serve.connections import JsonResponse
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics, device_memory
 
-_log = logging.getLogger(__name__)
-
 
 class Headless:
     """One process of a group that follows process 0, with `/health`, `/ready` and `/metrics` of its own.
@@ -34,7 +28,6 @@ class Headless:
     def __init__(self, options: HostOptions):
         self.options = options
         self._follower = None
-        self._signals = 0
         self.registry = registry = Registry(process=str(options.process_id))
         for name, documentation, count in (
             ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
@@ -69,11 +62,14 @@ class Headless:
         group = join_group(args, self.options)
         from dsjax.engine.elastic.follower import Follower
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         self._follower = Follower(group)
         self._follower.run_with(args)
-        console.print("process 0 has ended; this process ends too", highlight=False)
+        how = (
+            "the others go on without this process"
+            if self._follower.left
+            else "process 0 has ended; this process ends too"
+        )
+        console.print(how, highlight=False)
 
     def app(self) -> FastAPI:
         """Make the application with the three endpoints."""
@@ -95,10 +91,3 @@ class Headless:
             return Response(exposition(self.registry.families, openmetrics=openmetrics), media_type=content_type)
 
         return app
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Process 0 may still have requests to finish, which takes all processes: wait for its end. The second signal ends at once."""
-        self._signals += 1
-        if self._signals > 1:
-            os._exit(1)
-        _log.info("This process ends when process 0 does; a second signal ends it now, and the group with it.")

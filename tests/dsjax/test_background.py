@@ -260,6 +260,18 @@ def fail_command_stream(monkeypatch):
     assert "can be read no further: injected" in str(made.error)
 
 
+def fail_leave(monkeypatch):
+    """A process that is told to end, and cannot ask process 0, ends all the same."""
+    ended = []
+    monkeypatch.setattr(follower.os, "_exit", ended.append)
+    made = follower.Follower(SimpleNamespace(generation=0))
+    made.has_served = True
+    monkeypatch.setattr(made, "leave", once(BROKEN))
+    made._on_signal(15, None)
+    until(lambda: ended)
+    assert ended == [1]
+
+
 SHAPES = {"latent": ((2,), np.dtype(np.uint16))}
 
 
