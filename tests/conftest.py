@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         SERVING_FLAG,
         action="store_true",
-        help="compile as `dsjax serve` does, instead of quickly; it takes about twice as long",
+        help="compile as `dsjax serve` does, instead of quickly",
     )
 
 
