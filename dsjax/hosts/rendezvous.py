@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dsjax.background import note_failure
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.options import HostOptions, joined, own_address
@@ -198,7 +199,9 @@ class _Host:
                 self._enter(request, prepared if isinstance(prepared, Prepared) else Prepared(error="spoke nonsense"))
                 channel.wait_for_end()
                 self._lost(request, channel)
-        except (OSError, EOFError, msgspec.MsgspecError):
+        except Exception as error:
+            if not isinstance(error, (OSError, EOFError, msgspec.MsgspecError)):
+                note_failure("connection", error, "The process must come again.")
             channel.close()
             if isinstance(request, JoinRequest):
                 self._lost(request, channel)

@@ -229,6 +229,13 @@ def metric(served, name: str) -> float:
     return float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE).group(1))
 
 
+def changes(served, reason: str) -> float:
+    text = httpx.get(f"{served.leader}/metrics").text
+    return float(
+        re.search(rf'^dsjax_generation_changes_total{{.*reason="{reason}".*}} (\S+)$', text, re.MULTILINE).group(1)
+    )
+
+
 def scale(served, mesh: str) -> httpx.Response:
     return httpx.post(f"{served.leader}/scale", json={"mesh": mesh}, headers=KEY, timeout=120)
 
@@ -283,6 +290,10 @@ def test_a_follower_killed_in_a_step_costs_nobody_a_token(served, undisturbed):
 
 
 def test_a_follower_that_is_started_again_joins_under_its_id(served, undisturbed):
+    comes_back(served, undisturbed)
+
+
+def comes_back(served, undisturbed) -> None:
     served.group.start_again(1)
     deadline = time.monotonic() + 120
     while metric(served, "dsjax_generation_devices") < 4:
@@ -292,6 +303,21 @@ def test_a_follower_that_is_started_again_joins_under_its_id(served, undisturbed
     served.group.wait_for(1, "/metrics at ")
     served.follower = re.search(r"/metrics at (http://[\d.:]+)", served.group.output[1]).group(1)
     assert httpx.get(f"{served.follower}/ready").json() == {"status": "ready"}
+
+
+def test_a_follower_that_is_told_to_end_leaves_when_the_others_go_on_without_it(served, undisturbed):
+    losses, printed = changes(served, "loss"), len(served.group.output[0])
+    streams = Streams(served, MIXED)
+    streams.first.wait(60)
+    served.group.processes[1].send_signal(signal.SIGTERM)
+    assert streams.join() == undisturbed
+    assert served.group.processes[1].wait(30) == 0, served.group.last_words()
+    assert metric(served, "dsjax_generation_devices") == 2
+    assert (changes(served, "leave"), changes(served, "loss")) == (1, losses)
+    assert "leaves, as it was told to end" in served.group.output[0][printed:]
+    assert "has gone away" not in served.group.output[0][printed:]
+    assert Streams(served, MIXED).join() == undisturbed
+    comes_back(served, undisturbed)
 
 
 def test_a_follower_that_hangs_is_given_up_and_ends_when_it_goes_on(served, undisturbed):
