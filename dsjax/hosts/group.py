@@ -20,7 +20,7 @@ from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.links import Answerer, Links
 from dsjax.hosts.options import HostOptions
-from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, meet
+from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, located, meet
 
 Result = TypeVar("Result")
 
@@ -104,6 +104,7 @@ class HostGroup:
         Raises:
             GroupError, UserError: there is no group, as `meet` says; or a link between two of its processes is cut.
         """
+        options = located(options)
         credentials = options.read_credentials()
         answerer = Answerer(options.address, credentials)
         rendezvous = meet(options, prepare, answerer.port, credentials)
