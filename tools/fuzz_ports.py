@@ -50,8 +50,6 @@ from dsjax.hosts.secure_channel import PROTOCOL, NotAMemberError, RefusedError, 
 
 PATIENCE = 20.0
 """Seconds in which a listener must have ended a connection; it gives a greeting 5."""
-WARM_REQUESTS = 60
-"""Requests after which a process takes what requests make it take."""
 MOST_GROWTH = 16 * 2**20
 _NONCE, _PROOF, _HEADER = 32, 32, 4 + 32
 _MOST_HELD = 24
@@ -336,12 +334,20 @@ class UnderWay:
 
 
 def fuzz(
-    fuzzer: Fuzzer, cases: int, pids: dict[str, int], ask: Callable[[int], Any] | None = None, count: int = 1
+    fuzzer: Fuzzer,
+    cases: int,
+    pids: dict[str, int],
+    ask: Callable[[int], Any] | None = None,
+    count: int = 1,
+    warm_requests: int = 60,
 ) -> Findings:
-    """Send cases to a port, and hold what the processes take and answer against what it was before."""
+    """Send cases to a port, and hold what the processes take and answer against what it was before.
+
+    warm_requests: after which a process takes what requests make it take: an engine that is not warmed up compiles at first use.
+    """
     with UnderWay(ask, count) if ask else contextlib.nullcontext() as warming:
         warm = fuzzer.run(max(50, cases // 10))  # threads that are made once, memory that a first time takes
-        while warming and warming.answered < WARM_REQUESTS and not warming.wrong:
+        while warming and warming.answered < warm_requests and not warming.wrong:
             time.sleep(0.1)
     under_way = UnderWay(ask, count) if ask else None
     before = {name: _settled(pid) for name, pid in pids.items()}
@@ -530,7 +536,7 @@ def fuzz_sides(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
             address = (host, int(port)) if service == "pages" else port_for("chunks", pids["prefill"], key)
             fuzzer = Fuzzer(address, service, key, [greeting, *said], seed)
             before = decode.ask()
-            findings = fuzz(fuzzer, cases, pids, ask, len(prompts))
+            findings = fuzz(fuzzer, cases, pids, ask, len(prompts), warm_requests=400)
             after = decode.ask()
             if after["given_up"] != before["given_up"] or after["completed"] - before["completed"] < findings.answered:
                 findings.wrong.append(f"transfers were given up: before {before}, after {after}")
