@@ -344,7 +344,7 @@ class Generations:
 
     @property
     def _is_broken(self) -> bool:
-        return any(member.process_id in self._group.lost for member in self._group.present)
+        return any(self._group.loss_of(member) for member in self._group.present)
 
     @property
     def _has_worked(self) -> bool:

@@ -67,7 +67,7 @@ class ParkedRequests:
         late = [parked for parked in self._parked.values() if parked.since + self.seconds <= now]
         for parked in late:
             del self._parked[parked.request.request_id]
-        self.outcomes["expired"] += len(late)
+            self.outcomes["expired"] += 1
         return late
 
     def abort(self, request_id: str) -> Request | None:
