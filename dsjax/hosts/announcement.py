@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import queue
-import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dsjax.background import contained, start_thread
 from dsjax.hosts.wire import JoinRequest
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ class Announcements:
         self._heard: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
         self.latest = first - 1
         self._listeners: list = []
-        self._thread = threading.Thread(target=self._listen, name="dsjax-announcements", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("announcements", self._listen, name="dsjax-announcements", restarts=True)
 
     def next(self, seconds: float | None = None) -> Announcement | None:
         """Wait for the latest announcement that was not given yet; None where none comes."""
@@ -106,9 +105,12 @@ class Announcements:
             if heard.members:
                 self._group.members = heard.members
             if heard.broken is not None:
-                self._group.collectives.cut(heard.broken)
+                with contained("announcements", "A collective that has broken is waited for until its own limit."):
+                    self._group.collectives.cut(heard.broken)
             self._heard.put(heard)
             if heard.looks:
-                self._group.links.tell(heard.number)
+                with contained("announcements", "Process 0 hears nothing of this process's links."):
+                    self._group.links.tell(heard.number)
             for call in list(self._listeners):
-                call()
+                with contained("announcements"):
+                    call()

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dsjax.background import contained, start_thread
 from dsjax.hosts import announcement, coordination
 from dsjax.hosts.announcement import Announcement, Announcements
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.links import Answerer, Links
 from dsjax.hosts.options import HostOptions
-from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, meet
+from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, located, meet
 
 Result = TypeVar("Result")
 
@@ -103,6 +104,7 @@ class HostGroup:
         Raises:
             GroupError, UserError: there is no group, as `meet` says; or a link between two of its processes is cut.
         """
+        options = located(options)
         credentials = options.read_credentials()
         answerer = Answerer(options.address, credentials)
         rendezvous = meet(options, prepare, answerer.port, credentials)
@@ -117,8 +119,7 @@ class HostGroup:
         else:
             coordination.on_abort(group._end_on_abort)
             group.hear(max(1, rendezvous.generation))
-        group._watching = threading.Thread(target=group._watch, name="dsjax-hosts", daemon=True)
-        group._watching.start()
+        group._watching = start_thread("host watch", group._watch, name="dsjax-hosts", restarts=True)
         atexit.register(group.leave)
         if rendezvous.generation == 0:
             group.run("links", lambda: group.links.check([member.process_id for member in rendezvous.members]))
@@ -427,8 +428,19 @@ class HostGroup:
             self._seen.wait_for(lambda: request.process_id in self._unseen or self.leaving)
         if self.leaving:
             return None
-        threading.Thread(target=self._welcome, args=(request,), name="dsjax-welcome", daemon=True).start()
+        refuse = lambda error: self._refuse(request)  # noqa: E731
+        start_thread("welcome", self._welcome, request, name="dsjax-welcome", on_failure=refuse)
         return self.generation + 1
+
+    def _refuse(self, request: JoinRequest) -> None:
+        """Have a process that could not be welcomed come again, and let those that come with it go on."""
+        with self._seen:
+            self._coming.discard(request)
+            self._seen.notify_all()
+            others = bool(self._coming)
+        self._drop(request.process_id)
+        if self.on_change is not None and not self.leaving and not others:
+            self.on_change(None)
 
     def _welcome(self, request: JoinRequest) -> None:
         """Wait until a process that comes back has joined, and has its programs. The mesh changes once for several that come together."""
@@ -481,9 +493,9 @@ class HostGroup:
             error = self.lost[member.process_id] = GroupError(gone(member))
             self._ended.add(member.process_id)
         if any(each.process_id == member.process_id for each in self.present):
-            self.collectives.cut(
-                self.generation
-            )  # its thread may wait for that process in one, or for another that does
+            # Its thread may wait for that process in one, or for another that does.
+            with contained("host watch", "A collective without that process is waited for until its own limit."):
+                self.collectives.cut(self.generation)
         if self.on_change is not None:
             self.on_change(error)
             return

@@ -337,7 +337,14 @@ def _other_protocol(theirs: bytes) -> str:
 
 
 class Stranger(Exception):
-    """Who came shows no sign of the deployment. `str` says what was wrong, in words that a log can count."""
+    """Who came shows no sign of the deployment. `str` says what was wrong, in words that a log can count.
+
+    may_try_again: it may be a member that was too slow. Its connection is to be reset, where one with a wrong proof is ended.
+    """
+
+    def __init__(self, reason: str, *, may_try_again: bool = False):
+        super().__init__(reason)
+        self.may_try_again = may_try_again
 
 
 def answer(
@@ -367,7 +374,7 @@ def answer(
     except ssl.SSLError as error:
         raise Stranger("without a certificate of --cluster-tls-ca") from error
     except TimeoutError as error:
-        raise Stranger("that did not end their greeting in time") from error
+        raise Stranger("that did not end their greeting in time", may_try_again=True) from error
     except (OSError, EOFError) as error:
         raise Stranger("that went away during their greeting") from error
     transcript = _Transcript(credentials, name, nonce, caller_nonce, stream, is_listener=True)
@@ -379,7 +386,7 @@ def answer(
     def end(refusal: str) -> None:
         if not refusal and service not in services:
             refusal = f"{channel.peer} asked for {service!r} at a port for {' and '.join(services)}; check the address"
-        deadline.apply()
+        channel.settimeout(GREETING_SECONDS)
         stream.sendall(transcript.proof("listener"))
         channel.send(refusal.encode()[:_MOST_REFUSAL])
         if refusal:

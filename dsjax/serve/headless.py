@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import socket
-import threading
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import choose_encoder
 from rich.console import Console
 
+from dsjax.background import start_thread
 from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
 from dsjax.serve.connections import JsonResponse
 from dsjax.serve.metrics_families import Registry, exposition
-from dsjax.serve.metrics_parts import add_memory_metrics, device_memory
+from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics, device_memory
 
 
 class Headless:
@@ -35,6 +35,7 @@ class Headless:
         ):
             registry.total(name, documentation, lambda count=count: float(getattr(self._follower, count, 0)))
         registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))
+        add_background_metrics(registry)
         # To ask for devices before the group is there would start JAX alone.
         add_memory_metrics(registry, lambda: device_memory() if self.phase in ("warming up", "ready") else ())
 
@@ -51,7 +52,7 @@ class Headless:
         """
         config = uvicorn.Config(self.app(), log_config=None, access_log=False, ws="none")
         server = uvicorn.Server(config)  # takes no signals in a thread that is not the main one
-        threading.Thread(target=server.run, args=([listener],), name="dsjax-headless", daemon=True).start()
+        start_thread("headless server", server.run, [listener], name="dsjax-headless")
         host, port = listener.getsockname()[:2]
         console.print(
             f"process {self.options.process_id} of {self.options.num_processes}: follows process 0 at "

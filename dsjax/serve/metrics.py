@@ -115,6 +115,7 @@ class Metrics:
         self._responses = Counter(
             registry, "http_requests", "Answers, by route and class of status.", ("handler", "method", "status"), {}
         )
+        metrics_parts.add_background_metrics(registry)
         metrics_parts.add_memory_metrics(registry, device_memory)
         registry.gauge(
             "dsjax_exchange_time_share",

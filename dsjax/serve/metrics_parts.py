@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsjax.background import failure_counts
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.experts.eplb import BalanceStats
 from dsjax.engine.schedule.parked import ParkedRequests
@@ -64,6 +65,16 @@ def _field_of(record: Callable[[], Any]) -> Callable[[str], Callable[[], float |
         return lambda: None if (there := record()) is None else getattr(there, name)
 
     return field
+
+
+def add_background_metrics(registry: Registry) -> None:
+    """Add how often background work has failed, in this process."""
+    registry.total(
+        "dsjax_background_failures",
+        "Failures of background work, which cost that work alone.",
+        lambda: [((work,), count) for work, count in failure_counts().items()],
+        "work",
+    )
 
 
 def add_load_metrics(registry: Registry, state: LatestState) -> None:

@@ -100,7 +100,15 @@ class Server(uvicorn.Server):
         """Listen; then warm up, and call `on_ready` once requests are admitted."""
         await super().startup(sockets)
         if not self.should_exit:
-            self._starting = asyncio.create_task(self._become_ready())
+            self._starting = asyncio.create_task(self._start_serving())
+
+    async def _start_serving(self) -> None:
+        """Become ready, or end with the reason: a server that only listens would keep everybody waiting."""
+        try:
+            await self._become_ready()
+        except Exception as error:
+            self._warm_up_error = self._warm_up_error or error
+            self.should_exit = True
 
     async def _become_ready(self) -> None:
         if self._warm_up is not None:

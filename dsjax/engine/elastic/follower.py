@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from dsjax.background import start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream.leader import EndMessage, LaunchMessage, Message, Record, WarmUp, decode, is_collected
@@ -33,6 +34,10 @@ _log = logging.getLogger(__name__)
 
 class _OverError(Exception):
     """Raised in a warm-up: the leader has ended, or another generation has begun."""
+
+
+class _StreamError(Exception):
+    """The stream's messages can be read no further; it is also put beside them."""
 
 
 class _Changed:
@@ -97,7 +102,8 @@ class Follower:
             # Nobody counts on it yet; or the group has not served, and can form no other mesh.
             os.write(2, f"{signal.Signals(number).name} while {self.phase}: this process ends now\n".encode())
             os._exit(0 if comes_back else 1)
-        threading.Thread(target=self.leave, name="dsjax-leave", daemon=True).start()
+        # Where it cannot ask, it ends at once: the others go on as after a loss.
+        start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
 
     def run_with(self, args: EngineArgs) -> None:
         """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
@@ -204,7 +210,7 @@ class Follower:
         self.phase = "warming up"
         work = _Work(self, executor)
         reader = StreamReader(self.group)
-        threading.Thread(target=self._read, args=(reader, work), name="dsjax-stream", daemon=True).start()
+        start_thread("command stream", self._read, reader, work, name="dsjax-stream", on_failure=work.fail)
         announcements = self.group.announcements
         if announcements is not None:
             announcements.listen(work.change)
@@ -259,7 +265,7 @@ class _Work:
     """What one generation's executor is told, and has under way."""
 
     def __init__(self, follower: Follower, executor: Executor):
-        self.inbox: queue.SimpleQueue[Message | _Changed] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Message | _Changed | _StreamError] = queue.SimpleQueue()
         self._follower, self._executor, self._changed = follower, executor, threading.Event()
         self._collected = 0
         self._under_way: deque[Any] = deque()  # launched, and not collected yet
@@ -269,6 +275,10 @@ class _Work:
         """Take notice that another generation was announced. Any thread may call it."""
         self._changed.set()
         self.inbox.put(_Changed())
+
+    def fail(self, error: Exception) -> None:
+        """End this process's part: it does not know what to do next, and the others wait for it. Any thread may call it."""
+        self.inbox.put(_StreamError(f"the commands of process 0 can be read no further: {error}"))
 
     def carry_out_all(self) -> bool:
         """Carry out messages as they come; whether the leader has ended, and not the generation."""
@@ -281,6 +291,8 @@ class _Work:
                 return False  # what is left can never be done, or is done: the leader has waited for it
             if isinstance(message, EndMessage):
                 return True
+            if isinstance(message, _StreamError):
+                raise message
             self._carry_out(message)
             if executor.max_in_flight > 1:
                 continue

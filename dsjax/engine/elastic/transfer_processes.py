@@ -10,6 +10,7 @@ import jax
 import msgspec
 
 from dsjax.engine.contract.executor import Executor
+from dsjax.engine.elastic.joining import LOOPBACK
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import LoadedEngine
 from dsjax.engine.stream.leader import pulled_stream
@@ -23,7 +24,6 @@ from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.rendezvous import JoinRequest
 from dsjax.hosts.stream import StreamWriter
 
-LOOPBACK = "127.0.0.1"
 _LOOK_SECONDS = 1.0
 _SECRET_KEY = "dsjax/chunk-tickets"
 
