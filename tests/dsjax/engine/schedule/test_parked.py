@@ -26,7 +26,7 @@ class Meshes:
 
     def to(self, size: str):
         executor = FakeExecutor(pages_per_rank=SIZES[size])
-        return SimpleNamespace(executor=executor, config=config_of(executor))
+        return SimpleNamespace(executor=executor, config=config_of(executor), larger_is_wanted=size != "large")
 
 
 def config_of(executor: FakeExecutor) -> SchedulerConfig:
@@ -159,6 +159,24 @@ def test_without_a_limit_it_ends_at_once(monkeypatch):
     engine.turn()
     assert engine.outcome(late).result.kind is ErrorKind.NO_ROOM
     assert not engine.core.parked.outcomes["resumed"]
+
+
+def test_where_the_smaller_mesh_is_the_one_that_was_asked_for_nothing_is_waited_for(engine):
+    long, _ = parked(engine)
+    asked_for = Meshes().to("small")
+    asked_for.larger_is_wanted = False
+    engine.thread.change(lambda: asked_for)
+    assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM, "it had waited for a return"
+    assert "no larger mesh came" not in engine.outcome(long).result.error
+    late = engine.request("late", [1] * 4, 8)
+    engine.change("large")
+    again = engine.add("again", *LONG)
+    engine.turn(3)
+    engine.thread.change(lambda: asked_for)
+    assert engine.outcome(again).result.kind is ErrorKind.NO_ROOM
+    engine.thread.add([late])
+    engine.finish()
+    assert engine.outcome(late).finish_reason is FinishReason.LENGTH
 
 
 def test_one_that_its_client_gives_up_is_forgotten(engine):
