@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
+import select
 import socket
 import ssl
 import threading
@@ -157,6 +158,14 @@ class SecureChannel:
         with contextlib.suppress(OSError, EOFError):
             self.receive(0)
         self.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other side of a channel over which it has nothing to say has gone. Nobody may be reading."""
+        try:
+            return bool(select.select([self._connection], [], [], 0)[0])
+        except (OSError, ValueError):  # it is closed here
+            return True
 
     def on_close(self, call: Callable[[], None]) -> None:
         """Have a function called when this side closes the connection; it may be called twice."""
