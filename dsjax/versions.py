@@ -62,8 +62,8 @@ def _declared() -> tuple[str, list[tuple["Requirement", str]]]:
     """Give the bounds of Python, and each requirement that holds on this machine, with its extra where it is of one."""
     from packaging.requirements import Requirement
 
-    if _SOURCE_TREE.is_file():
-        project = tomllib.loads(_SOURCE_TREE.read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(_SOURCE_TREE.read_text(encoding="utf-8"))["project"] if _SOURCE_TREE.is_file() else {}
+    if project.get("name") == "dsjax":
         groups = {"": project["dependencies"]} | project["optional-dependencies"]
         python, lines = project["requires-python"], [(one, extra) for extra, group in groups.items() for one in group]
     else:
