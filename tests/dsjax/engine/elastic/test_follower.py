@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from group_in_threads import Group, MemoryStore, Told, step
 
 from dsjax.engine.elastic import generations as generations_module
+from dsjax.engine.elastic.follower import Follower
 from dsjax.engine.elastic.generations import Generations
 from dsjax.engine.elastic.mesh_change import NoMeshError
 from dsjax.engine.stream.leader import LeaderExecutor
@@ -331,3 +333,44 @@ def test_a_leaver_that_is_asked_whom_it_reaches_goes_on_until_it_was_decided_on(
     group.thread.join(60)
     thread.join(60)
     assert group.follower.left
+
+
+@pytest.mark.parametrize(
+    ("phase", "generation", "served", "code"),
+    [
+        ("loading", 0, False, 1),  # the group has not served, and ends with this process
+        ("warming up", 0, False, 1),
+        ("compiling ahead", 2, False, 0),  # nobody counts on it yet
+        ("loading", 2, False, None),  # a mesh is being made with it
+        ("standing by", 2, False, None),
+        ("ready", 0, True, None),
+        ("loading", 1, True, None),
+    ],
+)
+def test_a_signal_ends_a_process_that_nobody_needs_yet_and_lets_another_one_leave(
+    phase, generation, served, code, monkeypatch, capfd
+):
+    ended, asked = [], threading.Event()
+
+    class EndedError(Exception):
+        """The process has ended."""
+
+    def end(code: int) -> None:
+        ended.append(code)
+        raise EndedError
+
+    monkeypatch.setattr(os, "_exit", end)
+    follower = Follower(SimpleNamespace(generation=generation))
+    follower.phase, follower.has_served, follower.leave = phase, served, asked.set
+    with contextlib.suppress(EndedError):
+        follower._on_signal(signal.SIGTERM, None)
+    if code is None:
+        assert asked.wait(10)
+        assert ended == []
+        with pytest.raises(EndedError):
+            follower._on_signal(signal.SIGINT, None)
+        assert ended == [1], "the second one, whichever it is, ends it at once"
+    else:
+        assert ended == [code]
+        assert capfd.readouterr().err == f"SIGTERM while {phase}: this process ends now\n"
+        assert not asked.is_set()
