@@ -1,7 +1,10 @@
 """`ServeOptions`: what `dsjax serve` can be told about HTTP, checked when made."""
 
 import dataclasses
-from collections.abc import Iterable
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,45 @@ class ServeOptions(HttpOptions):
         shown = dataclasses.asdict(self)
         keys, admin = shown.pop("api_keys"), shown.pop("admin_api_key")
         return {**shown, "num_api_keys": len(keys), "has_admin_api_key": admin is not None}
+
+
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "DSJAX_API_KEY", "DSJAX_ADMIN_API_KEY"
+
+
+def check_key_variables(variables: Mapping[str, str] = os.environ) -> None:
+    """Check that no environment variable holds an empty key. The command line takes such a variable for one that is not set.
+
+    Raises:
+        UserError: one is set and empty.
+    """
+    for name in (KEY_VARIABLE, ADMIN_KEY_VARIABLE):
+        if name in variables and not variables[name].strip():
+            raise UserError(
+                f"the environment variable {name} is set and empty, which would leave out the key that somebody meant to give; "
+                "give it a key, or unset it"
+            )
+
+
+def is_loopback(address: str) -> bool:
+    """Say whether an IP address is reachable from its own machine alone."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+def check_listener(listener: socket.socket, keys: Sequence[str], allow_unauthenticated: bool) -> None:
+    """Check that a bound socket is not open to other machines without a key; it is closed where it is.
+
+    Raises:
+        UserError: its address is beyond loopback, there is no key, and that is not allowed on purpose.
+    """
+    address = listener.getsockname()[0]
+    if not keys and not allow_unauthenticated and not is_loopback(address):
+        listener.close()
+        raise UserError(
+            f"{address} can be reached from other machines, and no key was given, so everybody there could use this server; give "
+            f"--api-key-file FILE, --api-key or the environment variable {KEY_VARIABLE}, listen on 127.0.0.1, or allow it with "
+            "--allow-unauthenticated"
+        )
 
 
 def read_keys(given: Iterable[str], files: Iterable[Path]) -> tuple[str, ...]:

@@ -165,11 +165,11 @@ def test_probes_drain_and_ports_agree_with_the_server():
     found = by_kind(DEPLOY / "base")
     pod = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
     container = pod["containers"][0]
-    from dsjax.serve.guards import _OPEN_PATHS
+    from dsjax.serve.guards import OPEN_PATHS
 
     probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert probes == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
-    assert set(probes.values()) <= _OPEN_PATHS, "a probe has no key"
+    assert set(probes.values()) <= OPEN_PATHS, "a probe has no key"
     options = dict(word.removeprefix("--").split("=", 1) for word in container["args"][1:] if "=" in word)
     drain, waits = int(options["shutdown-timeout"]), int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert waits + drain < pod["terminationGracePeriodSeconds"]
