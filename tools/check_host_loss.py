@@ -33,8 +33,10 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
+import secrets
 import signal
 import sys
 import tempfile
@@ -146,6 +148,7 @@ def links(args: argparse.Namespace):
     if args.signal != "CUT":
         yield None
         return
+    os.environ.setdefault("DSJAX_CLUSTER_KEY", secrets.token_hex(32))  # hosts, and what runs on them, share it
     try:
         network = Namespaces(args.processes)
     except CannotBeError as error:

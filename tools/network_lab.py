@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -244,6 +245,7 @@ class Workers:
             "XLA_FLAGS": " ".join(QUICK_COMPILATION),
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(ROOT),
+            "DSJAX_CLUSTER_KEY": secrets.token_hex(32),
         }
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._processes = []

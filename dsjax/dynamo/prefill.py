@@ -15,6 +15,7 @@ from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.core import EngineCore
 from dsjax.engine.transfer.page_network import PrefillServer
 from dsjax.errors import UserError
+from dsjax.hosts.credentials import is_loopback
 from dsjax.hosts.wire import split_address
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_parts import add_prefill_metrics
@@ -52,7 +53,7 @@ class DsjaxPrefillEngine(Worker):
         console = Console()
         with warm_up_bar(console) as progress:
             self._server.warm_up(progress)
-        console.print(f"computes prompts for decode workers, which reach it at {self._server.address}", highlight=False)
+        console.print(_reached_at(self._server.address), highlight=False)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
         """Begin to compute a prompt, and say where its pages can be had."""
@@ -124,3 +125,11 @@ class DsjaxPrefillEngine(Worker):
     def _die(self) -> None:
         _log.error("the prefill engine has failed: %s", self._server and self._server.engine.error)
         self._end_process()
+
+
+def _reached_at(address: str) -> str:
+    """Say where decode workers reach a prefill worker, and what to do where those of other hosts do not."""
+    text = f"computes prompts for decode workers, which reach it at {address}"
+    if not is_loopback(split_address(address)[0]):
+        return text
+    return f"{text}; workers of other hosts do not: for them give --transfer-host, an address of this host, and a cluster key"

@@ -13,7 +13,15 @@ from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.generations import Generations
-from dsjax.engine.elastic.transfer_processes import host_of, keepers_of, remote_chunks, space_of, transport_of
+from dsjax.engine.elastic.transfer_processes import (
+    credentials_of,
+    host_of,
+    keepers_of,
+    remote_chunks,
+    space_of,
+    tickets_of,
+    transport_of,
+)
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.page_events import EventSink
@@ -106,10 +114,17 @@ def load_prefill(
         UserError, MeshError: options, model, devices or address that do not go together. GroupError: another process could not.
     """
     args, library = replace(args, disaggregation_mode="prefill"), ProgramLibrary()
+    credentials = credentials_of(args, group)
+    tickets = tickets_of(group)
     model = load_model(args, group, library=library, show_progress=show_progress)
     host, space = host_of(args, group), space_of(args, model)
     chunks = ChunkServer(
-        lambda number: engine.buffers.take(number), transport_of(args, host), space, host, args.transfer_timeout
+        lambda number, ticket: engine.buffers.open(number, ticket),
+        transport_of(args, host),
+        space,
+        host,
+        args.transfer_timeout,
+        credentials,
     )
     config = args.scheduler_config(model.executor.limits)
     engine = PrefillEngine(
@@ -119,18 +134,19 @@ def load_prefill(
         async_scheduling=args.async_scheduling,
         attachments=attachments_of(config, eplb=args.eplb, sink=event_sink, page_source=args.page_source),
         keepers=keepers_of(chunks.address, group),
+        tickets=tickets,
     )
     if group is not None:
         engine.follow(Generations(args, group, model, library))
-    server = PrefillServer(engine, chunks, space, host, port)
+    server = PrefillServer(engine, chunks, space, host, port, credentials)
     engine.start()
     return server
 
 
 def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None = None) -> Callable[[str], RemoteLink]:
     """What gives the link to a prefill engine at an address, for a model that was loaded with ``transfers``."""
-    chunks, space = remote_chunks(args, loaded, group), space_of(args, loaded)
-    return lambda address: RemoteLink(address, chunks, space)
+    chunks, space, credentials = remote_chunks(args, loaded, group), space_of(args, loaded), credentials_of(args, group)
+    return lambda address: RemoteLink(address, chunks, space, credentials)
 
 
 def _devices(args: EngineArgs) -> list[jax.Device]:

@@ -15,6 +15,7 @@ import msgspec
 
 from dsjax.hosts import announcement, coordination
 from dsjax.hosts.announcement import Announcement, Announcements
+from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.links import Answerer, Links
 from dsjax.hosts.options import HostOptions
@@ -50,7 +51,7 @@ class HostGroup:
         on_change: process 0's: called in another thread when a member has gone (with the error) or come back (with None).
         announcements: of generations, for every other process.
         collectives: this process's connections for them.
-        links: whom of them it reaches.
+        links: whom of them it reaches. credentials: by which this process shows that it belongs to them.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class HostGroup:
         members: Sequence[JoinRequest],
         store: coordination.Store | None = None,
         rendezvous: Rendezvous | None = None,
+        credentials: Credentials | None = None,
     ):
-        self.options, self.members = options, list(members)
+        self.options, self.members, self.credentials = options, list(members), credentials
         self.present = list(members)
         self.generation = 0
         self.on_change: Callable[[GroupError | None], None] | None = None
@@ -90,9 +92,10 @@ class HostGroup:
         Raises:
             GroupError, UserError: there is no group, as `meet` says; or a link between two of its processes is cut.
         """
-        answerer = Answerer(options.address)
-        rendezvous = meet(options, prepare, answerer.port)
-        group = cls(options, rendezvous.members, rendezvous=rendezvous)
+        credentials = options.read_credentials()
+        answerer = Answerer(options.address, credentials)
+        rendezvous = meet(options, prepare, answerer.port, credentials)
+        group = cls(options, rendezvous.members, rendezvous=rendezvous, credentials=credentials)
         group._answerer = answerer
         if rendezvous.generation > 0:
             group.links.check(rendezvous.here)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Callable
 
 import msgspec
 
 from dsjax.hosts.options import HostOptions
-from dsjax.hosts.rendezvous import unlike_first
-from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared, close, receive, send
+from dsjax.hosts.rendezvous import unlike_first, why_no_place
+from dsjax.hosts.secure_channel import SecureChannel
+from dsjax.hosts.secure_listener import SecureListener
+from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared, receive, send
 
 
 class JoinListener:
@@ -30,8 +31,8 @@ class JoinListener:
         options: HostOptions,
         response: JoinResponse,
         first: Prepared,
-        listener: socket.socket,
-        connections: dict[int, socket.socket],
+        listener: SecureListener,
+        connections: dict[int, SecureChannel],
     ):
         self._options, self._response, self._first = options, response, first
         self._listener, self._connections = listener, dict(connections)
@@ -51,10 +52,10 @@ class JoinListener:
         self._on_left, self._may_come = on_left, may_come
         self._watched.set()
 
-    def left(self, request: JoinRequest, connection: socket.socket) -> None:
+    def left(self, request: JoinRequest, channel: SecureChannel) -> None:
         """A connection has ended."""
         with self._lock:
-            if self._connections.get(request.process_id) is not connection:
+            if self._connections.get(request.process_id) is not channel:
                 return
             del self._connections[request.process_id]
         self._watched.wait()
@@ -71,49 +72,45 @@ class JoinListener:
         with self._lock:
             connection = self._connections.pop(process_id, None)
         if connection is not None:
-            close(connection)
+            connection.close()
 
-    def enter(self, connection: socket.socket, request: JoinRequest) -> None:
+    def enter(self, channel: SecureChannel, request: JoinRequest) -> None:
         """Somebody comes after the group has formed: let it in, or say why not; then wait until it goes."""
-        prepared = receive(connection)  # also of one that cannot come in: it reads an answer only then
+        prepared = receive(channel)  # also of one that cannot come in: it reads an answer only then
         if not isinstance(prepared, Prepared) or prepared.error is not None:
-            close(connection)  # it cannot start, and says why itself
+            channel.close()  # it cannot start, and says why itself
             return
         refusal = self._refusal(request) or unlike_first(request, prepared, self._first)
         generation = self._may_come(request) if refusal is None else None
         if refusal is None and generation is None:
             refusal = "process 0 is ending the group; start all processes again"
         if refusal is not None:
-            send(connection, JoinResponse(error=refusal))
-            close(connection)
+            send(channel, JoinResponse(error=refusal))
+            channel.close()
             return
         with self._lock:
             self._members[request.process_id] = request
-            self._connections[request.process_id] = connection
+            self._connections[request.process_id] = channel
             here = [0, *sorted(self._connections)]
         members = [self._members[i] for i in sorted(self._members)]
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
-            send(connection, JoinResponse(members, None, self._response.service, generation, here, self.wanted))
-            connection.recv(1)  # it says nothing more: this returns when it goes away
-        self.left(request, connection)
+            send(channel, JoinResponse(members, None, self._response.service, generation, here, self.wanted))
+            channel.wait_for_end()
+        self.left(request, channel)
 
     def close(self) -> None:
         """Let nobody in any more."""
         self._watched.set()
-        close(self._listener)
+        self._listener.close()
         with self._lock:
             connections, self._connections = self._connections, {}
         for connection in connections.values():
-            close(connection)
+            connection.close()
 
     def _refusal(self, request: JoinRequest) -> str | None:
-        count = self._options.num_processes
-        if request.num_processes != count:
-            return (
-                f"{request.name} has --num-processes {request.num_processes}, process 0 has {count}; give all the same"
-            )
-        if not 0 < request.process_id < count:
-            return f"{request.name} came, but ids go from 0 to {count - 1}"
+        refusal = why_no_place(request, self._options.num_processes)
+        if refusal is not None:
+            return refusal
         with self._lock:
             if request.process_id in self._connections:
                 known = self._members[request.process_id]

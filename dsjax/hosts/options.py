@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsjax.errors import UserError
+from dsjax.hosts.credentials import CredentialOptions, Credentials
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class HostOptions:
         address: of this host, as an IP address: what listens in this process listens there.
         start_timeout: seconds in which all processes must have come.
         heartbeat_timeout: seconds after which a process that gives no sign of life is taken for dead.
+        credentials: where the cluster key and the certificates are.
     """
 
     coordinator: tuple[str, int]
@@ -35,6 +37,7 @@ class HostOptions:
     address: str
     start_timeout: int = 300
     heartbeat_timeout: int = 10
+    credentials: CredentialOptions = CredentialOptions()
 
     @property
     def is_leader(self) -> bool:
@@ -46,6 +49,14 @@ class HostOptions:
         """`HOST:PORT`, as it was given."""
         return joined(*self.coordinator)
 
+    def read_credentials(self) -> Credentials:
+        """Read the credentials with which this process joins its group.
+
+        Raises:
+            UserError: as `CredentialOptions.read` does.
+        """
+        return self.credentials.read(self.coordinator[0], self.address)
+
     @classmethod
     def find(
         cls,
@@ -55,11 +66,14 @@ class HostOptions:
         host_address: str | None = None,
         start_timeout: int = 300,
         heartbeat_timeout: int = 10,
+        **credentials: str | None,
     ) -> HostOptions | None:
         """What the options say; what they leave open, LeaderWorkerSet's variables say, or whatever JAX knows. None: one process.
 
+        credentials: as of `CredentialOptions`.
+
         Raises:
-            UserError: some of it is missing, contradictory, or no address.
+            UserError: some of it is missing, contradictory, or no address; or there is no cluster key, and addresses are beyond loopback.
         """
         given = (coordinator_address, num_processes, process_id)
         if None in given:
@@ -86,7 +100,17 @@ class HostOptions:
             )
         coordinator = split(coordinator_address)
         address = _own_address(coordinator, process_id, host_address)
-        return cls(coordinator, num_processes, process_id, address, start_timeout, heartbeat_timeout)
+        options = cls(
+            coordinator,
+            num_processes,
+            process_id,
+            address,
+            start_timeout,
+            heartbeat_timeout,
+            CredentialOptions(**credentials),
+        )
+        options.read_credentials()  # what is wrong with them is said now
+        return options
 
 
 def joined(host: str, port: int) -> str:
@@ -140,28 +164,82 @@ def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
 
 
 def _own_address(coordinator: tuple[str, int], process_id: int, given: str | None) -> str:
-    """The address that this process listens at: as given, or that of the interface which leads to the coordinator."""
+    """The address that this process listens at: as given, or that of the interface which leads to the coordinator.
+
+    Raises:
+        UserError: it is none of this host, or the group's other processes cannot reach it.
+    """
     host, port = coordinator
+    on_loopback = means_loopback(host)
+    if given is not None:
+        return address_of_this_host("--host-address", given, on_loopback=on_loopback)
+    if process_id == 0:
+        flag, advice = "--coordinator-address", "process 0 must run there"
+        return address_of_this_host(flag, host, port=port, on_loopback=on_loopback, advice=advice)
     try:
-        wanted = given if given is not None else host
+        family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(resolved)  # sends nothing; it only chooses the way
+            address = probe.getsockname()[0]
+    except OSError:
+        return ""  # the name may come to be known while the rendezvous waits
+    if reason := _why_unreachable(address, on_loopback):
+        raise UserError(
+            f"--coordinator-address: this host is at {address} on the way to {host!r}, and {reason}; "
+            "give --host-address an address of this host at which the others reach it"
+        )
+    return address
+
+
+def address_of_this_host(
+    flag: str, wanted: str, *, on_loopback: bool, port: int = 0, advice: str = "give an address of this host"
+) -> str:
+    """Resolve a name or address of this host at which others are to reach it. on_loopback: all of those are on this host.
+
+    Raises:
+        UserError: it is none of this host, or others cannot reach it.
+    """
+    try:
         family, _, _, _, resolved = socket.getaddrinfo(wanted, port, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
-        if given is None and process_id > 0:
-            return ""  # the name may come to be known while the rendezvous waits
-        flag = "--coordinator-address" if given is None else "--host-address"
         raise UserError(f"{flag}: {wanted!r} is no name or address that this host knows ({error})") from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            if given is None and process_id > 0:
-                probe.connect(resolved)  # sends nothing; it only chooses the way
-                return probe.getsockname()[0]
-            probe.bind((resolved[0], 0))
+            probe.bind((resolved[0], 0, *resolved[2:]))
         except OSError as error:
-            if given is None and process_id > 0:
-                return ""
-            flag = "--coordinator-address" if given is None else "--host-address"
-            advice = "process 0 must run there" if given is None else "give an address of this host"
             raise UserError(f"{flag}: {wanted!r} is no address of this host ({error.strerror}); {advice}") from error
-    if ipaddress.ip_address(resolved[0].partition("%")[0]).is_unspecified:
-        raise UserError(f"--host-address is {wanted!r}, which others cannot reach; give one address of this host")
+    if reason := _why_unreachable(resolved[0], on_loopback):
+        known_as = "" if resolved[0] == wanted else f"{resolved[0]} on this host, "
+        raise UserError(
+            f"{flag} is {wanted!r}, {known_as}which others cannot reach: {reason}; give one address of this host in the network that "
+            "they share"
+        )
     return resolved[0]
+
+
+def means_loopback(host: str) -> bool:
+    """Whether a host was named as this very one: an address of the loopback interface, or `localhost`.
+
+    The host's own name is not among them, though many systems know it as 127.0.1.1: other hosts know it by another address.
+    """
+    try:
+        return _plain(host).is_loopback
+    except ValueError:
+        return host.partition(".")[0] in ("localhost", "ip6-localhost")
+
+
+def _why_unreachable(address: str, on_loopback: bool) -> str | None:
+    ip = _plain(address)
+    if ip.is_unspecified:
+        return "it stands for all addresses of this host"
+    if ip.is_link_local:
+        return "a link-local address holds on one link, and names no host"
+    if ip.is_loopback and not on_loopback:
+        return "it is the loopback interface's, and not all processes were named as this host's (as 127.0.0.1 does)"
+    return None
+
+
+def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Parse an address without its zone, and an IPv4 address in IPv6's notation as what it is."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return getattr(ip, "ipv4_mapped", None) or ip

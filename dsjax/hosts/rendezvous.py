@@ -11,6 +11,7 @@ one that was started again comes in by the same way.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -21,27 +22,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dsjax.errors import UserError
+from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.options import HostOptions, joined
-from dsjax.hosts.wire import (
-    MAGIC,
-    JoinRequest,
-    JoinResponse,
-    Prepared,
-    close,
-    decode,
-    encode,
-    exactly,
-    keep_alive,
-    receive,
-    send,
-)
+from dsjax.hosts.secure_channel import NotAMemberError, RefusedError, SecureChannel, connect
+from dsjax.hosts.secure_listener import MOST_CONNECTIONS, SecureListener, counted
+from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared, decode, encode, receive, send
 
 if TYPE_CHECKING:
     from dsjax.hosts.join_listener import JoinListener
 
+_log = logging.getLogger(__name__)
+
+_SERVICE = "rendezvous"
 _RETRY_SECONDS = 0.1
 _PEEK_SECONDS = 10.0
 _LINGER_SECONDS = 3.0
+_MOST_REFUSALS = 16
 
 
 class GroupError(UserError):
@@ -66,46 +62,62 @@ class Rendezvous:
     here: Sequence[int] = ()
     wanted: str = ""
     listener: JoinListener | None = None
-    connection: socket.socket | None = None
+    connection: SecureChannel | None = None
 
     def close(self) -> None:
         """Let nobody in any more."""
         if self.listener is not None:
             self.listener.close()
         if self.connection is not None:
-            close(self.connection)
+            self.connection.close()
 
 
-def meet(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port: int = 0) -> Rendezvous:
+def meet(
+    options: HostOptions,
+    prepare: Callable[[], Mapping[str, Any]],
+    port: int = 0,
+    credentials: Credentials | None = None,
+) -> Rendezvous:
     """Meet the other processes.
 
+    A process that belongs to the deployment, and cannot be in this group as it was started, is refused alone, and the group goes on
+    forming; process 0 logs it, and names it where the group does not form.
+
     prepare: checks what this process can check alone, and gives what must be alike everywhere. It runs while the others come. port: as of
-    `JoinRequest`.
+    `JoinRequest`. credentials: of the deployment; None: as the options have them.
 
     Raises:
         GroupError: somebody is missing, could not prepare, or was started otherwise: in all processes.
         UserError: this process's own, from `prepare`; the others are told.
     """
-    return _Host(options, port).meet(prepare) if options.is_leader else _attend(options, prepare, port)
+    credentials = credentials or options.read_credentials()
+    if options.is_leader:
+        return _Host(options, port, credentials).meet(prepare)
+    return _attend(options, prepare, port, credentials)
 
 
 class _Host:
     """Process 0's side: a thread takes connections, one for each reads what comes, and `meet` decides."""
 
-    def __init__(self, options: HostOptions, port: int):
+    def __init__(self, options: HostOptions, port: int, credentials: Credentials):
         self._options = options
         self._deadline = time.monotonic() + options.start_timeout
         self._changed = threading.Condition()
         self._requests: dict[int, JoinRequest] = {0: JoinRequest.of(options, port)}
         self._prepared: dict[int, Prepared] = {}
         self._problem: str | None = None
-        self._connections: dict[int, socket.socket] = {}
-        self._strays: list[socket.socket] = []  # of processes that cannot be in the group, which hear why
+        self._channels: dict[int, SecureChannel] = {}
+        self._refusals: dict[str, None] = {}  # in the order in which they came
         self._join_listener: JoinListener | None = None
-        self._listener = _listen(options)
+        self._listener = SecureListener(
+            _bound(options),
+            credentials,
+            {_SERVICE: self._serve},
+            "dsjax-rendezvous",
+            most_connections=max(MOST_CONNECTIONS, 2 * options.num_processes),
+        )
 
     def meet(self, prepare: Callable[[], Mapping[str, Any]]) -> Rendezvous:
-        threading.Thread(target=self._accept, name="dsjax-rendezvous", daemon=True).start()
         failure: UserError | None = None
         error: str | None = None
         try:
@@ -135,72 +147,71 @@ class _Host:
             response = JoinResponse([self._requests[i] for i in sorted(self._requests)], error, service)
             if error is None:
                 self._join_listener = JoinListener(
-                    self._options, response, self._prepared[0], self._listener, self._connections
+                    self._options, response, self._prepared[0], self._listener, self._channels
                 )
         if error is not None:
-            close(self._listener)
-        for connection in (*self._connections.values(), *self._strays):
+            self._listener.close()
+        for channel in self._channels.values():
             with contextlib.suppress(OSError):
-                send(connection, response)
+                send(channel, response)
             if error is not None:
-                close(connection)
+                channel.close()
         return response
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        """Read what one process says. Strangers, who do not begin as our processes do, are ignored."""
+    def _serve(self, channel: SecureChannel) -> None:
+        """Read what one process of the deployment says."""
         request = None
         try:
-            connection.settimeout(_PEEK_SECONDS)
-            connection.sendall(MAGIC)
-            if exactly(connection, len(MAGIC)) != MAGIC:
-                return
-            request = receive(connection)
-            connection.settimeout(None)
-            keep_alive(connection, self._options.heartbeat_timeout)
+            channel.settimeout(_PEEK_SECONDS)
+            request = receive(channel)
+            channel.settimeout(None)
+            channel.keep_alive(self._options.heartbeat_timeout)
             if not isinstance(request, JoinRequest):
+                channel.close()
                 return
-            greeted = self._greet(request, connection)
-            if self._join_listener is not None and not greeted:
-                self._join_listener.enter(connection, request)
-            elif greeted:
-                prepared = receive(connection)
+            refusal = self._greet(request, channel)
+            if self._join_listener is not None and self._channels.get(request.process_id) is not channel:
+                self._join_listener.enter(channel, request)
+            elif refusal is not None:
+                self._refuse(refusal, channel)
+            else:
+                prepared = receive(channel)
                 self._enter(request, prepared if isinstance(prepared, Prepared) else Prepared(error="spoke nonsense"))
-                connection.recv(1)  # it says nothing more: this returns when it goes away
-                self._lost(request, connection)
+                channel.wait_for_end()
+                self._lost(request, channel)
         except (OSError, EOFError, msgspec.MsgspecError):
+            channel.close()
             if isinstance(request, JoinRequest):
-                self._lost(request, connection)
+                self._lost(request, channel)
 
-    def _greet(self, request: JoinRequest, connection: socket.socket) -> bool:
+    def _greet(self, request: JoinRequest, channel: SecureChannel) -> str | None:
+        """Take a process into the group that is forming, or say why it cannot be in it. Once the group has formed, do nothing."""
         here = self._options.num_processes
         with self._changed:
             if self._join_listener is not None:
-                return False
+                return None
             known = self._requests.get(request.process_id)
-            if request.num_processes != here:
-                self._fail(
-                    f"{request.name} has --num-processes {request.num_processes}, process 0 has {here}; give all the same"
-                )
-            elif not 0 < request.process_id < here:
-                self._fail(f"{request.name} came, but ids go from 0 to {here - 1}")
-            elif known is not None:
-                self._fail(
+            refusal = why_no_place(request, here)
+            if refusal is None and known is not None:
+                refusal = (
                     f"{known.name} and another on {request.host}, pid {request.pid}, both have --process-id "
                     f"{request.process_id}; give each its own"
                 )
-            else:
+            if refusal is None:
                 self._requests[request.process_id] = request
-                self._connections[request.process_id] = connection
-                self._changed.notify_all()
-                return True
-            self._strays.append(connection)
-        return False
+                self._channels[request.process_id] = channel
+            else:
+                if len(self._refusals) < _MOST_REFUSALS:
+                    self._refusals[refusal] = None
+                _log.warning("A process was refused, and the group goes on forming: %s", refusal)
+            self._changed.notify_all()
+            return refusal
+
+    def _refuse(self, refusal: str, channel: SecureChannel) -> None:
+        """Tell a process why it cannot be in the group. It reads an answer only when it has prepared."""
+        receive(channel)
+        send(channel, JoinResponse(error=refusal))
+        channel.close()
 
     def _enter(self, request: JoinRequest, prepared: Prepared) -> None:
         with self._changed:
@@ -209,12 +220,13 @@ class _Host:
                 self._fail(f"{request.name}: {prepared.error}")
             self._changed.notify_all()
 
-    def _lost(self, request: JoinRequest, connection: socket.socket) -> None:
+    def _lost(self, request: JoinRequest, channel: SecureChannel) -> None:
         if self._join_listener is not None:
-            self._join_listener.left(request, connection)
+            self._join_listener.left(request, channel)
             return
         with self._changed:
-            self._fail(f"{request.name} has gone away while the group was forming; its own messages say why")
+            if self._channels.get(request.process_id) is channel:
+                self._fail(f"{request.name} has gone away while the group was forming; its own messages say why")
 
     def _fail(self, problem: str) -> None:
         self._problem = self._problem or problem
@@ -229,13 +241,20 @@ class _Host:
                 if len(self._requests) < options.num_processes:
                     rest = self._deadline - time.monotonic()
                     if rest <= 0:
-                        return _missing(options, self._requests)
+                        return _missing(options, self._requests) + self._others()
                 self._changed.wait(rest)
             if self._problem is None:
                 return _unlike(self._requests, self._prepared) or _on_loopback(self._requests)
             # Whoever is on the way hears of it too, instead of waiting for a process 0 that has ended.
             self._changed.wait_for(lambda: len(self._requests) == options.num_processes, _LINGER_SECONDS)
             return self._problem
+
+    def _others(self) -> str:
+        """Who came and was not let in, for the message that somebody is missing."""
+        lines = [f". Refused: {refusal}" for refusal in self._refusals]
+        if strangers := self._listener.turned_away:
+            lines.append(f". Connections that were turned away: {counted(strangers)}")
+        return "".join(lines)
 
 
 def _missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
@@ -266,6 +285,15 @@ def unlike_first(request: JoinRequest, prepared: Prepared, first: Prepared) -> s
     return None
 
 
+def why_no_place(request: JoinRequest, num_processes: int) -> str | None:
+    """Why a group of so many processes has no place for one that was started otherwise; None: it has."""
+    if request.num_processes != num_processes:
+        return f"{request.name} has --num-processes {request.num_processes}, process 0 has {num_processes}; give all the same"
+    if not 0 < request.process_id < num_processes:
+        return f"{request.name} came, but ids go from 0 to {num_processes - 1}"
+    return None
+
+
 def _shown(value: Any) -> str:
     return "not set" if value is None else str(value)
 
@@ -283,16 +311,17 @@ def _on_loopback(requests: Mapping[int, JoinRequest]) -> str | None:
     return None
 
 
-def _listen(options: HostOptions) -> socket.socket:
+def _bound(options: HostOptions) -> socket.socket:
+    """A socket at the coordinator's port."""
     port = options.coordinator[1]
     family = socket.AF_INET6 if ":" in options.address else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((options.address, port))
-        listener.listen(128)
+        listener.listen()
     except OSError as error:
-        close(listener)
+        listener.close()
         raise GroupError(
             f"--coordinator-address: cannot listen at {options.address} port {port}: {error.strerror}; choose another port"
         ) from error
@@ -306,18 +335,20 @@ def _free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port: int) -> Rendezvous:
+def _attend(
+    options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port: int, credentials: Credentials
+) -> Rendezvous:
     """Every other process's side."""
-    connection, keeping = _connect(options), False
+    channel, keeping = _connect(options, credentials), False
     try:
-        send(connection, JoinRequest.of(options, port))
+        send(channel, JoinRequest.of(options, port))
         try:
             prepared_here = Prepared(dict(prepare()))
         except ValueError as error:
-            send(connection, Prepared(error=str(error)))
+            send(channel, Prepared(error=str(error)))
             raise
-        send(connection, prepared_here)
-        response = receive(connection)
+        send(channel, prepared_here)
+        response = receive(channel)
         keeping = isinstance(response, JoinResponse) and response.error is None
     except (OSError, EOFError, msgspec.MsgspecError) as error:
         raise GroupError(
@@ -325,33 +356,27 @@ def _attend(options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port
         ) from error
     finally:
         if not keeping:
-            close(connection)
+            channel.close()
     assert isinstance(response, JoinResponse)
     if response.error is not None:
         raise GroupError(response.error)
     return Rendezvous(
-        response.members, response.service, response.generation, response.here, response.wanted, connection=connection
+        response.members, response.service, response.generation, response.here, response.wanted, connection=channel
     )
 
 
-def _connect(options: HostOptions) -> socket.socket:
+def _connect(options: HostOptions, credentials: Credentials) -> SecureChannel:
     """Reach process 0, which may start later than this process."""
     deadline = time.monotonic() + options.start_timeout
     while True:
         try:
-            connection = socket.create_connection(options.coordinator, timeout=_PEEK_SECONDS)
-            try:
-                connection.sendall(MAGIC)
-                if exactly(connection, len(MAGIC)) == MAGIC:
-                    connection.settimeout(None)
-                    keep_alive(connection, options.heartbeat_timeout)
-                    return connection
-            except EOFError:
-                pass
-            close(connection)
-            reason = "what answers there is no dsjax that waits for other processes"
-        except OSError as error:
-            reason = error.strerror or str(error)
+            channel = connect(options.coordinator, _SERVICE, credentials, _PEEK_SECONDS)
+            channel.keep_alive(options.heartbeat_timeout)
+            return channel
+        except (NotAMemberError, RefusedError) as error:
+            raise GroupError(f"no group at {options.coordinator_text}: {error}") from error
+        except (OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
         if time.monotonic() + _RETRY_SECONDS > deadline:
             raise GroupError(
                 f"no process 0 at {options.coordinator_text} within {options.start_timeout} s (--start-timeout): {reason}. "

@@ -1,11 +1,7 @@
-"""What the processes of a group say to each other before JAX joins them: messages in MessagePack, in frames with their length.
-
-A frame is four little-endian bytes of length, then a message; `MAGIC` comes first in both directions.
-"""
+"""What the processes of a group say to each other before JAX joins them: messages in MessagePack, over a `SecureChannel`."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from typing import Any
@@ -14,8 +10,8 @@ import msgspec
 
 from dsjax.errors import UserError
 from dsjax.hosts.options import HostOptions
+from dsjax.hosts.secure_channel import SecureChannel
 
-MAGIC = b"dsjaxmt3"
 _MOST_BYTES = 1 << 20
 
 
@@ -77,30 +73,46 @@ class JoinResponse(msgspec.Struct, frozen=True, tag="join_response"):
 
 Message = JoinRequest | Prepared | JoinResponse
 encode = msgspec.msgpack.encode
-decode = msgspec.msgpack.Decoder(Message).decode
+_decoder = msgspec.msgpack.Decoder(Message)
 
 
-def send(connection: socket.socket, message: Message) -> None:
+def decode(data: bytes) -> Message:
+    """Read a message.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    return decoded(_decoder, data)
+
+
+def decoded(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
+    """Read a message of any kind.
+
+    Raises:
+        msgspec.MsgspecError: it is none, also where msgspec itself raises something else: for text that is no UTF-8, or for deep nesting.
+    """
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
+
+
+def send(channel: SecureChannel, message: Message) -> None:
     """Send a message."""
-    send_frame(connection, encode(message))
+    channel.send(encode(message))
 
 
-def receive(connection: socket.socket) -> Message:
+def receive(channel: SecureChannel) -> Message:
     """Wait for a message.
 
     Raises:
         EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
     """
-    return decode(receive_frame(connection, _MOST_BYTES))
-
-
-def send_frame(connection: socket.socket, data: bytes) -> None:
-    """Send bytes behind their number."""
-    connection.sendall(len(data).to_bytes(4, "little") + data)
+    return decode(channel.receive(_MOST_BYTES))
 
 
 def receive_frame(connection: socket.socket, most_bytes: int) -> bytes:
-    """Wait for what `send_frame` sends.
+    """Wait for bytes behind four little-endian bytes with their number, over a connection between processes of one host.
 
     Raises:
         EOFError, OSError: the other side has gone. msgspec.MsgspecError: it says that more than `most_bytes` come.
@@ -120,21 +132,6 @@ def exactly(connection: socket.socket, count: int) -> bytes:
             raise EOFError
         at += size
     return bytes(received)
-
-
-def keep_alive(connection: socket.socket, seconds: int) -> None:
-    """Have the kernel notice that the other host is gone while both sides are silent."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", max(1, seconds // 2)), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def close(connection: socket.socket) -> None:
-    """Close a connection, or a listener, also under a thread that waits for it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on it
-    connection.close()
 
 
 def _machine() -> str:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from dsjax.cli.options import options_of
+from dsjax.descriptors import check_descriptors
 from dsjax.engine.elastic.joining import host_options
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
@@ -95,8 +96,13 @@ def serve(
     keys = read_keys(api_key or (), api_key_file or ())
     options = ServeOptions(**vars(http), api_keys=keys, admin_api_key=admin_api_key, step_timeout=step_timeout)
     configure_logging(log_level, as_json=log_json)
+    check_descriptors(api_server_count if api_server_count > 1 else 0)
     group_options = host_options(args)
     leads = group_options is None or group_options.is_leader
+    if leads and api_server_count > 1:
+        from dsjax.serve.front_ends.shared_engine import check_private_listener
+
+        check_private_listener()
     listeners = bind_shared(host, port, api_server_count) if leads and api_server_count > 1 else [bind(host, port)]
     listener = listeners[0]
     check_listener(listener, keys, allow_unauthenticated)

@@ -208,7 +208,8 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     def ended() -> _Samples:
         if (transfers := counts()) is not None:
             yield ("completed",), transfers.completed
-            yield ("given_up",), transfers.given_up
+            yield ("given_up",), transfers.given_up - transfers.refused
+            yield ("refused",), transfers.refused
 
     name = "dsjax_transfer"
     registry.gauge(f"{name}s_under_way", "Prompts that prefill engines compute now.", count("under_way"))
@@ -220,7 +221,7 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     )
     registry.total(
         f"{name}s",
-        "Prompts that prefill engines were asked for: all pages came, or the rest was computed here.",
+        "Prompts that prefill engines were asked for: all pages came, or the rest was computed here; refused: other pages were offered.",
         ended,
         "outcome",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -29,6 +30,7 @@ def host_options(args: EngineArgs) -> HostOptions | None:
         args.host_address,
         args.start_timeout,
         args.heartbeat_timeout,
+        **dataclasses.asdict(args.credentials),
     )
 
 
@@ -39,6 +41,8 @@ def join_group(args: EngineArgs, options: HostOptions | None):
         UserError, GroupError: somebody is missing or was started otherwise, or the model cannot be found: in all processes.
     """
     devices = args.num_devices
+    if args.is_side:  # what is wrong with it is said before a model is loaded
+        args.credentials.read(args.transfer_host or (options.address if options else "127.0.0.1"))
     if options is None:
         emulate_devices(devices)
         return None

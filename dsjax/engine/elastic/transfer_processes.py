@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,13 +17,16 @@ from dsjax.engine.stream.leader import pulled_stream
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.messages import ChunkPort
 from dsjax.engine.transfer.prefill_service import Keepers
-from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
 from dsjax.engine.transfer.transport import Transport, open_transport
+from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.rendezvous import JoinRequest
 from dsjax.hosts.stream import StreamWriter
 
+LOOPBACK = "127.0.0.1"
 _LOOK_SECONDS = 1.0
+_SECRET_KEY = "dsjax/chunk-tickets"
 
 
 class FollowerTransfers:
@@ -36,7 +38,8 @@ class FollowerTransfers:
 
     def __init__(self, args: EngineArgs, group: HostGroup):
         self._args, self._group = args, group
-        self._kept = FollowerSendBuffers(args.transfer_timeout / 2)
+        self._kept: FollowerSendBuffers | None = None
+        self._tickets: ChunkTickets | None = None
         self._server: ChunkServer | None = None
         self._chunks: RemoteChunks | None = None
 
@@ -45,12 +48,13 @@ class FollowerTransfers:
         args, group = self._args, self._group
         process_id = group.options.process_id
         if args.disaggregation_mode == "prefill":
-            self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2)
+            self._tickets = self._tickets or tickets_of(group)
+            self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2, self._tickets)
             if self._server is None:
                 host = host_of(args, group)
-                take = lambda number: self._kept.take(number)  # noqa: E731
+                open_chunk = lambda number, ticket: self._kept.open(number, ticket)  # noqa: E731
                 transport, space = transport_of(args, host), space_of(args, loaded)
-                self._server = ChunkServer(take, transport, space, host, args.transfer_timeout)
+                self._server = ChunkServer(open_chunk, transport, space, host, args.transfer_timeout, group.credentials)
                 group.store.set(_address_key(process_id, os.getpid()), self._server.address.encode())
             loaded.executor.extension(ChunkPort).send_chunks(kept.ready, kept.drop)
             return
@@ -80,15 +84,38 @@ def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
     return keepers
 
 
-def _address_of(member: JoinRequest, group: HostGroup) -> str:
-    """Wait until another process says where its chunks are pulled from, which it does once its model is loaded."""
+def tickets_of(group: HostGroup | None) -> ChunkTickets:
+    """Make the tickets of a prefill side's chunks, the same in all its processes: process 0 makes the secret, and the others wait for it.
+
+    Raises:
+        GroupError: process 0 has not said it in time.
+    """
+    if group is None:
+        return ChunkTickets()
+    if group.is_leader:
+        tickets = ChunkTickets()
+        group.store.set(_SECRET_KEY, tickets.secret)
+        return tickets
+    return ChunkTickets(
+        _wait_for(group, _SECRET_KEY, f"{group.members[0].name} does not say how its chunks are opened")
+    )
+
+
+def _wait_for(group: HostGroup, key: str, complaint: str) -> bytes:
+    """Wait until another process has entered a value."""
     deadline = time.monotonic() + group.options.start_timeout
     while time.monotonic() < deadline:
-        address = group.store.get(_address_key(member.process_id, member.pid), _LOOK_SECONDS)
-        if address is not None:
-            return address.decode()
+        value = group.store.get(key, _LOOK_SECONDS)
+        if value is not None:
+            return value
         group.check()
-    raise GroupError(f"{member.name} does not say where its pages can be pulled; start all processes alike")
+    raise GroupError(f"{complaint}; start all processes alike")
+
+
+def _address_of(member: JoinRequest, group: HostGroup) -> str:
+    """Wait until another process says where its chunks are pulled from, which it does once its model is loaded."""
+    key = _address_key(member.process_id, member.pid)
+    return _wait_for(group, key, f"{member.name} does not say where its pages can be pulled").decode()
 
 
 def _address_key(process_id: int, pid: int) -> str:
@@ -98,9 +125,8 @@ def _address_key(process_id: int, pid: int) -> str:
 def remote_chunks(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None) -> RemoteChunks:
     """Make what this process pulls chunks with, from whichever process of the prefill side keeps them."""
     transport = transport_of(args, host_of(args, group))
-    return RemoteChunks(
-        transport, space_of(args, loaded), loaded.executor.extension(ChunkPort).chunk_shapes, args.transfer_timeout
-    )
+    shapes, credentials = loaded.executor.extension(ChunkPort).chunk_shapes, credentials_of(args, group)
+    return RemoteChunks(transport, space_of(args, loaded), shapes, args.transfer_timeout, credentials)
 
 
 def transport_of(args: EngineArgs, host: str) -> Transport:
@@ -114,12 +140,16 @@ def space_of(args: EngineArgs, loaded: LoadedEngine) -> dict[str, Any]:
 
 
 def host_of(args: EngineArgs, group: HostGroup | None) -> str:
-    """Find the address by which others reach this host."""
+    """Give the address by which others reach this host: the one that is given, or the group's, or the loopback interface's."""
     if args.transfer_host is not None:
         return args.transfer_host
-    if group is not None:
-        return group.options.address
-    try:
-        return socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError:
-        return "127.0.0.1"
+    return group.options.address if group is not None else LOOPBACK
+
+
+def credentials_of(args: EngineArgs, group: HostGroup | None) -> Credentials:
+    """Give the credentials by which the processes of both sides know each other.
+
+    Raises:
+        UserError: the side is reached beyond loopback, and no cluster key was given; or as `CredentialOptions.read` says.
+    """
+    return group.credentials if group is not None else args.credentials.read(host_of(args, None))

@@ -8,7 +8,9 @@ from dsjax.engine.contract.commands import int32s
 from dsjax.engine.schedule.page_events import RankEvents
 from dsjax.engine.schedule.request import Request
 
-_NO_SALT = bytes(32)
+NAME_BYTES = 32
+"""Bytes of a page's name, which is a SHA-256 (`extend_hashes`)."""
+_NO_SALT = bytes(NAME_BYTES)
 
 
 class PagePool:

@@ -15,6 +15,7 @@ from dsjax.engine.tiers.event_publisher import KvEventsConfig
 from dsjax.engine.transfer.messages import TRANSFER_SECONDS
 from dsjax.engine.transfer.transport import BACKENDS
 from dsjax.errors import UserError
+from dsjax.hosts.credentials import CredentialOptions
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
@@ -34,6 +35,10 @@ _OF_THE_HOST = (
     "host_address",
     "start_timeout",
     "heartbeat_timeout",
+    "cluster_key_file",
+    "cluster_tls_cert",
+    "cluster_tls_key",
+    "cluster_tls_ca",
     "compile_ahead",
     "kv_events_config",
     "prefill_mesh",
@@ -105,7 +110,8 @@ class EngineArgs:
     )
     disk_cache: str | None = option(
         None,
-        "folder for pages that leave the cache, which survive a restart; one server at a time; with --disk-cache-bytes",
+        "folder for pages that leave the cache, which survive a restart: empty, or not there yet, or of an earlier run; nobody else may "
+        "write in it; one server at a time; with --disk-cache-bytes",
     )
     disk_cache_bytes: int = option(
         0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
@@ -222,7 +228,9 @@ class EngineArgs:
         tuple(BACKENDS),
     )
     transfer_host: str | None = option(
-        None, "address of this host from which others pull pages; default: that by which the host's name is known"
+        None,
+        "address of this host at which the other side's engines reach it, and from which they pull pages; default: that of the group, or "
+        "127.0.0.1",
     )
     coordinator_address: str | None = option(
         None,
@@ -238,6 +246,18 @@ class EngineArgs:
     start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
     heartbeat_timeout: int = option(
         10, "seconds after which a process that gives no sign of life is taken for dead; the rest goes on", least=1
+    )
+    cluster_key_file: str | None = option(
+        None,
+        "file with the secret that all processes of a deployment share, at least 32 characters; or the environment variable "
+        "DSJAX_CLUSTER_KEY. Default: one made for this user, which serves the loopback interface alone",
+    )
+    cluster_tls_cert: str | None = option(
+        None, "certificate of this process in PEM: connections between processes are encrypted, with TLS 1.3"
+    )
+    cluster_tls_key: str | None = option(None, "private key of that certificate")
+    cluster_tls_ca: str | None = option(
+        None, "certificate of the authority that those of all processes of the deployment come from"
     )
     compile_ahead: int = option(
         1,
@@ -288,6 +308,13 @@ class EngineArgs:
         if not self.separated:
             return MeshSpec.parse(self.mesh).num_devices
         return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
+
+    @property
+    def credentials(self) -> CredentialOptions:
+        """Where the cluster key and the certificates are."""
+        return CredentialOptions(
+            self.cluster_key_file, self.cluster_tls_cert, self.cluster_tls_key, self.cluster_tls_ca
+        )
 
     @property
     def executor_options(self) -> dict[str, Any]:

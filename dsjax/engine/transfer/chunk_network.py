@@ -13,8 +13,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PullDone, PullRequest, PullResponse
-from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
+from dsjax.engine.transfer.page_channel import CHUNKS, TransferChannel, TransferListener, connect_to
+from dsjax.engine.transfer.send_buffers import ChunkTickets
 from dsjax.engine.transfer.transport import Shapes, Transport
+from dsjax.hosts.credentials import Credentials, local_credentials
 
 _log = logging.getLogger(__name__)
 _MOST_DROPPED = 4096
@@ -24,11 +26,11 @@ class FollowerSendBuffers:
     """Holds the chunks of a prefill side's process that is not its first, in one generation. The first process counts them, and says
     when they go.
 
-    timeout: seconds for which `take` waits for a chunk that was offered before this process has computed it.
+    timeout: seconds for which `open` waits for a chunk that was offered before this process has computed it. tickets: the side's.
     """
 
-    def __init__(self, timeout: float):
-        self._timeout = timeout
+    def __init__(self, timeout: float, tickets: ChunkTickets):
+        self._timeout, self._tickets = timeout, tickets
         self._chunks: dict[int, Chunk] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
         self._changed = threading.Condition()
@@ -53,12 +55,13 @@ class FollowerSendBuffers:
                 self._dropped.popitem(last=False)
             self._changed.notify_all()
 
-    def take(self, number: int) -> Chunk:
+    def open(self, number: int, ticket: str) -> Chunk:
         """Return a chunk that was offered.
 
         Raises:
-            ChunkGoneError: it is not held any more.
+            ChunkGoneError: it is not held any more, or the ticket is not its own.
         """
+        self._tickets.check(number, ticket)
         with self._changed:
             self._changed.wait_for(lambda: number in self._chunks or number in self._dropped, self._timeout)
             if number not in self._chunks:
@@ -70,23 +73,30 @@ class ChunkServer:
     """Lets other processes pull this one's chunks.
 
     Args:
-        take: returns a chunk, or raises `ChunkGoneError`.
+        open_chunk: returns the chunk of a number and its ticket, or raises `ChunkGoneError`.
         space: what both sides must have alike (`Greeting.space`).
         timeout: seconds after which a chunk that was published and not pulled is withdrawn.
+        credentials: of this deployment; None: of this user on the loopback interface.
     """
 
     def __init__(
         self,
-        take: Callable[[int], Chunk],
+        open_chunk: Callable[[int, str], Chunk],
         transport: Transport,
         space: dict[str, Any],
         host: str,
         timeout: float,
+        credentials: Credentials | None = None,
     ):
-        self.take, self.transport, self.timeout = take, transport, timeout
+        self.open_chunk, self.transport, self.timeout = open_chunk, transport, timeout
         self.pull_numbers = itertools.count(1)
         self.listener = TransferListener(
-            lambda channel: _PullingPeer(self, channel), space, host, transport=transport.address
+            lambda channel: _PullingPeer(self, channel),
+            space,
+            host,
+            transport=transport.address,
+            service=CHUNKS,
+            credentials=credentials or local_credentials(),
         )
 
     @property
@@ -110,15 +120,15 @@ class _PullingPeer:
         """Publish a chunk, or withdraw one that was pulled."""
         self._withdraw(time.monotonic() - self._server.timeout)
         if isinstance(message, PullRequest):
-            self._channel.send(self._publish(message.number))
+            self._channel.send(self._publish(message.number, message.ticket))
         elif isinstance(message, PullDone) and message.pull in self._published:
             _, chunk = self._published.pop(message.pull)
             self._server.transport.withdraw(message.pull, chunk, pulled=True)
 
-    def _publish(self, number: int) -> PullResponse:
+    def _publish(self, number: int, ticket: str) -> PullResponse:
         server = self._server
         try:
-            chunk = server.take(number)
+            chunk = server.open_chunk(number, ticket)
         except ChunkGoneError:
             return PullResponse(number, 0)
         pull = next(server.pull_numbers)
@@ -149,21 +159,31 @@ class RemoteChunks:
         space: what both sides must have alike (`Greeting.space`).
         shapes: of a chunk's arrays.
         timeout: seconds after which a process that does not answer is given up.
+        credentials: as of `ChunkServer`.
     """
 
-    def __init__(self, transport: Transport, space: dict[str, Any], shapes: Shapes, timeout: float):
+    def __init__(
+        self,
+        transport: Transport,
+        space: dict[str, Any],
+        shapes: Shapes,
+        timeout: float,
+        credentials: Credentials | None = None,
+    ):
+        self._credentials = credentials or local_credentials()
         self._transport, self._space, self._shapes, self._timeout = transport, space, shapes, timeout
         self._connections: dict[str, Future[_ServerConnection]] = {}
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Chunk:
-        """Return a chunk on this device, complete.
+        """Return a chunk on this device, complete. address: `HOST:PORT#TICKET`, as its offer had it.
 
         Raises:
             ChunkGoneError: it is not held any more, or its process cannot be reached.
         """
+        address, _, chunk_ticket = address.partition("#")
         connection = self._connection(address)
-        response = connection.request(number, self._timeout)
+        response = connection.request(number, chunk_ticket, self._timeout)
         pulled: Future[Chunk] = Future()
         arguments = connection.transport, response, device, pulled
         threading.Thread(target=self._pull, args=arguments, name="dsjax-pull", daemon=True).start()
@@ -193,7 +213,7 @@ class RemoteChunks:
         if connects:
             try:
                 lost = lambda connection: self._forget(address, made, connection)  # noqa: E731
-                made.set_result(_ServerConnection(address, self._space, lost))
+                made.set_result(_ServerConnection(address, self._space, self._credentials, lost))
             except Exception as error:  # whatever it is: others may wait for this
                 self._forget(address, made)
                 made.set_exception(ChunkGoneError(f"{address} cannot be reached: {error}"))
@@ -225,21 +245,27 @@ class _ServerConnection:
         transport: address of that process's transport.
     """
 
-    def __init__(self, address: str, space: dict[str, Any], lost: Callable[[_ServerConnection], None]):
+    def __init__(
+        self,
+        address: str,
+        space: dict[str, Any],
+        credentials: Credentials,
+        lost: Callable[[_ServerConnection], None],
+    ):
         self._address, self._report_lost, self.is_lost = address, lost, False
         self._requested: dict[int, Future[PullResponse]] = {}
-        connection, self.transport = connect_to(address, space)
+        connection, self.transport = connect_to(address, space, CHUNKS, credentials)
         self.channel = TransferChannel(connection)
         self.channel.start(self._receive, self._lost)
 
-    def request(self, number: int, timeout: float) -> PullResponse:
+    def request(self, number: int, ticket: str, timeout: float) -> PullResponse:
         """Have a chunk published.
 
         Raises:
             ChunkGoneError: it is not held any more, or nothing is answered in time.
         """
         answer = self._requested[number] = Future()
-        self.channel.send(PullRequest(number))
+        self.channel.send(PullRequest(number, ticket))
         try:
             response = PullResponse(number, 0) if self.is_lost else answer.result(timeout)
         except FutureTimeoutError:

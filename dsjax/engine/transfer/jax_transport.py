@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from typing import Any
 
 from dsjax.engine.transfer.messages import Chunk
 from dsjax.engine.transfer.transport import Shapes, Transport, shapes_of
 
+_TICKET_BYTES = 8
+"""JAX's numbers are unsigned and have 64 bits."""
+
 
 class JaxTransport(Transport):
     """`jax.experimental.transfer`. A number that nobody has published hangs there, and what nobody pulls stays pinned.
+
+    JAX's server asks nobody who they are. So a chunk has a random number there, its ticket, which only a process of the deployment is told.
 
     device: gives the client whose arrays are sent. host: the address that others connect to.
     """
@@ -23,18 +29,21 @@ class JaxTransport(Transport):
         self.address = self._server.address()
         self._device = device
         self._connections: dict[str, Any] = {}
+        self._tickets: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
     def publish(self, number: int, chunk: Chunk) -> bytes:
-        """Let a chunk be pulled, once. The number is all that a puller needs."""
-        self._server.await_pull(number, chunk)
-        return b""
+        """Let a chunk be pulled, once. The ticket is all that a puller needs."""
+        ticket = self._tickets[number] = secrets.token_bytes(_TICKET_BYTES)
+        self._server.await_pull(_number_of(ticket), chunk)
+        return ticket
 
     def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
         """Pull a chunk here that nobody has pulled, in a thread: should another process pull it at this moment, one of the two hangs."""
+        ticket = self._tickets.pop(number)
         if pulled:
             return
-        arguments = self.address, number, b"", shapes_of(chunk), self._device
+        arguments = self.address, number, ticket, shapes_of(chunk), self._device
         threading.Thread(target=self.pull, args=arguments, name="dsjax-drain", daemon=True).start()
 
     def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
@@ -47,9 +56,14 @@ class JaxTransport(Transport):
             connection = self._connections[address]
         sharding = jax.sharding.SingleDeviceSharding(device)
         described = {name: jax.ShapeDtypeStruct(*shape, sharding=sharding) for name, shape in shapes.items()}
-        return jax.block_until_ready(connection.pull(number, described))
+        return jax.block_until_ready(connection.pull(_number_of(ticket), described))
 
     def disconnect(self, address: str) -> None:
         """Keep no connection to a process that has gone."""
         with self._lock:
             self._connections.pop(address, None)
+
+
+def _number_of(ticket: bytes) -> int:
+    """The number under which JAX's server has a chunk."""
+    return int.from_bytes(ticket, "little")

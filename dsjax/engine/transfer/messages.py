@@ -26,6 +26,8 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_
         transfer: by which both sides name this. tokens: int32, from the prompt's first one on, to one behind the last page wanted.
         first, end: pages [first, end) are wanted.
         priority: of the request; it orders prefill's queue too.
+        page: the name of the last page wanted (`extend_hashes`), which stands for all tokens up to its end and for the salt. Whoever asks
+            from another engine gives it: pages that have another name are never sent.
     """
 
     transfer: str
@@ -34,12 +36,18 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_
     end: int
     salt: str | None = None
     priority: int = 0
+    page: bytes = b""
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel_transfer"):
-    """Nobody wants the rest of a transfer, nor its chunks."""
+    """Nobody wants the rest of a transfer, nor its chunks.
+
+    Attributes:
+        page: the name of its last page, which shows that whoever cancels a transfer without having asked for it knows its prompt.
+    """
 
     transfer: str
+    page: bytes = b""
 
 
 class ReleaseChunk(msgspec.Struct, frozen=True, array_like=True, tag="release_chunk"):
@@ -58,7 +66,9 @@ class ChunkReady(msgspec.Struct, frozen=True, array_like=True, tag="chunk_ready"
     Attributes:
         first, count: which pages of the transfer it has, in their order.
         cached: tokens, from the prompt's first one on, that prefill had cached and did not compute for this transfer.
-        address: of the process that keeps the chunk, as `ChunkServer` has it; empty in one process.
+        address: `HOST:PORT#TICKET`, of the process that keeps the chunk and of what opens the chunk there (`ChunkTickets`); empty in one
+            process.
+        names: of its pages, 32 bytes each. Decode takes no page that has another name than the one it asked for.
     """
 
     transfer: str
@@ -67,6 +77,7 @@ class ChunkReady(msgspec.Struct, frozen=True, array_like=True, tag="chunk_ready"
     count: int
     cached: int = 0
     address: str = ""
+    names: bytes = b""
 
 
 class TransfersUnderWay(msgspec.Struct, frozen=True, array_like=True, tag="transfers_under_way"):
@@ -83,9 +94,10 @@ class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag="transfer
 
 
 class PullRequest(msgspec.Struct, frozen=True, array_like=True, tag="pull_request"):
-    """A process of the decode side is about to pull a chunk, from the process that keeps it."""
+    """A process of the decode side is about to pull a chunk, from the process that keeps it. ticket: of the chunk's offer."""
 
     number: int
+    ticket: str
 
 
 class PullResponse(msgspec.Struct, frozen=True, array_like=True, tag="pull_response"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import socket
@@ -14,9 +13,14 @@ import msgspec
 
 from dsjax.engine.transfer.messages import PullMessage, ToDecode, ToPrefill
 from dsjax.errors import UserError
-from dsjax.hosts.wire import keep_alive, receive_frame, send_frame, split_address
+from dsjax.hosts.credentials import Credentials
+from dsjax.hosts.secure_channel import SecureChannel, connect
+from dsjax.hosts.secure_listener import SecureListener
+from dsjax.hosts.wire import decoded, split_address
 
-VERSION = 4
+PAGES, CHUNKS = "pages", "chunks"
+"""Services (`SecureChannel`): messages about transfers, and messages about pulling their chunks."""
+VERSION = 5
 """Version of the messages. It changes whenever an older side could misunderstand a newer one."""
 
 _log = logging.getLogger(__name__)
@@ -55,10 +59,8 @@ _decoder = msgspec.msgpack.Decoder(Greeting | GreetingAnswer | PullMessage | ToP
 class TransferChannel:
     """Sends messages over a connection without waiting, and hands over in a thread those that come."""
 
-    def __init__(self, connection: socket.socket):
-        keep_alive(connection, _GONE_SECONDS)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # the same where something was sent and is not acknowledged
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_SECONDS * 1000)
+    def __init__(self, connection: SecureChannel):
+        connection.keep_alive(_GONE_SECONDS, unacknowledged=True)
         self._connection = connection
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -74,8 +76,6 @@ class TransferChannel:
     def close(self) -> None:
         """End the connection."""
         self._queue.put(None)
-        with contextlib.suppress(OSError):  # it has gone
-            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _write(self) -> None:
@@ -93,6 +93,10 @@ class TransferChannel:
             pass
         except msgspec.MsgspecError as error:
             _log.warning("A connection for pages was closed, because what came over it is no message: %s", error)
+        except Exception:  # whoever is at the other end must not wait for ever
+            _log.exception(
+                "A connection for pages was closed, because a message that came over it could not be handled."
+            )
         self.close()
         closed()
 
@@ -110,7 +114,10 @@ class Peer(Protocol):
 class TransferListener:
     """Listens at an address where processes of the other side greet this one, and holds the connections to those that may come.
 
+    Only a process of the deployment is heard at all, and told what differs.
+
     Args:
+        service: as in `SecureChannel`. credentials: by which both sides know each other.
         serve: makes the peer of a connection, which is started then.
         space: as in `Greeting`. transport: as in `GreetingAnswer`.
         port: 0 takes a free one.
@@ -126,36 +133,28 @@ class TransferListener:
         host: str,
         port: int = 0,
         transport: str = "",
+        *,
+        service: str,
+        credentials: Credentials,
     ):
         self._serve, self._space, self._transport = serve, plain(space), transport
+        credentials.check_host(host)
         try:
-            self._listener = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
+            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
             raise UserError(f"the address {host}:{port} for pages cannot be used: {error.strerror or error}") from error
         shown = f"[{host}]" if ":" in host else host
-        self.address = f"{shown}:{self._listener.getsockname()[1]}"
         self._channels: set[TransferChannel] = set()
-        threading.Thread(target=self._accept, name="dsjax-transfer", daemon=True).start()
+        self._listener = SecureListener(listener, credentials, {service: self._greet}, "dsjax-transfer")
+        self.address = f"{shown}:{self._listener.port}"
 
     def close(self) -> None:
         """End the connections, and let nobody come any more."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # to close it alone would wake no thread that waits in `accept`
         self._listener.close()
         for channel in list(self._channels):
             channel.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._greet, args=(connection,), name="dsjax-transfer", daemon=True).start()
-
-    def _greet(self, connection: socket.socket) -> None:
+    def _greet(self, connection: SecureChannel) -> None:
         try:
             connection.settimeout(_CONNECT_SECONDS)
             error = self._objection(read(connection))
@@ -189,15 +188,18 @@ class TransferListener:
         return ""
 
 
-def connect_to(address: str, space: dict[str, Any]) -> tuple[socket.socket, str]:
+def connect_to(
+    address: str, space: dict[str, Any], service: str, credentials: Credentials
+) -> tuple[SecureChannel, str]:
     """Connect to a listener and greet it. Return the connection, and the address of the other side's transport.
 
     Raises:
-        OSError, EOFError, msgspec.MsgspecError: it cannot be reached, or is something else. UserError: the address is none, or it refuses.
+        OSError, EOFError, msgspec.MsgspecError: it cannot be reached, or is something else. UserError: the address is none, or it refuses,
+            or one of the two sides does not belong to the other's deployment.
     """
-    connection = socket.create_connection(split_address(address), _CONNECT_SECONDS)
+    connection = connect(split_address(address), service, credentials, _CONNECT_SECONDS)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(_CONNECT_SECONDS)
         write(connection, Greeting(VERSION, plain(space)))
         answer = read(connection)
         if not isinstance(answer, GreetingAnswer) or answer.error:
@@ -209,18 +211,18 @@ def connect_to(address: str, space: dict[str, Any]) -> tuple[socket.socket, str]
     return connection, answer.transport
 
 
-def write(connection: socket.socket, message: Any) -> None:
-    """Send a message in a frame with its length."""
-    send_frame(connection, msgspec.msgpack.encode(message))
+def write(connection: SecureChannel, message: Any) -> None:
+    """Send a message."""
+    connection.send(msgspec.msgpack.encode(message))
 
 
-def read(connection: socket.socket) -> Any:
+def read(connection: SecureChannel) -> Any:
     """Wait for a message.
 
     Raises:
         EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
     """
-    return _decoder.decode(receive_frame(connection, _MOST_BYTES))
+    return decoded(_decoder, connection.receive(_MOST_BYTES))
 
 
 def plain(space: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from dsjax.engine.transfer.messages import (
     ToPrefill,
     TransferFailed,
 )
-from dsjax.engine.transfer.page_channel import TransferChannel, TransferListener, connect_to
+from dsjax.engine.transfer.page_channel import PAGES, TransferChannel, TransferListener, connect_to
 from dsjax.engine.transfer.prefill_service import PrefillEndpoint
+from dsjax.hosts.credentials import Credentials, local_credentials
 from dsjax.hosts.wire import split_address
 
 if TYPE_CHECKING:
@@ -32,12 +33,28 @@ _log = logging.getLogger(__name__)
 class PrefillServer:
     """A prefill engine that decode engines of other processes reach at an address. Chunks are pulled elsewhere.
 
-    space: as in `Greeting`. chunks: this process's, which ends with the engine.
+    space: as in `Greeting`. chunks: this process's, which ends with the engine. credentials: of this deployment; None: of this user on
+    the loopback interface.
     """
 
-    def __init__(self, engine: PrefillEndpoint, chunks: ChunkServer, space: dict[str, Any], host: str, port: int = 0):
+    def __init__(
+        self,
+        engine: PrefillEndpoint,
+        chunks: ChunkServer,
+        space: dict[str, Any],
+        host: str,
+        port: int = 0,
+        credentials: Credentials | None = None,
+    ):
         self.engine, self._chunks = engine, chunks
-        self.listener = TransferListener(lambda channel: _DecodePeer(engine, channel), space, host, port)
+        self.listener = TransferListener(
+            lambda channel: _DecodePeer(engine, channel),
+            space,
+            host,
+            port,
+            service=PAGES,
+            credentials=credentials or local_credentials(),
+        )
 
     @property
     def address(self) -> str:
@@ -93,11 +110,14 @@ class _DecodePeer:
 class RemoteLink(PrefillLink):
     """A prefill engine of another process, as of `PrefillLink`. It connects when it is asked for something, and again after a loss.
 
-    chunks: by which its chunks are pulled, from whichever process keeps them. space: as in `Greeting`.
+    chunks: by which its chunks are pulled, from whichever process keeps them. space: as in `Greeting`. credentials: as of `PrefillServer`.
     """
 
-    def __init__(self, address: str, chunks: RemoteChunks, space: dict[str, Any]):
+    def __init__(
+        self, address: str, chunks: RemoteChunks, space: dict[str, Any], credentials: Credentials | None = None
+    ):
         super().__init__()
+        self._credentials = credentials or local_credentials()
         split_address(address)
         self.address, self._chunks, self._space = address, chunks, space
         self._lock = threading.Lock()
@@ -132,7 +152,7 @@ class RemoteLink(PrefillLink):
     def _connect(self) -> None:
         channel, reason = None, ""
         try:
-            connection, _ = connect_to(self.address, self._space)
+            connection, _ = connect_to(self.address, self._space, PAGES, self._credentials)
             channel = TransferChannel(connection)
         except Exception as error:  # whatever it is: what was asked for must not wait for an answer
             reason = f"the prefill engine at {self.address} cannot be reached: {error}"

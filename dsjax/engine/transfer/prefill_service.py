@@ -3,6 +3,7 @@
 Plain Python.
 """
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from dsjax.engine.contract.commands import DropChunks, from_int32s, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
@@ -27,7 +29,9 @@ from dsjax.engine.transfer.messages import (
     TransfersUnderWay,
 )
 from dsjax.engine.transfer.page_sends import PageSends
-from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
+from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper, PageSend, SendBuffers
+
+_log = logging.getLogger(__name__)
 
 Receive = Callable[[ToDecode], None]
 Keepers = Callable[[Executor], Sequence[Keeper]]
@@ -75,6 +79,7 @@ class PrefillService(Attachment):
     Args:
         timeout: seconds after which a buffer that nobody has pulled is dropped, and its transfer with it.
         keepers: gives which process keeps the buffers of each of an executor's ranks; None: all are this one's.
+        tickets: of the side's chunks; None: new ones.
 
     Attributes:
         buffers: the pages that wait to be pulled. counts: replaced after each step, so that any thread may read them.
@@ -84,9 +89,9 @@ class PrefillService(Attachment):
 
     source: PageSends
 
-    def __init__(self, *, timeout: float, keepers: Keepers | None = None):
+    def __init__(self, *, timeout: float, keepers: Keepers | None = None, tickets: ChunkTickets | None = None):
         self._keepers = keepers or (lambda executor: [Keeper()] * executor.limits.num_ranks)
-        self.buffers = SendBuffers([], timeout, self._offer, time.monotonic)
+        self.buffers = SendBuffers([], timeout, self._offer, time.monotonic, tickets=tickets)
         self.source = PageSends(self.buffers)
         self.counts = PrefillCounts()
         self.flush_core: Callable[[], Any] = lambda: None
@@ -94,7 +99,8 @@ class PrefillService(Attachment):
         self._look_seconds = min(_LOOK_SECONDS, timeout / 4)
         self._executor: Executor | None = None
         self._sends: dict[str, PageSend] = {}
-        self._recent: OrderedDict[str, None] = OrderedDict()  # ended: who has the prompt may ask after the end
+        # Of transfers that have ended, with the name of the last page: who has the prompt may ask after the end.
+        self._recent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._told_at = 0.0  # when decode was told what is under way
 
     @property
@@ -149,10 +155,13 @@ class PrefillService(Attachment):
         if isinstance(message, PrefillRequest):
             self._begin(message, receive)
         elif isinstance(message, CancelTransfer):
-            self._end(message.transfer)
+            self._cancel(message, receive)
         elif isinstance(message, FlushPages):
             self.flush_core()
         else:
+            send = self.buffers.transfer_of(message.number)
+            if send is None or not _is_of(send, receive):
+                return
             self.buffers.release(message.number)
             for name in [name for name, send in self._sends.items() if self._is_done(send)]:
                 self._forget(name)
@@ -162,26 +171,69 @@ class PrefillService(Attachment):
         for name in [name for name, send in self._sends.items() if send.receive == receive]:
             self._end(name)
 
-    def _offer(self, offer: ChunkReady) -> None:
-        send = self._sends.get(offer.transfer)
-        if send is not None:
+    def _offer(self, send: PageSend, offer: ChunkReady) -> None:
+        if self._sends.get(send.transfer) is send:
             send.tell(offer)
 
     def _begin(self, ask: PrefillRequest, receive: Receive | None) -> None:
-        send = self._sends.get(ask.transfer)
-        if send is not None and receive is not None:
-            send.receive = receive
-            for offer in self.buffers.offers(send):
-                receive(offer)
-        if send is not None or (receive is None and ask.transfer in self._recent):
-            return
+        """Begin a transfer, or go on with the one of this name where it is of the same pages."""
         tokens = [] if len(ask.tokens) % 4 else list(from_int32s(ask.tokens))
         objection = self._objection(ask, tokens)
         if objection:
-            if receive is not None:
-                receive(TransferFailed(ask.transfer, objection))
+            self._refuse(ask, receive, objection)
             return
-        request = Request(
+        request = self._request(ask, tokens)
+        names = extend_hashes(request, self.scheduler.config.page_size)
+        if receive is not None and names[ask.end - 1] != ask.page:
+            self._refuse(ask, receive, "its tokens and its salt are not those of the pages that it names")
+            return
+        send = self._sends.get(ask.transfer)
+        if send is not None:
+            self._join(send, ask, names, receive)
+            return
+        if receive is None and (ask.transfer, names[ask.end - 1]) in self._recent:
+            return
+        send = self._sends[ask.transfer] = PageSend(ask.transfer, request, receive, ask.first, ask.first, ask.end)
+        self.source.begin(send)
+        try:
+            self.scheduler.add(request)
+        except (AdmissionError, ValueError) as error:
+            self.source.ended(request)
+            self._fail(ask.transfer, str(error))
+
+    def _join(self, send: PageSend, ask: PrefillRequest, names: Sequence[bytes], receive: Receive | None) -> None:
+        """Let whoever asks have a transfer that is under way under the same name, if it is what is asked for and nobody else has it."""
+        last = min(ask.end, send.end) - 1
+        if send.request.page_hashes[last] != names[last]:
+            self._refuse(ask, receive, "another prompt is under way under this name")
+        elif receive is None:
+            return  # its decode engine has asked already
+        elif send.receive is not None and not _is_of(send, receive):
+            self._refuse(ask, receive, "another engine has asked for it under this name")
+        elif not send.first <= ask.first < ask.end <= send.end:
+            self._refuse(ask, receive, f"pages {send.first} to {send.end} alone are under way under this name")
+        else:
+            send.receive = receive
+            for offer in self.buffers.offers(send):
+                receive(offer)
+
+    def _refuse(self, ask: PrefillRequest, receive: Receive | None, reason: str) -> None:
+        """Compute nothing, and say why: decode computes its prompt itself."""
+        _log.warning("The prompt of transfer %r is not computed here: %s.", ask.transfer, reason)
+        if receive is not None:
+            receive(TransferFailed(ask.transfer, reason))
+
+    def _cancel(self, message: CancelTransfer, receive: Receive | None) -> None:
+        """End a transfer for its owner: this process, or who has asked for it, or, before anybody has, who names its last page."""
+        send = self._sends.get(message.transfer)
+        if send is None:
+            self._remember(message.transfer, message.page)
+        elif receive is None or _is_of(send, receive) or (send.receive is None and message.page == _last_page(send)):
+            self._end(message.transfer)
+
+    @staticmethod
+    def _request(ask: PrefillRequest, tokens: list[int]) -> Request:
+        return Request(
             ask.transfer,
             tokens,
             len(tokens),
@@ -191,13 +243,6 @@ class PrefillService(Attachment):
             arrival_time=time.monotonic(),
             options=RequestOptions(ask.priority, ask.salt),
         )
-        send = self._sends[ask.transfer] = PageSend(ask.transfer, request, receive, ask.first, ask.end)
-        self.source.begin(send)
-        try:
-            self.scheduler.add(request)
-        except (AdmissionError, ValueError) as error:
-            self.source.ended(request)
-            self._fail(ask.transfer, str(error))
 
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
         """Say why this cannot be computed: it may come from another process, and a device would take anything."""
@@ -246,7 +291,21 @@ class PrefillService(Attachment):
             self.scheduler.abort(send.transfer, time.monotonic())
 
     def _forget(self, name: str) -> PageSend | None:
-        self._recent[name] = None
+        send = self._sends.pop(name, None)
+        if send is not None:
+            self._remember(name, _last_page(send))
+        return send
+
+    def _remember(self, name: str, page: bytes) -> None:
+        self._recent[name, page] = None
         if len(self._recent) > _MOST_RECENT:
             self._recent.popitem(last=False)
-        return self._sends.pop(name, None)
+
+
+def _is_of(send: PageSend, receive: Receive | None) -> bool:
+    """Whether a transfer is the business of whoever is told by `receive`. None: this process, which may end what it has begun."""
+    return receive is None or send.receive == receive
+
+
+def _last_page(send: PageSend) -> bytes:
+    return send.request.page_hashes[send.end - 1]

@@ -3,6 +3,7 @@ ready, and when it goes on without. Plain Python.
 """
 
 import itertools
+import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from dsjax.engine.contract.backoff import Backoff
 from dsjax.engine.contract.commands import Command, PullPages, int32s
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
+from dsjax.engine.schedule.pages import NAME_BYTES, extend_hashes
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.transfer.messages import (
     CancelTransfer,
@@ -25,6 +27,8 @@ from dsjax.engine.transfer.messages import (
     TransfersUnderWay,
 )
 
+_log = logging.getLogger(__name__)
+
 TIER = "prefill"
 """The name of the tier that transferred pages come from."""
 
@@ -34,6 +38,7 @@ class TransferCounts(NamedTuple):
 
     Attributes:
         asked, completed, given_up: transfers; those that are neither completed nor given up are under way or were not wanted any more.
+        refused: of those given up, the ones of which other pages were offered than were asked for.
         pages: that have come. under_way: transfers.
         landed: pages that lie on the devices beside the cache, or are being pulled there, of all ranks.
     """
@@ -44,6 +49,7 @@ class TransferCounts(NamedTuple):
     pages: int = 0
     under_way: int = 0
     landed: int = 0
+    refused: int = 0
 
 
 @dataclass(eq=False)
@@ -74,6 +80,16 @@ class Transfer:
     pulling: dict[int, bytes] = field(default_factory=dict)
     cached: int = 0
     seen: set[int] = field(default_factory=set)
+
+    def is_offered(self, offer: ChunkReady) -> bool:
+        """Say whether an offer's pages are those asked for, as far as it has any of them: each bears the name that was asked for."""
+        if len(offer.names) != NAME_BYTES * offer.count:
+            return False
+        for place in range(offer.count):
+            page, start = offer.first - self.first + place, NAME_BYTES * place
+            if 0 <= page < len(self.names) and offer.names[start : start + NAME_BYTES] != self.names[page]:
+                return False
+        return True
 
     def wake(self) -> None:
         """Have the requests that wait looked at again."""
@@ -214,13 +230,23 @@ class RemotePrefills(PageSource):
             return
         if isinstance(message, TransfersUnderWay):
             for name in message.transfers:
-                transfer = self._transfers.get(name)
+                transfer = self._of_link(link, name)
                 if transfer is not None and not transfer.offers and not transfer.pulling:  # else it is this side's turn
                     transfer.since = now
             return
-        transfer = self._transfers.get(message.transfer)
+        transfer = self._of_link(link, message.transfer)
         places = range(message.first, message.first + message.count)
         if transfer is not None and message.number in transfer.seen:
+            return
+        if transfer is not None and not transfer.is_offered(message):
+            self._counts["refused"] += 1
+            _log.error(
+                "Prefill engine %d offers pages under the name %r that are not those asked for; the prompt is computed here.",
+                link,
+                transfer.name,
+            )
+            self._messages.append((link, ReleaseChunk(message.number)))
+            self._give_up(transfer)
             return
         if transfer is None or places.stop <= transfer.first or transfer.first + len(transfer.names) <= places.start:
             self._messages.append((link, ReleaseChunk(message.number)))
@@ -255,7 +281,11 @@ class RemotePrefills(PageSource):
         """Wait no longer on behalf of a request. What nobody else waits for is cancelled."""
         name = self._names_of.pop(request, None)
         if name is not None:  # it needs nothing of what is computed for it elsewhere
-            self._messages.append((self._links_of[request], CancelTransfer(name)))
+            page_size = self.ranks[rank].pool.page_size
+            pages = (request.num_prompt_tokens - 1) // page_size
+            if pages:
+                page = extend_hashes(request, page_size)[pages - 1]
+                self._messages.append((self._links_of[request], CancelTransfer(name, page)))
         self._leave(request)
 
     def preempted(self, request: Request) -> None:
@@ -296,6 +326,11 @@ class RemotePrefills(PageSource):
         waits, self._waits = self._waits, []
         return waits
 
+    def _of_link(self, link: int, name: str) -> Transfer | None:
+        """Give the transfer of this name that a prefill engine was asked for: of others' transfers it has nothing to say."""
+        transfer = self._transfers.get(name)
+        return transfer if transfer is not None and transfer.link == link else None
+
     def _reserved(self, rank: int) -> tuple[int, int]:
         """Count the requests of a rank that wait for transfers, and the pages that they will need for what has not come."""
         of_rank = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
@@ -316,7 +351,7 @@ class RemotePrefills(PageSource):
             self._expected.setdefault((rank, page_name), transfer)
         tokens = request.token_ids[: len(names) * self.ranks[rank].pool.page_size + 1]
         salt, priority = request.options.cache_salt, request.options.priority
-        ask = PrefillRequest(name, int32s(tokens), num_cached, len(names), salt, priority)
+        ask = PrefillRequest(name, int32s(tokens), num_cached, len(names), salt, priority, names[-1])
         self._messages.append((link, ask))
         self._counts["asked"] += 1
         self.awaits(rank, request, rest[0])

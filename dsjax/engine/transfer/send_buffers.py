@@ -1,6 +1,8 @@
 """`SendBuffers`: the chunks that a prefill engine keeps for others, each until it was pulled, nobody wants it, or its time is over."""
 
+import hmac
 import itertools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +18,14 @@ class PageSend:
 
     Attributes:
         receive: takes what its decode engine is told; None until that one has asked.
-        next: the first page that has not been handed to be sent. end: behind the last one wanted.
+        first, end: pages [first, end) are wanted. next: the first of them that has not been handed to be sent.
         cached: tokens that its first admission found cached; None before.
     """
 
     transfer: str
     request: Request
     receive: Callable[[ToDecode], None] | None
+    first: int
     next: int
     end: int
     cached: int | None = None
@@ -36,6 +39,30 @@ class PageSend:
         """Send a message to the decode engine that has asked, if one has yet."""
         if self.receive is not None:
             self.receive(message)
+
+
+class ChunkTickets:
+    """The ticket that opens each chunk of a prefill side: who has not been offered a chunk cannot pull it by guessing its number.
+
+    secret: shared by the processes of the side; None: a new one. A side that was started again has another, so a number that its
+    predecessor has offered opens nothing.
+    """
+
+    def __init__(self, secret: bytes | None = None):
+        self.secret = secret or os.urandom(32)
+
+    def ticket(self, number: int) -> str:
+        """Make the ticket of a chunk."""
+        return hmac.new(self.secret, str(number).encode(), "sha256").hexdigest()[:32]
+
+    def check(self, number: int, ticket: str) -> None:
+        """Check the ticket of somebody who wants to pull a chunk.
+
+        Raises:
+            ChunkGoneError: it is another chunk's, or nobody's.
+        """
+        if not hmac.compare_digest(self.ticket(number).encode(), ticket.encode()):
+            raise ChunkGoneError(f"chunk {number} was not offered with this ticket")
 
 
 class Keeper(NamedTuple):
@@ -66,18 +93,22 @@ class SendBuffers:
     of their own.
 
     Args:
-        keepers: of each rank. offer: told of each chunk that can be pulled. clock: seconds.
+        keepers: of each rank. offer: told of each chunk that can be pulled, and of its transfer. clock: seconds.
+
+    Attributes:
+        tickets: those of the chunks that other processes pull.
     """
 
     def __init__(
         self,
         keepers: Sequence[Keeper],
         timeout: float,
-        offer: Callable[[ChunkReady], None],
+        offer: Callable[[PageSend, ChunkReady], None],
         clock: Callable[[], float],
         most_kept: int = MOST_KEPT,
+        tickets: ChunkTickets | None = None,
     ):
-        self.timeout = timeout
+        self.timeout, self.tickets = timeout, tickets or ChunkTickets()
         self._offer, self._clock = offer, clock
         self._most_kept = most_kept
         self._gone: list[int] = []
@@ -114,7 +145,10 @@ class SendBuffers:
             number = next(self._numbers) % 2**31
             self._room[rank] -= count
             address = self._keepers[rank].address
-            offer = ChunkReady(send.transfer, number, first, count, send.cached or 0, address)
+            if address:
+                address = f"{address}#{self.tickets.ticket(number)}"
+            names = b"".join(send.request.page_hashes[first : first + count])
+            offer = ChunkReady(send.transfer, number, first, count, send.cached or 0, address, names)
             self._buffers[number] = _Buffer(rank, send, offer, self._clock() + self.timeout)
         return number
 
@@ -126,7 +160,7 @@ class SendBuffers:
                 return
             buffer.chunk, buffer.is_ready, buffer.until = chunk, True, self._clock() + self.timeout
             self.pages_sent += buffer.offer.count
-        self._offer(buffer.offer)
+        self._offer(buffer.send, buffer.offer)
 
     def take(self, number: int) -> Chunk:
         """Give a chunk that was offered. It is kept until it is released.
@@ -139,6 +173,21 @@ class SendBuffers:
             if buffer is None or buffer.chunk is None:
                 raise ChunkGoneError(f"chunk {number} is not kept any more")
             return buffer.chunk
+
+    def open(self, number: int, ticket: str) -> Chunk:
+        """Give a chunk to another process, as `take` does.
+
+        Raises:
+            ChunkGoneError: it is not kept any more, or the ticket is not its own.
+        """
+        self.tickets.check(number, ticket)
+        return self.take(number)
+
+    def transfer_of(self, number: int) -> PageSend | None:
+        """Give the transfer that a chunk is of; None where it is not kept any more."""
+        with self._lock:
+            buffer = self._buffers.get(number)
+            return None if buffer is None else buffer.send
 
     def release(self, number: int) -> None:
         """Keep a chunk no longer."""

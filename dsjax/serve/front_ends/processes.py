@@ -176,14 +176,27 @@ class FrontEnds:
         """Keep one front end running: a new one whenever it dies, unless it dies again and again before it listens."""
         failed = 0
         while not self._ending:
-            link = await self._launch(index)
-            await self._serve(link)
+            link = None
+            try:
+                link = await self._launch(index)
+            except OSError as error:
+                listened, how = False, f"it cannot be started: {error.strerror or error}"
+            else:
+                await self._serve(link)
+                listened, how = link.listens.is_set(), _how(link.process)
             if self._ending:
                 return
-            failed = 0 if link.listens.is_set() else failed + 1
-            logger.error("front end %d has ended (%s); another takes its place", index, _how(link.process))
+            if listened:
+                failed = 0
+            elif (
+                link is not None or self._phase is Phase.WARMING_UP
+            ):  # while serving, others serve until it can be started
+                failed += 1
+            logger.error("front end %d has ended (%s); another takes its place", index, how)
             if failed == _MOST_FAILED_STARTS:
-                self.failure = f"front end {index} ended {failed} times before it listened; its own messages say why"
+                self.failure = (
+                    f"front end {index} ended {failed} times before it listened ({how}); its own messages say why"
+                )
                 if self.engine.on_death is not None and self._phase is not Phase.WARMING_UP:
                     self.engine.fail(UserError(self.failure))
                 return
@@ -193,13 +206,24 @@ class FrontEnds:
         here, there = socket.socketpair()
         listener = self._listeners[index]
         passed = (there.fileno(), listener.fileno())
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dsjax.serve.front_ends.front_end", *map(str, passed)],
-            pass_fds=passed,
-            stdin=subprocess.DEVNULL,
-        )
-        there.close()
-        reader, writer = await asyncio.open_connection(sock=here)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dsjax.serve.front_ends.front_end", *map(str, passed)],
+                pass_fds=passed,
+                stdin=subprocess.DEVNULL,
+            )
+        except OSError:
+            here.close()
+            raise
+        finally:
+            there.close()
+        try:
+            reader, writer = await asyncio.open_connection(sock=here)
+        except OSError:
+            process.kill()
+            here.close()
+            await asyncio.to_thread(process.wait)
+            raise
         link = self._links[index] = FrontEnd(index, process, Channel(reader, writer, FromFrontEnd))
         link.send(self._welcome(index, self.address))
         link.send(PhaseIs(self._phase.value))

@@ -4,14 +4,25 @@ import random
 
 from fake_executor import FakeExecutor
 
+from dsjax.engine.contract.commands import int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.pages import extend_hashes
+from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import PrefillRequest
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
+
+
+def prefill_request(transfer, tokens, salt=None):
+    """What a decode engine asks for all whole pages of a prompt with."""
+    tokens = list(tokens)
+    pages = (len(tokens) - 1) // 4
+    tokens = tokens[: pages * 4 + 1]
+    named = Request("named", tokens, len(tokens), SamplingParams(), 1, 0, options=RequestOptions(cache_salt=salt))
+    return PrefillRequest(transfer, int32s(tokens), 0, pages, salt, page=extend_hashes(named, 4)[pages - 1])
 
 
 class PolledLinks(PrefillLinks):

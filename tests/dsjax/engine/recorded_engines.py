@@ -32,7 +32,7 @@ from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConf
 from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.engine.transfer.messages import PrefillRequest, TransferFailed
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
-from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
 
 VOCABULARY = 300
 
@@ -127,7 +127,9 @@ def make_prefill(
     parts = attachments_of(config, sink=EventStream(run, name) if events else None)
     if balancer is not None:
         parts.append(balancer)
-    return Prefill(run, PrefillEngine(executor, config, timeout=timeout, attachments=parts, keepers=keepers))
+    tickets = ChunkTickets(b"the same in every run")
+    engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, keepers=keepers, tickets=tickets)
+    return Prefill(run, engine)
 
 
 def make_request(name: str, tokens: list[int], kind: str, max_tokens: int, seed: int, now: float, **options) -> Request:

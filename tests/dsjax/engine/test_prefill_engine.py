@@ -6,17 +6,21 @@ These are the tests of `transfer/prefill_service.py` too.
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
-from engine_pair import Pair
+from engine_pair import Pair, prefill_request
 from fake_executor import FakeExecutor, expected_tokens
 
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.engine_thread import EngineThread
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import (
+    CancelTransfer,
+    ChunkReady,
     PrefillRequest,
+    ReleaseChunk,
     TransferFailed,
 )
 from dsjax.serve.metrics import Metrics
@@ -118,6 +122,109 @@ def test_a_prefill_engine_that_dies_says_so_and_is_asked_no_more():
     assert len(pair.asked()) - asked in (0, 1)
     assert engine.buffers.num_kept == engine.num_jobs == 0
     assert all(rank.pool.num_used == 0 for rank in pair.core.scheduler.ranks)
+
+
+def two_prompts_of_one_name(salts=(None, None)):
+    """A prompt that is computed under `room-7`, and another that its decode engine is told of by the same name."""
+    pair = Pair(pages=(33, 65))
+    first, second = ([7] * 41, [8] * 41) if salts == (None, None) else ([7] * 41, [7] * 41)
+    pair.engines[0].post(prefill_request("room-7", first, salts[0]), None)
+    pair.incoming.connect = lambda address: 0
+    handed = {"address": "127.0.0.1:1", "transfer": "room-7"}
+    request = pair.add("b", second, options=RequestOptions(cache_salt=salts[1], prefill=handed))
+    return pair, second, request
+
+
+@pytest.mark.parametrize("salts", [(None, None), ("theirs", "mine")], ids=["other tokens", "another salt"])
+def test_a_prompt_never_gets_the_pages_of_another_one_that_has_its_name(salts, caplog):
+    pair, tokens, request = two_prompts_of_one_name(salts)
+    pair.run()
+    again = pair.add("again", tokens, options=RequestOptions(cache_salt=salts[1]))
+    pair.run()
+    assert [one.output_token_ids for one in (request, again)] == [expected_tokens(tokens, 6)] * 2
+    assert "another prompt is under way under this name" in caplog.text
+    assert pair.incoming.transfer_counts.pages == 0, "the pages under this name are another prompt's"
+    assert pair.incoming.transfer_counts.given_up == 1
+    assert pair.engines[0].num_jobs == 1, "the first one goes on"
+    pair.settle()
+
+
+def test_a_prompt_whose_tokens_are_not_those_of_the_page_that_it_names_is_refused():
+    pair, answers = Pair(), []
+    ask = prefill_request("a", range(9))
+    for wrong in (b"", bytes(32), prefill_request("a", range(1, 10)).page, prefill_request("a", range(9), "salt").page):
+        pair.engines[0].post(msgspec.structs.replace(ask, page=wrong), answers.append)
+        pair.engines[0].turn(wait=False)
+        assert "are not those of the pages that it names" in answers.pop().reason
+    pair.settle()
+
+
+class Peer:
+    """A decode engine, by what it says and hears."""
+
+    def __init__(self, engine):
+        self.engine, self.heard = engine, []
+
+    def __call__(self, message):
+        self.heard.append(message)
+
+    def say(self, *messages):
+        for message in messages:
+            self.engine.post(message, self)
+        self.turn()
+
+    def turn(self, times=1):
+        for _ in range(times):
+            self.engine.core.executor.move_chunks()
+            self.engine.turn(wait=False)
+
+    @property
+    def chunks(self):
+        return [message.number for message in self.heard if isinstance(message, ChunkReady)]
+
+
+def test_a_transfer_and_its_chunks_obey_the_engine_that_asked_for_them_alone():
+    pair = Pair()
+    engine = pair.engines[0]
+    owner, other = Peer(engine), Peer(engine)
+    ask = prefill_request("room-7", range(33))
+    owner.say(ask)
+    owner.turn(8)
+    kept = engine.buffers.num_kept
+    assert owner.chunks
+    other.say(CancelTransfer("room-7", ask.page), CancelTransfer("room-7"))
+    other.say(*map(ReleaseChunk, owner.chunks), ask)
+    assert (engine.num_jobs, engine.buffers.num_kept) == (1, kept)
+    assert other.heard == [TransferFailed("room-7", "another engine has asked for it under this name")]
+    assert not any(isinstance(message, TransferFailed) for message in owner.heard)
+    owner.say(ReleaseChunk(owner.chunks[0]))
+    assert engine.buffers.num_kept == kept - 1
+    owner.say(CancelTransfer("room-7"))
+    assert engine.num_jobs == engine.buffers.num_kept == 0
+    pair.settle()
+
+
+def test_a_transfer_that_nobody_has_asked_for_yet_is_cancelled_by_who_knows_its_prompt():
+    pair = Pair()
+    engine = pair.engines[0]
+    stranger, ask = Peer(engine), prefill_request("room-7", range(33))
+    engine.post(ask, None)
+    engine.turn(wait=False)
+    stranger.say(CancelTransfer("room-7"), CancelTransfer("room-7", bytes(32)))
+    assert engine.num_jobs == 1
+    stranger.say(CancelTransfer("room-7", ask.page))
+    assert engine.num_jobs == 0
+    engine.post(ask, None)  # whoever has the prompt may come after its decode engine
+    engine.turn(wait=False)
+    assert engine.num_jobs == 0, "its decode engine has said that it needs nothing"
+    later = prefill_request("room-7", range(1, 34))
+    engine.post(later, None)
+    engine.turn(wait=False)
+    assert engine.num_jobs == 1, "another prompt of that name was not cancelled"
+    engine.post(CancelTransfer("room-7"), None)
+    engine.turn(wait=False)
+    assert engine.num_jobs == 0
+    pair.settle()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import socket
-import struct
 import threading
 import time
 
@@ -11,6 +10,7 @@ import pytest
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions, rendezvous
 from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, meet
+from dsjax.hosts.secure_channel import PROTOCOL
 from dsjax.hosts.wire import send
 
 ALIKE = {"the version of dsjax": "1.0", "--mesh": "dp=4", "the checkpoint fingerprint": "ab12"}
@@ -142,16 +142,54 @@ def test_what_one_cannot_prepare_is_told_to_all_and_raised_as_it_was_there():
         assert others[0].endswith(": no model at /nowhere")
 
 
-def test_two_processes_with_one_id_end_the_meeting():
+def test_one_that_cannot_be_in_the_group_is_refused_alone_and_the_group_goes_on_forming(caplog, monkeypatch):
     processes = group_of(3)
-    found = messages(hold([processes[0], processes[1], processes[1]]))
-    assert all("both have --process-id 1; give each its own" in text for text in found)
+    came = threading.Event()
+    monkeypatch.setattr(rendezvous._Host, "_enter", _told_of(rendezvous._Host._enter, 1, came))
+    leader: list = []
+    thread = threading.Thread(target=lambda: leader.extend(hold([processes[0], processes[1]])))
+    thread.start()
+    assert came.wait(10)
+    for wrong, message in (
+        (processes[1], "both have --process-id 1; give each its own"),
+        (
+            dataclasses.replace(processes[1], num_processes=4),
+            "has --num-processes 4, process 0 has 3; give all the same",
+        ),
+        (dataclasses.replace(processes[1], process_id=3), "came, but ids go from 0 to 2"),
+    ):
+        (found,) = messages(hold([wrong]))
+        assert message in found
+        assert message in caplog.text
+    (last,) = hold([processes[2]])
+    thread.join(10)
+    assert leader == [last, last]
+    assert [member.process_id for member in last] == [0, 1, 2]
 
 
-def test_another_number_of_processes_ends_the_meeting():
-    processes = group_of(3)
-    found = messages(hold([processes[0], dataclasses.replace(processes[1], num_processes=4)]))
-    assert all("has --num-processes 4, process 0 has 3" in text for text in found)
+def _told_of(enter, process_id: int, came: threading.Event):
+    def wrapped(host, request, prepared):
+        enter(host, request, prepared)
+        if request.process_id == process_id:
+            came.set()
+
+    return wrapped
+
+
+def test_who_was_refused_and_who_had_another_key_is_named_when_the_time_is_over(monkeypatch):
+    processes = group_of(2, timeout=2)
+    leader: list = []
+    thread = threading.Thread(target=lambda: leader.extend(hold([processes[0]])))
+    thread.start()
+    (refused,) = messages(hold([dataclasses.replace(processes[1], num_processes=3)]))
+    monkeypatch.setenv("DSJAX_CLUSTER_KEY", "another key, and a long one, too".replace(" ", "-"))
+    (stranger,) = messages(hold([processes[1]]))
+    thread.join(10)
+    (found,) = messages(leader)
+    assert "process 1 of 2 did not come to 127.0.0.1:" in found
+    assert f"Refused: {refused}" in found
+    assert "Connections that were turned away: 1 with another cluster key" in found
+    assert "which is from the environment variable DSJAX_CLUSTER_KEY: that side has another one" in stranger
 
 
 def listener_of(left: list, next_generation: int | None = 3):
@@ -173,9 +211,7 @@ def test_a_member_that_goes_is_seen_at_once_and_may_come_back_under_its_id():
     hold(processes)
     left: list[int] = []
     listener_of(left).wanted = "dp=2"
-    connections = {found.connection.getsockname()[1]: found for found in open_rendezvous if found.connection}
-    gone = next(iter(connections.values()))
-    gone.close()
+    next(found for found in open_rendezvous if found.connection).close()
     until(lambda: len(left) == 1)
     back = processes[left[0]]
     (members,) = hold([back])
@@ -246,10 +282,8 @@ def test_a_process_that_dies_while_the_group_forms_ends_it():
 
     # It comes, and goes without a word.
     def visit() -> None:
-        connection = rendezvous._connect(processes[2])
-        send(connection, JoinRequest.of(processes[2]))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.close()
+        with rendezvous._connect(processes[2], processes[2].read_credentials()) as channel:
+            send(channel, JoinRequest.of(processes[2]))
 
     threading.Thread(target=visit, daemon=True).start()
     found = messages(hold(processes[:2]))
@@ -262,8 +296,8 @@ def test_strangers_at_the_port_are_ignored():
     def knock() -> None:
         for data in (
             b"GET / HTTP/1.1\r\n\r\n",
-            rendezvous.MAGIC + b"\xff" * 64,
-            rendezvous.MAGIC + b"\x01\0\0\0x",
+            PROTOCOL + b"\xff" * 64,
+            PROTOCOL + b"\x01\0\0\0x",
             b"",
         ):
             for _ in range(100):

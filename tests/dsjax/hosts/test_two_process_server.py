@@ -15,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
+from listening_sockets import all_loopback, listening_addresses
 from processes import Group
 from worded_checkpoint import write_worded_checkpoint
 
@@ -71,6 +72,15 @@ def served(checkpoint):
     served = Served(checkpoint)
     yield served
     served.group.end()
+
+
+def test_a_group_on_loopback_listens_on_loopback_alone(served):
+    for process in served.group.processes:
+        addresses = listening_addresses(process.pid)
+        assert (
+            len(addresses) >= 3
+        )  # HTTP, links and gloo; process 0 has the rendezvous and JAX's coordination service too
+        assert all_loopback(addresses), addresses
 
 
 def test_completions_are_those_of_one_process(served, alone):

@@ -368,7 +368,7 @@ def test_bytes_hits_and_waits_are_told_by_tier():
     assert value("dsjax_cache_fetch_seconds_sum", tier="disk") == pytest.approx(0.4)
     assert value("dsjax_cache_fetch_seconds_count", tier="host") == 1
     assert value("dsjax_cache_fetch_seconds_sum", tier="prefill") == pytest.approx(0.4)
-    assert [value("dsjax_transfers_total", outcome=what) for what in ("completed", "given_up")] == [5, 1]
+    assert [value("dsjax_transfers_total", outcome=what) for what in ("completed", "given_up", "refused")] == [5, 1, 0]
     assert (value("dsjax_transfer_pages_total"), value("dsjax_transfers_under_way")) == (70, 3)
     assert [value("dsjax_disk_failures_total", operation=what) for what in ("read", "write", "late")] == [1, 0, 2]
 

@@ -34,7 +34,7 @@ def prefill(args: EngineArgs) -> None:
         Follower(group).run_with(args)
         return
     server = load_prefill(args, group)
-    tell(address=server.address)
+    tell(address=server.address, space=server.listener._space)
     for line in sys.stdin:
         request, engine = json.loads(line), server.engine
         if "tokens" in request:

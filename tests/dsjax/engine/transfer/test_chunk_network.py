@@ -3,31 +3,31 @@
 import threading
 
 import pytest
+from engine_pair import prefill_request
 from fake_executor import FakeExecutor
 
-from dsjax.engine.contract.commands import int32s
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.chunk_network import FollowerSendBuffers
 from dsjax.engine.transfer.messages import (
     ChunkGoneError,
     ChunkReady,
-    PrefillRequest,
     ReleaseChunk,
 )
-from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
 
 
 def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
-    kept = FollowerSendBuffers(timeout=5)
+    tickets = ChunkTickets()
+    kept = FollowerSendBuffers(5, tickets)
     timer = threading.Timer(0.05, kept.ready, (3, {"tokens": []}))
     timer.start()
-    assert kept.take(3) == {"tokens": []}
+    assert kept.open(3, tickets.ticket(3)) == {"tokens": []}
     kept.ready(4, None)  # a third process has that one
     kept.drop([3, 4])
     for number in (3, 4):
         with pytest.raises(ChunkGoneError):
-            kept.take(number)
+            kept.open(number, tickets.ticket(number))
     assert len(kept) == 0
 
 
@@ -36,14 +36,27 @@ def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_wh
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     engine = PrefillEngine(executor, config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
     offers = []
-    engine.post(PrefillRequest("a", int32s(range(9)), 0, 2), offers.append)
+    receive = offers.append
+    engine.post(prefill_request("a", range(9)), receive)
     while not any(isinstance(message, ChunkReady) for message in offers):
         engine.turn(wait=False)
     offers = [message for message in offers if isinstance(message, ChunkReady)]
-    assert {offer.address for offer in offers} == {"there:1"}
+    assert {offer.address for offer in offers} == {
+        f"there:1#{engine.buffers.tickets.ticket(offer.number)}" for offer in offers
+    }
     for offer in offers:
-        engine.post(ReleaseChunk(offer.number), offers.append)
+        engine.post(ReleaseChunk(offer.number), receive)
     engine.turn(wait=False)
     engine.turn(wait=False)
     assert executor.dropped_chunks == [offer.number for offer in offers]
     assert engine.buffers.num_kept == engine.num_jobs == 0
+
+
+def test_a_chunk_is_opened_by_the_ticket_of_its_own_offer_alone():
+    tickets = ChunkTickets()
+    kept = FollowerSendBuffers(0.01, tickets)
+    kept.ready(3, {"tokens": []})
+    for ticket in (tickets.ticket(4), ChunkTickets().ticket(3), "", "é"):
+        with pytest.raises(ChunkGoneError, match="was not offered with this ticket"):
+            kept.open(3, ticket)
+    assert ChunkTickets(tickets.secret).ticket(3) == tickets.ticket(3), "the processes of a side make the same"

@@ -3,6 +3,7 @@
 These are the tests of `transfer/page_channel.py`, `transfer/messages.py` and `transfer/send_buffers.py` too.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -13,21 +14,28 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
+from engine_pair import prefill_request
 from fake_executor import FakeExecutor
+from listening_sockets import all_loopback, listening_addresses
 from quick_compilation import QUICK_COMPILATION
 from transports import EACH_BACKEND
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.contract.commands import int32s
+from dsjax.engine.elastic.joining import join_group
+from dsjax.engine.elastic.transfer_processes import host_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
+    CancelTransfer,
     ChunkGoneError,
     ChunkReady,
     PrefillRequest,
@@ -35,10 +43,14 @@ from dsjax.engine.transfer.messages import (
     TransferFailed,
     TransfersUnderWay,
 )
+from dsjax.engine.transfer.page_channel import PAGES, VERSION, TransferListener, connect_to, write
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handoff
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
+from dsjax.hosts.cluster_key import ClusterKey
+from dsjax.hosts.credentials import Credentials, local_credentials
+from dsjax.hosts.secure_channel import PROTOCOL
 from dsjax.hosts.wire import split_address
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
@@ -173,6 +185,10 @@ def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_
         assert incoming.transfer_counts.completed == len(given)
         assert incoming.transfer_counts.given_up == 0
         assert process.is_empty() is True
+        if backend == "jax":  # NIXL's UCX listens at all addresses of this host
+            for addresses in map(listening_addresses, (process.process.pid, os.getpid())):
+                assert addresses
+                assert all_loopback(addresses), addresses
 
         # Both at once, each side told of the same room: decode asks first, then prefill does.
         decode.engine.flush_prefix_cache()
@@ -241,7 +257,7 @@ def served(**fields):
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     engine = PrefillEngine(executor, config, timeout=0.5)
     transport, space = FakeTransport(), {"page_size": 4, **fields}
-    chunks = ChunkServer(engine.buffers.take, transport, space, "127.0.0.1", 0.5)
+    chunks = ChunkServer(engine.buffers.open, transport, space, "127.0.0.1", 0.5)
     server = PrefillServer(engine, chunks, space, "127.0.0.1")
     engine.buffers.reset([Keeper(chunks.address)])
     engine.start()
@@ -275,7 +291,7 @@ def test_sides_that_move_pages_by_different_transports_are_told_so(decode, backe
 def test_sides_whose_pages_differ_are_told_in_what():
     server, transport = served(dtype="bfloat16")
     link, messages = linked(server, transport, page_size=4, dtype="float32")
-    link.send(PrefillRequest("a", int32s(range(9)), 0, 2))
+    link.send(prefill_request("a", range(9)))
     until(lambda: messages)
     assert "pages of the two sides differ in dtype ('bfloat16' here, 'float32' there)" in messages[0].reason
     assert isinstance(messages[0], TransferFailed)
@@ -286,13 +302,15 @@ def test_sides_whose_pages_differ_are_told_in_what():
 def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes():
     server, transport = served()
     link, messages = linked(server, transport, page_size=4)
-    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    link.send(prefill_request("a", range(33)))
     until(lambda: sum(message.count for message in messages) == 8)
     first, *others = messages
     assert link.pull(first.number, None, first.address)["tokens"][0] == [0, 1, 2, 3]
     link.send(ReleaseChunk(first.number))
     with pytest.raises(ChunkGoneError, match="is not kept any more"):
         link.pull(12345, None, first.address)
+    with pytest.raises(ChunkGoneError, match="is not kept any more"):
+        link.pull(others[0].number, None, first.address)  # with another chunk's ticket
     transport.pulls = False
     with pytest.raises(ChunkGoneError, match="the link is down"):
         link.pull(others[0].number, None, others[0].address)
@@ -308,7 +326,7 @@ def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again():
     buffers.room = lambda rank: 0
     link, _ = linked(server, transport, page_size=4)
     link.connect(told.append)
-    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    link.send(prefill_request("a", range(33)))
     until(lambda: told.count(TransfersUnderWay(["a"])) > 4)  # half a second, which is all that leases have
     del buffers.room
     until(lambda: sum(message.count for message in told if isinstance(message, ChunkReady)) == 8)
@@ -352,7 +370,7 @@ def test_nothing_is_kept_of_a_side_that_has_gone():
     before = transfer_threads()  # some of another test's may still be ending
     server, transport = served()
     link, messages = linked(server, transport, page_size=4)
-    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    link.send(prefill_request("a", range(33)))
     until(lambda: sum(message.count for message in messages) == 8)
     link.pull(messages[0].number, None, messages[0].address)
     assert transport.disconnected == []
@@ -368,12 +386,13 @@ def test_nothing_is_kept_of_a_side_that_has_gone():
 def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
     server, transport = served()
     link, messages = linked(server, transport, page_size=4)
-    link.send(PrefillRequest("a", int32s(range(33)), 0, 8))
+    link.send(prefill_request("a", range(33)))
     until(lambda: sum(message.count for message in messages) == 8)
     link.pull(messages[0].number, None, messages[0].address)
     [client], [puller] = server.listener._channels, server._chunks.listener._channels
-    for channel in (client, puller, link._channel, link._chunks._connection(messages[0].address).channel):
-        assert channel._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    [pulling] = link._chunks._connections.values()
+    for channel in (client, puller, link._channel, pulling.result().channel):
+        assert channel._connection._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     link.close()
     server.shutdown()
 
@@ -381,7 +400,7 @@ def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said():
 def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another(monkeypatch):
     tried, limit = [], threading.Event()
 
-    def connect_to(address, space):
+    def connect_to(address, *_):
         tried.append(address)
         if address == "gone:1":
             limit.wait(5)
@@ -400,6 +419,99 @@ def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_ano
             with pytest.raises(ChunkGoneError, match=r"gone:1 .* reached"):
                 pull.result()
     assert tried == ["gone:1", "other:1"]
+
+
+def frame(*message) -> bytes:
+    """A message as all who connected could send it before they had to know the cluster key."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+@pytest.mark.parametrize("page_size", [4, 8], ids=["alike", "otherwise"])
+def test_a_stranger_takes_no_pages_and_is_not_told_what_would_be_accepted(page_size):
+    server, transport = served()
+    link, messages = linked(server, transport, page_size=4)
+    link.send(prefill_request("a", range(33)))
+    until(lambda: sum(message.count for message in messages) == 8)
+    number, engine = messages[0].number, server.engine
+    chunk_address, ticket = messages[0].address.split("#")
+    for address in (server.address, chunk_address):
+        with socket.create_connection(split_address(address), 10) as stranger:
+            stranger.sendall(frame("hello", VERSION, {"page_size": page_size}))
+            stranger.sendall(frame("pull_request", number, ticket) + frame("release_chunk", number))
+            stranger.sendall(frame("cancel_transfer", "a") + frame("flush_pages"))
+            stranger.shutdown(socket.SHUT_WR)
+            heard = b""
+            with contextlib.suppress(ConnectionResetError):
+                while data := stranger.recv(1 << 16):
+                    heard += data
+        assert heard[len(PROTOCOL) + 32 :] == b""  # a nonce, and nothing that says more than that this is dsjax
+    assert not transport.published
+    assert engine.buffers.take(number) is link.pull(number, None, messages[0].address)
+    assert len(server.listener._channels) == 1
+    link.close()
+    server.shutdown()
+
+
+def test_a_side_with_another_key_is_told_so(monkeypatch, caplog):
+    server, transport = served()
+    other = Credentials(ClusterKey("o" * 32, "another file"))
+    link = RemoteLink(server.address, RemoteChunks(transport, {}, {}, 5, other), {"page_size": 4}, other)
+    messages = []
+    link.connect(messages.append)
+    link.send(prefill_request("a", range(33)))
+    until(lambda: messages)
+    assert (
+        "this process showed its cluster key, which is from another file: that side has another one"
+        in messages[0].reason
+    )
+    assert server.engine.num_jobs == 0
+    link.close()
+    server.shutdown()
+
+
+@pytest.mark.parametrize("message", [b"\x93\xacpull_request\x01\xa2\xff\xff", b"\x91" * 100_000, "handled"])
+def test_a_message_that_cannot_be_read_or_handled_ends_its_connection(message, caplog):
+    left = threading.Event()
+
+    def receive(_):
+        raise ValueError("a fault of ours")
+
+    peer = SimpleNamespace(receive=receive, leave=left.set)
+    key = local_credentials()
+    listener = TransferListener(lambda channel: peer, {}, "127.0.0.1", service=PAGES, credentials=key)
+    channel, _ = connect_to(listener.address, {}, PAGES, key)
+    if message == "handled":
+        write(channel, CancelTransfer("a"))
+    else:
+        channel.send(message)
+    assert left.wait(20)
+    with pytest.raises(EOFError):
+        channel.receive(100)
+    assert "A connection for pages was closed, because" in caplog.text
+    listener.close()
+
+
+def test_an_engine_that_is_reached_beyond_loopback_needs_a_key_before_it_loads_anything():
+    for mode in ("prefill", "decode"):
+        args = EngineArgs(disaggregation_mode=mode, transfer_host="192.0.2.1")
+        with pytest.raises(
+            UserError, match=r"192\.0\.2\.1 is beyond the loopback interface.*--cluster-key-file FILE or"
+        ):
+            join_group(args, None)
+    engine = SimpleNamespace(page_size=4)
+    with pytest.raises(UserError, match="beyond the loopback interface"):
+        PrefillServer(engine, None, {}, "0.0.0.0")
+
+
+def test_without_an_address_the_loopback_interface_is_taken(monkeypatch):
+    resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.7.7.7", 0))]  # as the host's name is on most machines
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
+    args = EngineArgs(disaggregation_mode="prefill")
+    assert host_of(args, None) == "127.0.0.1"
+    group = SimpleNamespace(options=SimpleNamespace(address="10.1.2.3"))
+    assert host_of(args, group) == "10.1.2.3"
+    assert host_of(replace(args, transfer_host="10.9.9.9"), group) == "10.9.9.9"
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:0", "host:x"])

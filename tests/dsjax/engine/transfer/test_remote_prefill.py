@@ -14,7 +14,7 @@ from dsjax.engine.contract.commands import from_int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.landing_area import LandingArea
 from dsjax.engine.schedule.page_source import Lookup, RankPages
-from dsjax.engine.schedule.pages import PagePool
+from dsjax.engine.schedule.pages import PagePool, extend_hashes
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import (
@@ -23,6 +23,8 @@ from dsjax.engine.transfer.messages import (
     PrefillRequest,
     PulledChunk,
     ReleaseChunk,
+    TransferFailed,
+    TransfersUnderWay,
 )
 from dsjax.engine.transfer.remote_prefill import RemotePrefills
 
@@ -277,9 +279,9 @@ def test_pages_that_two_transfers_bring_are_awaited_from_the_other_one_when_the_
 
 
 def test_an_offer_that_comes_twice_is_pulled_once_and_not_released_before_it_has_come():
-    source, names = decode_source(), [b"0", b"1"]
+    source, names = decode_source(), [b"0" * 32, b"1" * 32]
     request, asked = waiting(source, "a", list(range(9)), names)
-    offer = ChunkReady(asked.transfer, number=7, first=0, count=2)
+    offer = ChunkReady(asked.transfer, number=7, first=0, count=2, names=b"".join(names))
     for _ in range(2):
         source.receive(0, offer, now=1.0)
     source.begin_rank(0, now=1.0)
@@ -294,6 +296,54 @@ def test_an_offer_that_comes_twice_is_pulled_once_and_not_released_before_it_has
         source.landed(0, number, True, now=2.0)
     assert source.transfer_counts.completed == 1
     assert source.transfer_counts.pages == 2
+
+
+OTHER_PAGES = {
+    "others' names": {"names": b"0" * 32 + b"2" * 32},
+    "no names": {"names": b""},
+    "too few names": {"names": b"0" * 32},
+    "the names of other places": {"first": 1, "names": b"0" * 32 + b"1" * 32},
+}
+
+
+@pytest.mark.parametrize("fields", OTHER_PAGES.values(), ids=OTHER_PAGES)
+def test_pages_that_are_not_those_asked_for_are_never_pulled_and_their_request_computes_them(fields, caplog):
+    source, names = decode_source(), [b"0" * 32, b"1" * 32]
+    request, asked = waiting(source, "a", list(range(9)), names)
+    offer = {"transfer": asked.transfer, "number": 7, "first": 0, "count": 2, **fields}
+    source.receive(0, ChunkReady(**offer), now=1.0)
+    source.begin_rank(0, now=1.0)
+    assert list(source.commands()) == []
+    assert [message for _, message in source.take_messages()] == [ReleaseChunk(7), CancelTransfer(asked.transfer)]
+    assert not request.is_loading
+    assert (source.transfer_counts.refused, source.transfer_counts.given_up) == (1, 1)
+    assert "not those asked for" in caplog.text
+
+
+def test_a_prefill_engine_has_nothing_to_say_of_what_another_one_was_asked_for():
+    source, names = decode_source(), [b"0" * 32, b"1" * 32]
+    _, asked = waiting(source, "a", list(range(9)), names)
+    other = source.add_link()
+    source.receive(other, ChunkReady(asked.transfer, 7, 0, 2, names=b"".join(names)), now=1.0)
+    source.receive(other, TransfersUnderWay([asked.transfer]), now=9.0)
+    source.receive(other, TransferFailed(asked.transfer, "no"), now=9.0)
+    source.begin_rank(0, now=9.0)
+    assert list(source.commands()) == []
+    assert source.take_messages() == [(other, ReleaseChunk(7))]
+    assert source.num_under_way == 1
+    source.begin_step(now=10.5)
+    assert source.num_under_way == 0, "what the other one said was no sign of life"
+
+
+def test_a_request_that_needs_nothing_of_what_is_computed_for_it_names_the_last_page_when_it_cancels():
+    source, tokens = decode_source(), list(range(11))
+    source.connect = lambda address: source.add_link()
+    options = RequestOptions(cache_salt="mine", prefill={"address": "127.0.0.1:1", "transfer": "room-7"})
+    request = Request("a", tokens, len(tokens), SamplingParams(temperature=0), 1, 0, options=options)
+    source.added(request)
+    source.release(0, request)
+    same = Request("b", tokens[:8], 8, SamplingParams(temperature=0), 1, 0, options=RequestOptions(cache_salt="mine"))
+    assert source.take_messages() == [(1, CancelTransfer("room-7", extend_hashes(same, 4)[1]))]
 
 
 def test_what_an_executor_has_pulled_does_not_land_on_the_one_that_replaces_it():

@@ -82,6 +82,18 @@ def test_a_process_that_was_disconnected_can_be_pulled_from_again(ends):
         receiver.disconnect(sender.address)
 
 
+def test_a_chunk_has_a_random_number_at_jaxs_server_which_asks_nobody_who_they_are():
+    sender, receiver = (open_transport("jax", jax.devices()[0], "127.0.0.1") for _ in range(2))
+    published = {number: chunk(number) for number in (1, 2, 3)}
+    tickets = {number: sender.publish(number, published[number]) for number in published}
+    numbers = {int.from_bytes(ticket, "little") for ticket in tickets.values()}
+    assert len(numbers) == 3
+    assert min(numbers) > 2**32  # nobody comes upon it by counting; below that in one run of a billion
+    for number in published:  # and by its ticket each can be pulled
+        is_chunk(receiver.pull(sender.address, 9, tickets[number], SHAPES, jax.devices()[0]), number, jax.devices()[0])
+        sender.withdraw(number, published[number], pulled=True)
+
+
 class FailingTransport(Transport):
     """A transport whose reads come to what they are told to."""
 

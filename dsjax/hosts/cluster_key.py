@@ -1,0 +1,180 @@
+"""`ClusterKey`: the secret that all processes of a deployment share, as the user gives it, or as it is made for this user.
+
+docs/security.md says what it protects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
+
+from dsjax.errors import UserError, why_unreadable
+
+_log = logging.getLogger(__name__)
+
+FLAG = "--cluster-key-file"
+VARIABLE = "DSJAX_CLUSTER_KEY"
+LEAST_CHARACTERS = 32
+_MOST_CHARACTERS = 4096
+_NAME = "cluster-key"
+_HOW = "openssl rand -hex 32 makes one"
+
+
+class ClusterKey:
+    """The secret. It is shown nowhere: neither its text nor `repr` has it, and it cannot be pickled.
+
+    Attributes:
+        source: where it comes from, for messages: a file, or the environment variable.
+        is_local: whether it was made for this user on this host. It then serves the loopback interface alone.
+    """
+
+    __slots__ = ("_secret", "is_local", "source")
+
+    def __init__(self, text: str, source: str, *, is_local: bool = False):
+        key = text.strip()
+        if not key:
+            raise UserError(
+                f"the cluster key of {source} is empty; give at least {LEAST_CHARACTERS} characters ({_HOW})"
+            )
+        if key.split() != [key]:
+            raise UserError(
+                f"the cluster key of {source} has spaces or several lines; expected one line without spaces"
+            )
+        if not LEAST_CHARACTERS <= len(key) <= _MOST_CHARACTERS:
+            raise UserError(
+                f"the cluster key of {source} has {len(key):,} characters, expected {LEAST_CHARACTERS} to {_MOST_CHARACTERS:,} ({_HOW})"
+            )
+        self._secret = hashlib.sha256(key.encode()).digest()
+        self.source, self.is_local = source, is_local
+
+    def mac(self, purpose: str, *parts: bytes) -> bytes:
+        """HMAC-SHA256 over a purpose and parts. Each part has its length before it, so that no two lists of parts look alike."""
+        message = b"".join(len(part).to_bytes(4, "little") + part for part in (purpose.encode(), *parts))
+        return hmac.digest(self._secret, message, "sha256")
+
+    def __repr__(self) -> str:
+        return f"ClusterKey(source={self.source!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a cluster key is not written down")
+
+
+def given_key(file: str | None, environment: Mapping[str, str] = os.environ) -> ClusterKey | None:
+    """Read the key that the user has given, in a file or in the environment; the file comes first. None: neither is given.
+
+    Raises:
+        UserError: it cannot be read, or is too short.
+    """
+    if file is not None:
+        return _read_given(file)
+    if VARIABLE in environment:
+        return ClusterKey(environment[VARIABLE], f"the environment variable {VARIABLE}")
+    return None
+
+
+def _read_given(file: str) -> ClusterKey:
+    try:
+        with open(file, encoding="utf-8") as opened:
+            status = os.fstat(opened.fileno())
+            text = opened.read(_MOST_CHARACTERS + 2)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{FLAG}: {file!r} cannot be read: {why_unreadable(error)}") from error
+    if stat.S_ISREG(status.st_mode) and status.st_mode & stat.S_IROTH:
+        _log.warning("Every user of this host can read the cluster key in %s; chmod o= %s.", file, file)
+    return ClusterKey(text, f"the file {file}")
+
+
+def local_key(environment: Mapping[str, str] = os.environ) -> ClusterKey:
+    """Read the key of this user on this host, and make it where there is none: the processes that start at once get the same one.
+
+    Raises:
+        UserError: there is no place for it, or what is there is no key that only this user can read.
+    """
+    reasons = []
+    for folder in _folders(environment):
+        try:
+            with _opened(folder) as descriptor:
+                return _key_in(folder, descriptor)
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror or error}")
+    raise UserError(
+        f"no cluster key can be kept for this user ({'; '.join(reasons)}); give one with {FLAG} FILE or {VARIABLE} ({_HOW})"
+    )
+
+
+def _folders(environment: Mapping[str, str]) -> Iterator[str]:
+    """The folders that may hold the key, the first choice first. Whoever uses one checks whose it is."""
+    if runtime := environment.get("XDG_RUNTIME_DIR"):
+        yield os.path.join(runtime, "dsjax")
+    home = os.path.expanduser("~") if environment is os.environ else environment.get("HOME", "")
+    cache = environment.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if os.path.isabs(home) else "")
+    if os.path.isabs(cache):
+        with contextlib.suppress(OSError):
+            os.makedirs(cache, mode=0o700, exist_ok=True)
+        yield os.path.join(cache, "dsjax-cluster")
+    yield os.path.join(tempfile.gettempdir(), f"dsjax-{os.geteuid()}")
+
+
+@contextlib.contextmanager
+def _opened(folder: str) -> Iterator[int]:
+    """Open a folder that belongs to this user alone, which is made where it is missing. What is in it is reached by the descriptor, so
+    that nobody can put another folder in its place meanwhile.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(0, f"it belongs to user {status.st_uid}, not to {os.geteuid()}")
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            raise PermissionError(0, f"its mode is {stat.S_IMODE(status.st_mode):04o}, expected 0700")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _key_in(folder: str, descriptor: int) -> ClusterKey:
+    try:
+        opened = _open_key(descriptor)
+    except FileNotFoundError:
+        _make_key(descriptor)
+        opened = _open_key(descriptor)
+    path = os.path.join(folder, _NAME)
+    with os.fdopen(opened, encoding="ascii") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise UserError(
+                f"{path} is no file that only this user can read; delete it, or give another key with {FLAG} FILE or {VARIABLE}"
+            )
+        try:
+            return ClusterKey(file.read(_MOST_CHARACTERS + 2), f"the file {path}", is_local=True)
+        except ValueError as error:  # a UserError, or no text
+            raise UserError(f"{path} holds no cluster key; delete it, and a new one is made") from error
+
+
+def _open_key(descriptor: int) -> int:
+    return os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=descriptor)
+
+
+def _make_key(descriptor: int) -> None:
+    """Put a new key into a folder, complete from the moment that it has its name. Where another process was first, its key stays."""
+    temporary = f"{_NAME}.{secrets.token_hex(8)}"
+    written = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=descriptor)
+    try:
+        with os.fdopen(written, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, _NAME, src_dir_fd=descriptor, dst_dir_fd=descriptor, follow_symlinks=False)
+    finally:
+        os.unlink(temporary, dir_fd=descriptor)

@@ -1,0 +1,160 @@
+"""The cluster key: as it is given, as it is made for this user, and that nobody else reads it."""
+
+import multiprocessing
+import os
+import pickle
+import stat
+
+import pytest
+
+from dsjax.errors import UserError
+from dsjax.hosts import cluster_key, credentials
+from dsjax.hosts.cluster_key import ClusterKey, given_key, local_key
+from dsjax.hosts.credentials import CredentialOptions, is_loopback
+
+TEXT = "0123456789abcdef" * 4
+
+
+def shown(key: ClusterKey) -> bytes:
+    return key.mac("shown")
+
+
+def test_a_key_is_read_from_a_file_or_the_environment_and_the_file_comes_first(tmp_path):
+    file = tmp_path / "key"
+    file.write_text(f"{TEXT}\n")
+    file.chmod(0o600)
+    variables = {"DSJAX_CLUSTER_KEY": TEXT[::-1]}
+    assert shown(given_key(str(file), variables)) == shown(ClusterKey(TEXT, "")) != shown(given_key(None, variables))
+    assert given_key(None, variables).source == "the environment variable DSJAX_CLUSTER_KEY"
+    assert given_key(None, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty; give at least 32 characters"),
+        (" \n", "is empty"),
+        (TEXT[:31], "has 31 characters, expected 32 to 4,096"),
+        (TEXT + "\n" + TEXT, "has spaces or several lines"),
+        (TEXT * 100, "characters, expected 32 to 4,096"),
+    ],
+)
+def test_a_key_that_is_none_is_refused_and_not_shown(tmp_path, text, message):
+    file = tmp_path / "key"
+    file.write_text(text)
+    for given in (lambda: given_key(str(file), {}), lambda: given_key(None, {"DSJAX_CLUSTER_KEY": text})):
+        with pytest.raises(UserError, match=message) as error:
+            given()
+        assert TEXT[:31] not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff" * 40])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "key").write_bytes(content)
+    with pytest.raises(UserError, match=r"^--cluster-key-file: '.*key' cannot be read: "):
+        given_key(str(tmp_path / "key"), {})
+
+
+def test_a_file_that_everybody_can_read_is_told_of(tmp_path, caplog):
+    file = tmp_path / "key"
+    file.write_text(TEXT)
+    file.chmod(0o644)
+    given_key(str(file), {})
+    assert "Every user of this host can read the cluster key" in caplog.text
+    assert TEXT not in caplog.text
+
+
+def test_a_key_can_be_neither_shown_nor_written_down():
+    key = ClusterKey(TEXT, "a test")
+    assert repr(key) == "ClusterKey(source='a test')"
+    assert TEXT not in repr(credentials.Credentials(key))
+    with pytest.raises(TypeError, match="not written down"):
+        pickle.dumps(key)
+
+
+def make(arguments) -> bytes:
+    barrier, variables = arguments
+    barrier.wait()
+    return shown(local_key(variables))
+
+
+def test_processes_that_start_at_once_make_one_key(tmp_path):
+    variables = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with multiprocessing.get_context("fork").Manager() as manager, multiprocessing.get_context("fork").Pool(8) as pool:
+        keys = pool.map(make, [(manager.Barrier(8), variables)] * 8, chunksize=1)
+    assert len(set(keys)) == 1 == len({*keys, shown(local_key(variables))})
+    folder, file = tmp_path / "dsjax", tmp_path / "dsjax" / "cluster-key"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [path.name for path in folder.iterdir()] == ["cluster-key"]
+
+
+def test_the_key_lies_in_the_first_folder_that_is_this_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_key.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    runtime, home = tmp_path / "runtime", tmp_path / "home"
+    for path in (runtime, home, tmp_path / "temporary"):
+        path.mkdir()
+    variables = {"XDG_RUNTIME_DIR": str(runtime), "HOME": str(home)}
+    sources = [local_key(variables).source]
+    (runtime / "dsjax").chmod(0o755)
+    sources.append(local_key(variables).source)
+    (home / ".cache").rename(home / "elsewhere")
+    (home / ".cache").write_text("a file is no folder")
+    sources.append(local_key(variables).source)
+    assert sources == [
+        f"the file {runtime}/dsjax/cluster-key",
+        f"the file {home}/.cache/dsjax-cluster/cluster-key",
+        f"the file {tmp_path}/temporary/dsjax-{os.geteuid()}/cluster-key",
+    ]
+    (tmp_path / "temporary" / f"dsjax-{os.geteuid()}").rename(tmp_path / "foreign")
+    (tmp_path / "temporary" / f"dsjax-{os.geteuid()}").symlink_to(tmp_path / "foreign")  # as another user may put there
+    with pytest.raises(UserError, match=r"its mode is 0755, expected 0700.*give one with --cluster-key-file FILE"):
+        local_key(variables)
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
+    (tmp_path / "dsjax").mkdir(mode=0o700)
+    monkeypatch.setattr(cluster_key, "_folders", lambda environment: [str(tmp_path / "dsjax")])
+    monkeypatch.setattr(cluster_key.os, "geteuid", lambda: 12345678)
+    with pytest.raises(UserError, match=r"it belongs to user \d+, not to 12345678"):
+        local_key({})
+
+
+@pytest.mark.parametrize("what", ["short", "open", "link"])
+def test_what_lies_where_the_key_should_is_not_believed(tmp_path, what):
+    variables = {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": ""}
+    local_key(variables)
+    file = tmp_path / "dsjax" / "cluster-key"
+    if what == "short":
+        file.write_text("abc")
+    elif what == "open":
+        file.chmod(0o644)
+    else:
+        file.rename(tmp_path / "other")
+        file.symlink_to(tmp_path / "other")
+    if what == "link":
+        assert local_key(variables).source != f"the file {file}"
+    else:
+        with pytest.raises(UserError, match=r"cluster-key .*delete it"):
+            local_key(variables)
+
+
+def test_only_the_loopback_interface_needs_no_key(monkeypatch):
+    monkeypatch.delenv("DSJAX_CLUSTER_KEY", raising=False)
+    assert CredentialOptions().read("127.0.0.1", "localhost", "127.8.9.1").key.is_local
+    for host in ("192.0.2.1", "0.0.0.0", "", "no-such-host.invalid"):
+        with pytest.raises(
+            UserError, match=r"--cluster-key-file FILE or in the environment variable DSJAX_CLUSTER_KEY"
+        ):
+            CredentialOptions().read("127.0.0.1", host)
+    monkeypatch.setenv("DSJAX_CLUSTER_KEY", TEXT)
+    assert not CredentialOptions().read("192.0.2.1").key.is_local
+    monkeypatch.setenv("DSJAX_CLUSTER_KEY", "")
+    with pytest.raises(UserError, match="is empty"):  # and not "no key"
+        CredentialOptions().read("127.0.0.1")
+
+
+@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("::", False)])
+def test_the_loopback_interface_is_known_by_its_addresses(host, expected):
+    assert is_loopback(host) == expected

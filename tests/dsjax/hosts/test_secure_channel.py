@@ -1,0 +1,356 @@
+"""The greeting and the frames between processes of a deployment: who comes in, what a stranger gets, and what a changed byte does.
+
+Listeners under a flood are in `test_secure_listener.py`.
+"""
+
+import contextlib
+import queue
+import shutil
+import socket
+import threading
+
+import pytest
+from deployments import KEY, OTHER, address_of, listening, make_certificates, relay
+
+from dsjax.errors import UserError
+from dsjax.hosts.cluster_key import ClusterKey
+from dsjax.hosts.credentials import CredentialOptions, Credentials
+from dsjax.hosts.secure_channel import (
+    BLOCK_BYTES,
+    PROTOCOL,
+    NotAMemberError,
+    ProtocolError,
+    RefusedError,
+    SecureChannel,
+    TamperedError,
+    connect,
+)
+from dsjax.hosts.tls import ClusterTls
+
+GREETING = len(PROTOCOL) + 32 + 1 + len("pages") + 32
+"""Bytes that a caller sends before its first frame."""
+HEADER = 4 + 32
+
+
+def echo(channel: SecureChannel) -> None:
+    while True:
+        channel.send(channel.receive(1 << 24))
+
+
+def test_members_send_messages_and_large_data_both_ways():
+    large = bytes(range(256)) * 20_001  # not a whole number of blocks
+
+    def serve(channel):
+        channel.send(channel.receive(1 << 24) + channel.service.encode())
+        received = bytearray(len(large))
+        channel.receive_into(memoryview(received))
+        channel.send_bytes(bytes(received)[::-1])
+
+    with listening(serve) as listener, connect(address_of(listener), "pages", KEY) as channel:
+        channel.send(large)
+        assert channel.receive(1 << 24) == large + b"pages"
+        channel.send_bytes(large)
+        received = bytearray(len(large))
+        channel.receive_into(memoryview(received))
+        assert received == large[::-1]
+
+
+def test_messages_of_several_threads_arrive_whole_while_others_are_read():
+    with listening(echo) as listener, connect(address_of(listener), "pages", KEY) as channel:
+        expected = {bytes([writer]) * (1 + 40_000 * writer) for writer in range(6)}
+        threads = [threading.Thread(target=channel.send, args=(message,)) for message in expected]
+        for thread in threads:
+            thread.start()
+        assert {channel.receive(1 << 20) for _ in threads} == expected
+
+
+def test_who_has_another_key_hears_nothing_and_says_so():
+    with listening(echo) as listener:
+        with pytest.raises(NotAMemberError, match="which is from the other test: that side has another one"):
+            connect(address_of(listener), "pages", OTHER)
+        assert listener.turned_away == {"with another cluster key": 1}
+
+
+def test_a_listener_that_does_not_know_the_key_is_not_believed():
+    def impostor(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        connection.sendall(PROTOCOL + bytes(32))
+        connection.recv(GREETING, socket.MSG_WAITALL)
+        connection.sendall(bytes(32))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=impostor, args=(listener,), daemon=True).start()
+        with pytest.raises(NotAMemberError, match="does not know the cluster key"):
+            connect(listener.getsockname(), "pages", KEY)
+
+
+def test_a_callers_own_proof_and_an_old_one_are_no_proofs():
+    recorded: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def record(offset: int, data: bytes) -> bytes:
+        recorded.put(data)
+        return data
+
+    with listening(echo) as listener:
+        with relay(address_of(listener), record) as address, connect(address, "pages", KEY) as channel:
+            channel.send(b"first")
+            assert channel.receive(100) == b"first"
+        replayed = recorded.get()
+        assert len(replayed) == GREETING
+        with socket.create_connection(address_of(listener)) as stranger:
+            stranger.sendall(replayed)
+            assert stranger.recv(1000, socket.MSG_WAITALL)[40:] == b""  # not a byte but the listener's nonce
+        assert listener.turned_away == {"with another cluster key": 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(40), ProtocolError, "is no dsjax that waits for other processes"),
+        (PROTOCOL[:7] + b"9" + bytes(32), ProtocolError, "speaks another version of these connections"),
+        (b"", ProtocolError, "ends the connection at once"),
+    ],
+)
+def test_a_caller_says_what_it_has_met(answer, error, message):
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(ConnectionResetError):
+            connection.sendall(answer)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        with pytest.raises(error, match=message):
+            connect(listener.getsockname(), "pages", KEY)
+
+
+def test_a_member_that_asks_for_what_a_port_has_not_is_told():
+    with listening(echo, services=("pages", "chunks")) as listener:
+        with pytest.raises(
+            RefusedError, match="asked for 'rendezvous' at a port for pages and chunks; check the address"
+        ):
+            connect(address_of(listener), "rendezvous", KEY)
+        with connect(address_of(listener), "chunks", KEY) as channel:
+            assert channel.service == "chunks"
+
+
+class Changes:
+    """Ways to change what a caller sends after its greeting: `frames` are whole ones, of two messages."""
+
+    @staticmethod
+    def flipped(first: bytes, second: bytes) -> bytes:
+        return first[:-1] + bytes([first[-1] ^ 1]) + second
+
+    @staticmethod
+    def flipped_mac(first: bytes, second: bytes) -> bytes:
+        return first[:5] + bytes([first[5] ^ 1]) + first[6:] + second
+
+    @staticmethod
+    def replayed(first: bytes, second: bytes) -> bytes:
+        return first + first
+
+    @staticmethod
+    def reordered(first: bytes, second: bytes) -> bytes:
+        return second + first
+
+    @staticmethod
+    def dropped(first: bytes, second: bytes) -> bytes:
+        return second
+
+    @staticmethod
+    def shortened(first: bytes, second: bytes) -> bytes:
+        return (3).to_bytes(4, "little") + first[4 : HEADER + 3] + second
+
+    @staticmethod
+    def oversized(first: bytes, second: bytes) -> bytes:
+        return (0xFFFFFFFF).to_bytes(4, "little") + first[4:] + second
+
+
+@pytest.mark.parametrize("change", [name for name in vars(Changes) if not name.startswith("_")])
+@pytest.mark.parametrize("is_large", [False, True], ids=["message", "large"])
+def test_frames_that_are_not_what_was_sent_end_the_connection(change, is_large):
+    frames: list[bytes] = []
+
+    def alter(offset: int, data: bytes) -> bytes:
+        if offset < GREETING:
+            assert len(data) == GREETING
+            return data
+        frames.append(data)
+        joined = b"".join(frames)
+        if len(joined) < 2 * (HEADER + 4):
+            return b""
+        assert len(joined) == 2 * (HEADER + 4)
+        return getattr(Changes, change)(joined[: HEADER + 4], joined[HEADER + 4 :])
+
+    received: list[bytes] = []
+    ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def serve(channel: SecureChannel) -> None:
+        try:
+            while True:
+                if is_large:
+                    block = bytearray(4)
+                    channel.receive_into(memoryview(block))
+                    received.append(bytes(block))
+                else:
+                    received.append(channel.receive(1 << 16))
+        except (OSError, EOFError) as error:
+            ended.put(error)
+
+    with listening(serve) as listener, relay(address_of(listener), alter) as address:
+        with connect(address, "pages", KEY) as channel:
+            (channel.send_bytes if is_large else channel.send)(b"1111")
+            (channel.send_bytes if is_large else channel.send)(b"2222")
+            assert isinstance(ended.get(timeout=10), TamperedError)
+        assert received == ([b"1111"] if change == "replayed" else [])
+        assert listener.num_connections == 0
+
+
+def test_a_message_is_no_block_and_a_block_no_message():
+    ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def serve(channel: SecureChannel) -> None:
+        try:
+            channel.receive(100)
+        except OSError as error:
+            ended.put(error)
+
+    with listening(serve) as listener, connect(address_of(listener), "pages", KEY) as channel:
+        channel.send_bytes(b"four")
+        assert isinstance(ended.get(timeout=10), TamperedError)
+
+
+def test_a_length_alone_takes_no_memory(monkeypatch):
+    one, other = socket.socketpair()
+    channel = SecureChannel(one, one, "pages", b"1", b"2")
+    other.sendall((1 << 30).to_bytes(4, "little") + bytes(32 + 10))
+    other.shutdown(socket.SHUT_WR)
+    import tracemalloc
+
+    tracemalloc.start()
+    with other, pytest.raises(EOFError):
+        channel.receive(1 << 31)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * BLOCK_BYTES
+
+
+def test_a_time_limit_ends_a_connection_instead_of_leaving_half_a_frame():
+    with listening(lambda channel: None) as listener, connect(address_of(listener), "pages", KEY) as channel:
+        channel.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            channel.receive(100)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            channel.send(b"more")
+
+
+def test_a_key_that_was_made_for_this_user_serves_loopback_alone(monkeypatch):
+    local = Credentials(ClusterKey("l" * 64, "a file", is_local=True))
+    with pytest.raises(UserError, match="--cluster-key-file FILE or in the environment variable DSJAX_CLUSTER_KEY"):
+        connect(("192.0.2.1", 1), "pages", local)
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        probe.listen()
+        from dsjax.hosts.secure_listener import SecureListener
+
+        with pytest.raises(UserError, match="beyond the loopback interface"):
+            SecureListener(probe, local, {}, "test")
+
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    return make_certificates(tmp_path, "one", "two") | make_certificates(tmp_path, "foreign", authority="elsewhere")
+
+
+def with_tls(files: tuple[str, str, str], key: Credentials = KEY) -> Credentials:
+    return Credentials(key.key, ClusterTls(*files))
+
+
+@needs_openssl
+def test_with_certificates_connections_are_encrypted_and_may_be_read_while_they_are_written(certificates):
+    seen: list[bytes] = []
+
+    def watch(offset: int, data: bytes) -> bytes:
+        seen.append(data)
+        return data
+
+    large = b"a page of a prompt " * 100_000
+    with (
+        listening(echo, with_tls(certificates["one"])) as listener,
+        relay(address_of(listener), watch) as address,
+        connect(address, "pages", with_tls(certificates["two"])) as channel,
+    ):
+        writer = threading.Thread(target=lambda: [channel.send(large) for _ in range(4)])
+        writer.start()
+        assert [channel.receive(1 << 24) for _ in range(4)] == [large] * 4
+        writer.join()
+    assert b"a page of a prompt" not in b"".join(seen)
+
+
+@needs_openssl
+def test_both_certificates_and_the_key_are_asked_for(certificates):
+    with listening(echo, with_tls(certificates["one"])) as listener:
+        with pytest.raises(NotAMemberError, match=r"certificate of .* is not of --cluster-tls-ca"):
+            connect(address_of(listener), "pages", with_tls(certificates["foreign"]))
+        with pytest.raises(NotAMemberError, match="another one"):
+            connect(address_of(listener), "pages", with_tls(certificates["two"], OTHER))
+        # It knows the authority, and has no certificate of it.
+        foreign = certificates["foreign"][:2] + (certificates["one"][2],)
+        with pytest.raises(NotAMemberError, match="does not take this process's certificate"):
+            connect(address_of(listener), "pages", with_tls(foreign))
+        with pytest.raises(OSError, match=r"timed out|ends the connection|no dsjax"):
+            connect(address_of(listener), "pages", KEY, seconds=0.5)
+    with listening(echo) as plain, pytest.raises(ProtocolError, match="to all processes, or to none"):
+        connect(address_of(plain), "pages", with_tls(certificates["one"]))
+
+
+@needs_openssl
+def test_who_has_a_certificate_and_no_key_cannot_stand_between_two_members(certificates):
+    """A thief of a certificate ends TLS on both sides and passes on all that is inside."""
+    member, thief = with_tls(certificates["one"]), ClusterTls(*certificates["two"])
+    with listening(echo, member) as listener, socket.create_server(("127.0.0.1", 0)) as between:
+
+        def pass_on(one, other):
+            buffer = bytearray(1 << 16)
+            with contextlib.suppress(OSError, EOFError):
+                while count := one.recv_into(memoryview(buffer)):
+                    other.sendall(bytes(buffer[:count]))
+
+        def stand_between():
+            caller, _ = between.accept()
+            with caller, socket.create_connection(address_of(listener)) as there:
+                streams = [
+                    thief.stream(end, is_listener=is_listener, before_wait=lambda: None)
+                    for end, is_listener in ((caller, True), (there, False))
+                ]
+                back = threading.Thread(target=pass_on, args=streams[::-1], daemon=True)
+                back.start()
+                threading.Thread(target=pass_on, args=streams, daemon=True).start()
+                back.join(10)
+                caller.shutdown(socket.SHUT_RDWR)  # also for the thread that waits for it
+
+        threading.Thread(target=stand_between, daemon=True).start()
+        with pytest.raises(NotAMemberError):
+            connect(between.getsockname(), "pages", member)
+        assert listener.turned_away == {"with another cluster key": 1}
+
+
+@needs_openssl
+def test_certificates_that_cannot_be_used_are_named(certificates, tmp_path):
+    certificate, key, authority = certificates["one"]
+    given = {"cluster_tls_cert": certificate, "cluster_tls_key": key, "cluster_tls_ca": authority}
+    assert CredentialOptions(**given).read("127.0.0.1").tls is not None
+    for missing in given:
+        with pytest.raises(UserError, match=rf"^--{missing.replace('_', '-')} missing: give all of"):
+            CredentialOptions(**{**given, missing: None}).read("127.0.0.1")
+        with pytest.raises(UserError, match=rf"--{missing.replace('_', '-')} .*nowhere"):
+            CredentialOptions(**{**given, missing: str(tmp_path / "nowhere")}).read("127.0.0.1")
+        (tmp_path / "empty").touch()
+        with pytest.raises(UserError, match=rf"--{missing.replace('_', '-')} .* cannot be used"):
+            CredentialOptions(**{**given, missing: str(tmp_path / "empty")}).read("127.0.0.1")
+    with pytest.raises(UserError, match="--cluster-tls-key"):
+        CredentialOptions(**{**given, "cluster_tls_key": certificates["two"][1]}).read("127.0.0.1")
