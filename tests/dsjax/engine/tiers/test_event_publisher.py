@@ -318,13 +318,13 @@ def test_the_default_is_bound_on_loopback_and_other_addresses_are_bound_as_vllm_
     assert not KvEventsConfig(bind=False).is_bound
 
 
-def greet(path, mechanism=b"NULL"):
-    """Connect to a bound `ipc://` endpoint and speak ZMTP 3.0 up to the handshake's end; give the connection."""
+def greet(path, kind):
+    """Connect to a bound `ipc://` endpoint as a socket of a kind, and speak ZMTP 3.0 up to the handshake's end; give the connection."""
     connection = sockets.socket(sockets.AF_UNIX)
     connection.settimeout(10)
     connection.connect(path.removeprefix("ipc://"))
-    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32))
-    body = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    body = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
     connection.sendall(b"\x04" + bytes([len(body)]) + body)
     return connection
 
@@ -391,8 +391,8 @@ def test_over_curve_a_client_with_a_known_key_reads_and_nobody_else(tmp_path, pu
         own = auth.load_certificate(tmp_path / folder / f"{name}.key_secret")
         return client(kind, curve_serverkey=server, curve_publickey=own[0], curve_secretkey=own[1])
 
-    for endpoint in (config.endpoint, config.replay_endpoint):
-        with greet(endpoint) as plain:
+    for endpoint, kind in ((config.endpoint, b"SUB"), (config.replay_endpoint, b"DEALER")):
+        with greet(endpoint, kind) as plain:
             assert is_closed(plain)
     stranger = keyed("DEALER", "stranger", "others")
     stranger.setsockopt(zmq.IMMEDIATE, 1)  # it can be written to once it has been let in
@@ -499,11 +499,11 @@ def test_few_replays_are_under_way_at_once_and_a_place_is_free_again_when_a_clie
     assert sorted(replay(third, 2990))[-1] == 2999
 
 
-@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
+@pytest.mark.parametrize(("name", "kind"), [("endpoint", b"SUB"), ("replay_endpoint", b"DEALER")])
 @pytest.mark.parametrize("size", [1025, 1 << 40])
-def test_a_stranger_s_oversized_frame_ends_its_connection_unread(publisher, client, name, size):
+def test_a_stranger_s_oversized_frame_ends_its_connection_unread(publisher, client, name, kind, size):
     told, config = publisher()
-    with greet(getattr(config, name)) as stranger:
+    with greet(getattr(config, name), kind) as stranger:
         stranger.sendall(b"\x02" + size.to_bytes(8, "big") + bytes(100))
         assert is_closed(stranger)
     told.publish(0, [])
