@@ -28,6 +28,11 @@ def descriptor_limit() -> int | None:
     return wanted
 
 
+def least_descriptors(front_ends: int) -> int:
+    """Count what a server needs before its first client."""
+    return _OF_AN_ENGINE + _OF_A_FRONT_END * front_ends
+
+
 def check_descriptors(front_ends: int) -> None:
     """Make sure that a server can have its files and connections open, and warn where few are left for clients.
 
@@ -36,7 +41,7 @@ def check_descriptors(front_ends: int) -> None:
     Raises:
         UserError: it could not even start.
     """
-    limit, least = descriptor_limit(), _OF_AN_ENGINE + _OF_A_FRONT_END * front_ends
+    limit, least = descriptor_limit(), least_descriptors(front_ends)
     if limit is None:
         return
     if limit < least:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx._transports.default as _http
 import pytest
-from quick_compilation import QUICK_COMPILATION
+from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
 
 # The number of emulated devices, and a stuck collective that aborts in a minute instead of hanging the suite.
 _XLA_FLAGS = (
@@ -40,11 +40,16 @@ COMPILERS = ("clang++", "g++", "c++")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest --no-compiler`."""
+    """`pytest --no-compiler` and `pytest --serving-compilation`."""
     parser.addoption(
         "--no-compiler",
         action="store_true",
         help="run as on a machine that has no C++ compiler and on which no native kernels were built",
+    )
+    parser.addoption(
+        SERVING_FLAG,
+        action="store_true",
+        help="compile as `dsjax serve` does, instead of quickly",
     )
 
 

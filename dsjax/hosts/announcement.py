@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import queue
-import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from dsjax.background import contained, start_thread
 
 if TYPE_CHECKING:
     from dsjax.hosts.group import HostGroup
@@ -58,8 +59,7 @@ class Announcements:
         self._heard: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
         self.latest = first - 1
         self._listeners: list = []
-        self._thread = threading.Thread(target=self._listen, name="dsjax-announcements", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("announcements", self._listen, name="dsjax-announcements", restarts=True)
 
     def next(self, seconds: float | None = None) -> Announcement | None:
         """Wait for the latest announcement that was not given yet; None where none comes."""
@@ -81,6 +81,10 @@ class Announcements:
         """Undo `listen`."""
         self._listeners.remove(call)
 
+    def end(self) -> None:
+        """Have the one who waits for the next announcement hear that there is none for this process, which leaves."""
+        self._heard.put(Announcement(self.latest, ended=True))
+
     def close(self, seconds: float) -> None:
         """Hear no more; wait so long for the thread, which the group's `leaving` ends."""
         self._thread.join(seconds)
@@ -96,9 +100,12 @@ class Announcements:
             self.latest, self._next = self._next, self._next + 1
             heard = msgspec.msgpack.decode(value, type=Announcement)
             if heard.broken is not None:
-                self._group.collectives.cut(heard.broken)
+                with contained("announcements", "A collective that has broken is waited for until its own limit."):
+                    self._group.collectives.cut(heard.broken)
             self._heard.put(heard)
             if heard.looks:
-                self._group.links.tell(heard.number)
+                with contained("announcements", "Process 0 hears nothing of this process's links."):
+                    self._group.links.tell(heard.number)
             for call in list(self._listeners):
-                call()
+                with contained("announcements"):
+                    call()

@@ -25,7 +25,7 @@ class HostOptions:
 
     Attributes:
         coordinator: host name or address, and port, at which process 0 is reached.
-        address: of this host, as an IP address: what listens in this process listens there.
+        address: of this host, as an IP address: what listens in this process listens there. Empty: the coordinator's name is not known yet.
         start_timeout: seconds in which all processes must have come.
         heartbeat_timeout: seconds after which a process that gives no sign of life is taken for dead.
         credentials: where the cluster key and the certificates are.
@@ -99,7 +99,7 @@ class HostOptions:
                 f"{max(num_processes - 1, 0)}, another for each process"
             )
         coordinator = split(coordinator_address)
-        address = _own_address(coordinator, process_id, host_address)
+        address = own_address(coordinator, process_id, host_address)
         options = cls(
             coordinator,
             num_processes,
@@ -163,7 +163,7 @@ def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
             return None, None, None
 
 
-def _own_address(coordinator: tuple[str, int], process_id: int, given: str | None) -> str:
+def own_address(coordinator: tuple[str, int], process_id: int, given: str | None) -> str:
     """The address that this process listens at: as given, or that of the interface which leads to the coordinator.
 
     Raises:

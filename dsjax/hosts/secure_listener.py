@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from dsjax.background import start_thread
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.secure_channel import GREETING_SECONDS, Deadline, RefusedError, SecureChannel, Stranger, answer
 
@@ -66,7 +67,7 @@ class SecureListener:
         self._told_at = -LOG_SECONDS
         listener.settimeout(None)
         listener.listen(_BACKLOG)
-        threading.Thread(target=self._accept, name=name, daemon=True).start()
+        start_thread("listener", self._accept, name=name, restarts=True)
 
     def close(self, *, connections: bool = False) -> None:
         """Let nobody in any more. connections: end those that there are, too."""
@@ -101,7 +102,8 @@ class SecureListener:
             with self._changed:
                 self._greetings[greeting] = None
             try:
-                threading.Thread(target=self._greet, args=(greeting,), name=self._name, daemon=True).start()
+                end = lambda error, connection=connection: connection.close()  # noqa: E731
+                start_thread("connection", self._greet, greeting, name=self._name, on_failure=end)
             except RuntimeError:  # no thread can be had
                 greeting.reset()
                 connection.close()

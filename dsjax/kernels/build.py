@@ -65,21 +65,25 @@ def find_or_build(folder: Path | None) -> BuiltLibrary:
         return BuiltLibrary(None, f"native kernels cannot be built or used ({_in_a_line(error)})")
 
 
+def kept_libraries(folder: Path) -> list[Path]:
+    """List the libraries of this version and machine in a folder, whatever compiler has built them."""
+    return sorted(folder.glob(f"{source_version()}-{_machine()}-*.so"))
+
+
 def _find_or_build(folder: Path) -> BuiltLibrary:
     command = compiler()
     version = _compiler_version(command) if command else ""
     if folder.is_dir() and (reason := _make_ours(folder)):
         return BuiltLibrary(None, f"native kernels are not loaded: {reason}")
     if command is None or version is None:  # whatever compiler has built them
-        kept = sorted(folder.glob(f"{source_version()}-{_machine()}-*.so"))
-        tried = [_use(path) for path in kept]
+        tried = [_use(path) for path in kept_libraries(folder)]
         if command is None:
             tried.append(BuiltLibrary(None, _NO_COMPILER))
         else:
             tried.append(
                 BuiltLibrary(None, f"the compiler {' '.join(command)} did not tell its version in {VERSION_SECONDS} s")
             )
-        return next((library for library in tried if library.path), tried[-1])
+        return next((library for library in tried if library.path), tried[0])
     path = folder / f"{source_version()}-{_machine()}-{_digest(version)}.so"
     if not _is_ours(path):
         with _alone(

@@ -181,7 +181,14 @@ def serve_model(
     )
     engine.on_change.append(serving.on_change)
     host, port = listener.getsockname()[:2]
+
+    def prepare_end() -> None:
+        engine.wait_for_no_mesh()
+        if group is not None:
+            group.needs_all = True  # what runs is to end, and a change of the mesh would only keep it waiting
+
     how = {
+        "on_signal": prepare_end,
         "shutdown_timeout": shutdown_timeout,
         "log_level": log_level,
         "warm_up": warm_up,
@@ -209,5 +216,6 @@ def metrics_of(model: "LLM", name: str) -> "Metrics":
         page_bytes=facts.page_bytes,
         device_memory=device_memory,
         generations=model.parts.core.generations,
+        parked=model.parts.core.parked,
         prefills=model.parts.prefill_engines,
     )

@@ -17,11 +17,17 @@ from dsjax.options import Checked, option
 class HttpOptions(Checked):
     """Options of `dsjax serve` that say what may be asked of it, and how answers are taken apart and made."""
 
-    max_queued_requests: int | None = option(
-        None, "Most completions that wait for a slot, over all ranks; more get a 429. Default: no limit.", min=1
+    max_queued_requests: int = option(
+        65_536, "Most completions that wait for a slot, over all ranks; more get a 429. 0: no limit.", min=0, least=0
     )
-    max_queued_tokens: int | None = option(
-        None, "Most tokens of waiting completions; more get a 429. Default: no limit.", min=1
+    max_queued_tokens: int = option(
+        1 << 26, "Most tokens of waiting completions; more get a 429. 0: no limit.", min=0, least=0
+    )
+    max_connections: int = option(
+        16_384,
+        "Most open HTTP connections; a further one gets a 429, unless it asks for /health or /ready. 0: no limit.",
+        min=0,
+        least=0,
     )
     max_body_bytes: int = option(16 * 1024 * 1024, "Largest body of a request.", min=1024)
     request_timeout: float = option(60.0, "Seconds in which a request's head, then its body, must arrive.", min=0.1)
@@ -64,6 +70,11 @@ class ServeOptions(HttpOptions):
                 )
         if self.admin_api_key in self.api_keys:
             raise UserError("--admin-api-key is also an --api-key, so every client would be an admin; choose another")
+
+    @property
+    def limits_queue(self) -> bool:
+        """Whether there is a limit of what waits."""
+        return bool(self.max_queued_requests or self.max_queued_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """For `/server_info`: of keys only how many there are."""

@@ -79,7 +79,7 @@ def _without_cache(reason: str) -> None:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(message, stacklevel=1 << 20)  # a line alone, without one of this file
 
 
 def why_unwritable(folder: Path) -> str | None:

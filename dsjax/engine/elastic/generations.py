@@ -32,6 +32,7 @@ from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.wire import JoinRequest
 from sharding import MeshSpec
 from sharding.mesh import device_order
 
@@ -56,7 +57,8 @@ class ChangeCounts:
 
     Attributes:
         changes: that were made, by reason: ``scale`` (asked for), ``loss`` (of a process), ``failure`` (of a collective, though all
-            processes live), ``return`` (of a process). seconds: in them, in which no step computed. last_parts: of the last one, in what.
+            processes live), ``leave`` (of a process that was told to end), ``return`` (of a process).
+        seconds: in them, in which no step computed. last_parts: of the last one, in what.
     """
 
     changes: Counter[str] = field(default_factory=Counter)
@@ -75,6 +77,7 @@ class Generations:
         number: of the generation of now; facts: what it is. wanted: the mesh that was asked for last: the one of now is smaller while
             processes are missing.
         warm: whether the first one was warmed up (`has_warmed_up`): then each is, before requests go on.
+        patience: seconds that a request waits for a larger mesh where the one of now cannot hold it (``--wait-for-mesh-seconds``).
         failure: why the mesh that was asked for last could not be had; the one before is in its place.
         ahead: compiles for meshes that may come; None for a process that is alone.
         wake: called, from any thread, when ``due`` may have become true.
@@ -89,6 +92,7 @@ class Generations:
         self.number, self.facts = 0, loaded.facts
         self.spec = self.wanted = MeshSpec.parse(args.mesh)
         self.warm, self.failure = False, None
+        self.patience = args.wait_for_mesh_seconds
         self._phase: str | None = None
         self._parts: dict[str, float] = {}  # seconds of the change under way, by what was done in them
         self._part_began = 0.0
@@ -121,13 +125,19 @@ class Generations:
 
     @property
     def due(self) -> bool:
-        """Whether a process of this generation is gone, or devices that were missing are there again."""
+        """Whether a process of this generation is gone or leaves, or devices that were missing are there again."""
         if self._group is None:
             return False
         try:
-            return self._is_broken or self._fit() != self.spec
+            fitting = self._fit()  # decides on those that have asked to leave
+            return self._is_broken or bool(self._leavers) or fitting != self.spec
         except UserError:
             return True
+
+    @property
+    def has_leavers(self) -> bool:
+        """Whether a process has asked to leave, and was not decided on."""
+        return self._group is not None and self._group.has_leavers
 
     def has_warmed_up(self) -> None:
         """Compile for the meshes that may come, since the mesh of now can serve."""
@@ -193,6 +203,10 @@ class Generations:
         """Change to the largest mesh, up to the wanted one, that the processes of now have devices for."""
         if self._is_broken:
             return self._make("loss", "a process has gone")
+        if leavers := self._leavers:
+            return self._make(
+                "leave", f"{' and '.join(member.name for member in leavers)} leaves, as it was told to end"
+            )
         return self._make("return", "a process has come back")
 
     def _make(self, kind: str, reason: str) -> Generation:
@@ -277,6 +291,9 @@ class Generations:
 
     def _fit(self) -> MeshSpec:
         """Find the largest mesh for the devices of now that has not broken in each of its orders."""
+        if self._group is not None:
+            self._decide_on_leavers()
+            self._orders.break_with(self._group.take_ended())
         devices = self._devices()
         while True:
             try:
@@ -300,6 +317,30 @@ class Generations:
         live = None if self._group is None else {member.process_id for member in self._group.live}
         living = [device for device in jax.devices() if live is None or device.process_index in live]
         return sorted(living, key=device_order)
+
+    def _decide_on_leavers(self) -> None:
+        """Do without each process that has asked to leave, one after the other, as long as those that stay can hold a mesh."""
+        group = self._group
+        for member in group.take_leavers():
+            reason = None
+            if member in group.present and group.needs_all:
+                reason = "process 0 is ending too, and what runs needs all processes"
+            elif member in group.present:
+                staying = [device for device in self._devices() if device.process_index != member.process_id]
+                try:
+                    largest_mesh(self._args, self._config, self._weights, self.wanted, staying)
+                except NoMeshError as error:
+                    reason = f"without it {error}"
+            if reason is None:
+                group.excuse(member)
+            else:
+                _log.warning("%s has asked to leave, and cannot be spared: %s.", member.name, reason)
+                group.keep(member, reason)
+
+    @property
+    def _leavers(self) -> list[JoinRequest]:
+        """Who is in the generation of now and leaves."""
+        return [member for member in self._group.present if member in self._group.excused]
 
     @property
     def _is_broken(self) -> bool:

@@ -40,6 +40,7 @@ _OF_THE_HOST = (
     "cluster_tls_key",
     "cluster_tls_ca",
     "compile_ahead",
+    "wait_for_mesh_seconds",
     "kv_events_config",
     "prefill_mesh",
     "decode_mesh",
@@ -262,6 +263,11 @@ class EngineArgs:
     compile_ahead: int = option(
         1,
         "compile in the background, while serving, for the meshes that are left when up to so many processes are gone; 0: for none",
+        least=0,
+    )
+    wait_for_mesh_seconds: int = option(
+        600,
+        "seconds that an accepted request which a smaller mesh cannot hold waits for a larger one; 0: it ends at once with an error",
         least=0,
     )
 

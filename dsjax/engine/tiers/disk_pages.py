@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from dsjax.background import contained, start_thread
 from dsjax.engine.tiers.page_files import Page, PageFileError, PageFiles
 from dsjax.engine.tiers.page_tiers import PageReports
 
@@ -46,10 +47,9 @@ class DiskPages:
         self._reading: queue.SimpleQueue[tuple[int, int, bytes] | None] = queue.SimpleQueue()
         self._listed = threading.Event()
         self._writing.put(self._list)
-        self._writer = threading.Thread(target=self._write_on, name="dsjax-page-writer", daemon=True)
-        self._writer.start()
+        self._writer = start_thread("disk writer", self._write_on, name="dsjax-page-writer", restarts=True)
         for index in range(READERS):
-            threading.Thread(target=self._read_on, name=f"dsjax-page-reader-{index}", daemon=True).start()
+            start_thread("disk reader", self._read_on, name=f"dsjax-page-reader-{index}", restarts=True)
         if not self._listed.wait(LISTING_SECONDS):
             _log.warning(
                 "--disk-cache: %s has so many pages that listing them takes more than %.0f s; it goes on while serving, and until it is "
@@ -109,9 +109,19 @@ class DiskPages:
 
     def _write_on(self) -> None:
         while (task := self._writing.get()) is not None:
-            task()
+            with contained("disk writer", "A page is not written or not deleted."):
+                task()
 
     def _list(self) -> None:
+        names: list[bytes] = []
+        with contained("disk writer", "No page of an earlier run is found."):
+            names = self._listed_names()
+        with self._reported:
+            self._names = names
+            self._reported.notify()
+        self._listed.set()
+
+    def _listed_names(self) -> list[bytes]:
         try:
             listing = self._files.list()
         except Exception as error:
@@ -134,10 +144,7 @@ class DiskPages:
             self._delete(False, names[:excess])
             names = names[excess:]
         self._make_room(0)
-        with self._reported:
-            self._names = names
-            self._reported.notify()
-        self._listed.set()
+        return names
 
     def _make_room(self, pages: int) -> None:
         """Delete others' pages until so many of this model have room. What of its own has to go, the scheduler has told before."""

@@ -18,16 +18,16 @@ import ipaddress
 import itertools
 import logging
 import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
+from dsjax.background import contained, start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.json_option import JsonOption
 from dsjax.engine.schedule.attachment import Attachment
@@ -154,10 +154,9 @@ class KvEventsConfig(JsonOption):
 
 
 class EventPublisher:
-    """Publishes in a thread of its own; the engine never waits for it. What fails there costs one batch or one turn, and is logged.
+    """Publishes in a thread of its own; the engine never waits for it.
 
-    Attributes:
-        failures: batches and turns that have failed.
+    What fails there costs one batch, or one look at the requests for replays.
 
     Raises:
         UserError: an endpoint cannot be bound, or CURVE's keys cannot be read.
@@ -174,7 +173,6 @@ class EventPublisher:
         self._encoder = msgspec.msgpack.Encoder()
         self._sockets, self._replays = [], []
         self._under_way: list[dict[bytes, _Replay]] = [{} for _ in range(num_ranks)]
-        self.failures = 0
         self._curve = None if config.curve_key_file is None else _Curve(config.curve_key_file, config.curve_clients)
         context = zmq.Context.instance() if self._curve is None else self._curve.context
         try:
@@ -192,8 +190,7 @@ class EventPublisher:
         except BaseException:
             self._close_sockets()
             raise
-        self._thread = threading.Thread(target=self._run, name="dsjax-kv-events", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("cache events", self._run, name="dsjax-kv-events")
 
     def _make_socket(self, context: Any, kind: int) -> Any:
         socket = context.socket(kind)
@@ -233,7 +230,9 @@ class EventPublisher:
     def _run(self) -> None:
         try:
             while True:
-                is_busy = self._try(self._answer_replays)
+                is_busy = False
+                with contained("cache events", "A replay is not answered."):
+                    is_busy = self._answer_replays()
                 try:
                     # Where nobody can ask for a replay, there is nothing to look for in between.
                     seconds = _TURN_SECONDS if is_busy else _POLL_SECONDS
@@ -242,25 +241,13 @@ class EventPublisher:
                     continue
                 if item is None:
                     return
-                self._try(lambda item=item: self._send(*item))
+                rank, number, batch = item
+                with contained("cache events", "Subscribers see a gap in the numbers."):
+                    payload = self._encoder.encode(batch)
+                    self._kept[rank].append((number, payload))
+                    self._sockets[rank].send_multipart((self._topic, number.to_bytes(8, "big"), payload))
         finally:
-            if self.failures:
-                _log.warning("%s: %d batches or turns have failed.", FLAG, self.failures)
             self._close_sockets()
-
-    def _try(self, work: Callable[[], bool | None]) -> bool:
-        """Do a piece of work. What it raises is logged and counted, and costs that piece alone."""
-        try:
-            return bool(work())
-        except Exception as error:
-            self.failures += 1
-            self._warn_once("%s; publishing goes on without what was lost by it.", repr(error))
-            return False
-
-    def _send(self, rank: int, number: int, batch: EventBatch) -> None:
-        payload = self._encoder.encode(batch)
-        self._kept[rank].append((number, payload))
-        self._sockets[rank].send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
     def _answer_replays(self) -> bool:
         """Read requests for replays, and go on with those under way, within a turn's bounds; say whether some client may take more."""
@@ -417,12 +404,14 @@ class PageEventStream(Attachment):
         """Say of every DP rank of the mesh before, and of this one, that nothing can be found."""
         if self.scheduler is not None:
             for rank in range(max(len(self.scheduler.ranks), executor.limits.num_ranks)):
-                self._sink.publish(rank, [AllBlocksCleared()])
+                with contained("cache events", "Routers do not hear that pages are gone."):
+                    self._sink.publish(rank, [AllBlocksCleared()])
 
     def planned(self) -> None:
         """Tell what has happened since the last time."""
         for rank, events in self.scheduler.take_page_events():
-            self._sink.publish(rank, events)
+            with contained("cache events", "Routers do not hear of some pages."):
+                self._sink.publish(rank, events)
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
         """Tell what the step has sealed."""

@@ -242,10 +242,11 @@ class PageFolder:
         )
 
     def _is_of_an_earlier_version(self, names: set[str]) -> bool:
-        """Whether this was a folder for pages before there was a mark: it has a lock with a process's number, and a space."""
-        if not {_LOCK} < names:
-            return False
-        lock = _content(_LOCK, self._root)
+        """Whether this was a folder for pages before there was a mark, or the mark was deleted: a space, and no lock of another form.
+
+        The name of a space is a hash of what lies in it, so nobody else's folder has one by chance.
+        """
+        lock = _content(_LOCK, self._root) if _LOCK in names else b""
         return lock is not None and re.fullmatch(rb"(\d{1,10}\n)?", lock) is not None and bool(self.spaces())
 
     def _unusable(self, error: OSError) -> UserError:

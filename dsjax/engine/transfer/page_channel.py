@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import queue
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
+from dsjax.background import note_failure, start_thread
 from dsjax.engine.transfer.messages import PullMessage, ToDecode, ToPrefill
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
@@ -66,8 +66,8 @@ class TransferChannel:
 
     def start(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> None:
         """Begin to write, and to hand what is read to `receive`. closed: is called at the end."""
-        threading.Thread(target=self._read, args=(receive, closed), name="dsjax-transfer-read", daemon=True).start()
-        threading.Thread(target=self._write, name="dsjax-transfer-write", daemon=True).start()
+        start_thread("transfer messages", self._read, receive, closed, name="dsjax-transfer-read")
+        start_thread("transfer messages", self._write, name="dsjax-transfer-write")
 
     def send(self, message: Any) -> None:
         """Queue a message."""
@@ -84,6 +84,9 @@ class TransferChannel:
                 write(self._connection, message)
         except OSError:  # the reader finds out too
             pass
+        except Exception as error:  # nothing may be waited for that is never sent
+            note_failure("transfer messages", error, "The connection is closed, and made again when it is needed.")
+            self.close()
 
     def _read(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> None:
         try:
@@ -93,12 +96,15 @@ class TransferChannel:
             pass
         except msgspec.MsgspecError as error:
             _log.warning("A connection for pages was closed, because what came over it is no message: %s", error)
-        except Exception:  # whoever is at the other end must not wait for ever
-            _log.exception(
-                "A connection for pages was closed, because a message that came over it could not be handled."
+        except Exception as error:  # whoever is at the other end must not wait for ever
+            note_failure(
+                "transfer messages",
+                error,
+                "A connection for pages was closed, because a message that came over it could not be handled.",
             )
-        self.close()
-        closed()
+        finally:
+            self.close()
+            closed()
 
 
 class Peer(Protocol):

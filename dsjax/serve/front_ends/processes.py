@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dsjax.background import contained, note_failure
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.errors import UserError
 from dsjax.serve.errors import ApiError
@@ -29,6 +30,7 @@ from dsjax.serve.front_ends.messages import (
     Gather,
     Hello,
     NewRequest,
+    NotAdmitted,
     PhaseIs,
     Snapshot,
     Welcome,
@@ -97,7 +99,7 @@ class FrontEnds:
     def limit_by(self, serving: Serving) -> None:
         """Turn requests away as `serving`'s options say, whichever front end they come from."""
         options = serving.options
-        if options.max_queued_requests is not None or options.max_queued_tokens is not None:
+        if options.limits_queue:
             self._gate = QueueGate(self.engine, options, lambda code, error: error)
 
     async def start(self, address: str) -> None:
@@ -179,14 +181,18 @@ class FrontEnds:
             link = None
             try:
                 link = await self._launch(index)
-            except OSError as error:
-                listened, how = False, f"it cannot be started: {error.strerror or error}"
-            else:
                 await self._serve(link)
-                listened, how = link.listens.is_set(), _how(link.process)
+            except OSError as error:
+                note_failure("front end", error, "It is started again.")
+                how = f"it cannot be started: {error.strerror or error}" if link is None else _how(link.process)
+            except Exception as error:  # what it said is no message
+                note_failure("front end", error, "Another takes its place.")
+                how = f"{type(error).__name__}: {error}"
+            else:
+                how = _how(link.process)
             if self._ending:
                 return
-            if listened:
+            if link is not None and link.listens.is_set():
                 failed = 0
             elif (
                 link is not None or self._phase is Phase.WARMING_UP
@@ -233,7 +239,12 @@ class FrontEnds:
         """Do what a front end says until it is gone; then end what was its."""
         try:
             async for message in link.channel.messages():
-                self._receive(link, message)
+                try:
+                    self._receive(link, message)
+                except Exception as error:
+                    note_failure("front end requests", error, "The requests of one message get an error.")
+                    if isinstance(message, Add):
+                        self._give_back(link, message.requests)
         finally:
             link.channel.close()
             ended = self.engine.drop(link, list(link.requests))
@@ -294,7 +305,22 @@ class FrontEnds:
         rules = self.engine.rules.make(params, frozenset(one.stop_ids))
         self.engine.admit(link, one, one.requests(params, rules))
 
+    def _give_back(self, link: FrontEnd, requests: Sequence[NewRequest]) -> None:
+        """Have a front end tell the clients of requests that the engine could not be given."""
+        handles = [handle for one in requests for handle, _, _ in one.completions]
+        for handle in handles:
+            link.preparing.pop(handle, None)
+        self.engine.drop(link, handles)
+        link.send(NotAdmitted(handles))
+
     async def _admit_slowly(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
+        try:
+            await self._prepare_and_admit(link, one, params)
+        except Exception as error:
+            note_failure("front end requests", error, "The request gets an error.")
+            self._give_back(link, [one])
+
+    async def _prepare_and_admit(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
         rules = await asyncio.to_thread(self.engine.rules.make, params, frozenset(one.stop_ids))
         aborted = [link.preparing.pop(handle) for handle, _, _ in one.completions]
         if self._links.get(link.index) is not link or link.process.poll() is not None:
@@ -313,7 +339,8 @@ class FrontEnds:
         """Ask for counters every two seconds: little of what a front end has counted is lost when it dies, and the history has it."""
         while True:
             await asyncio.sleep(_GATHER_SECONDS)
-            await self.gather()
+            with contained("front end counters"):
+                await self.gather()
 
 
 def _how(process: subprocess.Popen) -> str:

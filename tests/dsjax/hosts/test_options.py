@@ -73,6 +73,22 @@ def test_a_host_address_must_be_this_hosts_own():
         HostOptions.find(host_address="127.0.0.1")
 
 
+def test_a_group_beyond_loopback_needs_a_cluster_key(monkeypatch, tmp_path):
+    monkeypatch.delenv("DSJAX_CLUSTER_KEY", raising=False)
+    for given in (("192.0.2.1:1234", 2, 1), ("no.such.host.invalid:1", 2, 1)):
+        with pytest.raises(
+            UserError, match=r"--cluster-key-file FILE or in the environment variable DSJAX_CLUSTER_KEY"
+        ):
+            HostOptions.find(*given)
+    (tmp_path / "key").write_text("k" * 31)
+    with pytest.raises(UserError, match="has 31 characters, expected 32"):
+        HostOptions.find("127.0.0.1:1234", 2, 1, cluster_key_file=str(tmp_path / "key"))
+    (tmp_path / "key").write_text("k" * 32)
+    options = HostOptions.find("192.0.2.1:1234", 2, 1, cluster_key_file=str(tmp_path / "key"))
+    assert options.coordinator == ("192.0.2.1", 1234)
+    assert "kkkk" not in repr(options)
+
+
 @pytest.fixture
 def names(monkeypatch):
     """A host that knows names as its file of hosts says, has all addresses that a test wants, and is reached from the last one given."""

@@ -1,14 +1,17 @@
 """The rendezvous, its processes played by threads: who comes, what must be alike, and one clear message for everybody."""
 
 import dataclasses
+import shutil
 import socket
 import threading
 import time
 
 import pytest
+from deployments import make_certificates
 
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions, rendezvous
+from dsjax.hosts.credentials import CredentialOptions
 from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, meet
 from dsjax.hosts.secure_channel import PROTOCOL
 from dsjax.hosts.wire import send
@@ -317,6 +320,32 @@ def test_strangers_at_the_port_are_ignored():
     (followed,) = hold([processes[1]])
     leader.join(60)
     assert results == [followed]
+
+
+def test_an_address_that_was_not_known_is_found_before_anything_listens(monkeypatch):
+    options = dataclasses.replace(group_of(2)[1], address="", start_timeout=1)
+    answers = iter(["", "127.0.0.1"])
+    monkeypatch.setattr(rendezvous, "own_address", lambda *_: next(answers))
+    assert rendezvous.located(options).address == "127.0.0.1"
+    monkeypatch.setattr(rendezvous, "own_address", lambda *_: "")
+    with pytest.raises(GroupError, match=r"the name of process 0, '127\.0\.0\.1', is not known"):
+        rendezvous.located(options)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_a_group_meets_over_tls_and_one_with_a_foreign_certificate_is_told_so(tmp_path):
+    certificates = make_certificates(tmp_path, "one", "two") | make_certificates(tmp_path, "other", authority="foreign")
+
+    def with_tls(options: HostOptions, name: str) -> HostOptions:
+        return dataclasses.replace(options, credentials=CredentialOptions(None, *certificates[name]))
+
+    processes = group_of(2)
+    leader, follower = hold([with_tls(processes[0], "one"), with_tls(processes[1], "two")])
+    assert leader == follower
+    processes = group_of(2, timeout=2)
+    found = messages(hold([with_tls(processes[0], "one"), with_tls(processes[1], "other")]))
+    assert "Connections that were turned away: 1 without a certificate of --cluster-tls-ca" in found[0]
+    assert "is not of --cluster-tls-ca" in found[1]
 
 
 def test_loopback_addresses_are_refused_where_the_machines_differ():

@@ -19,6 +19,7 @@ import pytest
 from dsjax import descriptors
 from dsjax.engine.device import process
 from dsjax.errors import UserError
+from dsjax.hosts.cluster_key import local_key
 from dsjax.serve.front_ends import processes, shared_engine
 from dsjax.serve.front_ends.processes import FrontEnds
 from dsjax.serve.serving import Phase
@@ -137,6 +138,13 @@ def test_a_missing_temporary_folder_or_one_with_a_long_path_is_refused_before_we
     with pytest.raises(UserError, match="too long for a socket"):
         shared_engine.check_private_listener()
     assert list(long.iterdir()) == []
+
+
+def test_without_any_folder_to_write_to_a_cluster_key_is_asked_for(monkeypatch):
+    missing = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: (_ for _ in ()).throw(missing))
+    with pytest.raises(UserError, match=r"there is no HOME, and no folder for temporary files\); give one with"):
+        local_key({})
 
 
 def test_another_folder_for_temporary_files_is_taken_where_the_first_has_a_long_path(monkeypatch, tmp_path):

@@ -1,9 +1,14 @@
-"""A server that other machines reach wants a key: `serve/options.py`'s checks, in `serve`, its followers, and `dynamo`'s."""
+"""Who is let in: a server that other machines reach wants a key, also a follower of one; and connections are no more than a limit."""
 
+import http.client
+import json
 import socket
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
+from live_server import wait_until
 from typer.testing import CliRunner
 
 from dsjax.cli import app
@@ -11,7 +16,10 @@ from dsjax.dynamo.command import _follow
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
+from dsjax.serve import connections
+from dsjax.serve.front_ends.shared_engine import _welcome
 from dsjax.serve.headless import Headless
+from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions, check_key_variables, check_listener, is_loopback
 from dsjax.serve.server import bind
 
@@ -31,6 +39,9 @@ def serve(monkeypatch):
         raise LoadedError
 
     monkeypatch.setattr("dsjax.engine.llm.LLM", load)
+    monkeypatch.setattr(
+        "dsjax.serve.logs.configure_logging", lambda *args, **options: None
+    )  # it is the whole process's
     monkeypatch.setattr(Headless, "serve", load)
 
     def run(*arguments, **variables):
@@ -138,3 +149,150 @@ def test_a_follower_of_dynamo_is_open_to_other_machines_at_the_system_port_alone
     with pytest.raises(UserError, match="no key was given"):
         follow(port)
     assert follow(port, KEYED) == follow(port, allowed=True) == "0.0.0.0"
+
+
+# Open connections.
+
+
+@pytest.fixture
+def crowded(start_server, monkeypatch):
+    """A server of two connections, of which both are taken, and of two more for probes. Gives it, and a way to open one more."""
+    monkeypatch.setattr(connections, "_MOST_PROBES", 2)
+    metrics = Metrics("tiny", 1, 128)
+    server = start_server(options=ServeOptions(max_connections=2), metrics=metrics)
+    opened: list[socket.socket] = []
+
+    def connect(sent=b""):
+        host, port = server.url.removeprefix("http://").split(":")
+        opened.append(socket.create_connection((host, int(port)), timeout=10))
+        opened[-1].sendall(sent)
+        return opened[-1]
+
+    for _ in range(2):  # they have an answer, and stay open
+        assert answer_to(connect(), "/version")[0] == 200
+    yield server, connect, opened
+    for one in opened:
+        one.close()
+
+
+def ask(path, method="GET"):
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+
+def answer_to(connection, path):
+    """Ask on a connection that stays open, and read the whole answer: its status and body."""
+    connection.sendall(ask(path))
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response.status, response.read()
+
+
+def all_of(connection):
+    """What comes until the connection ends."""
+    received = b""
+    while part := connection.recv(65536):
+        received += part
+    return received
+
+
+@pytest.mark.parametrize("path", ["/version", "/v1/models", "/metrics", "/healthy"])
+def test_a_connection_beyond_the_limit_is_answered_429_and_closed(crowded, path):
+    _server, connect, opened = crowded
+    answer = all_of(connect(ask(path)))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 429")
+    assert b"\r\nretry-after: 2" in head
+    assert json.loads(body)["error"]["code"] == "too_many_connections"
+    status, text = answer_to(opened[0], "/metrics")
+    assert status == 200, "one within the limit goes on"
+    assert b'reason="too_many_connections"} 1' in text
+
+
+def test_the_server_s_health_is_answered_beyond_the_limit(crowded):
+    _server, connect, _opened = crowded
+    probe = connect()
+    for path in ("/health", "/ready?x=1", "/health"):
+        assert answer_to(probe, path)[0] == 200
+    probe.sendall(ask("/version"))
+    assert all_of(probe).startswith(b"HTTP/1.1 429"), "the next request of a probe's connection is not let in with it"
+
+
+def test_what_comes_after_the_connections_for_probes_is_closed_unread(crowded):
+    server, connect, _opened = crowded
+    waiting = [connect() for _ in range(2)]
+    wait_until(lambda: len(server.server.server_state.connections) == 4)
+    assert all_of(connect()).startswith(b"HTTP/1.1 429")
+    assert answer_to(waiting[0], "/health")[0] == 200
+
+
+def test_a_connection_for_a_probe_that_says_nothing_is_closed_soon(crowded, monkeypatch):
+    monkeypatch.setattr(connections, "_PROBE_SECONDS", 0.01)
+    _, connect, opened = crowded
+    assert all_of(connect()) == b""
+    assert answer_to(opened[0], "/version")[0] == 200
+
+
+def test_a_connection_that_came_too_early_is_like_any_other_once_there_is_room(crowded):
+    server, connect, opened = crowded
+    late = connect()
+    assert answer_to(late, "/health")[0] == 200
+    opened[0].close()
+    wait_until(lambda: len(server.server.server_state.connections) == 2)
+    for _ in range(2):
+        assert answer_to(late, "/version")[0] == 200
+
+
+def test_without_a_limit_every_connection_is_let_in(start_server):
+    server = start_server(options=ServeOptions(max_connections=0))
+    clients = [httpx.Client() for _ in range(100)]
+    assert {client.get(server.url + "/version").status_code for client in clients} == {200}
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "raised", "connections_"),
+    [
+        ((1024, 1 << 20), 16_384, 16_384 + 320, 16_384),
+        ((1024, 4096), 16_384, 4096, 4096 - 320),
+        ((1 << 20, 1 << 20), 16_384, None, 16_384),
+        ((1024, 1024), 0, 1024, 0),
+        ((1024, 4096), 0, 4096, 0),
+        ((256, 256), 16_384, 256, 64),
+        ((1024, -1), 16_384, 16_384 + 320, 16_384),
+        ((-1, -1), 16_384, None, 16_384),
+    ],
+)
+def test_connections_are_no_more_than_files_that_a_process_may_open(monkeypatch, limits, wanted, raised, connections_):
+    monkeypatch.setattr(connections, "_MOST_PROBES", 64)
+    set_ = []
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda which, pair: set_.append(pair[0]))
+    assert connections.affordable_connections(wanted) == connections_
+    assert set_ == ([] if raised is None else [raised])
+
+
+def test_the_limits_have_defaults_that_front_ends_share():
+    options = ServeOptions()
+    assert (options.max_queued_requests, options.max_queued_tokens, options.max_connections) == (
+        65_536,
+        1 << 26,
+        16_384,
+    )
+    assert options.limits_queue
+    assert not ServeOptions(max_queued_requests=0, max_queued_tokens=0).limits_queue
+    serving = SimpleNamespace(
+        options=options, model_names=("a",), model_root="a", max_model_len=1, created=0, orders_by_priority=False
+    )
+    inputs = SimpleNamespace(config=None, vocab_size=1, eos_token_ids=(), draw_seed=lambda: 0)
+    parts = SimpleNamespace(inputs=inputs, tokenizer=None, outputs=SimpleNamespace(stream_interval=1), num_ranks=1)
+    welcome = _welcome(serving, parts, 3, "info", False)(0, "")
+    assert welcome.limited
+    assert welcome.options.max_connections == 5462
+    assert welcome.options.max_queued_requests == welcome.options.max_queued_tokens == 0
+
+
+def test_no_limit_lets_any_number_wait(start_server):
+    server = start_server(options=ServeOptions(max_queued_requests=0, max_queued_tokens=0), max_rows_decode=1)
+    body = {"prompt": ["ab"] * 20, "max_tokens": 1}
+    assert len(server.post("/v1/completions", body).json()["choices"]) == 20

@@ -23,7 +23,7 @@ class FakeGenerations:
     def __init__(self, executors: list[FakeExecutor], speculation=None):
         self.executors, self.speculation = executors, speculation
         self.errors: list[Exception] = []
-        self.failure = None
+        self.failure, self.has_leavers = None, False
 
     def ask(self, mesh):
         return mesh

@@ -81,6 +81,13 @@ def test_a_folder_of_an_earlier_version_is_recognised_by_its_space(tmp_path):
     (tmp_path / "lock").write_text("4711\n")
     assert PageFiles(lock_folder(tmp_path), SPACE, SHAPES).list().names == [FIRST]
     assert (tmp_path / MARK).exists()
+    for name in (MARK, "lock"):  # somebody has tidied up
+        (tmp_path / name).unlink()
+    assert PageFiles(lock_folder(tmp_path), SPACE, SHAPES).list().names == [FIRST]
+    (tmp_path / MARK).unlink()
+    (tmp_path / "lock").write_text("somebody else's")
+    with pytest.raises(UserError, match="holds files that are not dsjax's"):
+        lock_folder(tmp_path)
 
 
 def test_what_is_not_of_our_form_is_neither_counted_nor_deleted(tmp_path):
