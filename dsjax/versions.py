@@ -5,10 +5,10 @@ import platform
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _SOURCE_TREE = Path(__file__).parents[1] / "pyproject.toml"
 _NOT_SERVED_WITH = ("test", "bench", "notebooks")
@@ -43,6 +43,8 @@ def mismatches() -> list[Mismatch]:
 
     A package of an extra counts where it is installed.
     """
+    from packaging.specifiers import SpecifierSet
+
     python, declared = _declared()
     wrong = []
     if not SpecifierSet(python).contains(platform.python_version(), prereleases=True):
@@ -56,15 +58,17 @@ def mismatches() -> list[Mismatch]:
     return wrong
 
 
-def _declared() -> tuple[str, list[tuple[Requirement, str]]]:
+def _declared() -> tuple[str, list[tuple["Requirement", str]]]:
     """Give the bounds of Python, and each requirement that holds on this machine, with its extra where it is of one."""
-    if _SOURCE_TREE.is_file():
-        project = tomllib.loads(_SOURCE_TREE.read_text(encoding="utf-8"))["project"]
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads(_SOURCE_TREE.read_text(encoding="utf-8"))["project"] if _SOURCE_TREE.is_file() else {}
+    if project.get("name") == "dsjax":
         groups = {"": project["dependencies"]} | project["optional-dependencies"]
         python, lines = project["requires-python"], [(one, extra) for extra, group in groups.items() for one in group]
     else:
         metadata = importlib.metadata.metadata("dsjax")
-        python, lines = metadata["Requires-Python"], list(_of_metadata(metadata.get_all("Requires-Dist") or []))
+        python, lines = metadata["Requires-Python"] or "", list(_of_metadata(metadata.get_all("Requires-Dist") or []))
     parsed = [(Requirement(line), extra) for line, extra in lines if extra not in _NOT_SERVED_WITH]
     return python, [
         (one, extra) for one, extra in parsed if one.marker is None or one.marker.evaluate({"extra": extra})

@@ -23,8 +23,8 @@ LEAST = 1e-10
 """The least magnitude that decides a scale. Below about 5e-36 a scale would be a denormal number, which XLA takes for 0, and 0 ÷ 0 is NaN.
 
 It is the bound of vLLM's and SGLang's `per_token_group_quant_fp8` (`eps`). DeepGEMM, DeepEP (`kFP8Margin`) and the inference code of
-DeepSeek-V3.2 have 1e-4 in its place, DeepSeek-V3's and transformers have none. The lower bound changes nothing that any of those without
-a bound gets right in practice, and keeps three more bits of a block between 1e-7 and 1e-4 than the higher one.
+DeepSeek-V3.2 have 1e-4 in its place, DeepSeek-V3's and transformers have none. No block above the bound is changed by it, and a block whose
+largest magnitude is 1e-6 keeps e4m3's three bits down to a 28,672nd of that; with 1e-4 it would down to a 287th.
 """
 LEAST_NORMAL = float(np.finfo(np.float32).tiny)
 """Blocks of smaller magnitudes count as zeros, which have the scale 1: XLA takes them for zeros, and NumPy does not."""

@@ -286,13 +286,14 @@ class EngineCore:
         for part in self.attachments:
             part.scheduled(self.scheduler)
         self.on_change()
+        self.parked.larger_is_wanted = new.larger_is_wanted
         self.parked.resume_but(request for request, _ in refused)
         return self._take_owed() + self._refuse(self.parked.park(refused, time.monotonic()))
 
     def _refuse(self, ended: Sequence[ParkedRequest]) -> list[Update]:
         """End requests that the mesh of now cannot hold, and that wait no longer."""
-        now = time.monotonic()
-        return [refuse(each.request, each.error, now, self.parked.seconds) for each in ended]
+        now, limit = time.monotonic(), self.parked.seconds
+        return [refuse(each.request, each.error, now, limit if now >= each.since + limit else 0) for each in ended]
 
     def stats(self) -> StepStats | None:
         """What the step did that the last call of `step` entered; None where it entered none.

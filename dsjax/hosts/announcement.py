@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dsjax.background import contained, start_thread
+from dsjax.hosts.wire import JoinRequest
 
 if TYPE_CHECKING:
     from dsjax.hosts.group import HostGroup
@@ -25,6 +26,7 @@ class Announcement(msgspec.Struct, frozen=True):
         wanted: the mesh that was asked for; the one of `options` is smaller while processes are missing.
         options: the engine's options that differ from those the process was started with; `mesh` is one of them.
         reason: for people.
+        members: all processes of the group: one that came back answers at another port than before.
         looks: it is no mesh, but asks everybody which others it cannot reach.
         left_out: processes that live and are gone on without, by id: the pid, and why.
         broken: the generation before it, where that has broken: nothing that still waits in its collectives can be done any more.
@@ -37,6 +39,7 @@ class Announcement(msgspec.Struct, frozen=True):
     wanted: str = ""
     reason: str = ""
     broken: int | None = None
+    members: list[JoinRequest] = []
     looks: bool = False
     left_out: dict[int, tuple[int, str]] = {}
     ended: bool = False
@@ -99,6 +102,8 @@ class Announcements:
                 continue
             self.latest, self._next = self._next, self._next + 1
             heard = msgspec.msgpack.decode(value, type=Announcement)
+            if heard.members:
+                self._group.members = heard.members
             if heard.broken is not None:
                 with contained("announcements", "A collective that has broken is waited for until its own limit."):
                     self._group.collectives.cut(heard.broken)

@@ -147,6 +147,11 @@ class HostGroup:
         return [member.process_id for member in self.live]
 
     @property
+    def reachable_ids(self) -> list[int]:
+        """Process 0's: the ids of members that are not known to be gone, also of those that are about to leave."""
+        return [member.process_id for member in self.members if member.process_id not in self.lost]
+
+    @property
     def wanted(self) -> str:
         """The mesh that was asked for last, for a process that came back; empty: that of the start."""
         return self._rendezvous.wanted if self._rendezvous is not None else ""
@@ -162,6 +167,7 @@ class HostGroup:
         if self._rendezvous is not None:
             self._rendezvous.listener.wanted = news.wanted
         self.enter(news)
+        news = msgspec.structs.replace(news, members=self.members)
         self.store.set(announcement.key(news.number), msgspec.msgpack.encode(news))
 
     def hear(self, first: int) -> None:
@@ -292,11 +298,24 @@ class HostGroup:
                     f"{member.name} has {what} {members_value}, process 0 has {values[0]}; install all hosts alike"
                 )
 
+    def loss_of(self, member: JoinRequest) -> GroupError | None:
+        """Why nothing more is to be expected of a member; None: it is not known to be gone. Another one may have its id by now."""
+        with self._membership:
+            error = self.lost.get(member.process_id)
+            return error or (None if member in self.members else GroupError(gone(member)))
+
+    def give_up(self, process_id: int, error: GroupError) -> None:
+        """Process 0's: go on without a process that lives."""
+        with self._membership:
+            self.lost[process_id] = error
+            self._ended.add(process_id)
+
     def check(self, failure: BaseException | None = None) -> None:
         """Raise the `GroupError` of a member of this generation that is gone. failure: what has come of that."""
         for member in self.present:
-            if member.process_id in self.lost:
-                raise self.lost[member.process_id] from failure
+            error = self.loss_of(member)
+            if error is not None:
+                raise error from failure
 
     def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
         """The member that is gone where that may be why something failed; None: nobody is. seconds: to wait for that; None: until it
@@ -331,7 +350,7 @@ class HostGroup:
                     self._end(reason)
                 last = Announcement(self.generation + 1, reason=reason or "", ended=True)
                 self.store.set(announcement.key(last.number), msgspec.msgpack.encode(last))
-                if len(self.live) > 1:
+                if len(self.reachable_ids) > 1:
                     self._alone.clear()  # what was seen before may be old
                     self._alone.wait(_LEAVE_SECONDS)
             else:

@@ -127,11 +127,19 @@ class SecureListener:
         connection = greeting.connection
         try:
             channel, end = answer(connection, self._credentials, greeting.deadline, list(self._serve))
+            self._leave(greeting)
+            if greeting.was_reset:  # as it proved itself: its caller sees the reset, and tries again
+                raise Stranger("for which there was no place")
         except Stranger as error:
             if not self._closed:
                 self._turn_away("for which there was no place" if greeting.was_reset else str(error))
+            if error.may_try_again:
+                greeting.reset()
             connection.close()
             return
+        except BaseException:
+            connection.close()
+            raise
         finally:
             self._leave(greeting)
         with self._changed:

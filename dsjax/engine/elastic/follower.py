@@ -173,7 +173,7 @@ class Follower:
                         return
                 else:
                     self.phase = "standing by"
-                    if self._leaves.is_set():
+                    if self._leaves.is_set() and not (announcement and announcement.looks):
                         self._depart()
                         return
             except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side

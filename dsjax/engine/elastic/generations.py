@@ -44,11 +44,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """An executor, the scheduler's sizes for it, and what is said of it."""
+    """An executor, the scheduler's sizes for it, and what is said of it.
+
+    Attributes:
+        larger_is_wanted: whether its mesh is smaller than the one that was asked for, because processes are missing.
+    """
 
     executor: Executor
     config: SchedulerConfig
     facts: EngineFacts
+    larger_is_wanted: bool = False
 
 
 @dataclass
@@ -247,7 +252,8 @@ class Generations:
             self.has_warmed_up()
         parts = ", ".join(f"{name} {part:.1f} s" for name, part in self._parts.items())
         _log.info("Generation %d has %s. No step computed for %.1f s: %s.", self.number, self.spec, seconds, parts)
-        return Generation(loaded.executor, self._args.scheduler_config(loaded.executor.limits), loaded.facts)
+        config = self._args.scheduler_config(loaded.executor.limits)
+        return Generation(loaded.executor, config, loaded.facts, self.spec != self.wanted)
 
     def _cut(self) -> None:
         """Have whatever waits in a collective of the mesh of now fail here; the others do the same when they hear of the next one."""
@@ -344,7 +350,7 @@ class Generations:
 
     @property
     def _is_broken(self) -> bool:
-        return any(member.process_id in self._group.lost for member in self._group.present)
+        return any(self._group.loss_of(member) for member in self._group.present)
 
     @property
     def _has_worked(self) -> bool:

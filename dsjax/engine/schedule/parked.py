@@ -27,11 +27,12 @@ class ParkedRequests:
 
     Attributes:
         seconds: for which a request waits, from the first mesh on that could not hold it; 0: it ends at once.
+        larger_is_wanted: whether the mesh of now is smaller than the one that was asked for; otherwise nothing is waited for.
         outcomes: what became of those that have waited: `resumed`, `expired`, `aborted`.
     """
 
     def __init__(self, seconds: float = 0.0):
-        self.seconds = seconds
+        self.seconds, self.larger_is_wanted = seconds, False
         self.outcomes: Counter[str] = Counter()
         self._parked: dict[str, ParkedRequest] = {}
 
@@ -55,7 +56,7 @@ class ParkedRequests:
         ended = []
         for request, error in refused:
             before = self._parked.get(request.request_id)
-            if before is None and not self.seconds:
+            if before is None and not self._limit:
                 ended.append(ParkedRequest(request, error, now))
             else:
                 since = now if before is None else before.since
@@ -64,10 +65,10 @@ class ParkedRequests:
 
     def expire(self, now: float) -> list[ParkedRequest]:
         """Take those that have waited long enough."""
-        late = [parked for parked in self._parked.values() if parked.since + self.seconds <= now]
+        late = [parked for parked in self._parked.values() if parked.since + self._limit <= now]
         for parked in late:
             del self._parked[parked.request.request_id]
-        self.outcomes["expired"] += len(late)
+            self.outcomes["expired"] += 1
         return late
 
     def abort(self, request_id: str) -> Request | None:
@@ -81,4 +82,8 @@ class ParkedRequests:
     def look_seconds(self, now: float) -> float | None:
         """Seconds until the next one has waited long enough; None where none waits."""
         since = min((parked.since for parked in self._parked.values()), default=None)
-        return None if since is None else max(0.0, since + self.seconds - now)
+        return None if since is None else max(0.0, since + self._limit - now)
+
+    @property
+    def _limit(self) -> float:
+        return self.seconds if self.larger_is_wanted else 0.0

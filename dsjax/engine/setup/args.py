@@ -275,7 +275,13 @@ class EngineArgs:
         for field in dataclasses.fields(self):
             if field.name not in ("speculative_config", "eplb_config", "kv_events_config"):
                 _check(field, getattr(self, field.name))
-        _ = self.speculation, self.eplb, self.num_redundant, self.kv_events  # wrong ones are refused here
+        _ = (
+            self.speculation,
+            self.eplb,
+            self.num_redundant,
+            self.kv_events,
+            self.credentials,
+        )  # wrong ones are refused here
         check_sizes(self)
         self._check_disk_cache()
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not

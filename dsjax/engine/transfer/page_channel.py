@@ -156,7 +156,7 @@ class TransferListener:
 
     def close(self) -> None:
         """End the connections, and let nobody come any more."""
-        self._listener.close()
+        self._listener.close(connections=True)  # those that are being greeted too
         for channel in list(self._channels):
             channel.close()
 

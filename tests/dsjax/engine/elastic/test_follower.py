@@ -282,3 +282,52 @@ def test_a_late_word_of_a_process_that_has_gone_is_none_of_the_one_that_came_bac
     group.leader._lose(before)
     assert told == []
     assert not group.leader.lost
+
+
+def test_a_member_that_has_come_back_while_nobody_looked_is_still_gone_from_the_generation_that_it_was_in():
+    group = Group()
+    group.until(lambda: group.loaded)
+    generations = SmallGenerations(group)
+    before = group.leader.members[1]
+    group.leader._lose(before)
+    # It has come back before the engine's thread, which was busy, has looked.
+    group.leader.members = [group.leader.members[0], msgspec.structs.replace(before, port=before.port + 1)]
+    del group.leader.lost[1]
+    assert generations._is_broken
+    with pytest.raises(GroupError, match="has gone away"):
+        group.leader.check()
+    group.announce(1, 0, 1)
+    assert not generations._is_broken
+    assert group.leader.check() is None
+    group.until(lambda: group.second.members == group.leader.members)  # by which it looks at links
+
+
+def test_a_member_may_come_back_while_its_loss_is_looked_at():
+    group = Group()
+    group.until(lambda: group.loaded)
+
+    class Lost(dict):
+        """Forgets whoever is looked for: it comes back in that moment."""
+
+        def __contains__(self, key):
+            return super().pop(key, None) is not None
+
+    group.leader.lost = Lost({1: GroupError("gone")})
+    with contextlib.suppress(GroupError):  # either is true; to fail in another way is not
+        group.leader.check()
+
+
+def test_a_leaver_that_is_asked_whom_it_reaches_goes_on_until_it_was_decided_on():
+    group = Group()
+    generations = SmallGenerations(group)
+    thread = leaving(group, generations)
+    group.leader.announce(Announcement(1, looks=True))
+    group.until(lambda: group.follower.phase == "standing by")
+    group.announce(2, 0, 1)
+    group.until(lambda: len(group.loaded) == 2)
+    assert not group.follower.left
+    generations._decide_on_leavers()
+    group.announce(3, 0)
+    group.thread.join(60)
+    thread.join(60)
+    assert group.follower.left

@@ -30,7 +30,7 @@ class FakeGenerations:
 
     def to(self, wanted):
         executor = self.executors.pop(0)
-        return SimpleNamespace(executor=executor, config=config_of(executor), facts=None)
+        return SimpleNamespace(executor=executor, config=config_of(executor), facts=None, larger_is_wanted=False)
 
     def after(self, error):
         self.errors.append(error)
