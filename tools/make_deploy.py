@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dsjax.plan.cluster import bundled_clusters, load_cluster
 from dsjax.plan.dynamo_graph import Graph, Side
-from dsjax.plan.kubernetes import pod_resources
+from dsjax.plan.kubernetes import needs_compute_domain, pod_resources
 
 ROOT = Path(__file__).parents[1]
 TOO_SMALL = ("rtx4090-32", "tpu-v5e-32")
@@ -79,8 +79,15 @@ def graph(name: str) -> str:
     about, kinds = GRAPHS[name]
     lines = (f"DeepSeek-R1, {about}.", f"kubectl apply -f deploy/dynamo/{name}.yaml    # made by tools/make_deploy.py")
     devices = DEVICES.get(name, 8)
-    resources = pod_resources("cuda", devices)
-    sides = tuple(Side(kind, LENGTHS | own, engines, hosts, devices, resources) for kind, engines, hosts, own in kinds)
+    hardware = "gb200" if name.endswith("gb200") else "h200"
+
+    def side(kind: str, engines: int, hosts: int, own: dict[str, str]) -> Side:
+        domain = needs_compute_domain(hardware, hosts)
+        # Inside a ComputeDomain the pods talk over NVLink; Hopper's hosts talk over InfiniBand.
+        resources = pod_resources("cuda", devices, rdma=hosts > 1 and not domain, domain=domain)
+        return Side(kind, LENGTHS | own, engines, hosts, devices, resources)
+
+    sides = tuple(side(*one) for one in kinds)
     return Graph(f"r1-{name}", lines, MODEL, sides, VOLUME, 1024, 1024).text()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,8 +29,8 @@ FILE_COLUMNS = 140
 """Columns of tables in a file or a pipe. rich would take 80 there, and cut the figures of wide tables."""
 
 
-def write_json(where: str | Path, body: Any) -> None:
-    """Write indented JSON to a file, or for `-` to standard output.
+def write_json(where: str | Path, body: Any, *, private: bool = False) -> None:
+    """Write indented JSON to a file, or for `-` to standard output. private: the file is for its owner alone (mode 0600).
 
     Raises:
         UserError: the file cannot be written.
@@ -40,7 +41,13 @@ def write_json(where: str | Path, body: Any) -> None:
         sys.stdout.write(text)
         return
     with writing(where):
-        Path(where).write_text(text, encoding="utf-8")
+        if not private:
+            Path(where).write_text(text, encoding="utf-8")
+            return
+        with open(os.open(where, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                os.fchmod(file.fileno(), 0o600)  # it may have been there, for others too
+            file.write(text)
 
 
 @contextlib.contextmanager

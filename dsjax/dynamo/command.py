@@ -14,7 +14,8 @@ from dsjax.cli.options import engine_options
 from dsjax.engine.elastic.joining import host_options
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
-from dsjax.serve.command import ServedModelNames, ShutdownTimeout, StepTimeout
+from dsjax.serve.command import ApiKey, ApiKeyFile, ServedModelNames, ShutdownTimeout, StepTimeout
+from dsjax.serve.options import ServeOptions, check_key_variables, check_listener, read_keys
 
 if TYPE_CHECKING:
     from dynamo.common.backend import LLMEngine, WorkerConfig
@@ -76,12 +77,23 @@ def dynamo(
             help="Of a prefill worker: frontends send a request to it and to a decode worker at once, not to it first.",
         ),
     ] = False,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    allow_unauthenticated: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unauthenticated",
+            help="Of a group: let its other processes show /metrics at DYN_SYSTEM_PORT to everybody, without a key.",
+        ),
+    ] = False,
 ) -> None:
     """Be a worker of NVIDIA Dynamo, whose frontend and router serve the clients."""
+    check_key_variables()
+    http = ServeOptions(api_keys=read_keys(api_key or (), api_key_file or ()))
     runtime = runtime_config(context.args, PREFILL if args.disaggregation_mode == "prefill" else COMPONENT)
     group = host_options(args)
     if group is not None and not group.is_leader:
-        _follow(args, group)
+        _follow(args, group, http, allow_unauthenticated)
         return
     if bootstrap and args.disaggregation_mode != "prefill":
         raise UserError("--bootstrap is a prefill worker's; give --disaggregation-mode prefill too, or leave it out")
@@ -218,8 +230,14 @@ def _serve(engine: "LLMEngine", worker: "WorkerConfig") -> None:
         raise
 
 
-def _follow(args: EngineArgs, group: "HostOptions") -> None:
-    """Be a process of a group other than its first: no requests come here. Probes find it at Dynamo's system port, where one is set."""
+def _follow(args: EngineArgs, group: "HostOptions", http: ServeOptions, allow_unauthenticated: bool) -> None:
+    """Be a process of a group other than its first: no requests come here.
+
+    Probes find it at Dynamo's system port, where one is set. Where none is, nobody looks for it, and it listens on loopback.
+
+    Raises:
+        UserError: the system port is open to other machines, and there is no key for `/metrics`.
+    """
     from rich.console import Console
 
     from dsjax.serve.headless import Headless
@@ -227,7 +245,9 @@ def _follow(args: EngineArgs, group: "HostOptions") -> None:
 
     port = os.environ.get("DYN_SYSTEM_PORT", "")
     number = int(port) if port.isdecimal() else 0
-    Headless(group).serve(args, bind(os.environ.get("DYN_SYSTEM_HOST", "0.0.0.0"), number), Console())
+    listener = bind(os.environ.get("DYN_SYSTEM_HOST", "0.0.0.0" if number else "127.0.0.1"), number)
+    check_listener(listener, http.api_keys, allow_unauthenticated)
+    Headless(group, http).serve(args, listener, Console())
 
 
 class _Parser(argparse.ArgumentParser):

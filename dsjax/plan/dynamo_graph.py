@@ -12,11 +12,27 @@ from typing import Any
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.kubernetes import ROOM, arguments_of, checkpoint_bytes, gib, pod_resources, repository
+from dsjax.plan.kubernetes import (
+    ROOM,
+    arguments_of,
+    checkpoint_bytes,
+    compute_domain,
+    compute_domain_claim,
+    gib,
+    needs_compute_domain,
+    pod_resources,
+    repository,
+    uses_rdma,
+)
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import recipe
 
 CONCURRENCIES = (1, 4, 16, 64, 256, 1024)
+_USER = (
+    "{runAsNonRoot: true, runAsUser: 10001, runAsGroup: 10001, fsGroup: 10001, fsGroupChangePolicy: OnRootMismatch, "
+    "seccompProfile: {type: RuntimeDefault}}"
+)
+_RESTRICTED = "{allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,9 @@ class Graph:
 
     def text(self) -> str:
         """The file."""
-        return "---\n".join((self._head(), self._cache(), self._download(), self._deployment(), self._benchmark()))
+        parts = [self._head(), self._cache(), self._download(), self._deployment(), self._benchmark(), self._policies()]
+        nodes = sum(side.workers * side.hosts for side in self.sides if "claims" in side.resources)
+        return "---\n".join([*parts, *([compute_domain(self.name, nodes)] if nodes else [])])
 
     def _head(self) -> str:
         return "".join(f"# {line}\n" for line in self.about)
@@ -95,9 +113,11 @@ spec:
   template:
     spec:
       restartPolicy: OnFailure
+      securityContext: {_USER}
       containers:
         - name: download
           image: dsjax:cuda-dynamo
+          securityContext: {_RESTRICTED}
           command: [sh, -ec]
           args: ["hf download {self.model} --local-dir {self.folder} && touch {self.folder}/.complete"]
           env:
@@ -109,9 +129,12 @@ spec:
             limits: {{memory: 8Gi}}
           volumeMounts:
             - {{name: models, mountPath: /models}}
+            - {{name: tmp, mountPath: /tmp}}
       volumes:
         - name: models
           persistentVolumeClaim: {{claimName: {self.name}-models}}
+        - name: tmp
+          emptyDir: {{}}
 """
 
     def _deployment(self) -> str:
@@ -131,30 +154,45 @@ spec:
       type: frontend
       replicas: 1
       podTemplate:
+        metadata:
+          labels: {{app.kubernetes.io/part-of: {self.name}, app.kubernetes.io/component: frontend}}
         spec:
+          securityContext: &user {_USER}
           initContainers: &wait
             - name: wait-for-model
               image: dsjax:cuda-dynamo
+              securityContext: &security {_RESTRICTED}
               command: [sh, -ec]
               args: ["until [ -e {self.folder}/.complete ]; do echo waiting for the download; sleep 10; done"]
               volumeMounts: &mounts
                 - {{name: models, mountPath: /models}}
+                - {{name: tmp, mountPath: /tmp}}
           containers:
             - name: main
               image: dsjax:cuda-dynamo
+              securityContext: *security
               command: [python, -m, dynamo.frontend]
               args: [--router-mode=kv, --http-port=8000, --migration-limit=3]
               volumeMounts: *mounts  # the tokenizer and the template
           volumes: &volumes
             - name: models
               persistentVolumeClaim: {{claimName: {self.name}-models}}
+            - name: tmp
+              emptyDir: {{}}
 """
 
     def _side(self, side: Side) -> str:
         given = {"--model": self.folder, "--served-model-name": self.model, "--shutdown-timeout": "600", **side.options}
         if side.kind != "worker":
             given["--disaggregation-mode"] = side.kind
+            given["--transfer-host"] = "$(POD_IP)"  # the other side's workers are on other hosts
         lines = "\n".join(f"                - {json.dumps(word)}" for word in arguments_of(given))
+        adds = ", add: [IPC_LOCK]" if "rdma/ib" in side.resources["limits"] else ""
+        claims = (
+            f"          resourceClaims: {json.dumps([compute_domain_claim(self.name)])}\n"
+            if "claims" in side.resources
+            else ""
+        )
         nodes = f"      multinode: {{nodeCount: {side.hosts}}}\n" if side.hosts > 1 else ""
         return f"""\
     - name: {side.kind.capitalize()}
@@ -162,17 +200,30 @@ spec:
       replicas: {side.workers}
 {nodes}      sharedMemorySize: 16Gi  # NCCL's, between the devices of a host
       podTemplate:
+        metadata:
+          labels: {{app.kubernetes.io/part-of: {self.name}, app.kubernetes.io/component: engine}}
         spec:
           terminationGracePeriodSeconds: 630  # Dynamo's grace period, then --shutdown-timeout, then some
-          initContainers: *wait
+          securityContext: *user
+{claims}          initContainers: *wait
           containers:
             - name: main
               image: dsjax:cuda-dynamo
+              securityContext:
+                allowPrivilegeEscalation: false
+                readOnlyRootFilesystem: true
+                capabilities: {{drop: [ALL]{adds}}}
               command: [dsjax, dynamo]
               args:
 {lines}
               env:
                 - {{name: HF_HUB_OFFLINE, value: "1"}}
+                - name: POD_IP
+                  valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}
+                - name: DSJAX_CLUSTER_KEY  # how the processes of a deployment know each other (docs/security.md)
+                  valueFrom: {{secretKeyRef: {{name: dsjax-secrets, key: cluster-key}}}}
+                - name: DSJAX_API_KEY  # of /metrics, in processes behind an engine's first
+                  valueFrom: {{secretKeyRef: {{name: dsjax-secrets, key: api-key}}}}
               # Weights are read and programs compiled before the worker is ready; an hour is more than any storage needs.
               startupProbe:
                 httpGet: {{path: /live, port: 9090}}
@@ -199,9 +250,11 @@ spec:
   template:
     spec:
       restartPolicy: Never
+      securityContext: {_USER}
       containers:
         - name: benchmark
           image: dsjax:cuda-dynamo
+          securityContext: {_RESTRICTED}
           command: [sh, -ec]
           args:
             - |
@@ -219,9 +272,42 @@ spec:
             requests: {{cpu: "4", memory: 4Gi}}
           volumeMounts:
             - {{name: models, mountPath: /models}}
+            - {{name: tmp, mountPath: /tmp}}
       volumes:
         - name: models
           persistentVolumeClaim: {{claimName: {self.name}-models}}
+        - name: tmp
+          emptyDir: {{}}
+"""
+
+    def _policies(self) -> str:
+        return f"""\
+# The frontend asks for no key: this namespace's pods reach it, and what clients elsewhere talk to belongs before it.
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {self.name}-frontend
+spec:
+  podSelector:
+    matchLabels: {{app.kubernetes.io/part-of: {self.name}, app.kubernetes.io/component: frontend}}
+  policyTypes: [Ingress]
+  ingress:
+    - ports: [{{port: 8000, protocol: TCP}}]
+      from: [{{podSelector: {{}}}}]
+    - from: [{{podSelector: {{matchLabels: {{app.kubernetes.io/part-of: {self.name}}}}}}}]
+---
+# Only the deployment's own pods reach the engines: Dynamo's requests, JAX's transfer server and coordination service, and NCCL know no
+# authentication (docs/security.md).
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {self.name}-engines
+spec:
+  podSelector:
+    matchLabels: {{app.kubernetes.io/part-of: {self.name}, app.kubernetes.io/component: engine}}
+  policyTypes: [Ingress]
+  ingress:
+    - from: [{{podSelector: {{matchLabels: {{app.kubernetes.io/part-of: {self.name}}}}}}}]
 """
 
 
@@ -260,7 +346,12 @@ def _side(service: Mapping[str, Any], cluster: Cluster) -> Side:
         service["instances"],
         hosts,
         devices,
-        pod_resources(cluster.hardware.platform, devices),
+        pod_resources(
+            cluster.hardware.platform,
+            devices,
+            rdma=uses_rdma(cluster, hosts),
+            domain=needs_compute_domain(cluster.hardware.key, hosts),
+        ),
     )
 
 

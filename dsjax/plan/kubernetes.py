@@ -20,6 +20,14 @@ from dsjax.plan.recipe import REPOSITORIES, recipe
 _TPU = {"tpu-v5e": "tpu-v5-lite-podslice", "tpu-v6e": "tpu-v6e-slice"}
 """Hardware → label `cloud.google.com/gke-tpu-accelerator` of its nodes (GKE's documentation, "Plan TPUs in GKE")."""
 _SERVER = {"--host": "0.0.0.0", "--port": "8000", "--shutdown-timeout": "600"}
+_RDMA = ("InfiniBand", "RoCE")
+_LOCKS_MEMORY = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+}
+"""A container's securityContext where network cards read and write its memory, which must stay where it is."""
+DOMAIN_FILE, DOMAIN_CLAIM = "computedomain.yaml", "compute-domain-channel"
 _HOST_MEMORY = 16 << 30
 _DEVICE_MEMORY = 4 << 30
 ROOM = 1.25
@@ -47,12 +55,26 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
         {"op": "replace", "path": "/spec/replicas", "value": service["instances"]},
         {"op": "replace", "path": "/spec/leaderWorkerTemplate/size", "value": hosts},
         {"op": "replace", "path": f"{container}/args", "value": _arguments(service["options"])},
-        {"op": "replace", "path": f"{container}/resources", "value": pod_resources(cluster.hardware.platform, devices)},
+        {
+            "op": "replace",
+            "path": f"{container}/resources",
+            "value": pod_resources(
+                cluster.hardware.platform,
+                devices,
+                uses_rdma(cluster, hosts),
+                needs_compute_domain(cluster.hardware.key, hosts),
+            ),
+        },
     ]
+    pod = "/spec/leaderWorkerTemplate/workerTemplate/spec"
+    domain = needs_compute_domain(cluster.hardware.key, hosts)
+    if uses_rdma(cluster, hosts):
+        group.append({"op": "replace", "path": f"{container}/securityContext", "value": _LOCKS_MEMORY})
+    if domain:
+        group.append({"op": "add", "path": f"{pod}/resourceClaims", "value": [compute_domain_claim("dsjax")]})
     selector = _node_selector(cluster, service["devices_each"])
     if selector:
-        path = "/spec/leaderWorkerTemplate/workerTemplate/spec/nodeSelector"
-        group.append({"op": "add", "path": path, "value": selector})
+        group.append({"op": "add", "path": f"{pod}/nodeSelector", "value": selector})
     volume = gib(checkpoint_bytes(candidate) * ROOM)
     variant = "tpu" if cluster.hardware.platform == "tpu" else "cuda"
     start = service["cold_start_s"]
@@ -64,7 +86,7 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
         *(f"# Note: {note}" for note in made["notes"]),
         "apiVersion: kustomize.config.k8s.io/v1beta1",
         "kind: Kustomization",
-        f"resources: [{base}]",
+        f"resources: [{base}, {DOMAIN_FILE}]" if domain else f"resources: [{base}]",
         f"images: [{{name: dsjax, newName: dsjax, newTag: {variant}}}]  # newName: with your registry before it",
         "patches:",
         *_patch("LeaderWorkerSet", "dsjax", group),
@@ -84,6 +106,14 @@ def write_overlay(folder: Path, model: str, question: Question, candidate: Candi
     text = overlay(model, question, candidate, "../../base" if beside_base else "base", command)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "kustomization.yaml").write_text(text, encoding="utf-8")
+    domain = folder / DOMAIN_FILE
+    if DOMAIN_FILE in text:
+        made = recipe(model, question, candidate)
+        service = made["one_process"] or made["services"][0]
+        hosts = math.ceil(service["devices_each"] / question.cluster.devices_per_host)
+        domain.write_text(compute_domain("dsjax", service["instances"] * hosts), encoding="utf-8")
+    else:
+        domain.unlink(missing_ok=True)
     if beside_base:
         return
     body = json.dumps(recipe(model, question, candidate), indent=2, allow_nan=False)
@@ -114,14 +144,48 @@ def repository(model: str) -> str:
     return REPOSITORIES.get(model, model)
 
 
-def pod_resources(platform: str, devices: int) -> dict[str, Any]:
-    """Requests of one pod: its devices; host memory for the process and what passes through it while weights are read."""
+def pod_resources(platform: str, devices: int, rdma: bool = False, domain: bool = False) -> dict[str, Any]:
+    """Requests of one pod: its devices; host memory for the process and what passes through it while weights are read.
+
+    rdma: the network cards too, as a device plugin offers them. domain: a channel of the pods' ComputeDomain.
+    """
     kind = "google.com/tpu" if platform == "tpu" else "nvidia.com/gpu"
     memory = f"{(_HOST_MEMORY + devices * _DEVICE_MEMORY) >> 30}Gi"
-    return {
-        "requests": {"cpu": str(4 + 2 * devices), "memory": memory, kind: str(devices)},
-        "limits": {kind: str(devices)},
-    }
+    given = {kind: str(devices)} | ({"rdma/ib": "1"} if rdma else {})
+    made: dict[str, Any] = {"requests": {"cpu": str(4 + 2 * devices), "memory": memory, **given}, "limits": given}
+    return made | ({"claims": [{"name": DOMAIN_CLAIM}]} if domain else {})
+
+
+def uses_rdma(cluster: Cluster, hosts: int) -> bool:
+    """Say whether an engine's pods need the network cards themselves: GPUs beyond NVLink's reach, over InfiniBand or RoCE."""
+    is_beyond = hosts > 1 and hosts * cluster.devices_per_host > cluster.domain
+    return is_beyond and cluster.hardware.platform == "cuda" and cluster.network in _RDMA
+
+
+def needs_compute_domain(hardware: str, hosts: int) -> bool:
+    """Say whether an engine's pods share memory over NVLink between hosts, for which NVIDIA's driver wants a ComputeDomain."""
+    return hosts > 1 and hardware.startswith("gb")
+
+
+def compute_domain(name: str, nodes: int) -> str:
+    """Write the ComputeDomain of a service's pods on so many nodes; the driver makes the template of their claims."""
+    return f"""\
+# NVLink between hosts: NVIDIA's DRA driver lets these pods, and no others, export and import each other's memory.
+apiVersion: resource.nvidia.com/v1beta1
+kind: ComputeDomain
+metadata:
+  name: {name}
+spec:
+  numNodes: {nodes}
+  channel:
+    resourceClaimTemplate:
+      name: {name}-channel
+"""
+
+
+def compute_domain_claim(name: str) -> dict[str, str]:
+    """Make a pod's claim of a channel of its ComputeDomain."""
+    return {"name": DOMAIN_CLAIM, "resourceClaimTemplateName": f"{name}-channel"}
 
 
 def _node_selector(cluster: Cluster, devices: int) -> dict[str, str]:

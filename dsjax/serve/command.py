@@ -14,7 +14,15 @@ from dsjax.descriptors import check_descriptors
 from dsjax.engine.elastic.joining import host_options
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
-from dsjax.serve.options import HttpOptions, ServeOptions, read_keys
+from dsjax.serve.options import (
+    ADMIN_KEY_VARIABLE,
+    KEY_VARIABLE,
+    HttpOptions,
+    ServeOptions,
+    check_key_variables,
+    check_listener,
+    read_keys,
+)
 
 if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
     from dsjax.engine.llm import LLM
@@ -31,6 +39,12 @@ StepTimeout = Annotated[
     float,
     typer.Option(help="Seconds after which a step is taken for a hang, which ends the process; 0: never.", min=0),
 ]
+
+
+ApiKey = Annotated[
+    list[str] | None, typer.Option(help="Key that clients must send; several may be given.", envvar=KEY_VARIABLE)
+]
+ApiKeyFile = Annotated[list[Path] | None, typer.Option(help="File with such keys, one a line.")]
 
 
 @options_of(lambda kind: "Engine" if kind is EngineArgs else "Requests and answers", args=EngineArgs, http=HttpOptions)
@@ -51,14 +65,18 @@ def serve(
             max=64,
         ),
     ] = 1,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="Key that clients must send; several may be given.", envvar="DSJAX_API_KEY")
-    ] = None,
-    api_key_file: Annotated[list[Path] | None, typer.Option(help="File with such keys, one a line.")] = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     admin_api_key: Annotated[
         str | None,
-        typer.Option(help="Key for the admin endpoints; without one they are closed.", envvar="DSJAX_ADMIN_API_KEY"),
+        typer.Option(help="Key for the admin endpoints; without one they are closed.", envvar=ADMIN_KEY_VARIABLE),
     ] = None,
+    allow_unauthenticated: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unauthenticated", help="Let everybody who reaches a --host beyond loopback in, without a key."
+        ),
+    ] = False,
     step_timeout: StepTimeout = 300.0,
     log_level: Annotated[
         str, typer.Option(help="Of the server's log: critical, error, warning, info, debug or trace.")
@@ -74,6 +92,7 @@ def serve(
             f"--disaggregation-mode {args.disaggregation_mode} is one side of two behind an orchestrator that tells each of the other; "
             "dsjax serve alone has both with --prefill-mesh and --decode-mesh"
         )
+    check_key_variables()
     keys = read_keys(api_key or (), api_key_file or ())
     options = ServeOptions(**vars(http), api_keys=keys, admin_api_key=admin_api_key, step_timeout=step_timeout)
     configure_logging(log_level, as_json=log_json)
@@ -86,11 +105,12 @@ def serve(
         check_private_listener()
     listeners = bind_shared(host, port, api_server_count) if leads and api_server_count > 1 else [bind(host, port)]
     listener = listeners[0]
+    check_listener(listener, keys, allow_unauthenticated)
     console = Console()
     if group_options is not None and not group_options.is_leader:
         from dsjax.serve.headless import Headless
 
-        Headless(group_options).serve(args, listener, console)
+        Headless(group_options, options).serve(args, listener, console)
         return
     from dsjax.engine.llm import LLM
 

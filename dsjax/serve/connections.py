@@ -6,7 +6,9 @@ pyproject.toml bounds the version.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterable, Mapping
+import logging
+import resource
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -24,10 +26,21 @@ from dsjax.serve.errors import ApiError, to_api_error
 
 Answer = TypeVar("Answer")
 
+logger = logging.getLogger(__name__)
+
 CONNECTION_SEND = "connection_send"
 """Key in a scope's state of the connection's own `send`, which no middleware sees."""
 MAX_HEAD_BYTES = 64 * 1024
 _UNWATCHED = ("client watch", "A request is computed to its end, whether or not its client is there.")
+PROBES = frozenset({b"/health", b"/ready"})
+"""Paths that are answered on connections beyond the limit too."""
+_MOST_PROBES = 64
+"""Connections beyond the limit that are read, because they may ask whether the server lives."""
+_PROBE_SECONDS = 5.0
+"""Time for the head of a request on one of those."""
+_OTHER_FILES = 256 + _MOST_PROBES
+"""Files that a process has open besides its clients' connections, with room to spare."""
+_RETRY_SECONDS = 2
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 
 
@@ -236,14 +249,59 @@ class _HeadTooLargeError(Exception):
     """Raised in the parser, which answers 400 and closes."""
 
 
-def bounded_connections(head_timeout: float) -> type[HttpToolsProtocol]:
+class _TooManyConnectionsError(Exception):
+    """Raised in the parser, which answers 429 and closes."""
+
+
+def too_many_connections() -> ApiError:
+    """Make the answer for a connection beyond the limit."""
+    reason = "this server has as many connections as it takes; try again later"
+    return ApiError(429, reason, type="rate_limit_error", code="too_many_connections", retry_after=_RETRY_SECONDS)
+
+
+def affordable_connections(wanted: int) -> int:
+    """Return how many connections a process can have, `wanted` at most; 0 where that is to have no limit.
+
+    The process's own limit of open files is raised as far as the system lets it. Some are kept for the engine, and for connections that
+    ask whether the server lives.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and (soft < needed or not wanted):
+        raised = hard if hard == resource.RLIM_INFINITY or not wanted else min(hard, needed)
+        if hard == resource.RLIM_INFINITY:
+            raised = max(needed, soft)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    if not wanted or soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    fitting = max(soft - _OTHER_FILES, soft // 4, 1)
+    logger.warning(
+        "--max-connections is %d, and this process may have %d files open, so that it takes %d connections; raise its limit (ulimit -n)",
+        wanted,
+        soft,
+        fitting,
+    )
+    return fitting
+
+
+def bounded_connections(
+    head_timeout: float, most: int = 0, refuse: Callable[[], ApiError] = too_many_connections
+) -> type[HttpToolsProtocol]:
     """Make a protocol class for uvicorn, which makes one object a connection.
 
     httptools, because of its price: h11 checks every event of every stream against its state machines.
+
+    Args:
+        most: open connections of a server; 0: no limit.
+        refuse: makes the answer for a connection beyond them.
     """
 
     class BoundedConnection(HttpToolsProtocol):
         """Closes a connection whose next request has begun to come, or whose first has not, for too long.
+
+        A connection beyond the limit has its request's head read, and is closed with a 429 unless it asks whether the server lives or
+        is ready. So many of those may be open at once; what comes after them is closed unread.
 
         A head of more than `MAX_HEAD_BYTES` is refused before it is complete; headers that follow a chunked body count too. An
         offer to speak another protocol is passed over, as HTTP allows: the parser alone would end such a request at its head.
@@ -251,9 +309,14 @@ def bounded_connections(head_timeout: float) -> type[HttpToolsProtocol]:
 
         _head_timer: asyncio.TimerHandle | None = None
         _head_bytes = 0
+        _is_beyond = False
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self._is_beyond = 0 < most < len(self.connections)
+            if self._is_beyond and len(self.connections) > most + _MOST_PROBES:
+                self._send_refusal(refuse())
+                return
             self._watch_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -271,8 +334,11 @@ def bounded_connections(head_timeout: float) -> type[HttpToolsProtocol]:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as stopped:
                 self._stay(data[stopped.args[0] :])
-            except httptools.HttpParserError:
-                self.send_400_response("this is not an HTTP/1.1 request that can be read")
+            except httptools.HttpParserError as error:
+                if isinstance(error.__context__, _TooManyConnectionsError):
+                    self._send_refusal(refuse())
+                else:
+                    self.send_400_response("this is not an HTTP/1.1 request that can be read")
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -288,6 +354,9 @@ def bounded_connections(head_timeout: float) -> type[HttpToolsProtocol]:
         def on_headers_complete(self) -> None:
             if not self.parser.should_upgrade():
                 self._unwatch_head()
+                self._is_beyond = self._is_beyond and len(self.connections) > most
+                if self._is_beyond and self.url.partition(b"?")[0] not in PROBES:
+                    raise _TooManyConnectionsError
                 super().on_headers_complete()
 
         def on_message_complete(self) -> None:
@@ -305,16 +374,22 @@ def bounded_connections(head_timeout: float) -> type[HttpToolsProtocol]:
             self.data_received(b"%s %s HTTP/1.1\r\n%s\r\n" % (method, self.url, b"".join(kept)) + rest)
 
         def send_400_response(self, msg: str) -> None:
-            body = to_json(ApiError(400, msg).body())
+            self._send_refusal(ApiError(400, msg))
+
+        def _send_refusal(self, error: ApiError) -> None:
+            """Answer with an error past the application, and close."""
+            body = to_json(error.body())
+            lines = [b"%b: %b\r\n" % (k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[400] + head + body)
+            self.transport.write(STATUS_LINE[error.status] + b"".join(lines) + head + body)
             self.transport.close()
 
         def _watch_head(self) -> None:
             """The timer runs while a head is on its way; what has come is no reason to start it again."""
             if self._head_timer is None:
                 self._head_bytes = 0
-                self._head_timer = self.loop.call_later(head_timeout, self._close_late)
+                seconds = min(head_timeout, _PROBE_SECONDS) if self._is_beyond else head_timeout
+                self._head_timer = self.loop.call_later(seconds, self._close_late)
 
         def _unwatch_head(self) -> None:
             if self._head_timer is not None:

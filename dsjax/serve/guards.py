@@ -17,7 +17,7 @@ import random
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from typing import Any
 
 import pydantic_core
@@ -56,7 +56,7 @@ ADMIN_PATHS = frozenset(
         "/scale",
     }
 )
-_OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths that a load balancer asks, which has no key."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ALLOWED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
@@ -243,12 +243,13 @@ def request_id_of(request: Request, field: str | None) -> str:
 class Keys(Guard):
     """Refuses a request before its body is read, unless its key opens its path.
 
-    Everything but `/health` and `/ready` wants a key once there are any; a path that does not exist too, so that nothing can be
+    Everything but `open_paths` wants a key once there are any; a path that does not exist too, so that nothing can be
     probed. Sets `scope["state"]["admin"]`: whether the key is the admin's.
     """
 
-    def __init__(self, app: ASGIApp, options: ServeOptions):
+    def __init__(self, app: ASGIApp, options: ServeOptions, open_paths: Set[str] = OPEN_PATHS):
         super().__init__(app)
+        self._open_paths = open_paths
         self._admin = options.admin_api_key.encode() if options.admin_api_key else None
         self._keys = [key.encode() for key in options.api_keys]
 
@@ -261,7 +262,7 @@ class Keys(Guard):
 
     def _refusal(self, scope: Scope, given: bytes) -> ApiError | None:
         path = scope["path"].rstrip("/") or "/"
-        if path in _OPEN_PATHS:
+        if path in self._open_paths:
             return None
         if path in ADMIN_PATHS:
             if self._admin is None:

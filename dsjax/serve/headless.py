@@ -13,20 +13,24 @@ from dsjax.background import start_thread
 from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
-from dsjax.serve.connections import JsonResponse
+from dsjax.serve.connections import JsonResponse, affordable_connections, bounded_connections
+from dsjax.serve.guards import OPEN_PATHS, Keys
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics, device_memory
+from dsjax.serve.options import ServeOptions
 
 
 class Headless:
     """One process of a group that follows process 0, with `/health`, `/ready` and `/metrics` of its own.
 
+    `/metrics` wants a key where `http` has any, as on the server of process 0.
+
     Attributes:
         phase: what it is doing: rendezvous, loading, warming up, ready, shutting down.
     """
 
-    def __init__(self, options: HostOptions):
-        self.options = options
+    def __init__(self, options: HostOptions, http: ServeOptions = ServeOptions()):
+        self.options, self._http = options, http
         self._follower = None
         self.registry = registry = Registry(process=str(options.process_id))
         for name, documentation, count in (
@@ -50,7 +54,13 @@ class Headless:
         Raises:
             UserError, GroupError: there is no group, or it has broken.
         """
-        config = uvicorn.Config(self.app(), log_config=None, access_log=False, ws="none")
+        config = uvicorn.Config(
+            self.app(),
+            log_config=None,
+            access_log=False,
+            ws="none",
+            http=bounded_connections(self._http.request_timeout, affordable_connections(self._http.max_connections)),
+        )
         server = uvicorn.Server(config)  # takes no signals in a thread that is not the main one
         start_thread("headless server", server.run, [listener], name="dsjax-headless")
         host, port = listener.getsockname()[:2]
@@ -90,4 +100,5 @@ class Headless:
             openmetrics = content_type.startswith("application/openmetrics-text")
             return Response(exposition(self.registry.families, openmetrics=openmetrics), media_type=content_type)
 
+        app.add_middleware(Keys, options=self._http, open_paths=OPEN_PATHS | {"/live"})
         return app

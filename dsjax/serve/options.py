@@ -1,7 +1,10 @@
 """`ServeOptions`: what `dsjax serve` can be told about HTTP, checked when made."""
 
 import dataclasses
-from collections.abc import Iterable
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,17 @@ from dsjax.options import Checked, option
 class HttpOptions(Checked):
     """Options of `dsjax serve` that say what may be asked of it, and how answers are taken apart and made."""
 
-    max_queued_requests: int | None = option(
-        None, "Most completions that wait for a slot, over all ranks; more get a 429. Default: no limit.", min=1
+    max_queued_requests: int = option(
+        65_536, "Most completions that wait for a slot, over all ranks; more get a 429. 0: no limit.", min=0, least=0
     )
-    max_queued_tokens: int | None = option(
-        None, "Most tokens of waiting completions; more get a 429. Default: no limit.", min=1
+    max_queued_tokens: int = option(
+        1 << 26, "Most tokens of waiting completions; more get a 429. 0: no limit.", min=0, least=0
+    )
+    max_connections: int = option(
+        16_384,
+        "Most open HTTP connections; a further one gets a 429, unless it asks for /health or /ready. 0: no limit.",
+        min=0,
+        least=0,
     )
     max_body_bytes: int = option(16 * 1024 * 1024, "Largest body of a request.", min=1024)
     request_timeout: float = option(60.0, "Seconds in which a request's head, then its body, must arrive.", min=0.1)
@@ -62,11 +71,55 @@ class ServeOptions(HttpOptions):
         if self.admin_api_key in self.api_keys:
             raise UserError("--admin-api-key is also an --api-key, so every client would be an admin; choose another")
 
+    @property
+    def limits_queue(self) -> bool:
+        """Whether there is a limit of what waits."""
+        return bool(self.max_queued_requests or self.max_queued_tokens)
+
     def to_json(self) -> dict[str, Any]:
         """For `/server_info`: of keys only how many there are."""
         shown = dataclasses.asdict(self)
         keys, admin = shown.pop("api_keys"), shown.pop("admin_api_key")
         return {**shown, "num_api_keys": len(keys), "has_admin_api_key": admin is not None}
+
+
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "DSJAX_API_KEY", "DSJAX_ADMIN_API_KEY"
+
+
+def check_key_variables(variables: Mapping[str, str] = os.environ) -> None:
+    """Check that no environment variable holds an empty key. The command line takes such a variable for one that is not set.
+
+    Raises:
+        UserError: one is set and empty.
+    """
+    for name in (KEY_VARIABLE, ADMIN_KEY_VARIABLE):
+        if name in variables and not variables[name].strip():
+            raise UserError(
+                f"the environment variable {name} is set and empty, which would leave out the key that somebody meant to give; "
+                "give it a key, or unset it"
+            )
+
+
+def is_loopback(address: str) -> bool:
+    """Say whether an IP address is reachable from its own machine alone."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+def check_listener(listener: socket.socket, keys: Sequence[str], allow_unauthenticated: bool) -> None:
+    """Check that a bound socket is not open to other machines without a key; it is closed where it is.
+
+    Raises:
+        UserError: its address is beyond loopback, there is no key, and that is not allowed on purpose.
+    """
+    address = listener.getsockname()[0]
+    if not keys and not allow_unauthenticated and not is_loopback(address):
+        listener.close()
+        raise UserError(
+            f"{address} can be reached from other machines, and no key was given, so everybody there could use this server; give "
+            f"--api-key-file FILE, --api-key or the environment variable {KEY_VARIABLE}, listen on 127.0.0.1, or allow it with "
+            "--allow-unauthenticated"
+        )
 
 
 def read_keys(given: Iterable[str], files: Iterable[Path]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from dsjax.errors import UserError
 from dsjax.serve.app import create_app
-from dsjax.serve.connections import bounded_connections
+from dsjax.serve.connections import affordable_connections, bounded_connections, too_many_connections
 from dsjax.serve.guards import RequestLog
 from dsjax.serve.serving import Phase, Serving
 from dsjax.serve.watchdog import Watchdog
@@ -85,7 +85,11 @@ class Server(uvicorn.Server):
             log_config=None,  # `configure_logging` is for the process's start alone
             access_log=False,
             ws="none",
-            http=bounded_connections(serving.options.request_timeout),
+            http=bounded_connections(
+                serving.options.request_timeout,
+                affordable_connections(serving.options.max_connections),
+                lambda: serving.reject("too_many_connections", too_many_connections()),
+            ),
             timeout_graceful_shutdown=_FLUSH_SECONDS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )

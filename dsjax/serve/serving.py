@@ -86,11 +86,11 @@ class QueueGate:
         """Raise a 429 where so many more may not wait."""
         # What would wait alone may always come in: a limit below one request's size must not refuse it for ever.
         # What waits is a sum over all ranks. It is computed only where there is a limit.
-        if self._most_requests is not None:
+        if self._most_requests:
             waiting = self._engine.num_waiting + self._entering_requests
             if waiting and waiting + requests > self._most_requests:
                 raise self._full(f"{waiting} requests wait, and this server lets {self._most_requests} wait")
-        if self._most_tokens is not None:
+        if self._most_tokens:
             waiting = self._engine.waiting_tokens + self._entering_tokens
             if waiting and waiting + tokens > self._most_tokens:
                 raise self._full(f"{waiting:,} tokens wait, and this server lets {self._most_tokens:,} wait")

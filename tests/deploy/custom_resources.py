@@ -1,4 +1,4 @@
-"""Schemas of the three custom resources that `deploy/` uses, as far as it uses them; they take no unknown field, as the API server does.
+"""Schemas of the four custom resources that `deploy/` uses, as far as it uses them; they take no unknown field, as the API server does.
 
 LeaderWorkerSet: version v1, in kubernetes-sigs/lws at commit 060ab4d (2026-08-21),
 config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml.
@@ -6,6 +6,7 @@ PodMonitor: version v1 of the operator's 0.91.0, in prometheus-operator/promethe
 example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml.
 DynamoGraphDeployment: version v1beta1, in ai-dynamo/dynamo at commit 01cc1c3 (2026),
 deploy/operator/config/crd/bases/nvidia.com_dynamographdeployments.yaml.
+ComputeDomain: version v1beta1 of NVIDIA's DRA driver for GPUs, whose field `numNodes` and `channel` are required.
 Names, types, enumerations and what is required are theirs; a pod's template is the core schema's, held against it as a Pod.
 """
 
@@ -81,6 +82,22 @@ POD_MONITOR = _object(
                 ),
             ),
         },
+    ),
+)
+
+COMPUTE_DOMAIN = _object(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion=_choice("resource.nvidia.com/v1beta1"),
+    kind=_choice("ComputeDomain"),
+    metadata=_METADATA,
+    spec=_object(
+        ("numNodes", "channel"),
+        numNodes={"type": "integer", "minimum": 0},
+        channel=_object(
+            ("resourceClaimTemplate",),
+            resourceClaimTemplate=_object(("name",), name=_STRING),
+            allocationMode=_choice("Single", "All"),
+        ),
     ),
 )
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import jsonschema
@@ -14,7 +13,7 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from custom_resources import LEADER_WORKER_SET, POD_MONITOR
+from custom_resources import COMPUTE_DOMAIN, LEADER_WORKER_SET, POD_MONITOR
 from typer.testing import CliRunner
 
 from dsjax.cli import app
@@ -26,9 +25,11 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 OVERLAYS = sorted(folder.name for folder in (DEPLOY / "overlays").iterdir())
 KUBERNETES = ("1.30", "1.37")
-CUSTOM = {"LeaderWorkerSet": LEADER_WORKER_SET, "PodMonitor": POD_MONITOR}
+CUSTOM = {"LeaderWorkerSet": LEADER_WORKER_SET, "PodMonitor": POD_MONITOR, "ComputeDomain": COMPUTE_DOMAIN}
 
 sys.path.insert(0, str(ROOT / "tools"))
+
+from lock_requirements import FILES, lock_file, mistakes  # noqa: E402
 
 
 def render(folder: Path) -> list[dict]:
@@ -62,10 +63,15 @@ def by_kind(folder: Path) -> dict[str, dict]:
     return {document["kind"]: document for document in render(folder)}
 
 
+def versions_for(document: dict) -> tuple[str, ...]:
+    """Versions of Kubernetes that a document is for: a claim names its template as from 1.31 on, which ComputeDomains need."""
+    return KUBERNETES[1:] if "resourceClaimTemplateName" in json.dumps(document) else KUBERNETES
+
+
 def check(document: dict) -> None:
     """Hold a document against the published schema of its kind."""
     schema = CUSTOM.get(document["kind"])
-    for version in KUBERNETES:
+    for version in versions_for(document):
         if schema is None:
             kubernetes_validate.validate(document, version, strict=True)
             continue
@@ -82,9 +88,9 @@ FOLDERS = [DEPLOY / "base", *(DEPLOY / "overlays" / name for name in OVERLAYS)]
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_manifest_is_what_the_published_schemas_say(folder):
     documents = render(folder)
-    assert sorted(d["kind"] for d in documents) == [
-        "ConfigMap", "Job", "LeaderWorkerSet", "PersistentVolumeClaim", "PodMonitor", "Service"
-    ]  # fmt: skip
+    kinds = ["ConfigMap", "Job", "LeaderWorkerSet", "NetworkPolicy", "PersistentVolumeClaim", "PodMonitor", "Service"]
+    domain = ["ComputeDomain"] if folder.name.startswith("gb") else []
+    assert sorted(d["kind"] for d in documents) == [*domain, *kinds]
     for document in documents:
         check(document)
 
@@ -105,7 +111,7 @@ def test_a_wrong_manifest_is_found():
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here")
-@pytest.mark.parametrize("name", ["base", "overlays/hosts-2", "overlays/tpu-v6e-32"])
+@pytest.mark.parametrize("name", ["base", "overlays/hosts-2", "overlays/tpu-v6e-32", "overlays/gb200-nvl72-36"])
 def test_kustomize_renders_the_same(name):
     made = subprocess.run(
         ["kubectl", "kustomize", DEPLOY / name], capture_output=True, text=True, check=True, timeout=60
@@ -129,7 +135,7 @@ def test_an_overlay_takes_the_devices_that_the_cluster_has_and_its_mesh_wants(na
     size = spec["leaderWorkerTemplate"]["size"]
     container = spec["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]
     limits = container["resources"]["limits"]
-    (devices,) = [int(count) for kind, count in limits.items() if "/" in kind]
+    (devices,) = [int(count) for kind, count in limits.items() if kind in ("nvidia.com/gpu", "google.com/tpu")]
     options = dict(word.removeprefix("--").split("=", 1) for word in container["args"][1:] if "=" in word)
     assert MeshSpec.parse(options["mesh"]).num_devices == size * devices
     text = (DEPLOY / "overlays" / name / "kustomization.yaml").read_text()
@@ -165,11 +171,11 @@ def test_probes_drain_and_ports_agree_with_the_server():
     found = by_kind(DEPLOY / "base")
     pod = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
     container = pod["containers"][0]
-    from dsjax.serve.guards import _OPEN_PATHS
+    from dsjax.serve.guards import OPEN_PATHS
 
     probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert probes == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
-    assert set(probes.values()) <= _OPEN_PATHS, "a probe has no key"
+    assert set(probes.values()) <= OPEN_PATHS, "a probe has no key"
     options = dict(word.removeprefix("--").split("=", 1) for word in container["args"][1:] if "=" in word)
     drain, waits = int(options["shutdown-timeout"]), int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert waits + drain < pod["terminationGracePeriodSeconds"]
@@ -183,18 +189,120 @@ def test_probes_drain_and_ports_agree_with_the_server():
     assert found["PodMonitor"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
+def containers_of(pod: dict) -> list[dict]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_container_is_restricted_and_nothing_that_opens_a_port_is_without_its_key(folder):
+    found = by_kind(folder)
+    engine = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    for pod in (engine["spec"], found["Job"]["spec"]["template"]["spec"]):
+        check_restricted(pod, "rdma/ib" in engine["spec"]["containers"][0]["resources"].get("limits", {}))
+    (container,) = engine["spec"]["containers"]
+    assert "--host=0.0.0.0" in container["args"]
+    secrets = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one}
+    assert secrets == {
+        "DSJAX_API_KEY": {"name": "dsjax-secrets", "key": "api-key"},
+        "DSJAX_ADMIN_API_KEY": {"name": "dsjax-secrets", "key": "admin-api-key"},
+        "DSJAX_CLUSTER_KEY": {"name": "dsjax-secrets", "key": "cluster-key"},
+    }, "none is optional: a pod without its secret does not start"
+    (endpoint,) = found["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"] == {"type": "Bearer", "credentials": {"name": "dsjax-secrets", "key": "api-key"}}
+
+
+def check_restricted(pod: dict, locks_memory: bool = False) -> None:
+    """Hold a pod against Kubernetes' restricted standard, and more: its root file system is read-only. locks_memory: for RDMA."""
+    user = pod["securityContext"]
+    assert user["runAsNonRoot"]
+    assert user["runAsUser"] == 10001
+    assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+    writable = {one["name"] for one in pod["volumes"] if "emptyDir" in one}
+    for container in containers_of(pod):
+        capabilities = {"drop": ["ALL"]}
+        if (
+            locks_memory
+            and container in pod["containers"]
+            and "rdma/ib" in container.get("resources", {}).get("limits", {})
+        ):
+            capabilities["add"] = ["IPC_LOCK"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": capabilities
+        }  # fmt: skip
+    for container in pod["containers"]:
+        assert {one["mountPath"] for one in container["volumeMounts"] if one["name"] in writable} >= {"/tmp"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_only_the_engine_s_own_pods_reach_any_port_but_http(folder):
+    found = by_kind(folder)
+    labels = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["metadata"]["labels"]
+    policy = found["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    assert policy["policyTypes"] == ["Ingress"]
+    everybody, own = policy["ingress"]
+    assert everybody == {"ports": [{"port": "http", "protocol": "TCP"}]}
+    assert own == {"from": [{"podSelector": {"matchLabels": labels}}]}
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_several_hosts_with_gpus_get_the_network_cards_or_a_compute_domain(name):
+    found = by_kind(DEPLOY / "overlays" / name)
+    spec = found["LeaderWorkerSet"]["spec"]
+    hosts = spec["leaderWorkerTemplate"]["size"]
+    pod = spec["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    resources = pod["containers"][0]["resources"]
+    is_grace = name.startswith("gb")
+    assert ("rdma/ib" in resources["limits"]) == (hosts > 1 and not is_grace and "tpu" not in name)
+    assert ("claims" in resources) == ("ComputeDomain" in found) == (hosts > 1 and is_grace)
+    if is_grace:
+        domain = found["ComputeDomain"]["spec"]
+        assert domain["numNodes"] == spec["replicas"] * hosts
+        (claim,) = pod["resourceClaims"]
+        assert resources["claims"] == [{"name": claim["name"]}]
+        assert claim["resourceClaimTemplateName"] == domain["channel"]["resourceClaimTemplate"]["name"]
+
+
 def test_the_image_has_no_compiler_and_no_root():
     text = (DEPLOY / "Dockerfile").read_text()
     stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
-    assert all(stage.startswith("python:${PYTHON}-slim") for stage in stages)
+    assert all(re.match(r"\S+@(sha256:[0-9a-f]{64}|\$\{PYTHON_DIGEST\})\s", stage) for stage in stages)
+    assert re.search(r"^ARG PYTHON_DIGEST$", text, re.MULTILINE), "it has no default that grows old"
     assert not re.search(r"apt|gcc|clang|build-essential|ziglang|native", re.sub(r"#.*", "", text))
-    assert "--only-binary :all:" in text
+    installs = [
+        line for line in text.replace("\\\n", " ").splitlines() for line in line.split("&&") if "pip install" in line
+    ]
+    assert len(installs) == 3
+    for line in installs:
+        assert "--no-deps" in line
+        assert ("--require-hashes" in line and "--only-binary :all:" in line) or "--no-index" in line
     assert re.findall(r"^USER (.*)", stages[-1], re.MULTILINE) == ["10001:10001"]
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {"cuda", "tpu"} <= extras.keys()
     copied = set(re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE))
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert {name for names in copied for name in names.split()} == allowed
+    locks = {"deploy/requirements-build.txt", "deploy/requirements-${VARIANT}.txt"}
+    assert {name for names in copied for name in names.split()} - locks == allowed - {"deploy/requirements-*.txt"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_locked_package_has_hashes_and_satisfies_the_project(name):
+    assert list(mistakes(name, lock_file(name).read_text(encoding="utf-8"))) == []
+
+
+def test_a_lock_that_is_out_of_date_is_found():
+    text = lock_file("cuda").read_text(encoding="utf-8")
+
+    def says(changed):
+        assert changed != text
+        return "; ".join(mistakes("cuda", changed))
+
+    assert re.search(
+        r"jax\S* is locked at 0\.11\.2", says(re.sub(r"^jax==\S+", "jax==0.11.2", text, flags=re.MULTILINE))
+    )
+    assert "einops>=0.8 is not locked" in says(re.sub(r"^einops==(.*\n\s+--hash.*)+\n", "", text, flags=re.MULTILINE))
+    assert "is not one version with hashes" in says(re.sub(r"^einops==.*", "einops>=0.8", text, flags=re.MULTILINE))
+    assert "is not one version with hashes" in says(text + "left==1.0\n")
+    assert "no locked package" in says(text + "--index-url https://example.org\n")
+    assert "locked twice" in says(text + "einops==0.8.0 \\\n    --hash=sha256:" + "0" * 64 + "\n")
 
 
 def test_a_plan_writes_an_overlay_with_all_that_it_needs(tmp_path):

@@ -10,7 +10,8 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from custom_resources import DYNAMO_GRAPH_DEPLOYMENT
+from custom_resources import COMPUTE_DOMAIN, DYNAMO_GRAPH_DEPLOYMENT
+from test_deploy import check_restricted, versions_for
 from typer.testing import CliRunner
 
 from dsjax.cli import app
@@ -19,8 +20,7 @@ from sharding import MeshSpec
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy" / "dynamo").glob("*.yaml"))
-KINDS = ["PersistentVolumeClaim", "Job", "DynamoGraphDeployment", "Job"]
-KUBERNETES = ("1.30", "1.37")
+KINDS = ["PersistentVolumeClaim", "Job", "DynamoGraphDeployment", "Job", "NetworkPolicy", "NetworkPolicy"]
 DYNAMOS_GRACE_SECONDS = 5
 """Default of DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS."""
 
@@ -33,7 +33,10 @@ def documents(path: Path) -> list[dict]:
 
 def check(document: dict) -> None:
     """Hold a document against the published schema of its kind, and its pods against Kubernetes' own."""
-    for version in KUBERNETES:
+    for version in versions_for(document):
+        if document["kind"] == "ComputeDomain":
+            jsonschema.validate(document, COMPUTE_DOMAIN)
+            continue
         if document["kind"] != "DynamoGraphDeployment":
             kubernetes_validate.validate(document, version, strict=True)
             continue
@@ -75,9 +78,34 @@ def parsed(arguments: list[str]) -> dict:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_file_is_what_the_published_schemas_say(path):
     found = documents(path)
-    assert [document["kind"] for document in found] == KINDS
+    assert [document["kind"] for document in found] == KINDS + (["ComputeDomain"] if "gb200" in path.stem else [])
     for document in found:
         check(document)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_pods_are_restricted_have_their_secrets_and_are_fenced(path):
+    _, download, graph, benchmark, frontend_policy, engine_policy, *domain = documents(path)
+    for job in (download, benchmark):
+        check_restricted(job["spec"]["template"]["spec"])
+    name, components = graph["metadata"]["name"], graph["spec"]["components"]
+    for component in components:
+        check_restricted(component["podTemplate"]["spec"], locks_memory=True)
+    frontend, *workers = [component["podTemplate"]["metadata"]["labels"] for component in components]
+    assert frontend_policy["spec"]["podSelector"]["matchLabels"] == frontend
+    own = {"from": [{"podSelector": {"matchLabels": {"app.kubernetes.io/part-of": name}}}]}
+    assert engine_policy["spec"]["ingress"] == [own]
+    assert {"app.kubernetes.io/part-of": name}.items() <= frontend.items()
+    for worker, labels in zip(components[1:], workers, strict=True):
+        assert engine_policy["spec"]["podSelector"]["matchLabels"] == labels
+        (container,) = worker["podTemplate"]["spec"]["containers"]
+        given = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef") for one in container["env"]}
+        assert given["DSJAX_CLUSTER_KEY"] == {"name": "dsjax-secrets", "key": "cluster-key"}
+        assert given["DSJAX_API_KEY"] == {"name": "dsjax-secrets", "key": "api-key"}
+        assert ("--transfer-host=$(POD_IP)" in container["args"]) == (worker["type"] != "worker")
+        several = worker.get("multinode", {}).get("nodeCount", 1) > 1
+        assert ("rdma/ib" in container["resources"]["limits"]) == (several and not domain)
+        assert ("claims" in container["resources"]) == (several and bool(domain))
 
 
 def test_a_wrong_file_is_found():
@@ -121,7 +149,7 @@ def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_all_parts_of_a_file_belong_together(path):
-    claim, download, graph, benchmark = documents(path)
+    claim, download, graph, benchmark, *_ = documents(path)
     text, name = path.read_text(), graph["metadata"]["name"]
     volumes = {volume["persistentVolumeClaim"]["claimName"] for volume in _volumes(download, graph, benchmark)}
     assert volumes == {claim["metadata"]["name"]}
@@ -139,7 +167,7 @@ def test_all_parts_of_a_file_belong_together(path):
 def _volumes(download, graph, benchmark) -> list[dict]:
     pods = [download["spec"]["template"]["spec"], benchmark["spec"]["template"]["spec"]]
     pods += [component["podTemplate"]["spec"] for component in graph["spec"]["components"]]
-    return [volume for pod in pods for volume in pod["volumes"]]
+    return [volume for pod in pods for volume in pod["volumes"] if "emptyDir" not in volume]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -114,7 +114,8 @@ def _write(benchmark: "Benchmark", points: list["PointResult"], facts: "ServerFa
     if swept:
         report_console(stderr=report.json_file == "-").print(sweep_table(bodies, swept))
     if report.json_file and bodies:
-        write_json(report.json_file, {**head, "swept": swept, "points": bodies} if swept else bodies[0])
+        body = {**head, "swept": swept, "points": bodies} if swept else bodies[0]
+        write_json(report.json_file, body, private=report.save_detailed)  # details have the texts of answers
     if report.csv_points and bodies:
         write_points_csv(Path(report.csv_points), bodies)
     if report.csv_requests:

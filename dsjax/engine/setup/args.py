@@ -124,7 +124,7 @@ class EngineArgs:
     kv_events_config: str | dict[str, Any] | None = option(
         None,
         "publish which pages are stored and removed, as vLLM does: JSON such as "
-        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\'; needs pyzmq',
+        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}\'; needs pyzmq',
     )
     gpu_memory_utilization: float = option(
         0.9,

@@ -4,18 +4,25 @@ Each DP rank has a PUB socket, at the endpoint's port + the rank. A message has 
 big-endian bytes from 0 on, and an `EventBatch` in MessagePack. With a replay endpoint each rank also has a ROUTER socket: who sends a
 sequence number there (frames: empty, number) gets all batches from it on that are still kept, each as (empty, number, batch), and
 then the number −1 with an empty batch.
+
+Events hold the token ids of prompts and answers. A socket that other machines reach is therefore protected with ZeroMQ's CURVE, which
+encrypts and knows its clients by their keys, or is open because the option says so. What a stranger can cause at an open one is bounded:
+frames are small, and few replays are under way at once, each as fast as its client reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import ipaddress
+import itertools
 import logging
 import queue
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -31,10 +38,23 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
 
 FLAG = "--kv-events-config"
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 END = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
 _POLL_SECONDS = 0.05
+_TURN_SECONDS = 0.005
 _END_SECONDS = 1.0
+_GREETING_SECONDS = 5
+_MOST_FRAME_BYTES = 1024
+"""Largest frame that a client may send: a request for a replay has 8 bytes, a subscription has its topic."""
+_MOST_REPLAYS = 16
+"""Replays of a rank that are under way at once. Further clients are passed over; they ask again."""
+_MOST_REQUESTS_A_TURN = 64
+_MOST_BATCHES_A_TURN = 256
+_UNREAD_BATCHES = 256
+"""Batches of a replay that wait for a client in its socket. The replay goes on when it has read some."""
+_STALLED_SECONDS = 30.0
+"""Time after which a replay is given up whose client reads nothing."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +66,14 @@ class KvEventsConfig(JsonOption):
     Attributes:
         enable_kv_cache_events: whether there are any.
         publisher: `zmq`, or `null` for none; None: `zmq` where events are enabled.
-        endpoint: of DP rank 0; rank r has the port + r, or the name with `_dp` and r. One with `*`, and every `ipc://` and
-            `inproc://`, is bound; any other is connected to.
-        replay_endpoint: likewise, always bound; None: nothing is replayed.
+        endpoint: of DP rank 0; rank r has the port + r, or the name with `_dp` and r.
+        bind: whether the endpoint is bound or connected to. None: one with `*` or `::`, every `ipc://` and `inproc://`, and the default
+            are bound; any other is connected to.
+        replay_endpoint: named as `endpoint` is, and always bound; None: nothing is replayed.
+        curve_key_file: file with the server's public and secret key, as `zmq.auth.create_certificates` writes it: both sockets then
+            speak CURVE.
+        curve_clients: folder with the public keys (`*.key`) of the clients that may come in; given with `curve_key_file`.
+        allow_unauthenticated: whether an endpoint that other machines reach may be bound without CURVE.
         buffer_steps: batches of each rank that are kept for it.
         hwm: of the PUB socket: messages that wait for a subscriber that is too slow, before further ones are lost to it.
         max_queue_size: batches that wait for the publisher's thread. Further ones are lost, which subscribers see by the numbers.
@@ -59,19 +84,24 @@ class KvEventsConfig(JsonOption):
     """
 
     flag: ClassVar[str] = FLAG
-    example: ClassVar[str] = '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
+    example: ClassVar[str] = '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "ipc:///run/kv"}\''
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = DEFAULT_ENDPOINT
+    bind: bool | None = None
     replay_endpoint: str | None = None
+    curve_key_file: str | None = None
+    curve_clients: str | None = None
+    allow_unauthenticated: bool = False
     buffer_steps: int = 10_000
     hwm: int = 100_000
     max_queue_size: int = 100_000
     topic: str = ""
 
     def __post_init__(self):
-        self.check_flags("enable_kv_cache_events")
+        self.check_flags("enable_kv_cache_events", "allow_unauthenticated")
+        self.check(self.bind in (None, True, False), "bind", "true or false")
         self.check(self.publisher in (None, "zmq", "null"), "publisher", "zmq or null")
         self._check_endpoint("endpoint")
         if self.replay_endpoint is not None:
@@ -80,11 +110,40 @@ class KvEventsConfig(JsonOption):
         self.check(isinstance(self.topic, str), "topic", "text")
         if self.publishes and importlib.util.find_spec("zmq") is None:
             raise UserError(f"{FLAG} publishes over ZeroMQ, which needs pyzmq: pip install 'dsjax[kv-events]'")
+        if self.publishes:
+            self._check_protection()
 
     @property
     def publishes(self) -> bool:
         """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher != "null"
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether `endpoint` is bound, not connected to."""
+        if self.bind is not None:
+            return self.bind
+        is_tcp, is_any = self.endpoint.startswith("tcp://"), "*" in self.endpoint or "::" in self.endpoint
+        return is_any or not is_tcp or self.endpoint == DEFAULT_ENDPOINT
+
+    def _check_protection(self) -> None:
+        for name in ("curve_key_file", "curve_clients"):
+            self.check(isinstance(getattr(self, name), str | None), name, "a path")
+        if (self.curve_key_file is None) != (self.curve_clients is None):
+            raise UserError(
+                f"{FLAG} has one of curve_key_file and curve_clients; CURVE needs both: the publisher's own key, and the folder with the "
+                "public keys of the clients that may come in"
+            )
+        if self.curve_key_file is not None or self.allow_unauthenticated:
+            return
+        bound = {"endpoint": self.endpoint if self.is_bound else None, "replay_endpoint": self.replay_endpoint}
+        for name, endpoint in bound.items():
+            if endpoint is not None and not _is_of_this_machine(endpoint):
+                raise UserError(
+                    f"{FLAG} has {name} {endpoint}, which other machines can reach, and events hold the token ids of all prompts; give "
+                    f"curve_key_file and curve_clients, bind {DEFAULT_ENDPOINT} or ipc://PATH, or allow it with "
+                    '"allow_unauthenticated": true'
+                )
 
     def _check_endpoint(self, name: str) -> None:
         endpoint = getattr(self, name)
@@ -97,8 +156,10 @@ class KvEventsConfig(JsonOption):
 class EventPublisher:
     """Publishes in a thread of its own; the engine never waits for it.
 
+    What fails there costs one batch, or one look at the requests for replays.
+
     Raises:
-        UserError: an endpoint cannot be bound.
+        UserError: an endpoint cannot be bound, or CURVE's keys cannot be read.
     """
 
     def __init__(self, config: KvEventsConfig, num_ranks: int):
@@ -111,21 +172,33 @@ class EventPublisher:
         self._warned: set[str] = set()
         self._encoder = msgspec.msgpack.Encoder()
         self._sockets, self._replays = [], []
-        context = zmq.Context.instance()
+        self._under_way: list[dict[bytes, _Replay]] = [{} for _ in range(num_ranks)]
+        self._curve = None if config.curve_key_file is None else _Curve(config.curve_key_file, config.curve_clients)
+        context = zmq.Context.instance() if self._curve is None else self._curve.context
         try:
             for rank in range(num_ranks):
-                socket = context.socket(zmq.PUB)
+                socket = self._make_socket(context, zmq.PUB)
                 self._sockets.append(socket)
                 socket.set_hwm(config.hwm)
-                _open(socket, endpoint_of(config.endpoint, rank))
+                _open(socket, endpoint_of(config.endpoint, rank), config.is_bound)
                 if config.replay_endpoint is not None:
-                    socket = context.socket(zmq.ROUTER)
+                    socket = self._make_socket(context, zmq.ROUTER)
                     self._replays.append(socket)
+                    socket.set_hwm(_UNREAD_BATCHES)
+                    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that reads too slowly is then noticed
                     _open(socket, endpoint_of(config.replay_endpoint, rank), bound=True)
         except BaseException:
             self._close_sockets()
             raise
         self._thread = start_thread("cache events", self._run, name="dsjax-kv-events")
+
+    def _make_socket(self, context: Any, kind: int) -> Any:
+        socket = context.socket(kind)
+        socket.setsockopt(self._zmq.MAXMSGSIZE, _MOST_FRAME_BYTES)
+        socket.setsockopt(self._zmq.HANDSHAKE_IVL, _GREETING_SECONDS * 1000)
+        if self._curve is not None:
+            self._curve.protect(socket)
+        return socket
 
     def publish(self, rank: int, events: Sequence[Event]) -> None:
         """Publish a rank's events as one batch. What there is no room for is lost, and its number with it."""
@@ -157,11 +230,13 @@ class EventPublisher:
     def _run(self) -> None:
         try:
             while True:
+                is_busy = False
                 with contained("cache events", "A replay is not answered."):
-                    self._answer_replays()
+                    is_busy = self._answer_replays()
                 try:
                     # Where nobody can ask for a replay, there is nothing to look for in between.
-                    item = self._queue.get(timeout=_POLL_SECONDS if self._replays else None)
+                    seconds = _TURN_SECONDS if is_busy else _POLL_SECONDS
+                    item = self._queue.get(timeout=seconds if self._replays else None)
                 except queue.Empty:
                     continue
                 if item is None:
@@ -174,22 +249,123 @@ class EventPublisher:
         finally:
             self._close_sockets()
 
-    def _answer_replays(self) -> None:
+    def _answer_replays(self) -> bool:
+        """Read requests for replays, and go on with those under way, within a turn's bounds; say whether some client may take more."""
+        is_busy = False
         for rank, socket in enumerate(self._replays):
-            while socket.poll(0):
-                frames = socket.recv_multipart()
-                if len(frames) != 3 or len(frames[2]) != 8:
-                    _log.warning("%s: a request for a replay has %d frames; it is ignored.", FLAG, len(frames))
-                    continue
-                client, first = frames[0], int.from_bytes(frames[2], "big")
-                for number, payload in self._kept[rank]:
-                    if number >= first:
-                        socket.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
-                socket.send_multipart((client, b"", END, b""))
+            self._read_requests(rank, socket)
+            under_way = self._under_way[rank]
+            for client, replay in list(under_way.items()):
+                self._go_on(rank, socket, client, replay)
+                if replay.is_done:
+                    del under_way[client]
+            is_busy |= bool(under_way)
+        return is_busy
+
+    def _read_requests(self, rank: int, socket: Any) -> None:
+        under_way = self._under_way[rank]
+        for _ in range(_MOST_REQUESTS_A_TURN):
+            if not socket.poll(0):
+                return
+            frames = socket.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                self._warn_once("a request for a replay has %d frames; such requests are ignored.", len(frames))
+            elif frames[0] not in under_way and len(under_way) >= _MOST_REPLAYS:
+                self._warn_once(
+                    "%d clients are sent replays already; further requests are ignored until one has ended.",
+                    _MOST_REPLAYS,
+                )
+            else:  # a client that asks again has its replay begun anew
+                under_way[frames[0]] = _Replay(int.from_bytes(frames[2], "big"), time.monotonic())
+
+    def _go_on(self, rank: int, socket: Any, client: bytes, replay: _Replay) -> None:
+        """Send a client what its socket takes now, up to a turn's bound; it is not waited for."""
+        zmq = self._zmq
+        kept = self._kept[rank]
+        first = max(replay.next - kept[0][0], 0) if kept else 0
+        if kept and len(kept) != kept[-1][0] - kept[0][0] + 1:  # numbers were lost in between
+            first = next((place for place, (number, _) in enumerate(kept) if number >= replay.next), len(kept))
+        try:
+            for number, payload in itertools.islice(kept, first, first + _MOST_BATCHES_A_TURN):
+                socket.send_multipart((client, b"", number.to_bytes(8, "big"), payload), zmq.DONTWAIT)
+                replay.next, replay.moved = number + 1, time.monotonic()
+            if first + _MOST_BATCHES_A_TURN >= len(kept):
+                socket.send_multipart((client, b"", END, b""), zmq.DONTWAIT)
+                replay.is_done = True
+        except zmq.Again:
+            replay.is_done = time.monotonic() - replay.moved > _STALLED_SECONDS
+        except zmq.ZMQError:  # the client has gone
+            replay.is_done = True
 
     def _close_sockets(self) -> None:
         for socket in (*self._sockets, *self._replays):
             socket.close(linger=100)
+        if self._curve is not None:
+            self._curve.close()
+
+
+@dataclass
+class _Replay:
+    """What a client is still to be sent: from which number on, and when it last took something."""
+
+    next: int
+    moved: float
+    is_done: bool = False
+
+
+class _Curve:
+    """Keys of sockets that speak CURVE, in a ZeroMQ context of their own, whose authenticator lets known clients in.
+
+    Raises:
+        UserError: there is no such key, or the folder of clients has none.
+    """
+
+    def __init__(self, key_file: str, clients: str):
+        import zmq
+        import zmq.auth
+        from zmq.auth.thread import ThreadAuthenticator
+
+        if not zmq.has("curve"):
+            raise UserError(f"{FLAG}: this pyzmq was built without CURVE; install one from PyPI, whose wheels have it")
+        try:
+            self._public, self._secret = zmq.auth.load_certificate(key_file)
+            known = len(zmq.auth.load_certificates(clients))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{FLAG}: CURVE's keys cannot be read: {error}") from error
+        if self._secret is None:
+            raise UserError(f"{FLAG}: curve_key_file {key_file} has no secret key; give the file KEY.key_secret")
+        if mode := Path(key_file).stat().st_mode & 0o077:
+            raise UserError(
+                f"{FLAG}: others than its owner may use curve_key_file {key_file} (mode {mode:03o}); chmod 600 {key_file}"
+            )
+        if not known:
+            raise UserError(f"{FLAG}: curve_clients {clients} has no public key (*.key), so nobody could come in")
+        self.context = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self.context)
+        self._authenticator.start()
+        self._authenticator.configure_curve(domain="*", location=clients)
+
+    def protect(self, socket: Any) -> None:
+        """Make a socket, not yet opened, the server of its connections' CURVE."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
+
+    def close(self) -> None:
+        """End the authenticator, once the sockets are closed."""
+        self._authenticator.stop()
+        self.context.term()
+
+
+def _is_of_this_machine(endpoint: str) -> bool:
+    """Say whether a bound endpoint is reachable from its own machine alone."""
+    if not endpoint.startswith("tcp://"):
+        return True
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if host in ("localhost", "lo"):
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
@@ -202,11 +378,11 @@ def endpoint_of(endpoint: str, rank: int) -> str:
     return f"{host}:{int(port) + rank}"
 
 
-def _open(socket: Any, endpoint: str, bound: bool = False) -> None:
+def _open(socket: Any, endpoint: str, bound: bool) -> None:
     import zmq
 
     try:
-        if bound or "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://"):
+        if bound:
             socket.bind(endpoint)
         else:
             socket.connect(endpoint)

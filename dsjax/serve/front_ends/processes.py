@@ -99,7 +99,7 @@ class FrontEnds:
     def limit_by(self, serving: Serving) -> None:
         """Turn requests away as `serving`'s options say, whichever front end they come from."""
         options = serving.options
-        if options.max_queued_requests is not None or options.max_queued_tokens is not None:
+        if options.limits_queue:
             self._gate = QueueGate(self.engine, options, lambda code, error: error)
 
     async def start(self, address: str) -> None:

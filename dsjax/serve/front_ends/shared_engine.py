@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import itertools
+import math
 import os
 import shutil
 import socket
@@ -208,7 +209,7 @@ class EngineServer(Server):
         **how: Any,
     ) -> EngineServer:
         """Make a server of a `SharedEngine`, with a front end on each of `listeners`. how: as `Server` takes it."""
-        make = _welcome(serving, parts, how.get("log_level", "info"), log_json)
+        make = _welcome(serving, parts, len(listeners), how.get("log_level", "info"), log_json)
         front_ends = FrontEnds(serving.engine, listeners, make)
         if serving.metrics is not None:
             serving.metrics.elsewhere = front_ends.families
@@ -250,14 +251,21 @@ class EngineServer(Server):
         super()._exit()
 
 
-def _welcome(serving: Serving, parts: EngineParts, log_level: str, log_json: bool) -> Callable[[int, str], Welcome]:
+def _welcome(
+    serving: Serving, parts: EngineParts, front_ends: int, log_level: str, log_json: bool
+) -> Callable[[int, str], Welcome]:
     """Make a function that makes what a front end has to know, for each anew."""
     inputs, tokenizer = parts.inputs, parts.tokenizer
     options = serving.options
-    limited = options.max_queued_requests is not None or options.max_queued_tokens is not None
-    # Limits are the engine's to check, for all front ends together; it alone steps, and profiles.
+    # What waits is the engine's to limit, for all front ends together; it alone steps, and profiles. The system spreads connections over
+    # the front ends, each of which has its share.
     options_of_front_end = dataclasses.replace(
-        options, max_queued_requests=None, max_queued_tokens=None, step_timeout=0.0, profile_dir=None
+        options,
+        max_queued_requests=0,
+        max_queued_tokens=0,
+        max_connections=math.ceil(options.max_connections / front_ends),
+        step_timeout=0.0,
+        profile_dir=None,
     )
     starts = itertools.count()
 
@@ -276,7 +284,7 @@ def _welcome(serving: Serving, parts: EngineParts, log_level: str, log_json: boo
             num_ranks=parts.num_ranks,
             orders_by_priority=serving.orders_by_priority,
             created=serving.created,
-            limited=limited,
+            limited=options.limits_queue,
             log_level=log_level,
             log_json=log_json,
             engine_address=address,

@@ -249,3 +249,19 @@ def test_the_options_are_shown_without_the_extra():
     code = "import sys; sys.modules['aiohttp'] = sys.modules['matplotlib'] = None; from dsjax.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "bench", "serve", "--help"], capture_output=True, text=True)
     assert "--random-input-len" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+@pytest.mark.parametrize("detailed", [False, True])
+def test_a_result_with_the_texts_of_answers_is_for_its_owner_alone(start_fake, tmp_path, detailed, was_there):
+    path = tmp_path / "result.json"
+    if was_there:
+        path.write_text("")
+        path.chmod(0o644)
+    done = bench(start_fake().url, "--json", str(path), *(["--save-detailed"] if detailed else []))
+    assert done.returncode == 0, done.stderr
+    assert ("generated_texts" in json.loads(path.read_text())) is detailed
+    if detailed:
+        assert path.stat().st_mode & 0o777 == 0o600
+    elif was_there:
+        assert path.stat().st_mode & 0o777 == 0o644

@@ -3,7 +3,10 @@
 These are the tests of `schedule/page_events.py` too.
 """
 
+import contextlib
 import json
+import os
+import socket as sockets
 import threading
 import time
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ import pytest
 from event_subscriber import Subscriber, hashes_of
 from fake_executor import FakeExecutor
 
+from dsjax.background import failure_counts
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import EngineParts, LLMEngine, attachments_of
@@ -20,6 +24,7 @@ from dsjax.engine.schedule.page_events import BlockRemoved
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.tiers import event_publisher
 from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, endpoint_of
 from dsjax.errors import UserError
 
@@ -232,8 +237,8 @@ def test_ports_follow_the_ranks():
 def test_a_port_that_is_taken_is_refused(tmp_path):
     zmq = pytest.importorskip("zmq")
     with zmq.Context.instance().socket(zmq.PUB) as taken:
-        port = taken.bind_to_random_port("tcp://*")
-        config = KvEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://*:{port}")
+        port = taken.bind_to_random_port("tcp://127.0.0.1")
+        config = KvEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{port}", bind=True)
         with pytest.raises(UserError, match=f"{port} cannot be used: Address already in use"):
             EventPublisher(config, 1)
 
@@ -248,11 +253,15 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
         ({"replay_endpoint": "5558"}, "replay_endpoint"),
         ({"buffer_steps": 0}, "an integer of at least 1"),
         ({"enable_kv_cache_events": "yes"}, "true or false"),
+        ({"bind": "no"}, "true or false"),
+        ({"curve_key_file": "key"}, "CURVE needs both"),
+        ({"curve_clients": "keys"}, "CURVE needs both"),
+        ({"curve_key_file": 1, "curve_clients": "keys"}, "expected a path"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused(given, says):
     with pytest.raises(UserError, match=says):
-        KvEventsConfig.parse(given)
+        KvEventsConfig.parse(given if isinstance(given, str) else {"enable_kv_cache_events": True} | given)
 
 
 def test_without_pyzmq_it_is_said_what_to_install(monkeypatch):
@@ -260,3 +269,261 @@ def test_without_pyzmq_it_is_said_what_to_install(monkeypatch):
     with pytest.raises(UserError, match=r"pip install 'dsjax\[kv-events\]'"):
         KvEventsConfig.parse({"enable_kv_cache_events": True})
     assert not KvEventsConfig.parse({"enable_kv_cache_events": True, "publisher": "null"}).publishes
+
+
+# Who may read events, and what a stranger can cause.
+
+OPEN = [
+    {"endpoint": "tcp://*:5557"},
+    {"endpoint": "tcp://0.0.0.0:5557", "bind": True},
+    {"endpoint": "tcp://10.0.0.1:5557", "bind": True},
+    {"endpoint": "tcp://[::]:5557"},
+    {"endpoint": "tcp://eth0:5557", "bind": True},
+    {"replay_endpoint": "tcp://*:5558"},
+    {"replay_endpoint": "tcp://10.0.0.1:5558"},
+]
+CLOSED = [
+    {},
+    {"endpoint": "tcp://127.0.0.2:6000", "bind": True},
+    {"endpoint": "tcp://[::1]:6000"},
+    {"endpoint": "ipc:///tmp/x", "replay_endpoint": "tcp://127.0.0.1:5558"},
+    {"endpoint": "tcp://router.example:5557"},  # connected to: the operator has named who reads
+    {"endpoint": "tcp://127.0.0.1:6000"},
+]
+
+
+@pytest.mark.parametrize("given", OPEN)
+def test_a_socket_that_other_machines_reach_is_refused_unless_it_is_protected_or_meant(given):
+    events = {"enable_kv_cache_events": True}
+    with pytest.raises(UserError, match="allow_unauthenticated"):
+        KvEventsConfig.parse(events | given)
+    KvEventsConfig.parse(events | given | {"allow_unauthenticated": True})
+    KvEventsConfig.parse(events | given | {"curve_key_file": "key", "curve_clients": "keys"})
+    KvEventsConfig.parse(given)  # nothing is published
+
+
+@pytest.mark.parametrize("given", CLOSED)
+def test_a_socket_of_this_machine_and_one_that_connects_need_no_protection(given):
+    KvEventsConfig.parse({"enable_kv_cache_events": True} | given)
+
+
+def test_the_default_is_bound_on_loopback_and_other_addresses_are_bound_as_vllm_does():
+    assert KvEventsConfig().endpoint.startswith("tcp://127.0.0.1:")
+    assert KvEventsConfig().is_bound
+    for endpoint, bound in (
+        ("tcp://*:1", True),
+        ("tcp://[::]:1", True),
+        ("ipc://x", True),
+        ("tcp://127.0.0.1:1", False),
+    ):
+        assert KvEventsConfig(endpoint=endpoint).is_bound is bound
+    assert not KvEventsConfig(bind=False).is_bound
+
+
+def greet(path, kind):
+    """Connect to a bound `ipc://` endpoint as a socket of a kind, and speak ZMTP 3.0 up to the handshake's end; give the connection."""
+    connection = sockets.socket(sockets.AF_UNIX)
+    connection.settimeout(10)
+    connection.connect(path.removeprefix("ipc://"))
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    body = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    with contextlib.suppress(ConnectionError):  # the other side may have ended it already
+        connection.sendall(b"\x04" + bytes([len(body)]) + body)
+    return connection
+
+
+def is_closed(connection):
+    """Read until the other side ends a connection."""
+    try:
+        while connection.recv(4096):
+            pass
+    except (ConnectionResetError, BrokenPipeError):
+        pass
+    return True
+
+
+@pytest.fixture
+def client():
+    """Makes client sockets, which are closed at the test's end."""
+    zmq = pytest.importorskip("zmq")
+    made = []
+
+    def make(kind, **options):
+        made.append(zmq.Context.instance().socket(getattr(zmq, kind)))
+        for name, value in {"linger": 0, "rcvtimeo": 10_000, **options}.items():
+            setattr(made[-1], name, value)
+        return made[-1]
+
+    yield make
+    for socket in made:
+        socket.close()
+
+
+@pytest.fixture
+def publisher(tmp_path):
+    """Makes a publisher of one rank."""
+    pytest.importorskip("zmq")
+    made = []
+
+    def make(**options):
+        names = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+        config = KvEventsConfig(enable_kv_cache_events=True, **names | options)
+        made.append(EventPublisher(config, 1))
+        return made[-1], config
+
+    yield make
+    for one in made:
+        one.close()
+        assert not one._thread.is_alive()
+
+
+def test_over_curve_a_client_with_a_known_key_reads_and_nobody_else(tmp_path, publisher, client, caplog):
+    caplog.set_level("DEBUG", logger="zmq.auth")
+    zmq = pytest.importorskip("zmq")
+    auth = pytest.importorskip("zmq.auth")
+    for folder in ("server", "clients", "others"):
+        (tmp_path / folder).mkdir()
+    public, secret = auth.create_certificates(tmp_path / "server", "events")
+    os.chmod(secret, 0o600)
+    auth.create_certificates(tmp_path / "clients", "router")
+    auth.create_certificates(tmp_path / "others", "stranger")
+    server = auth.load_certificate(public)[0]
+    told, config = publisher(curve_key_file=secret, curve_clients=str(tmp_path / "clients"))
+
+    def keyed(kind, name, folder):
+        own = auth.load_certificate(tmp_path / folder / f"{name}.key_secret")
+        return client(kind, curve_serverkey=server, curve_publickey=own[0], curve_secretkey=own[1])
+
+    for endpoint, kind in ((config.endpoint, b"SUB"), (config.replay_endpoint, b"DEALER")):
+        with greet(endpoint, kind) as plain:
+            assert is_closed(plain)
+    stranger = keyed("DEALER", "stranger", "others")
+    stranger.setsockopt(zmq.IMMEDIATE, 1)  # it can be written to once it has been let in
+    stranger.connect(config.replay_endpoint)
+    while "ZAP reply code=b'400'" not in caplog.text:
+        time.sleep(0.001)
+    assert not stranger.poll(0, zmq.POLLOUT)
+    router = keyed("SUB", "router", "clients")
+    router.connect(config.endpoint)
+    router.setsockopt(zmq.SUBSCRIBE, b"")
+    while not router.poll(20):
+        told.publish(0, [])
+    assert router.recv_multipart()[0] == b""
+    replays = keyed("DEALER", "router", "clients")
+    replays.connect(config.replay_endpoint)
+    assert 0 in replay(replays, 0)
+
+
+def test_keys_of_curve_that_cannot_be_used_are_refused(tmp_path):
+    auth = pytest.importorskip("zmq.auth")
+    public, secret = auth.create_certificates(tmp_path, "events")
+    os.chmod(secret, 0o600)
+    (tmp_path / "none").mkdir()
+
+    def refused(key, clients, says):
+        config = KvEventsConfig(enable_kv_cache_events=True, curve_key_file=str(key), curve_clients=str(clients))
+        with pytest.raises(UserError, match=says):
+            EventPublisher(config, 1)
+
+    refused(tmp_path / "nothing", tmp_path, "cannot be read")
+    refused(public, tmp_path, "no secret key")
+    refused(secret, tmp_path / "none", "nobody could come in")
+    os.chmod(secret, 0o644)
+    refused(secret, tmp_path, "chmod 600")
+
+
+def test_a_batch_that_fails_costs_that_batch_alone(publisher, client, caplog):
+    told, config = publisher()
+    before = failure_counts()["cache events"]
+    encoder = msgspec.msgpack.Encoder()
+    wrong = iter([True, True, False])
+    told._encoder = SimpleNamespace(encode=lambda batch: 1 / 0 if next(wrong, False) else encoder.encode(batch))
+    for _ in range(4):
+        told.publish(0, [])
+    replays = client("DEALER")
+    replays.connect(config.replay_endpoint)
+    while sorted(replay(replays, 0)) != [2, 3]:
+        assert told._thread.is_alive()
+    assert failure_counts()["cache events"] - before == 2
+    assert "Subscribers see a gap" in caplog.text
+
+
+PAGES = [BlockRemoved(list(range(2**63, 2**63 + 200)), "GPU")]
+"""An event of nearly 2 kB: 3,000 of them are more than sockets and the system keep for a client that reads nothing."""
+
+
+def fill(told, count):
+    """Publish so many batches, and wait until all can be replayed."""
+    for _ in range(count):
+        told.publish(0, PAGES)
+    while len(told._kept[0]) < count:
+        time.sleep(0.001)
+
+
+def test_a_replay_goes_as_fast_as_its_client_reads_while_publishing_goes_on(publisher, client):
+    told, config = publisher()
+    fill(told, 3000)
+    slow = client("DEALER", rcvhwm=1)
+    slow.connect(config.replay_endpoint)
+    slow.send_multipart([b"", bytes(8)])
+    while not told._under_way[0]:
+        time.sleep(0.001)
+    told.publish(0, PAGES)
+    while len(told._kept[0]) < 3001:  # although the client reads nothing
+        time.sleep(0.001)
+    numbers = []
+    while (frames := slow.recv_multipart())[1] != b"\xff" * 8:
+        numbers.append(int.from_bytes(frames[1], "big"))
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) >= 3000
+
+
+def test_few_replays_are_under_way_at_once_and_a_place_is_free_again_when_a_client_has_gone(
+    publisher, client, monkeypatch, caplog
+):
+    monkeypatch.setattr(event_publisher, "_MOST_REPLAYS", 2)
+    told, config = publisher()
+    fill(told, 3000)
+    stalled = [client("DEALER", rcvhwm=1) for _ in range(2)]
+    for socket in stalled:
+        socket.connect(config.replay_endpoint)
+        socket.send_multipart([b"", bytes(8)])
+    while len(told._under_way[0]) < 2:
+        time.sleep(0.001)
+    third = client("DEALER")
+    third.connect(config.replay_endpoint)
+    for _ in range(100):
+        third.send_multipart([b"", bytes(8)])
+    while "further requests are ignored" not in caplog.text:
+        time.sleep(0.001)
+    assert caplog.text.count("further requests are ignored") == 1
+    stalled[0].close()
+    while len(told._under_way[0]) == 2:
+        time.sleep(0.001)
+    assert sorted(replay(third, 2990))[-1] == 2999
+
+
+@pytest.mark.parametrize(("name", "kind"), [("endpoint", b"SUB"), ("replay_endpoint", b"DEALER")])
+@pytest.mark.parametrize("size", [1025, 1 << 40])
+def test_a_stranger_s_oversized_frame_ends_its_connection_unread(publisher, client, name, kind, size):
+    told, config = publisher()
+    with greet(getattr(config, name), kind) as stranger:
+        stranger.sendall(b"\x02" + size.to_bytes(8, "big") + bytes(100))
+        assert is_closed(stranger)
+    told.publish(0, [])
+    other = client("DEALER")
+    other.connect(config.replay_endpoint)
+    while not replay(other, 0):
+        pass
+
+
+def test_requests_that_are_none_are_told_of_once(publisher, client, caplog):
+    told, config = publisher()
+    stranger = client("DEALER")
+    stranger.connect(config.replay_endpoint)
+    for _ in range(200):
+        stranger.send_multipart([b"x"] * 4)
+    told.publish(0, [])
+    while not replay(stranger, 0):
+        pass
+    assert caplog.text.count("a request for a replay has 5 frames") == 1

@@ -1,0 +1,298 @@
+"""Who is let in: a server that other machines reach wants a key, also a follower of one; and connections are no more than a limit."""
+
+import http.client
+import json
+import socket
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from live_server import wait_until
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.dynamo.command import _follow
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.errors import UserError
+from dsjax.hosts import HostOptions
+from dsjax.serve import connections
+from dsjax.serve.front_ends.shared_engine import _welcome
+from dsjax.serve.headless import Headless
+from dsjax.serve.metrics import Metrics
+from dsjax.serve.options import ServeOptions, check_key_variables, check_listener, is_loopback
+from dsjax.serve.server import bind
+
+KEYED = ServeOptions(api_keys=("one",), admin_api_key="root")
+GROUP = ["--coordinator-address", "127.0.0.1:1", "--num-processes", "2", "--process-id"]
+
+
+class LoadedError(Exception):
+    """Raised where a test's server would load its model."""
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Runs `dsjax serve` up to where it would load a model, or follow; gives the message of a refusal, or None."""
+
+    def load(*args, **options):
+        raise LoadedError
+
+    monkeypatch.setattr("dsjax.engine.llm.LLM", load)
+    monkeypatch.setattr(
+        "dsjax.serve.logs.configure_logging", lambda *args, **options: None
+    )  # it is the whole process's
+    monkeypatch.setattr(Headless, "serve", load)
+
+    def run(*arguments, **variables):
+        result = CliRunner(env={"DSJAX_API_KEY": None, "DSJAX_ADMIN_API_KEY": None} | variables).invoke(
+            app, ["serve", "--port", "0", *arguments]
+        )
+        if isinstance(result.exception, LoadedError):
+            return None
+        assert isinstance(result.exception, UserError), result.exception
+        return str(result.exception)
+
+    return run
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "::ffff:0.0.0.0"])
+@pytest.mark.parametrize(
+    "more", [(), ("--admin-api-key", "root"), ("--api-server-count", "2"), (*GROUP, "1"), (*GROUP, "0")]
+)
+def test_an_address_beyond_loopback_without_a_key_is_refused_before_anything_is_loaded(serve, host, more):
+    refusal = serve("--host", host, *more)
+    assert "no key was given" in refusal
+    assert "--allow-unauthenticated" in refusal
+    assert serve("--host", host, "--allow-unauthenticated", *more) is None
+    assert serve("--host", host, "--api-key", "one", *more) is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost", "::ffff:127.0.0.1"])
+def test_loopback_needs_no_key(serve, host):
+    assert serve("--host", host) is None
+
+
+def test_a_key_comes_from_a_variable_and_a_file_too(serve, tmp_path):
+    (tmp_path / "keys").write_text("one\n")
+    assert serve("--host", "0.0.0.0", "--api-key-file", str(tmp_path / "keys")) is None
+    assert serve("--host", "0.0.0.0", DSJAX_API_KEY="one") is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+@pytest.mark.parametrize("empty", ["", "  "])
+@pytest.mark.parametrize("name", ["DSJAX_API_KEY", "DSJAX_ADMIN_API_KEY"])
+def test_a_variable_that_is_set_and_empty_is_refused_at_every_address(serve, name, empty, host):
+    refusal = serve("--host", host, "--allow-unauthenticated", **{name: empty})
+    assert f"{name} is set and empty" in refusal
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key"])
+def test_an_empty_key_on_the_command_line_is_refused(serve, flag):
+    assert "an API key is empty" in serve(flag, "")
+
+
+def test_a_refused_listener_is_closed():
+    listener = bind("0.0.0.0", 0)
+    with pytest.raises(UserError, match="can be reached from other machines"):
+        check_listener(listener, (), False)
+    assert listener.fileno() == -1
+
+
+def test_what_is_loopback_is_told_from_the_address_alone():
+    assert all(map(is_loopback, ["127.0.0.1", "127.255.0.3", "::1", "::ffff:127.0.0.1"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "10.0.0.1", "::", "::ffff:10.0.0.1", "fe80::1%eth0", "169.254.0.1"]))
+
+
+def test_variables_that_are_not_set_or_hold_a_key_are_no_mistake():
+    check_key_variables({})
+    check_key_variables({"DSJAX_API_KEY": "one two", "DSJAX_ADMIN_API_KEY": "root"})
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/", "/no/such/path"])
+def test_a_follower_s_metrics_want_the_key_and_its_probes_do_not(path):
+    client = TestClient(Headless(HostOptions.find("127.0.0.1:1", 2, 1), KEYED).app())
+    assert client.get(path).status_code == 401
+    assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+    for key in ("one", "root"):
+        assert client.get(path, headers={"Authorization": f"Bearer {key}"}).status_code == (
+            404 if "such" in path else 200
+        )
+    assert [client.get(probe).status_code for probe in ("/live", "/health", "/ready")] == [200, 200, 503]
+
+
+def test_a_follower_without_keys_shows_its_metrics():
+    client = TestClient(Headless(HostOptions.find("127.0.0.1:1", 2, 1), ServeOptions()).app())
+    assert "dsjax_follower_ready" in client.get("/metrics").text
+
+
+@pytest.fixture
+def follow(monkeypatch):
+    """Follows for Dynamo up to its listener, which is given back."""
+    made: list[socket.socket] = []
+    monkeypatch.setattr(Headless, "serve", lambda self, args, listener, console: made.append(listener))
+    monkeypatch.delenv("DYN_SYSTEM_HOST", raising=False)
+
+    def run(port, http=ServeOptions(), allowed=False):
+        monkeypatch.setenv("DYN_SYSTEM_PORT", port)
+        _follow(EngineArgs(), HostOptions.find("127.0.0.1:1", 2, 1), http, allowed)
+        with made.pop() as listener:
+            return listener.getsockname()[0]
+
+    return run
+
+
+def test_a_follower_of_dynamo_is_open_to_other_machines_at_the_system_port_alone_and_with_a_key(follow):
+    with bind("127.0.0.1", 0) as free:
+        port = str(free.getsockname()[1])
+    assert follow("") == follow("-1") == "127.0.0.1", "nobody looks for it"
+    with pytest.raises(UserError, match="no key was given"):
+        follow(port)
+    assert follow(port, KEYED) == follow(port, allowed=True) == "0.0.0.0"
+
+
+# Open connections.
+
+
+@pytest.fixture
+def crowded(start_server, monkeypatch):
+    """A server of two connections, of which both are taken, and of two more for probes. Gives it, and a way to open one more."""
+    monkeypatch.setattr(connections, "_MOST_PROBES", 2)
+    metrics = Metrics("tiny", 1, 128)
+    server = start_server(options=ServeOptions(max_connections=2), metrics=metrics)
+    opened: list[socket.socket] = []
+
+    def connect(sent=b""):
+        host, port = server.url.removeprefix("http://").split(":")
+        opened.append(socket.create_connection((host, int(port)), timeout=10))
+        opened[-1].sendall(sent)
+        return opened[-1]
+
+    for _ in range(2):  # they have an answer, and stay open
+        assert answer_to(connect(), "/version")[0] == 200
+    yield server, connect, opened
+    for one in opened:
+        one.close()
+
+
+def ask(path, method="GET"):
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+
+def answer_to(connection, path):
+    """Ask on a connection that stays open, and read the whole answer: its status and body."""
+    connection.sendall(ask(path))
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response.status, response.read()
+
+
+def all_of(connection):
+    """What comes until the connection ends."""
+    received = b""
+    while part := connection.recv(65536):
+        received += part
+    return received
+
+
+@pytest.mark.parametrize("path", ["/version", "/v1/models", "/metrics", "/healthy"])
+def test_a_connection_beyond_the_limit_is_answered_429_and_closed(crowded, path):
+    _server, connect, opened = crowded
+    answer = all_of(connect(ask(path)))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 429")
+    assert b"\r\nretry-after: 2" in head
+    assert json.loads(body)["error"]["code"] == "too_many_connections"
+    status, text = answer_to(opened[0], "/metrics")
+    assert status == 200, "one within the limit goes on"
+    assert b'reason="too_many_connections"} 1' in text
+
+
+def test_the_server_s_health_is_answered_beyond_the_limit(crowded):
+    _server, connect, _opened = crowded
+    probe = connect()
+    for path in ("/health", "/ready?x=1", "/health"):
+        assert answer_to(probe, path)[0] == 200
+    probe.sendall(ask("/version"))
+    assert all_of(probe).startswith(b"HTTP/1.1 429"), "the next request of a probe's connection is not let in with it"
+
+
+def test_what_comes_after_the_connections_for_probes_is_closed_unread(crowded):
+    server, connect, _opened = crowded
+    waiting = [connect() for _ in range(2)]
+    wait_until(lambda: len(server.server.server_state.connections) == 4)
+    assert all_of(connect()).startswith(b"HTTP/1.1 429")
+    assert answer_to(waiting[0], "/health")[0] == 200
+
+
+def test_a_connection_for_a_probe_that_says_nothing_is_closed_soon(crowded, monkeypatch):
+    monkeypatch.setattr(connections, "_PROBE_SECONDS", 0.01)
+    _, connect, opened = crowded
+    assert all_of(connect()) == b""
+    assert answer_to(opened[0], "/version")[0] == 200
+
+
+def test_a_connection_that_came_too_early_is_like_any_other_once_there_is_room(crowded):
+    server, connect, opened = crowded
+    late = connect()
+    assert answer_to(late, "/health")[0] == 200
+    opened[0].close()
+    wait_until(lambda: len(server.server.server_state.connections) == 2)
+    for _ in range(2):
+        assert answer_to(late, "/version")[0] == 200
+
+
+def test_without_a_limit_every_connection_is_let_in(start_server):
+    server = start_server(options=ServeOptions(max_connections=0))
+    clients = [httpx.Client() for _ in range(100)]
+    assert {client.get(server.url + "/version").status_code for client in clients} == {200}
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "raised", "connections_"),
+    [
+        ((1024, 1 << 20), 16_384, 16_384 + 320, 16_384),
+        ((1024, 4096), 16_384, 4096, 4096 - 320),
+        ((1 << 20, 1 << 20), 16_384, None, 16_384),
+        ((1024, 1024), 0, 1024, 0),
+        ((1024, 4096), 0, 4096, 0),
+        ((256, 256), 16_384, 256, 64),
+        ((1024, -1), 16_384, 16_384 + 320, 16_384),
+        ((-1, -1), 16_384, None, 16_384),
+    ],
+)
+def test_connections_are_no_more_than_files_that_a_process_may_open(monkeypatch, limits, wanted, raised, connections_):
+    monkeypatch.setattr(connections, "_MOST_PROBES", 64)
+    set_ = []
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda which, pair: set_.append(pair[0]))
+    assert connections.affordable_connections(wanted) == connections_
+    assert set_ == ([] if raised is None else [raised])
+
+
+def test_the_limits_have_defaults_that_front_ends_share():
+    options = ServeOptions()
+    assert (options.max_queued_requests, options.max_queued_tokens, options.max_connections) == (
+        65_536,
+        1 << 26,
+        16_384,
+    )
+    assert options.limits_queue
+    assert not ServeOptions(max_queued_requests=0, max_queued_tokens=0).limits_queue
+    serving = SimpleNamespace(
+        options=options, model_names=("a",), model_root="a", max_model_len=1, created=0, orders_by_priority=False
+    )
+    inputs = SimpleNamespace(config=None, vocab_size=1, eos_token_ids=(), draw_seed=lambda: 0)
+    parts = SimpleNamespace(inputs=inputs, tokenizer=None, outputs=SimpleNamespace(stream_interval=1), num_ranks=1)
+    welcome = _welcome(serving, parts, 3, "info", False)(0, "")
+    assert welcome.limited
+    assert welcome.options.max_connections == 5462
+    assert welcome.options.max_queued_requests == welcome.options.max_queued_tokens == 0
+
+
+def test_no_limit_lets_any_number_wait(start_server):
+    server = start_server(options=ServeOptions(max_queued_requests=0, max_queued_tokens=0), max_rows_decode=1)
+    body = {"prompt": ["ab"] * 20, "max_tokens": 1}
+    assert len(server.post("/v1/completions", body).json()["choices"]) == 20
