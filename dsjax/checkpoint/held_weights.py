@@ -352,6 +352,23 @@ class Piece:
     box: Box
 
 
+def assemble(part: Part, pieces: Sequence[Piece]) -> np.ndarray:
+    """Put a part together in one run of host memory."""
+    if len(pieces) == 1:
+        return np.ascontiguousarray(pieces[0].shard.read(part.layer, pieces[0].slot, part.box))
+    extent = pieces[0].shard.extent
+    whole = np.empty(extent.piece_shape(part.box), pieces[0].shard.values.dtype)
+    for piece in pieces:
+        whole[inside(piece.box, part.box, whole.ndim)] = piece.shard.read(part.layer, piece.slot, piece.box)
+    return whole
+
+
+def inside(box: Box, whole: Box, ndim: int) -> tuple[slice, ...]:
+    """Where a box lies in the values of another one around it, which may have dimensions of size 1 before its own."""
+    rest = [slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, whole, strict=True)]
+    return (*[slice(None)] * (ndim - len(rest)), *rest)
+
+
 def read_inventory(plain: Any) -> dict[str, list[tuple[str, Extent]]]:
     """Read what ``HeldWeights.inventory`` gave in another process: by path, (dtype, extent).
 
@@ -448,4 +465,6 @@ def _give_back_pages(address: int, nbytes: int) -> None:
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < last:
-        ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), 4)  # MADV_DONTNEED
+        ctypes.CDLL(None, use_errno=True).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(last - first), 4
+        )  # MADV_DONTNEED

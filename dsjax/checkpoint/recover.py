@@ -23,6 +23,7 @@ from dsjax.checkpoint.held_weights import (
     box_size,
     cover,
     difference,
+    inside,
     read_inventory,
 )
 from dsjax.checkpoint.names import TensorNames
@@ -286,7 +287,7 @@ class _Work:
                 for whole, view in missing.items():
                     if _is_within(part, whole):
                         parts.append(part)
-                        views.append(view[_inside(part.box, whole.box, view.ndim)])
+                        views.append(view[inside(part.box, whole.box, view.ndim)])
             if not parts:
                 continue
             for part, view in list(zip(parts, views, strict=True))[: self.peers.fetch(process, path, parts, views)]:
@@ -332,7 +333,7 @@ class _Work:
         unread = set(self._fetch(path, missing)) if missing else set()
         for whole, buffer in missing.items():
             for rest in [one for one in unread if _is_within(one, whole)]:
-                view = buffer[_inside(rest.box, whole.box, buffer.ndim)]
+                view = buffer[inside(rest.box, whole.box, buffer.ndim)]
                 self.fill(view, path, target.region_of(part.layer, slot, rest.box))
                 self._count("read", view.nbytes)
             sent = jax.device_put(buffer, target.devices[0])
@@ -372,12 +373,6 @@ def _usable(
 def _is_within(part: Part, whole: Part) -> bool:
     same = (part.layer, part.expert) == (whole.layer, whole.expert)
     return same and all(a >= c and b <= d for (a, b), (c, d) in zip(part.box, whole.box, strict=True))
-
-
-def _inside(box: Box, whole: Box, ndim: int) -> tuple[slice, ...]:
-    """Where a box lies in the values of another one around it."""
-    rest = [slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, whole, strict=True)]
-    return (*[slice(None)] * (ndim - len(rest)), *rest)
 
 
 def _without(box: Box, taken: Box) -> list[Box]:

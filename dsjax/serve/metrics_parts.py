@@ -413,6 +413,12 @@ def add_generation_metrics(registry: Registry, generations: Generations) -> None
         "reason",
     )
     registry.total(
+        "dsjax_generation_weight_bytes",
+        "Weights of changed meshes, by where they came from.",
+        lambda: [((source,), counted) for source, counted in sorted(generations.counts.weight_bytes.items())],
+        "source",
+    )
+    registry.total(
         "dsjax_generation_change_seconds",
         "Time in those, in which no step computed.",
         lambda: generations.counts.seconds,

@@ -28,7 +28,9 @@ def placements(config, spec: MeshSpec, redundant: int, seed: int | None, mtp: bo
 class Engine:
     """A loaded model: what an executor has of parameters."""
 
-    def __init__(self, directory, config, mesh, *, redundant=0, seed=None, weights="bf16", mtp=True, devices=None, **held):
+    def __init__(
+        self, directory, config, mesh, *, redundant=0, seed=None, weights="bf16", mtp=True, devices=None, **held
+    ):
         spec = MeshSpec.parse(mesh)
         self.mesh = spec.arrange(devices if devices is not None else jax.devices()[: spec.num_devices])
         self.placements = placements(config, spec, redundant, seed, mtp)
@@ -37,7 +39,9 @@ class Engine:
         infos = abstract_parameters(
             config, weights=weights, platform="cpu", num_physical=self.placements.n_physical, mtp=mtp
         )
-        self.step = SimpleNamespace(config=config, table=SimpleNamespace(infos=infos), stored=lambda placements: placements)
+        self.step = SimpleNamespace(
+            config=config, table=SimpleNamespace(infos=infos), stored=lambda placements: placements
+        )
 
     def release(self, held: HeldWeights, lost=()) -> None:
         """Give the parameters up, and lose those on some devices."""
