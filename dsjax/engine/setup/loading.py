@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dsjax.checkpoint.fingerprint import fingerprint
-from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
+from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.recover import Peers
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
