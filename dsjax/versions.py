@@ -1,6 +1,18 @@
-"""`installed_version`: which version of a package there is, for messages and files."""
+"""Which version of a package there is, and which ones dsjax was declared to work with."""
 
 import importlib.metadata
+import platform
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+_SOURCE_TREE = Path(__file__).parents[1] / "pyproject.toml"
+_NOT_SERVED_WITH = ("test", "bench", "notebooks")
+"""Extras that no server needs."""
 
 
 def installed_version(package: str, missing: str = "not installed") -> str:
@@ -9,3 +21,62 @@ def installed_version(package: str, missing: str = "not installed") -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return missing
+
+
+class Mismatch(NamedTuple):
+    """A package that is missing, or of a version that dsjax does not work with.
+
+    Attributes:
+        installed: its version; None where there is none.
+        wanted: as `pip install` takes it.
+        is_optional: whether it is of an extra.
+    """
+
+    package: str
+    installed: str | None
+    wanted: str
+    is_optional: bool
+
+
+def mismatches() -> list[Mismatch]:
+    """Compare what is installed with what dsjax declares, in its own metadata or the source tree's `pyproject.toml`.
+
+    A package of an extra counts where it is installed.
+    """
+    from packaging.specifiers import SpecifierSet
+
+    python, declared = _declared()
+    wrong = []
+    if not SpecifierSet(python).contains(platform.python_version(), prereleases=True):
+        wrong.append(Mismatch("Python", platform.python_version(), f"Python{python}", False))
+    for requirement, extra in declared:
+        version = installed_version(requirement.name, missing="") or None
+        fits = version is not None and requirement.specifier.contains(version, prereleases=True)
+        if not fits and not (extra and version is None):
+            bounds = str(requirement.specifier)
+            wrong.append(Mismatch(requirement.name, version, requirement.name + bounds, bool(extra)))
+    return wrong
+
+
+def _declared() -> tuple[str, list[tuple["Requirement", str]]]:
+    """Give the bounds of Python, and each requirement that holds on this machine, with its extra where it is of one."""
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads(_SOURCE_TREE.read_text(encoding="utf-8"))["project"] if _SOURCE_TREE.is_file() else {}
+    if project.get("name") == "dsjax":
+        groups = {"": project["dependencies"]} | project["optional-dependencies"]
+        python, lines = project["requires-python"], [(one, extra) for extra, group in groups.items() for one in group]
+    else:
+        metadata = importlib.metadata.metadata("dsjax")
+        python, lines = metadata["Requires-Python"] or "", list(_of_metadata(metadata.get_all("Requires-Dist") or []))
+    parsed = [(Requirement(line), extra) for line, extra in lines if extra not in _NOT_SERVED_WITH]
+    return python, [
+        (one, extra) for one, extra in parsed if one.marker is None or one.marker.evaluate({"extra": extra})
+    ]
+
+
+def _of_metadata(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """Give each requirement with its extra, which its marker has."""
+    for line in lines:
+        _, _, extra = line.partition("extra ==")
+        yield line, extra.strip(" '\"()")

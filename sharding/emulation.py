@@ -4,6 +4,7 @@ import os
 import re
 import sys
 
+from sharding.cores import most_threads
 from sharding.jax_internals import backend_is_running
 
 MOST_DEVICES = 4096
@@ -22,7 +23,8 @@ def emulate_devices(count: int) -> None:
     ``MeshSpec.build`` says so if they are too few.
 
     ``PJRT_NPROC`` sizes the thread pool that runs the devices' programs. Each device of a collective occupies a
-    thread while it waits for the others, so a pool smaller than the mesh deadlocks; twice the devices was safe.
+    thread while it waits for the others, so a pool smaller than the mesh deadlocks; twice the devices was safe. Beyond that it has
+    as many as this process may use cores, where XLA alone would take all of the machine's.
 
     More devices than ``most_devices()`` are not emulated at all: XLA would abort the process, or be silent for minutes.
     ``MeshSpec.build`` then says so.
@@ -37,7 +39,7 @@ def emulate_devices(count: int) -> None:
     if present < count:
         rest = re.sub(rf"{_COUNT_FLAG}=\d+", "", flags)
         os.environ["XLA_FLAGS"] = f"{rest} {_COUNT_FLAG}={count}".strip()
-    threads = max(2 * count, os.cpu_count() or 1)
+    threads = max(2 * count, most_threads())
     if int(os.environ.get("PJRT_NPROC", "0")) < threads:
         os.environ["PJRT_NPROC"] = str(threads)
     if "jax" in sys.modules and not backend_is_running():

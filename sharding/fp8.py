@@ -2,7 +2,7 @@
 the activations of FP8 products.
 
 ``value = e4m3 × scale``, and the scale is the 128 values' largest magnitude ÷ 448, e4m3's largest number (DeepSeek-V3 technical report,
-section 3.3.2: activations are quantised 1 × 128).
+section 3.3.2: activations are quantised 1 × 128). A magnitude below `LEAST` is taken for `LEAST`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ BLOCK = 128
 """Values that share a scale; the last block of a row may be shorter."""
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST = 448.0
+LEAST = 1e-10
+"""The least magnitude that decides a scale. Below about 5e-36 a scale would be a denormal number, which XLA takes for 0, and 0 ÷ 0 is NaN.
+
+It is the bound of vLLM's and SGLang's `per_token_group_quant_fp8` (`eps`). DeepGEMM, DeepEP (`kFP8Margin`) and the inference code of
+DeepSeek-V3.2 have 1e-4 in its place, DeepSeek-V3's and transformers have none. No block above the bound is changed by it, and a block whose
+largest magnitude is 1e-6 keeps e4m3's three bits down to a 28,672nd of that; with 1e-4 it would down to a 287th.
+"""
+LEAST_NORMAL = float(np.finfo(np.float32).tiny)
+"""Blocks of smaller magnitudes count as zeros, which have the scale 1: XLA takes them for zeros, and NumPy does not."""
 
 
 def num_scales(width: int) -> int:
@@ -59,7 +68,9 @@ def scale_of(largest: Float[Array, "*n"], powers: bool) -> Float[Array, "*n"]:
     import jax.numpy as jnp
     from jax import lax
 
-    scale = jnp.where(largest > 0, largest / LARGEST, 1.0)
+    # XLA divides by a constant so; a kernel that divided otherwise would give other bits.
+    scale = jnp.maximum(largest, LEAST) * np.float32(1 / LARGEST)
+    scale = jnp.where(largest >= LEAST_NORMAL, scale, 1.0)
     if not powers:
         return scale
     # A float32 with any bit in its fraction goes up to the next exponent.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx._transports.default as _http
 import pytest
-from quick_compilation import QUICK_COMPILATION
+from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
 
 # The number of emulated devices, and a stuck collective that aborts in a minute instead of hanging the suite.
 _XLA_FLAGS = (
@@ -40,11 +40,16 @@ COMPILERS = ("clang++", "g++", "c++")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest --no-compiler`."""
+    """`pytest --no-compiler` and `pytest --serving-compilation`."""
     parser.addoption(
         "--no-compiler",
         action="store_true",
         help="run as on a machine that has no C++ compiler and on which no native kernels were built",
+    )
+    parser.addoption(
+        SERVING_FLAG,
+        action="store_true",
+        help="compile as `dsjax serve` does, instead of quickly",
     )
 
 
@@ -118,7 +123,7 @@ PROCESS_BYTES = 4 * 2**30
 def most_processes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """One more than there are cores, since many tests wait for a server or a process, as far as the memory goes.
 
-    Cores and memory are the container's where it has less than the machine, which is what cgroup 2 says.
+    Cores and memory are the container's where it has less than the machine.
     """
 
     def limit(name: str) -> list[float]:
@@ -127,9 +132,9 @@ def most_processes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         except (OSError, ValueError):  # no such file, or no limit: "max"
             return []
 
-    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if quota := limit("cpu.max"):
-        cores = min(cores, quota[0] / quota[1])
+    from sharding.cores import available_cores
+
+    cores = available_cores(cgroup=cgroup)
     memory = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limit("memory.max")])
     return max(1, min(math.ceil(cores) + 1, int(memory // PROCESS_BYTES), MOST_PROCESSES))
 

@@ -1,12 +1,23 @@
-"""XLA's flags for compiling tiny models quickly, and sizes of an engine with few shapes: of the tests, and of tools that check layouts."""
+"""XLA's flags for compiling tiny models quickly, and sizes of an engine with few shapes: of the tests, and of tools that check layouts.
 
+With `--serving-compilation` on the command line there are no such flags, in the processes that a run starts neither: programs are then
+compiled as `dsjax serve` compiles them.
+"""
+
+import os
+import sys
 from importlib.metadata import version
+
+SERVING_FLAG = "--serving-compilation"
+_SERVING = "DSJAX_SERVING_COMPILATION"
+if SERVING_FLAG in sys.argv:
+    os.environ[_SERVING] = "1"  # for the processes that share the tests
 
 # Without LLVM's optimisations, which on tiny models cost more than they save; XLA's own passes all run. The code of fusions by
 # the generator that was the only one until 2025, which takes half the time to compile with, and a program's code in one piece instead of
 # up to 32, each of which LLVM begins anew with: a tenth of all instructions of an engine's start and run. (Of the last two jaxlib 0.11 has
 # the first no more, and aborts at a flag that it does not know.) The tests are of our programs, not of XLA's code generators.
-QUICK_COMPILATION = (
+_QUICK = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     *(
@@ -15,6 +26,8 @@ QUICK_COMPILATION = (
         else ()
     ),
 )
+
+QUICK_COMPILATION = () if _SERVING in os.environ else _QUICK
 
 FEW_SHAPES = {
     "max_num_seqs": 1,  # several would be another program for decodes

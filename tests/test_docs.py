@@ -1,6 +1,8 @@
 """The pages against the code: links lead somewhere, commands have the options they are shown with, and no option goes untold."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,37 @@ def test_every_option_is_named_on_some_page(options):
 def test_the_readme_lists_every_page():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [named(page) for page in (ROOT / "docs").glob("*.md") if f"({named(page)})" not in text]
+
+
+def commits(text: str) -> set[str]:
+    """The commits of this repository that a page names: hexadecimal words, but those of other repositories, which a page names as in
+    `owner/name, FILE, commit HASH`.
+    """
+    found = set()
+    for match in re.finditer(r"(?<![\w.#/%-])([0-9a-f]{7,40})(?![\w-])", text):
+        word, before = match[1], text[max(0, match.start() - 250) : match.start()]
+        if word.isdigit() and not re.search(r"(committed|commit) \(?([0-9a-f]{7,}, )*$", before):
+            continue
+        if re.search(r"[\w.-]+/[\w.-]+[^\n|]*commit $", before.replace("\n  ", " ")) or word.isalpha():
+            continue
+        found.add(word)
+    return found
+
+
+def test_the_commits_of_a_page_are_told_from_words_numbers_and_other_repositories():
+    text = (
+        "At d6ad64d, of 1234567 values; committed (1257918, bdea21d). Of a/b, `c`, commit 7fe6d62, defaced: 0123abc4."
+    )
+    assert commits(text) == {"d6ad64d", "1257918", "bdea21d", "0123abc4"}
+
+
+def test_every_commit_that_a_page_names_exists():
+    def git(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    if shutil.which("git") is None or git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("needs the repository's whole history")
+    said = {(named(page), commit) for page in PAGES for commit in commits(page.read_text(encoding="utf-8"))}
+    assert len(said) >= 5, "the pages name some"
+    missing = [pair for pair in sorted(said) if git("merge-base", "--is-ancestor", pair[1], "HEAD").returncode]
+    assert not missing

@@ -4,6 +4,8 @@
     python tools/check_host_loss.py --signal STOP --losses 3                   # they hang instead
     sudo python tools/check_host_loss.py --signal CUT                          # the link of one is cut, and its process lives; Linux
     sudo python tools/check_host_loss.py --signal CUT --between 1,2            # the link between these two alone
+    python tools/check_host_loss.py --leaves 5                                 # and five that are told to end, and leave in order
+    python tools/check_host_loss.py --checkpoint-gb 4 --leaves 5               # with a random checkpoint of so many GB
     python tools/check_host_loss.py --at-once 2                                # two of the four at the same moment
     python tools/check_host_loss.py --at-once 2 --apart 10                     # the second while the mesh is being changed
     python tools/check_host_loss.py --fuzz 500                                 # with generated requests, valid and not, beside the sessions
@@ -14,6 +16,9 @@ and at a random moment a random process but the first gets the signal. When the 
 started again, as its supervisor would do, and joins (not with `--no-return`). An answer is lost where its stream ends with an error or
 without an end, and wrong where its text is another.
 
+After the losses come the orderly leaves of `--leaves`: the process gets SIGTERM, must be left out of the mesh with reason `leave`, and must
+exit with 0 when that is done; then it is started again too.
+
 With `--fuzz N`, two of `tools/fuzz_server.py --changing` send N requests each that schemathesis makes, and N others after them, until the
 last loss: each answer must be what is documented, and no 5xx but for the 503 of a mesh that is being changed.
 
@@ -21,11 +26,15 @@ What is lost or wrong is printed at once, with the reason. Every `--progress` se
 
 The silence is the longest time without a token on any stream, from the signal, or from the start of the process that comes back, until
 the group has changed: so the seconds until the first token after the loss. Its parts: `noticing` until the change began; `looking` (at
-links), `releasing`, `loading` and `compiling` as process 0's log has them; `rest` until the next token. `--json FILE` writes `{"losses":
-[{"processes", "signal", "silence", "parts", "compiled_ahead", "change_seconds", "devices", "return_silence", "return_parts",
-"return_change_seconds", "resident_bytes"}], "answers", "lost", "wrong", "pages_left", "resident_bytes": [first, last], "fuzz": {"cases",
-"statuses", "changing", "slowest_seconds", "wrong"}}`, anew after each loss. What stands behind `--` are more options of `dsjax serve`.
-Exits 1 where an answer was lost or wrong, also one to a generated request, a page was left, or a group did not change.
+links), `releasing`, `loading` and `compiling` as process 0's log has them; `rest` until the next token. `weight_bytes` says of each change
+where the bytes of the new mesh's weights came from, in all processes together, `read` from the checkpoint among them
+(`dsjax_generation_weight_bytes_total`; empty where the server does not count them). `--json FILE` writes `{"losses": [{"processes",
+"signal", "silence", "parts", "compiled_ahead", "change_seconds", "devices", "weight_bytes", "return_silence", "return_parts",
+"return_change_seconds", "return_weight_bytes", "resident_bytes"}], "leaves": [the same and "exit_codes"], "answers", "lost", "wrong",
+"disorderly", "pages_left", "resident_bytes": [first, last], "fuzz": {"cases", "statuses", "changing", "slowest_seconds", "wrong"}}`, anew
+after each change. What stands behind `--` are more options of `dsjax serve`.
+Exits 1 where an answer was lost or wrong, also one to a generated request, a page was left, a leave was out of order, or a group did not
+change.
 """
 
 import argparse
@@ -90,6 +99,11 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
     parser.add_argument("--losses", type=int, default=10)
+    parser.add_argument("--leaves", type=int, default=0, help="after them, processes that are told to end (SIGTERM)")
+    parser.add_argument("--model", type=Path, help="a checkpoint with a tokenizer; default: a tiny random one")
+    parser.add_argument(
+        "--checkpoint-gb", type=float, default=0, help="let the random one have about so many GB of experts, in float32"
+    )
     parser.add_argument("--signal", choices=("KILL", "STOP", "CUT"), default="KILL")
     parser.add_argument(
         "--between",
@@ -119,6 +133,8 @@ def main() -> int:
     )
     parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="more options of dsjax serve")
     args = parser.parse_args()
+    if args.model is not None and args.checkpoint_gb:
+        parser.error("--checkpoint-gb makes a checkpoint, and --model names one; give one of them")
     if args.between and (args.signal != "CUT" or len(set(args.between)) != 2 or 0 in args.between):
         parser.error("--between is of two processes other than 0, and goes with --signal CUT")
     signal.signal(
@@ -139,7 +155,9 @@ def main() -> int:
                 args.logs.mkdir(parents=True, exist_ok=True)
                 for index, text in enumerate(group.output):
                     (args.logs / f"process-{index}.log").write_text(text)
-    return 1 if found["lost"] or found["wrong"] or found["pages_left"] or found["fuzz"]["wrong"] else 0
+    return (
+        1 if any(found[name] for name in ("lost", "wrong", "pages_left", "disorderly")) or found["fuzz"]["wrong"] else 0
+    )
 
 
 @contextlib.contextmanager
@@ -173,13 +191,25 @@ def start(args: argparse.Namespace, folder: Path, network: Namespaces | None) ->
         "start-timeout": 600,
     }
     flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
-    model = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny"]
+    model = [
+        "--model",
+        str(args.model or write_worded_checkpoint(folder, **large(args.checkpoint_gb))),
+        "--served-model-name",
+        "tiny",
+    ]
     command = ["-m", "dsjax.serve", *model, "--port", "0", "--mesh", args.mesh, *args.serve]
     options = dict.fromkeys(range(args.processes), flags)
     if network is None:
         return Group(command, args.processes, options=options, stuck=600)
     options[0] = [*flags, "--host", network.address(0)]
     return Group(command, args.processes, options=options, stuck=600, address=network.address(0), before=network.inside)
+
+
+def large(gigabytes: float) -> dict[str, int]:
+    """Fields with which the tiny model's experts have so many bytes: 256 of them, in two layers, each of three matrices 32 wide."""
+    if not gigabytes:
+        return {}
+    return {"n_routed_experts": 256, "moe_intermediate_size": max(16, round(gigabytes * 1e9 / (256 * 2 * 3 * 32 * 4)))}
 
 
 @dataclass
@@ -208,6 +238,8 @@ class Check:
     answers: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[int] = field(default_factory=list)
+    disorderly: list[str] = field(default_factory=list)
+    leaves: list[dict] = field(default_factory=list)
     going: bool = True
     fuzzed: dict = field(
         default_factory=lambda: {"cases": 0, "statuses": {}, "changing": 0, "slowest_seconds": 0.0, "wrong": []}
@@ -250,6 +282,10 @@ class Check:
                 self.write(self.found(losses))
                 if self.args.no_return and losses[-1]["devices"] <= self.args.devices:
                     break
+            for number in range(self.args.leaves):
+                self.leaves.append(await self.lose("TERM") | {"resident_bytes": self.resident()})
+                self.say(f"leave {number + 1}: {json.dumps(self.leaves[-1])}; {self.standing}")
+                self.write(self.found(losses))
             self.going = False
             await asyncio.gather(*sessions)
             telling.cancel()
@@ -258,12 +294,13 @@ class Check:
                 pages = sum(load["used_pages"] for load in (await answer.json())["ranks"])
             found = self.found(losses) | {"pages_left": pages, "resident_bytes": [first, self.resident()]}
             self.write(found)
-            self.say(json.dumps({name: value for name, value in found.items() if name != "losses"}))
+            self.say(json.dumps({name: value for name, value in found.items() if name not in ("losses", "leaves")}))
             return found
 
     def found(self, losses: list[dict]) -> dict:
         """What is known so far."""
-        found = {"losses": losses, "answers": self.answers, "lost": len(self.lost), "wrong": len(self.wrong)}
+        found = {"losses": losses, "leaves": self.leaves, "answers": self.answers}
+        found |= {"lost": len(self.lost), "wrong": len(self.wrong), "disorderly": self.disorderly}
         return found | {"fuzz": self.fuzzed}
 
     def say(self, text: str) -> None:
@@ -373,8 +410,9 @@ class Check:
             for line in body["wrong"]:
                 self.say(f"FUZZ: {line}")
 
-    async def lose(self) -> dict:
-        """Take processes away at a random moment, and start them again."""
+    async def lose(self, way: str | None = None) -> dict:
+        """Take processes away at a random moment, and start them again. way: the signal; TERM: they leave in order."""
+        way = way or self.args.signal
         if self.args.ahead:
             self.doing = "programs are compiled ahead"
             await self.until(self.has_compiled_ahead)
@@ -386,37 +424,42 @@ class Check:
         victims = [index for index in victims if self.group.processes[index].poll() is None]
         compiled = await self.metric("dsjax_compile_ahead_programs_done")
         said = len(self.group.output[0])
-        changes, began = await self.changes(), time.monotonic()
-        self.doing = f"processes {victims} are lost"
-        if self.args.between:
+        changes, leaves, began = await self.changes(), await self.changes("leave"), time.monotonic()
+        weights = await self.weight_bytes()
+        self.doing = f"processes {victims} {'leave' if way == 'TERM' else 'are lost'}"
+        if self.args.between and way != "TERM":
             victims = []
             self.network.cut_between(*self.args.between)
         for index in victims:
-            if self.network is not None:
+            if way == "CUT":
                 self.network.cut(index)
             else:
-                self.group.processes[index].send_signal(getattr(signal, f"SIG{self.args.signal}"))
+                self.group.processes[index].send_signal(getattr(signal, f"SIG{way}"))
             await asyncio.sleep(self.rng.uniform(0, self.args.apart))
         await self.until(lambda: self.has_begun(said))
         begun = time.monotonic()
-        if self.args.between:
+        if self.args.between and way != "TERM":
             victims = await self.left_out()
         await self.until(lambda: self.changed_since(changes))
         seconds = round(time.monotonic() - began, 2)
         last, silence = await self.silence(began)
-        found = {"processes": victims, "signal": self.args.signal, "silence": silence}
+        found = {"processes": victims, "signal": way, "silence": silence}
         found["parts"] = self.parts(said, silence, begun - last)
         found["compiled_ahead"] = compiled
         found |= {"change_seconds": seconds, "devices": await self.metric("dsjax_generation_devices")}
+        found["weight_bytes"] = await self.weight_bytes(weights)
+        if way == "TERM":
+            found["exit_codes"] = await self.exit_codes(victims, await self.changes("leave") - leaves)
         if not self.args.no_return:
             await asyncio.sleep(self.rng.uniform(1, 3))
             began, before = time.monotonic(), await self.metric("dsjax_generation_change_seconds_total")
+            weights = await self.weight_bytes()
             said, self.doing = len(self.group.output[0]), f"processes {victims} come back"
             for index in victims:
                 self.group.processes[index].kill()  # that it is not healthy a supervisor would see too
-                if self.args.between:
+                if self.args.between and way != "TERM":
                     self.network.mend_between(*self.args.between)
-                elif self.network is not None:
+                elif way == "CUT":
                     self.network.mend(index)
                 self.group.start_again(index)
             await self.until(lambda: self.has_devices(wanted))
@@ -425,7 +468,32 @@ class Check:
             found["return_change_seconds"] = round(
                 await self.metric("dsjax_generation_change_seconds_total") - before, 2
             )
+            found["return_weight_bytes"] = await self.weight_bytes(weights)
         return found
+
+    async def exit_codes(self, leavers: list[int], changes: float) -> list[int | None]:
+        """Wait until those that leave have ended; note what was not in order. changes: that were made because of them."""
+        await self.until(lambda: self.have_ended(leavers))
+        codes = [self.group.processes[index].poll() for index in leavers]
+        if any(codes):
+            self.disorderly.append(f"processes {leavers} ended with {codes}, expected 0")
+        if changes != 1:
+            self.disorderly.append(
+                f"{changes:g} changes had the reason leave when processes {leavers} left, expected one"
+            )
+        for text in self.disorderly:
+            self.say(f"OUT OF ORDER: {text}")
+        return codes
+
+    async def have_ended(self, indices: list[int]) -> bool:
+        """Whether these processes have ended."""
+        return all(self.group.processes[index].poll() is not None for index in indices)
+
+    async def weight_bytes(self, before: dict[str, float] | None = None) -> dict[str, float]:
+        """Bytes of changed meshes' weights, by where they came from, since `before`; empty where the server does not count them."""
+        samples = await self.samples("dsjax_generation_weight_bytes_total")
+        now = {re.search('source="(\\w+)"', labels).group(1): value for labels, value in samples}
+        return {source: value - (before or {}).get(source, 0.0) for source, value in now.items()}
 
     async def has_compiled_ahead(self) -> bool:
         """Whether all processes have the programs of the meshes that may come next; one that has just come back begins with none."""
@@ -484,15 +552,21 @@ class Check:
         """Whether the mesh has changed."""
         return await self.changes() > changes and not await self.metric("dsjax_generation_changing")
 
-    async def changes(self) -> float:
-        """How often it did."""
-        return await self.metric("dsjax_generation_changes_total")
+    async def changes(self, reason: str = "") -> float:
+        """How often it did, for this reason or for any."""
+        samples = await self.samples("dsjax_generation_changes_total")
+        return sum(value for labels, value in samples if not reason or f'reason="{reason}"' in labels)
 
     async def metric(self, name: str) -> float:
         """A metric's samples, added up."""
+        return sum(value for _, value in await self.samples(name))
+
+    async def samples(self, name: str) -> list[tuple[str, float]]:
+        """A metric's samples: labels and value."""
         async with self.http.get(f"{self.url}/metrics", params={"name[]": name}) as answer:
             text = await answer.text()
-        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+        rows = re.findall(rf"^{name}({{.*}})? (\S+)$", text, re.MULTILINE)
+        return [(labels, float(value)) for labels, value in rows]
 
     async def until(self, condition) -> float:
         """Wait; give for how long."""

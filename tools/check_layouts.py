@@ -2,6 +2,7 @@
 
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
+    python tools/check_layouts.py --serving-compilation    # with programs as `dsjax serve` compiles them
     python tools/check_layouts.py dp=32 --dispatch ragged --forms CC/A_CC_ME CD/CD      # and these dispatches and pairs of forms only
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
     python tools/check_layouts.py --eplb dp=8 dp=4,tp=2 dp=32 dp=32,ep=8    # each run twice, once with experts that move beneath it
@@ -17,6 +18,9 @@ whose devices hold all experts are left out): none of them may change a token. W
 largest ``tp`` of these layouts asks for; with ``--kv-cache-dtype fp8`` pairs of forms that cannot read such a cache are left out, and with
 ``--activation-scheme dynamic`` those with ``AM_CC_ME``, which multiplies two products ahead that others quantise between. The tests run a
 covering part of this; the whole takes about a quarter of an hour on 2 cores for each of the four. Exits 1 if any run differs.
+
+Programs of tiny models are compiled without LLVM's optimisations and with another generator for fusions, which nobody serves with.
+``--serving-compilation`` leaves XLA as it is for serving: 55 minutes on 2 busy cores (2026-11-23); CI runs a part with it (``.ci/run``).
 
 ``--edges`` says of a run with FP8 activations that differs whether a rounding edge is why. It makes the run and that of one device again
 without rounding to FP8: activations stay quotients in float32. Beside it stands where the two part: of all blocks of 128 values that both
@@ -35,7 +39,7 @@ from collections import Counter
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
-from quick_compilation import QUICK_COMPILATION
+from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
 
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
 # A run that differs from another in scheduling alone has the same programs.
@@ -66,6 +70,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
+    parser.add_argument(SERVING_FLAG, action="store_true", help="compile as dsjax serve does, instead of quickly")
     parser.add_argument("--speculative", action="store_true", help="each run with speculative decoding too")
     parser.add_argument(
         "--no-async-scheduling", action="store_true", help="each run without asynchronous scheduling too"

@@ -50,7 +50,7 @@ from dsjax.hosts.secure_channel import PROTOCOL, NotAMemberError, RefusedError, 
 
 PATIENCE = 20.0
 """Seconds in which a listener must have ended a connection; it gives a greeting 5."""
-WARM_REQUESTS = 300
+WARM_REQUESTS = 60
 """Requests after which a process takes what requests make it take."""
 MOST_GROWTH = 16 * 2**20
 _NONCE, _PROOF, _HEADER = 32, 32, 4 + 32

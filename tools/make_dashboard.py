@@ -85,12 +85,13 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
         ),
         (
             "Troubles",
-            "Compilations after warm-up and corrupted requests must stay 0; a preemption does work twice.",
+            "All but preemptions, which do work twice, must stay 0; a failure of background work cost that work alone.",
             "short",
             [
                 (gauge("dsjax_compilations_after_warm_up_total"), "compiled after warm-up"),
                 (gauge("vllm:corrupted_requests_total"), "not finite"),
                 (gauge("vllm:num_preemptions_total"), "preemptions"),
+                (gauge("dsjax_background_failures_total"), "background work failed"),
             ],
         ),
     ],

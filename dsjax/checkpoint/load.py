@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -28,6 +27,7 @@ from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.model.parameters import Weights
 from dsjax.model.transformer import abstract_parameters
+from sharding.cores import most_threads
 from sharding.layer_placement import LayerPlacements
 from sharding.placement import Placement
 from sharding.rules import Rules
@@ -99,7 +99,7 @@ def load(
     )
     wanted = {path: info for path, info in names.parameters.items() if only is None or path in only}
     total = local_bytes(wanted, mesh, rules)
-    executor = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS), thread_name_prefix="checkpoint")
+    executor = ThreadPoolExecutor(min(most_threads(), _MAX_THREADS), thread_name_prefix="checkpoint")
     try:
         assembler = Assembler(names, checkpoint.tensors, executor)
 

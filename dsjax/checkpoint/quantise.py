@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from dsjax.model.parameters import BLOCK
+from sharding import fp8
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_MAX = 448.0
@@ -20,13 +21,12 @@ _FP8_VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
 
 
 def block_scales(matrix: Float[np.ndarray, "I J"]) -> Float32[np.ndarray, "I/128 J/128"]:
-    """The scale of each block. A block of zeros gets 1, so that nothing is divided by zero."""
+    """The scale of each block. A block of zeros gets 1, so that nothing is divided by zero; the least scale is that of `fp8.LEAST`."""
     magnitude = np.abs(matrix.astype(np.float32))
     rows = np.maximum.reduceat(magnitude, np.arange(0, matrix.shape[0], BLOCK), axis=0)
     largest = np.maximum.reduceat(rows, np.arange(0, matrix.shape[1], BLOCK), axis=1)
-    scale = (largest / np.float32(FP8_MAX)).astype(np.float32)
-    # A block of denormals would give a scale of 0.
-    return np.where(scale > 0, scale, np.float32(1))
+    scale = np.maximum(largest, np.float32(fp8.LEAST)) / np.float32(FP8_MAX)
+    return np.where(largest >= np.float32(fp8.LEAST_NORMAL), scale, np.float32(1))
 
 
 def quantise(matrix: Float[np.ndarray, "I J"]) -> tuple[np.ndarray, Float32[np.ndarray, "I/128 J/128"]]:

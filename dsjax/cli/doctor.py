@@ -3,6 +3,8 @@
 import os
 import platform
 import shutil
+import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,10 +13,12 @@ import typer
 from rich.text import Text
 
 from dsjax.cli.output import JsonFile, report_console, write_json
-from dsjax.versions import installed_version
+from dsjax.descriptors import FEW, descriptor_limit, least_descriptors
+from dsjax.errors import UserError
+from dsjax.versions import installed_version, mismatches
+from sharding.cores import available_cores, most_threads
 
 _STYLES = {"ok": "green", "note": "yellow", "trouble": "bold red"}
-_MINIMUM_JAX, _BEYOND_JAX = (0, 10, 2), (0, 12)
 _ROOM = 2 << 30
 
 
@@ -31,9 +35,9 @@ class Finding:
 def doctor(
     json_file: JsonFile = None,
 ) -> None:
-    """Look at versions, devices, memory, interconnect, caches and compilers, and say what to do about each.
+    """Look at versions, devices, memory, cores, interconnect, folders, open files, compilers and kernels, and say what to do about each.
 
-    Ends with 1 where something is in the way of serving.
+    Ends with 1 where something is broken: it prevents serving, or serving goes on without it.
     """
     findings = list(look())
     if json_file is not None:
@@ -51,27 +55,42 @@ def doctor(
 
 
 def look() -> Iterator[Finding]:
-    """Every finding, in the order in which one depends on the other."""
-    yield from _versions()
-    yield from _settings()
-    yield from _devices()
-    yield from _memory()
-    yield from _caches()
-    yield from _compilers()
+    """Every finding, in the order in which one depends on the other. What cannot be looked at is a finding too."""
+    for part in (
+        _versions,
+        _settings,
+        _devices,
+        _memory,
+        _cores,
+        _caches,
+        _temporary_folder,
+        _open_files,
+        _compilers,
+        _native_kernels,
+    ):
+        try:
+            yield from part()
+        except Exception as error:  # such as an import that another version of a package does not have
+            subject = part.__name__.strip("_").replace("_", " ")
+            yield Finding(subject, "trouble", f"{type(error).__name__}: {' '.join(str(error).split())}", "see above")
 
 
 def _versions() -> Iterator[Finding]:
     packages = ("dsjax", "jax", "jaxlib", "flax", "orbax-checkpoint", "llguidance")
     installed = {name: installed_version(name) for name in packages}
     shown = ", ".join(f"{name} {version}" for name, version in installed.items())
-    missing = [name for name in packages[1:] if not _is_installed(name)]
-    if missing:
-        yield Finding("versions", "trouble", shown, f"pip install {' '.join(missing)}")
+    wrong = mismatches()
+    for optional in (False, True):
+        these = [one for one in wrong if one.is_optional == optional]
+        if these:
+            told = ", ".join(f"{one.package} is {one.installed or 'not installed'}" for one in these)
+            advice = "pip install " + " ".join(f"'{one.wanted}'" for one in these) + ": other versions are not tested"
+            yield Finding(
+                "optional packages" if optional else "versions", "note" if optional else "trouble", told, advice
+            )
+    if any(not one.is_optional for one in wrong):
         return
-    numbers = tuple(int(part) for part in installed["jax"].split(".")[:3] if part.isdigit())
-    if not numbers >= _MINIMUM_JAX or not numbers < _BEYOND_JAX:
-        yield Finding("versions", "trouble", shown, "pip install 'jax>=0.10.2,<0.12': other versions are not tested")
-    elif installed["jax"] != installed["jaxlib"]:
+    if installed["jax"] != installed["jaxlib"]:
         advice = f"pip install jaxlib=={installed['jax']}: jax and jaxlib should be the same"
         yield Finding("versions", "note", shown, advice)
     else:
@@ -150,21 +169,75 @@ def _memory() -> Iterator[Finding]:
         yield Finding("host memory", "note", "unknown on this system", "make sure that the weights fit")
         return
     advice = "the demo takes about 2 GB; end other processes, or raise the container's limit" if free < _ROOM else ""
-    shown = f"{free / 1e9:.1f} GB available, {os.cpu_count()} cores"
-    yield Finding("host memory", "trouble" if advice else "ok", shown, advice)
+    yield Finding("host memory", "trouble" if advice else "ok", f"{free / 1e9:.1f} GB available", advice)
+
+
+def _cores() -> Iterator[Finding]:
+    cores, machine = available_cores(), os.cpu_count() or 1
+    if cores < 1:
+        shown = f"{cores:g} of the machine's {machine}, by a quota"
+        yield Finding(
+            "cores",
+            "note",
+            shown,
+            "even one thread stands still for a part of each period; raise the container's limit",
+        )
+    else:
+        bound = f" of the machine's {machine}, by a quota or this process's affinity" if cores < machine else ""
+        yield Finding("cores", "ok", f"{cores:g}{bound}; {most_threads()} threads compute at a time")
 
 
 def _caches() -> Iterator[Finding]:
-    from dsjax.engine.device.process import enable_compile_cache
+    from dsjax.engine.device.process import cache_folder, enable_compile_cache, why_unwritable
 
-    folder = enable_compile_cache()
-    if folder is None:
-        advice = "set JAX_COMPILATION_CACHE_DIR to a folder that can be written"
-        yield Finding("compiled programs", "note", "are not kept", advice)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        folder = enable_compile_cache()
+    told = "; ".join(str(one.message) for one in said)
+    if folder is None and not told:
+        yield Finding(
+            "compiled programs", "note", "are not kept, as JAX_ENABLE_COMPILATION_CACHE says", "each start compiles"
+        )
+    elif told:
+        kept_in = cache_folder()
+        broken = folder is None or why_unwritable(kept_in) is not None
+        advice = "set JAX_COMPILATION_CACHE_DIR to a folder of this user's that can be written"
+        yield Finding("compiled programs", "trouble" if broken else "note", told, advice)
     else:
         yield _room("compiled programs", folder, "set JAX_COMPILATION_CACHE_DIR to a disk with room")
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    yield _room("downloaded models", home, "set HF_HOME to a disk with room: DeepSeek-V3 takes 690 GB")
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")).absolute()
+    there = next(path for path in (home, *home.parents) if path.exists())
+    if os.access(there, os.W_OK):
+        yield _room("downloaded models", home, "set HF_HOME to a disk with room: DeepSeek-V3 takes 690 GB")
+    else:
+        advice = "set HF_HOME to a folder that can be written; a model that lies in a folder needs none"
+        yield Finding("downloaded models", "note", f"{there} cannot be written", advice)
+
+
+def _temporary_folder() -> Iterator[Finding]:
+    from dsjax.serve.front_ends.shared_engine import check_private_listener
+
+    try:
+        folder = tempfile.gettempdir()
+        check_private_listener()
+    except (OSError, UserError) as error:
+        yield Finding(
+            "temporary folder", "trouble", str(error), "set TMPDIR to a folder that can be written, with a short path"
+        )
+    else:
+        yield Finding("temporary folder", "ok", folder)
+
+
+def _open_files() -> Iterator[Finding]:
+    limit = descriptor_limit()
+    if limit is None:
+        yield Finding("open files", "ok", "no limit")
+        return
+    shown = f"{limit:,} files and connections at a time (ulimit -Hn)"
+    advice = "raise the limit: each client has a connection" if limit < FEW else ""
+    yield Finding(
+        "open files", "ok" if not advice else "note" if limit >= least_descriptors(0) else "trouble", shown, advice
+    )
 
 
 def _room(subject: str, folder: Path, advice: str) -> Finding:
@@ -185,8 +258,28 @@ def _compilers() -> Iterator[Finding]:
         else:
             advice = f"pip install 'dsjax[{extra}]' for dsjax dryrun --target; nothing else needs it on this machine"
             yield Finding(f"compiler for {name}s", "note", "is not installed", advice)
-    if shutil.which("c++") is None and shutil.which("g++") is None:
+    from dsjax.kernels.build import compiler
+
+    if compiler() is None:
         yield Finding("C++ compiler", "note", "is not here", "only kernels that are built on this machine need one")
+
+
+def _native_kernels() -> Iterator[Finding]:
+    import jax
+    import numpy as np
+
+    from dsjax.engine.device.process import cache_folder
+    from dsjax.kernels.build import kept_libraries
+    from dsjax.kernels.table import choose_kernels
+
+    folder = cache_folder()
+    if jax.default_backend() != "cpu" or folder is None or not kept_libraries(folder / "native"):
+        return  # of no use; or not built yet, which the first start does
+    kernels = choose_kernels("auto", "cpu", np.dtype(np.float32), devices=1, cache=folder / "native")
+    if kernels.native is None:
+        yield Finding("native kernels", "trouble", kernels.note, "the plain forms run, several times slower")
+    else:
+        yield Finding("native kernels", "ok", str(kernels.native.path))
 
 
 def _is_installed(package: str) -> bool:

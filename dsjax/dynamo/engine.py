@@ -12,6 +12,7 @@ from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.llm.exceptions import Cancelled, EngineShutdown, InvalidArgument, Unknown
 from rich.console import Console
 
+from dsjax.background import contained
 from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTokens, translate
 from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.async_engine import AsyncEngine
@@ -127,6 +128,9 @@ class DsjaxEngine(Worker):
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        engine.wait_for_no_mesh()
+        if self._group is not None:
+            self._group.needs_all = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._options.shutdown_timeout
         while engine.num_unfinished and loop.time() < deadline:
@@ -188,17 +192,19 @@ class LoadPublisher(EngineObserver):
         for load in loads[: len(self._published)]:
             published = (load.used_pages, load.usable_pages, load.queried)
             if published != self._published[load.rank]:
-                self._published[load.rank] = published
-                self._publisher.publish(load.rank, snapshot(load))
+                with contained("load reports", "Dynamo's router goes by the load that it was told last."):
+                    self._publisher.publish(load.rank, snapshot(load))
+                    self._published[load.rank] = published
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
             if any(published and published[0] for published in self._published) and not self._engine.num_unfinished:
-                try:
-                    self._publish(await self._engine.call(lambda core: core.loads()))
-                except EngineDeadError:
-                    return
+                with contained("load reports"):
+                    try:
+                        self._publish(await self._engine.call(lambda core: core.loads()))
+                    except EngineDeadError:
+                        return
 
 
 def thinking_tokens(tokenizer: Tokenizer | None) -> ThinkingTokens | None:

@@ -10,6 +10,7 @@ from dynamo.common.backend.health_check import build_health_check_payload, is_pr
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 from rich.console import Console
 
+from dsjax.background import contained
 from dsjax.dynamo.translation import Chunk, Chunks, translate
 from dsjax.dynamo.worker import Options, Worker, registration, snapshot
 from dsjax.engine.core import EngineCore
@@ -18,7 +19,7 @@ from dsjax.errors import UserError
 from dsjax.hosts.credentials import is_loopback
 from dsjax.hosts.wire import split_address
 from dsjax.serve.metrics_families import Registry, exposition
-from dsjax.serve.metrics_parts import add_prefill_metrics
+from dsjax.serve.metrics_parts import add_background_metrics, add_prefill_metrics
 from dsjax.serve.startup_screen import warm_up_bar
 from dsjax.serve.watchdog import Watchdog
 
@@ -106,6 +107,7 @@ class DsjaxPrefillEngine(Worker):
         """Show the prefill engine's metrics beside Dynamo's own."""
         registry = Registry(model_name=self._options.names[0])
         add_prefill_metrics(registry, [self._server.engine])
+        add_background_metrics(registry)
         metrics.register_prometheus_expfmt_callback(lambda: exposition(registry.families).decode())
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
@@ -118,7 +120,9 @@ class DsjaxPrefillEngine(Worker):
 
     def _publish(self, core: EngineCore) -> None:
         publisher = self._publisher
-        if publisher is not None:
+        if publisher is None:
+            return
+        with contained("load reports", "Dynamo's router goes by the load that it was told last."):
             for load in core.loads():
                 publisher.publish(load.rank, snapshot(load))
 

@@ -141,7 +141,14 @@ class ThreadedEngine:
     def start(self) -> None:
         """Start the thread. Call it in the event loop that will use the engine."""
         self._loop = asyncio.get_running_loop()
+        if self.core.generations is not None:
+            self.core.parked.seconds = self.core.generations.patience
         self._thread.start()
+
+    def wait_for_no_mesh(self) -> None:
+        """End the requests that wait for a larger mesh, as this process is about to end. From any thread, also in a signal's handler."""
+        self.core.parked.seconds = 0.0
+        self._thread.call(lambda: None)  # it looks at once
 
     async def call(self, function: Callable[[EngineCore], Result]) -> Result:
         """Run `function(core)` in the engine's thread, between two steps, and give its result, or raise its error.

@@ -9,10 +9,11 @@ from dsjax.engine.contract.commands import Flush, Step
 from dsjax.engine.contract.executor import Executor, RankResults
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_source import PageSource, SourceChain
+from dsjax.engine.schedule.parked import ParkedRequest, ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.schedule.request import RankPlan, Request, Status, StepPlan
-from dsjax.engine.schedule.scheduler import Scheduler, Update
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.request import FinishReason, RankPlan, Request, Status, StepPlan
+from dsjax.engine.schedule.scheduler import Scheduler, Update, refuse
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.schedule.step_writer import StepWriter, clear_command
 from dsjax.engine.stats import DraftCounts, StepStats
 
@@ -52,6 +53,7 @@ class EngineCore:
 
     Attributes:
         generations: makes further executors; None: this one is all there is.
+        parked: requests that the mesh of now cannot hold, and that wait for a larger one.
         on_change: called when the core goes on on another mesh.
         step_started: when the step under way began, on the monotonic clock; None between steps.
     """
@@ -79,6 +81,7 @@ class EngineCore:
         self._most_under_way = 2 if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
         self.generations: Generations | None = None
+        self.parked = ParkedRequests()
         self.on_change: Callable[[], None] = lambda: None
         self.step_started: float | None = None
         self._owed: list[Update] = []  # entered, and not given yet: what comes behind may fail
@@ -100,9 +103,15 @@ class EngineCore:
 
     @property
     def look_seconds(self) -> float | None:
-        """How often `look` is wanted while nothing is to be computed; None: never."""
+        """How often an attachment wants `look` while nothing is to be computed; None: never."""
         wanted = [part.look_seconds for part in self.attachments if part.look_seconds is not None]
         return min(wanted, default=None)
+
+    @property
+    def rest_seconds(self) -> float | None:
+        """How soon `look` is wanted while nothing is to be computed, also for requests that are parked; None: never."""
+        wanted = (self.look_seconds, self.parked.look_seconds(time.monotonic()))
+        return min((seconds for seconds in wanted if seconds is not None), default=None)
 
     def part(self, kind: type[Part]) -> Part | None:
         """The attachment of this kind; None without one."""
@@ -112,19 +121,32 @@ class EngineCore:
         """Queue a request."""
         self.scheduler.add(request)
 
+    def park(self, request: Request, error: AdmissionError) -> list[Update]:
+        """Have a request wait for a larger mesh, which it was accepted for, and give what became of it where it does not wait.
+
+        error: with which `add` has refused it.
+        """
+        return self._refuse(self.parked.park([(request, error)], time.monotonic()))
+
     def abort(self, request_id: str) -> Update | None:
         """End a request; None where it is unknown or has ended. Its pages are free when no step has a row of it any more."""
-        update = self.scheduler.abort(request_id, time.monotonic())
+        now = time.monotonic()
+        update = self.scheduler.abort(request_id, now)
+        parked = self.parked.abort(request_id)
+        if parked is not None:
+            parked.finish(FinishReason.ABORT, now)
+            update = Update(parked, None, FinishReason.ABORT)
         for part in self.attachments:
             part.send()
         return update
 
-    def look(self) -> None:
-        """Let attachments take in what came from outside; nothing is computed."""
+    def look(self) -> list[Update]:
+        """Let attachments take in what came from outside, and end requests that have waited too long; nothing is computed."""
         now = time.monotonic()
         for part in self.attachments:
             part.begin_step(now)
             part.send()
+        return self._refuse(self.parked.expire(now))
 
     def step(
         self,
@@ -159,6 +181,8 @@ class EngineCore:
 
     def _step(self, meanwhile: Callable[[], None] | None, ahead: bool) -> list[Update]:
         self._stats = None
+        if self.parked:
+            self._owed += self._refuse(self.parked.expire(time.monotonic()))
         most = self._most_under_way if ahead else 1
         while len(self._under_way) < most and self._launch():
             pass
@@ -166,7 +190,7 @@ class EngineCore:
             for part in self.attachments:
                 part.idle()
             any(part.wait() for part in self.attachments)
-            return []
+            return self._take_owed()
         if meanwhile is not None:
             meanwhile()
         self._enter_oldest()
@@ -256,13 +280,20 @@ class EngineCore:
         for part in self.attachments:
             part.start(new.executor, new.config)
         limits = new.executor.limits
-        self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, time.monotonic())
+        self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._reported = _Totals(0, 0, 0)
         for part in self.attachments:
             part.scheduled(self.scheduler)
         self.on_change()
-        return self._take_owed() + refused
+        self.parked.larger_is_wanted = new.larger_is_wanted
+        self.parked.resume_but(request for request, _ in refused)
+        return self._take_owed() + self._refuse(self.parked.park(refused, time.monotonic()))
+
+    def _refuse(self, ended: Sequence[ParkedRequest]) -> list[Update]:
+        """End requests that the mesh of now cannot hold, and that wait no longer."""
+        now, limit = time.monotonic(), self.parked.seconds
+        return [refuse(each.request, each.error, now, limit if now >= each.since + limit else 0) for each in ended]
 
     def stats(self) -> StepStats | None:
         """What the step did that the last call of `step` entered; None where it entered none.

@@ -160,7 +160,11 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give the outputs of the requests it changed, as their `output_kind` says."""
-        updates = self.core.step()
+        generations = self.core.generations
+        if generations is not None and generations.has_leavers and generations.due:
+            updates = self.core.change(generations.regroup)
+        else:
+            updates = self.core.step()
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         aborted, self._aborted = self._aborted, []

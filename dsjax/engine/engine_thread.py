@@ -4,14 +4,13 @@ import contextlib
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from dsjax.engine.core import EngineCore
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.schedule.scheduler import Update, refuse
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.stats import StepStats
 from dsjax.errors import UserError
@@ -159,7 +158,7 @@ class EngineThread:
         at_rest = not self.core.has_unfinished
         if wait and (at_rest or self._is_stuck):
             with contextlib.suppress(queue.Empty):
-                self._commands.get(timeout=self.core.look_seconds)()
+                self._commands.get(timeout=self.core.rest_seconds)()
                 self._num_idle = 0
         self._take_commands()
         if self._between_steps or self._ending:
@@ -174,8 +173,10 @@ class EngineThread:
             return False
         if self.core.has_unfinished:
             self._step(ahead=not at_rest or not wait)
-        elif self.core.attachments:
-            self.core.look()
+        elif self.core.attachments or self.core.parked:
+            updates = self.core.look()
+            if updates:
+                self._tell(updates)
         return True
 
     @property
@@ -251,7 +252,7 @@ class EngineThread:
             try:
                 self.core.add(request)
             except AdmissionError as error:  # it was prepared for a larger mesh
-                refused.append(refuse(request, error, time.monotonic()))
+                refused += self.core.park(request, error)
         if refused:
             self._listener.on_done(refused, None)
         self._taken = _plus(self._taken, requests)

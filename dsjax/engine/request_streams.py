@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 
+from dsjax.background import contained, note_failure
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
 from dsjax.engine.schedule.scheduler import Update
@@ -206,7 +207,8 @@ class RequestStreams:
             self._outputs.forget(request_id)
         self._end([request.request_id for request in ended])
         for observer in self.observers if ended else ():
-            observer.on_ended(ended, FinishReason.ABORT)
+            with contained("observers", "It misses that requests have ended."):
+                observer.on_ended(ended, FinishReason.ABORT)
 
     def abort_all(self) -> None:
         """End every request; each stream gets an `EngineClosingError`."""
@@ -217,8 +219,13 @@ class RequestStreams:
     def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
         """Make text of what a step did, and tell streams and observers."""
         followed = [update for update in updates if self._outputs.follows(update.request)] if self.observers else []
-        outputs, to_abort = self._outputs.process(updates)
+        failed: dict[str, Exception] = {}
+        outputs, to_abort = self._outputs.process(updates, failed)
         self._end(to_abort)
+        for request_id, error in failed.items():
+            note_failure("request text", error, "The request ends with an error.")
+            if request_id in self._streams:
+                self._streams[request_id].fail(error)
         told: dict[OutputStream, None] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -231,14 +238,15 @@ class RequestStreams:
             stream.tell()
         stopped = [update.request for update in followed if update.request.request_id in to_abort] if to_abort else []
         for observer in self.observers:
-            if followed:
-                observer.on_updates(followed)
-            if stopped:
-                observer.on_ended(stopped, FinishReason.STOP)
-            if stats is not None:
-                observer.on_step(stats)
-            if outputs:
-                observer.on_outputs(outputs)
+            with contained("observers", "It misses what one step did."):
+                if followed:
+                    observer.on_updates(followed)
+                if stopped:
+                    observer.on_ended(stopped, FinishReason.STOP)
+                if stats is not None:
+                    observer.on_step(stats)
+                if outputs:
+                    observer.on_outputs(outputs)
 
     def fail(self, error: BaseException) -> None:
         """Give every stream an error: nothing goes on."""

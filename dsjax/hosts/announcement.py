@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
-import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from dsjax.background import contained, start_thread
+from dsjax.hosts.wire import JoinRequest
 
 if TYPE_CHECKING:
     from dsjax.hosts.group import HostGroup
@@ -24,6 +26,7 @@ class Announcement(msgspec.Struct, frozen=True):
         wanted: the mesh that was asked for; the one of `options` is smaller while processes are missing.
         options: the engine's options that differ from those the process was started with; `mesh` is one of them.
         reason: for people.
+        members: all processes of the group: one that came back answers at another port than before.
         looks: it is no mesh, but asks everybody which others it cannot reach.
         left_out: processes that live and are gone on without, by id: the pid, and why.
         givers: processes without devices in its mesh that may hold weights for it.
@@ -37,6 +40,7 @@ class Announcement(msgspec.Struct, frozen=True):
     wanted: str = ""
     reason: str = ""
     broken: int | None = None
+    members: list[JoinRequest] = []
     looks: bool = False
     left_out: dict[int, tuple[int, str]] = {}
     ended: bool = False
@@ -60,8 +64,7 @@ class Announcements:
         self._heard: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
         self.latest = first - 1
         self._listeners: list = []
-        self._thread = threading.Thread(target=self._listen, name="dsjax-announcements", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("announcements", self._listen, name="dsjax-announcements", restarts=True)
 
     def next(self, seconds: float | None = None) -> Announcement | None:
         """Wait for the latest announcement that was not given yet; None where none comes."""
@@ -83,6 +86,10 @@ class Announcements:
         """Undo `listen`."""
         self._listeners.remove(call)
 
+    def end(self) -> None:
+        """Have the one who waits for the next announcement hear that there is none for this process, which leaves."""
+        self._heard.put(Announcement(self.latest, ended=True))
+
     def close(self, seconds: float) -> None:
         """Hear no more; wait so long for the thread, which the group's `leaving` ends."""
         self._thread.join(seconds)
@@ -97,10 +104,15 @@ class Announcements:
                 continue
             self.latest, self._next = self._next, self._next + 1
             heard = msgspec.msgpack.decode(value, type=Announcement)
+            if heard.members:
+                self._group.members = heard.members
             if heard.broken is not None:
-                self._group.collectives.cut(heard.broken)
+                with contained("announcements", "A collective that has broken is waited for until its own limit."):
+                    self._group.collectives.cut(heard.broken)
             self._heard.put(heard)
             if heard.looks:
-                self._group.links.tell(heard.number)
+                with contained("announcements", "Process 0 hears nothing of this process's links."):
+                    self._group.links.tell(heard.number)
             for call in list(self._listeners):
-                call()
+                with contained("announcements"):
+                    call()

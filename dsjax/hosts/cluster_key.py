@@ -105,8 +105,9 @@ def local_key(environment: Mapping[str, str] = os.environ) -> ClusterKey:
                 return _key_in(folder, descriptor)
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror or error}")
+    why = "; ".join(reasons) or "there is no HOME, and no folder for temporary files"
     raise UserError(
-        f"no cluster key can be kept for this user ({'; '.join(reasons)}); give one with {FLAG} FILE or {VARIABLE} ({_HOW})"
+        f"no cluster key can be kept for this user ({why}); give one with {FLAG} FILE or {VARIABLE} ({_HOW})"
     )
 
 
@@ -120,7 +121,8 @@ def _folders(environment: Mapping[str, str]) -> Iterator[str]:
         with contextlib.suppress(OSError):
             os.makedirs(cache, mode=0o700, exist_ok=True)
         yield os.path.join(cache, "dsjax-cluster")
-    yield os.path.join(tempfile.gettempdir(), f"dsjax-{os.geteuid()}")
+    with contextlib.suppress(FileNotFoundError):  # no folder for temporary files can be written
+        yield os.path.join(tempfile.gettempdir(), f"dsjax-{os.geteuid()}")
 
 
 @contextlib.contextmanager

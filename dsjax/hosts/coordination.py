@@ -66,6 +66,14 @@ class Store:
                 return None
             raise ConnectionError(str(error).splitlines()[0]) from error
 
+    def list(self, folder: str) -> list[tuple[str, bytes]]:
+        """Give what is entered under a folder, which ends with a slash, without waiting: keys from the folder on, and values."""
+        try:
+            entries = _client().key_value_dir_get_bytes(folder)
+        except jax.errors.JaxRuntimeError as error:
+            raise ConnectionError(str(error).splitlines()[0]) from error
+        return [(key[key.index(folder) :], value) for key, value in entries]
+
     def delete(self, folder: str) -> None:
         """Delete a key, or with a final slash all that begin with it."""
         _client().key_value_delete(folder)

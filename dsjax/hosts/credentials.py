@@ -36,12 +36,25 @@ class Credentials:
 
 @dataclass(frozen=True)
 class CredentialOptions:
-    """The options of the same names, which are names of files and no secrets."""
+    """The options of the same names, which are names of files and no secrets.
+
+    Raises:
+        UserError: certificates are given in part.
+    """
 
     cluster_key_file: str | None = None
     cluster_tls_cert: str | None = None
     cluster_tls_key: str | None = None
     cluster_tls_ca: str | None = None
+
+    def __post_init__(self):
+        missing = [flag for flag, file in zip(tls.FLAGS, self._tls_files, strict=True) if file is None]
+        if 0 < len(missing) < len(tls.FLAGS):
+            raise UserError(f"{' and '.join(missing)} missing: give all of {', '.join(tls.FLAGS)}, or none of them")
+
+    @property
+    def _tls_files(self) -> tuple[str | None, str | None, str | None]:
+        return self.cluster_tls_cert, self.cluster_tls_key, self.cluster_tls_ca
 
     def read(self, *hosts: str) -> Credentials:
         """Read the files, or make a key for this user where all hosts are the loopback interface.
@@ -49,19 +62,15 @@ class CredentialOptions:
         hosts: names or addresses that this process listens at and connects to, as far as they are known.
 
         Raises:
-            UserError: a host is beyond loopback and no key was given; a file cannot be used; or certificates are given in part.
+            UserError: a host is beyond loopback and no key was given; or a file cannot be used.
         """
-        files = (self.cluster_tls_cert, self.cluster_tls_key, self.cluster_tls_ca)
-        missing = [flag for flag, file in zip(tls.FLAGS, files, strict=True) if file is None]
-        if 0 < len(missing) < len(files):
-            raise UserError(f"{' and '.join(missing)} missing: give all of {', '.join(tls.FLAGS)}, or none of them")
         key = given_key(self.cluster_key_file)
         if key is None:
             beyond = next((host for host in hosts if not is_loopback(host)), None)
             if beyond is not None:
                 raise needs_key(beyond)
             key = local_key()
-        return Credentials(key, ClusterTls(*files) if not missing else None)
+        return Credentials(key, ClusterTls(*self._tls_files) if self.cluster_tls_cert is not None else None)
 
 
 @functools.cache

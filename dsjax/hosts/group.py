@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dsjax.background import contained, start_thread
 from dsjax.hosts import announcement, coordination
 from dsjax.hosts.announcement import Announcement, Announcements
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.links import Answerer, Links
 from dsjax.hosts.options import HostOptions
-from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, meet
+from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, located, meet
 
 Result = TypeVar("Result")
 
@@ -27,6 +28,7 @@ _LOOK_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 _JOIN_SECONDS = 30.0
+_LEAVING = "dsjax/leaving/"
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +50,8 @@ class HostGroup:
         present: those of the generation of now.
         generation: keys in the store begin with it. It changes when the mesh does.
         lost: members that are gone, with what is said of them.
+        excused: process 0's: processes that have asked to leave, and that no further generation counts on.
+        needs_all: process 0's: whether nobody is spared any more, because the group ends when what runs is done.
         on_change: process 0's: called in another thread when a member has gone (with the error) or come back (with None).
         announcements: of generations, for every other process.
         collectives: this process's connections for them.
@@ -67,6 +71,8 @@ class HostGroup:
         self.generation = 0
         self.on_change: Callable[[GroupError | None], None] | None = None
         self.lost: dict[int, GroupError] = {}
+        self.excused: set[JoinRequest] = set()
+        self.needs_all = False
         self.store = store or coordination.Store()
         self.announcements: Announcements | None = None
         self.collectives = Collectives()
@@ -75,7 +81,13 @@ class HostGroup:
         self._rendezvous = rendezvous
         self._unseen: set[int] = set()  # gave no sign of life when they were looked for last
         self._seen = threading.Condition()
-        self._coming: set[tuple[int, int]] = set()  # (id, pid), let in at the listener, and not joined yet
+        self._membership = threading.Lock()  # around `members`, `lost`, `excused` and the two that follow
+        self._leavers: list[JoinRequest] = []  # have asked, and are not decided on
+        self._ended: set[int] = (
+            set()
+        )  # the ids of processes that have gone or leave, and whose groups of devices are to be given up
+        self._asked_lately = False
+        self._coming: set[JoinRequest] = set()  # let in at the listener, and not joined yet
         self.leaving = False
         self._watching: threading.Thread | None = None
         self._alone = threading.Event()
@@ -92,6 +104,7 @@ class HostGroup:
         Raises:
             GroupError, UserError: there is no group, as `meet` says; or a link between two of its processes is cut.
         """
+        options = located(options)
         credentials = options.read_credentials()
         answerer = Answerer(options.address, credentials)
         rendezvous = meet(options, prepare, answerer.port, credentials)
@@ -106,8 +119,7 @@ class HostGroup:
         else:
             coordination.on_abort(group._end_on_abort)
             group.hear(max(1, rendezvous.generation))
-        group._watching = threading.Thread(target=group._watch, name="dsjax-hosts", daemon=True)
-        group._watching.start()
+        group._watching = start_thread("host watch", group._watch, name="dsjax-hosts", restarts=True)
         atexit.register(group.leave)
         if rendezvous.generation == 0:
             group.run("links", lambda: group.links.check([member.process_id for member in rendezvous.members]))
@@ -127,12 +139,17 @@ class HostGroup:
     def live(self) -> list[JoinRequest]:
         """Who can be in the next generation; outside process 0, who seems to be able to."""
         gone = self.lost if self.is_leader else self._unseen
-        return [member for member in self.members if member.process_id not in gone]
+        return [member for member in self.members if member.process_id not in gone and member not in self.excused]
 
     @property
     def live_ids(self) -> list[int]:
         """The ids of `live`."""
         return [member.process_id for member in self.live]
+
+    @property
+    def reachable_ids(self) -> list[int]:
+        """Process 0's: the ids of members that are not known to be gone, also of those that are about to leave."""
+        return [member.process_id for member in self.members if member.process_id not in self.lost]
 
     @property
     def wanted(self) -> str:
@@ -150,6 +167,7 @@ class HostGroup:
         if self._rendezvous is not None:
             self._rendezvous.listener.wanted = news.wanted
         self.enter(news)
+        news = msgspec.structs.replace(news, members=self.members)
         self.store.set(announcement.key(news.number), msgspec.msgpack.encode(news))
 
     def hear(self, first: int) -> None:
@@ -169,7 +187,66 @@ class HostGroup:
 
     def say_prepared(self) -> None:
         """Say, as a process that comes back, that this one can be in the next generation without keeping the others waiting."""
-        self.store.set(_prepared_key(self.options.process_id, os.getpid()), b"1")
+        self.store.set(_prepared_key(self.me), b"1")
+
+    # Leaving in order.
+
+    @property
+    def me(self) -> JoinRequest:
+        """This process, as the others know it. A process id of the system would not do: in containers each process may have the same."""
+        return next(member for member in self.members if member.process_id == self.options.process_id)
+
+    def ask_to_leave(self) -> None:
+        """Ask process 0 to go on without this process. The answer is a generation without it, or what `answer_to_leaver` gives."""
+        self.store.set(_leaving_key(self.me), msgspec.msgpack.encode(self.me))
+
+    def answer_to_leaver(self, seconds: float) -> str | None:
+        """Wait for process 0's word: why this process cannot be spared; empty: it has no part, and may go. None where there is no word."""
+        key = _answer_key(self.me)
+        said = self.store.get(key, seconds)
+        if said is not None:
+            self.store.delete(key)
+        return None if said is None else said.decode()
+
+    @property
+    def has_leavers(self) -> bool:
+        """Whether a process has asked to leave, and was not decided on. Process 0 knows."""
+        return bool(self._leavers)
+
+    def take_leavers(self) -> list[JoinRequest]:
+        """Process 0's: take those that have asked to leave, each once; it is `excuse` or `keep` that follows."""
+        with self._membership:
+            leavers, self._leavers = self._leavers, []
+        return leavers
+
+    def excuse(self, member: JoinRequest) -> None:
+        """Process 0's: count on a process no more. It goes when a generation without it has begun, or now if it has no part in this one."""
+        with self._membership:
+            self.excused.add(member)
+            self._ended.add(member.process_id)
+        if member not in self.present:
+            self.store.set(_answer_key(member), b"")
+
+    def keep(self, member: JoinRequest, reason: str) -> None:
+        """Process 0's: tell a process that has asked to leave why it cannot be spared."""
+        self.store.set(_answer_key(member), reason.encode())
+
+    def take_ended(self) -> set[int]:
+        """Process 0's: the ids of processes that have gone or leave since this was asked last."""
+        with self._membership:
+            ended, self._ended = self._ended, set()
+        return ended
+
+    def _hear_leavers(self) -> None:
+        """Look who has asked to leave. The engine is told when nobody has since the last time, so that many at once make one change."""
+        asked = self.store.list(_LEAVING)
+        for key, value in asked:
+            self.store.delete(key)
+            with self._membership:
+                self._leavers.append(msgspec.msgpack.decode(value, type=JoinRequest))
+        lately, self._asked_lately = self._asked_lately, bool(asked)
+        if lately and not asked and self.on_change is not None:
+            self.on_change(None)
 
     # Agreement.
 
@@ -221,11 +298,24 @@ class HostGroup:
                     f"{member.name} has {what} {members_value}, process 0 has {values[0]}; install all hosts alike"
                 )
 
+    def loss_of(self, member: JoinRequest) -> GroupError | None:
+        """Why nothing more is to be expected of a member; None: it is not known to be gone. Another one may have its id by now."""
+        with self._membership:
+            error = self.lost.get(member.process_id)
+            return error or (None if member in self.members else GroupError(gone(member)))
+
+    def give_up(self, process_id: int, error: GroupError) -> None:
+        """Process 0's: go on without a process that lives."""
+        with self._membership:
+            self.lost[process_id] = error
+            self._ended.add(process_id)
+
     def check(self, failure: BaseException | None = None) -> None:
         """Raise the `GroupError` of a member of this generation that is gone. failure: what has come of that."""
         for member in self.present:
-            if member.process_id in self.lost:
-                raise self.lost[member.process_id] from failure
+            error = self.loss_of(member)
+            if error is not None:
+                raise error from failure
 
     def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
         """The member that is gone where that may be why something failed; None: nobody is. seconds: to wait for that; None: until it
@@ -260,7 +350,7 @@ class HostGroup:
                     self._end(reason)
                 last = Announcement(self.generation + 1, reason=reason or "", ended=True)
                 self.store.set(announcement.key(last.number), msgspec.msgpack.encode(last))
-                if len(self.live) > 1:
+                if len(self.reachable_ids) > 1:
                     self._alone.clear()  # what was seen before may be old
                     self._alone.wait(_LEAVE_SECONDS)
             else:
@@ -315,17 +405,18 @@ class HostGroup:
         if not self.is_leader:
             return  # process 0 says who is to go on
         with self._seen:
-            coming = {process_id for process_id, _ in self._coming}  # let in, and not alive before it has joined
+            coming = {request.process_id for request in self._coming}  # let in, and not alive before it has joined
         for member in list(self.members):
             if member.process_id not in alive:
                 if member.process_id not in coming:
                     self._drop(member.process_id)
                 self._lose(member)
+        self._hear_leavers()
 
     def _left(self, member: JoinRequest) -> None:
         """A member's connection has ended, in a thread of the listener."""
         with self._seen:
-            self._coming.discard((member.process_id, member.pid))
+            self._coming.discard(member)
             self._seen.notify_all()
         if not self.leaving:
             self._lose(member)
@@ -333,37 +424,53 @@ class HostGroup:
     def _may_come(self, request: JoinRequest) -> int | None:
         """Wait until the coordination service has forgotten the process that had this id; then it may be joined."""
         with self._seen:
-            self._coming.add((request.process_id, request.pid))
+            self._coming.add(request)
             self._seen.wait_for(lambda: request.process_id in self._unseen or self.leaving)
         if self.leaving:
             return None
-        threading.Thread(target=self._welcome, args=(request,), name="dsjax-welcome", daemon=True).start()
+        refuse = lambda error: self._refuse(request)  # noqa: E731
+        start_thread("welcome", self._welcome, request, name="dsjax-welcome", on_failure=refuse)
         return self.generation + 1
+
+    def _refuse(self, request: JoinRequest) -> None:
+        """Have a process that could not be welcomed come again, and let those that come with it go on."""
+        with self._seen:
+            self._coming.discard(request)
+            self._seen.notify_all()
+            others = bool(self._coming)
+        self._drop(request.process_id)
+        if self.on_change is not None and not self.leaving and not others:
+            self.on_change(None)
 
     def _welcome(self, request: JoinRequest) -> None:
         """Wait until a process that comes back has joined, and has its programs. The mesh changes once for several that come together."""
-        patience, one = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS, (request.process_id, request.pid)
+        patience = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS
         with self._seen:
             joined = self._seen.wait_for(
-                lambda: request.process_id not in self._unseen or self.leaving or one not in self._coming,
+                lambda: request.process_id not in self._unseen or self.leaving or request not in self._coming,
                 timeout=patience,
             )
-            joined = joined and one in self._coming
+            joined = joined and request in self._coming
         joined = joined and self._is_prepared(request)
         with self._seen:
-            self._coming.discard(one)
+            self._coming.discard(request)
             if joined and not self.leaving:
-                changed = [request if member.process_id == request.process_id else member for member in self.members]
-                self.members = changed
-                self.lost.pop(request.process_id, None)
-                self.links.left_out.pop(request.process_id, None)
+                with self._membership:
+                    self.members = [
+                        request if member.process_id == request.process_id else member for member in self.members
+                    ]
+                    self.lost.pop(request.process_id, None)
+                    self.excused = {each for each in self.excused if each.process_id != request.process_id} | (
+                        self.excused & {request}
+                    )
+                    self.links.left_out.pop(request.process_id, None)
             others = bool(self._coming)
         if self.on_change is not None and not self.leaving and not others:
             self.on_change(None)
 
     def _is_prepared(self, request: JoinRequest) -> bool:
         """Wait until a process that has joined says so, for as long as it lives: compilation may take its time. False: it is gone again."""
-        key = _prepared_key(request.process_id, request.pid)
+        key = _prepared_key(request)
         while not self.leaving and request.process_id not in self._unseen:
             try:
                 if self.store.get(key, _LOOK_SECONDS) is not None:
@@ -380,13 +487,15 @@ class HostGroup:
             self._rendezvous.listener.drop(process_id)
 
     def _lose(self, member: JoinRequest) -> None:
-        if member.process_id in self.lost:
-            return
-        error = self.lost[member.process_id] = GroupError(gone(member))
+        with self._membership:  # the listener's thread and the one that watches may see it in the same moment
+            if member.process_id in self.lost or member not in self.members:
+                return  # it is known; or it is of a process in whose place another one is by now
+            error = self.lost[member.process_id] = GroupError(gone(member))
+            self._ended.add(member.process_id)
         if any(each.process_id == member.process_id for each in self.present):
-            self.collectives.cut(
-                self.generation
-            )  # its thread may wait for that process in one, or for another that does
+            # Its thread may wait for that process in one, or for another that does.
+            with contained("host watch", "A collective without that process is waited for until its own limit."):
+                self.collectives.cut(self.generation)
         if self.on_change is not None:
             self.on_change(error)
             return
@@ -411,8 +520,21 @@ def _endpoint(said: Any) -> tuple[str, int] | None:
     return None if said is None else (said[0], said[1])
 
 
-def _prepared_key(process_id: int, pid: int) -> str:
-    return f"dsjax/prepared/{process_id}/{pid}"
+def _leaving_key(member: JoinRequest) -> str:
+    return f"{_LEAVING}{_identity(member)}"
+
+
+def _answer_key(member: JoinRequest) -> str:
+    return f"dsjax/leaving-answers/{_identity(member)}"
+
+
+def _prepared_key(member: JoinRequest) -> str:
+    return f"dsjax/prepared/{_identity(member)}"
+
+
+def _identity(member: JoinRequest) -> str:
+    """What tells a process from another one under its id. In containers both may have the same pid, and the port is whatever was free."""
+    return f"{member.process_id}/{member.pid}/{member.port}"
 
 
 def gone(member: JoinRequest) -> str:

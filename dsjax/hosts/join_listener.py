@@ -37,6 +37,7 @@ class JoinListener:
         self._options, self._response, self._first = options, response, first
         self._listener, self._connections = listener, dict(connections)
         self._members = {member.process_id: member for member in response.members}
+        self._entering: dict[int, tuple[JoinRequest, SecureChannel]] = {}  # wait to come in under an id
         self.wanted = ""
         self._lock = threading.Lock()
         self._watched = threading.Event()
@@ -65,7 +66,7 @@ class JoinListener:
         """Whether this process is a member, and its connection is open."""
         with self._lock:
             known = self._members.get(request.process_id)
-            return request.process_id in self._connections and known is not None and known.pid == request.pid
+            return request.process_id in self._connections and known == request
 
     def drop(self, process_id: int) -> None:
         """Close a member's connection: it has given no sign of life for too long, and must come in again."""
@@ -80,17 +81,23 @@ class JoinListener:
         if not isinstance(prepared, Prepared) or prepared.error is not None:
             channel.close()  # it cannot start, and says why itself
             return
-        refusal = self._refusal(request) or unlike_first(request, prepared, self._first)
-        generation = self._may_come(request) if refusal is None else None
-        if refusal is None and generation is None:
-            refusal = "process 0 is ending the group; start all processes again"
+        refusal = (
+            self._refusal(request) or unlike_first(request, prepared, self._first) or self._claim(request, channel)
+        )
+        generation = None
+        if refusal is None:
+            generation = self._may_come(request)
+            if generation is None:
+                refusal = "process 0 is ending the group; start all processes again"
+            if not self._settle_claim(request, channel, is_let_in=refusal is None):
+                channel.close()  # it has gone while it waited, and another one waits in its place
+                self._on_left(request)
+                return
         if refusal is not None:
             send(channel, JoinResponse(error=refusal))
             channel.close()
             return
         with self._lock:
-            self._members[request.process_id] = request
-            self._connections[request.process_id] = channel
             here = [0, *sorted(self._connections)]
         members = [self._members[i] for i in sorted(self._members)]
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError):
@@ -112,10 +119,39 @@ class JoinListener:
         if refusal is not None:
             return refusal
         with self._lock:
-            if request.process_id in self._connections:
-                known = self._members[request.process_id]
-                return (
-                    f"{known.name} is in the group, and another on {request.host}, pid {request.pid}, has its --process-id "
-                    f"{request.process_id}; give each its own"
-                )
-        return None
+            return self._taken(request)
+
+    def _taken(self, request: JoinRequest) -> str | None:
+        """Why a process cannot have its id, with the lock held; None: it is free."""
+        known, how = None, "is in the group"
+        if request.process_id in self._connections:
+            known = self._members[request.process_id]
+        elif request.process_id in self._entering:
+            waiting, channel = self._entering[request.process_id]
+            if not channel.has_ended:
+                known, how = waiting, "is coming back to the group"
+        if known is None:
+            return None
+        return (
+            f"{known.name} {how}, and another on {request.host}, pid {request.pid}, has its --process-id {request.process_id}; "
+            "give each its own"
+        )
+
+    def _claim(self, request: JoinRequest, channel: SecureChannel) -> str | None:
+        """Have one process alone wait to come in under an id; why this one cannot be it."""
+        with self._lock:
+            refusal = self._taken(request)
+            if refusal is None:
+                self._entering[request.process_id] = request, channel
+            return refusal
+
+    def _settle_claim(self, request: JoinRequest, channel: SecureChannel, *, is_let_in: bool) -> bool:
+        """End a wait; whether the id was still this process's, which is a member from now on if it is let in."""
+        with self._lock:
+            if self._entering.get(request.process_id, (None, None))[1] is not channel:
+                return False
+            del self._entering[request.process_id]
+            if is_let_in:
+                self._members[request.process_id] = request
+                self._connections[request.process_id] = channel
+            return True

@@ -131,7 +131,7 @@ class Links:
             "out, and can come back when the link works"
         )
         self.left_out[process_id] = member.pid, str(error)
-        self._group.lost[process_id] = error
+        self._group.give_up(process_id, error)
         self._drop(process_id)
         return error
 

@@ -25,7 +25,7 @@ class HostOptions:
 
     Attributes:
         coordinator: host name or address, and port, at which process 0 is reached.
-        address: of this host, as an IP address: what listens in this process listens there.
+        address: of this host, as an IP address: what listens in this process listens there. Empty: the coordinator's name is not known yet.
         start_timeout: seconds in which all processes must have come.
         heartbeat_timeout: seconds after which a process that gives no sign of life is taken for dead.
         credentials: where the cluster key and the certificates are.
@@ -99,7 +99,7 @@ class HostOptions:
                 f"{max(num_processes - 1, 0)}, another for each process"
             )
         coordinator = split(coordinator_address)
-        address = _own_address(coordinator, process_id, host_address)
+        address = own_address(coordinator, process_id, host_address)
         options = cls(
             coordinator,
             num_processes,
@@ -163,29 +163,83 @@ def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
             return None, None, None
 
 
-def _own_address(coordinator: tuple[str, int], process_id: int, given: str | None) -> str:
-    """The address that this process listens at: as given, or that of the interface which leads to the coordinator."""
+def own_address(coordinator: tuple[str, int], process_id: int, given: str | None) -> str:
+    """The address that this process listens at: as given, or that of the interface which leads to the coordinator.
+
+    Raises:
+        UserError: it is none of this host, or the group's other processes cannot reach it.
+    """
     host, port = coordinator
+    on_loopback = means_loopback(host)
+    if given is not None:
+        return address_of_this_host("--host-address", given, on_loopback=on_loopback)
+    if process_id == 0:
+        flag, advice = "--coordinator-address", "process 0 must run there"
+        return address_of_this_host(flag, host, port=port, on_loopback=on_loopback, advice=advice)
     try:
-        wanted = given if given is not None else host
+        family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(resolved)  # sends nothing; it only chooses the way
+            address = probe.getsockname()[0]
+    except OSError:
+        return ""  # the name may come to be known while the rendezvous waits
+    if reason := _why_unreachable(address, on_loopback):
+        raise UserError(
+            f"--coordinator-address: this host is at {address} on the way to {host!r}, and {reason}; "
+            "give --host-address an address of this host at which the others reach it"
+        )
+    return address
+
+
+def address_of_this_host(
+    flag: str, wanted: str, *, on_loopback: bool, port: int = 0, advice: str = "give an address of this host"
+) -> str:
+    """Resolve a name or address of this host at which others are to reach it. on_loopback: all of those are on this host.
+
+    Raises:
+        UserError: it is none of this host, or others cannot reach it.
+    """
+    try:
         family, _, _, _, resolved = socket.getaddrinfo(wanted, port, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
-        if given is None and process_id > 0:
-            return ""  # the name may come to be known while the rendezvous waits
-        flag = "--coordinator-address" if given is None else "--host-address"
         raise UserError(f"{flag}: {wanted!r} is no name or address that this host knows ({error})") from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            if given is None and process_id > 0:
-                probe.connect(resolved)  # sends nothing; it only chooses the way
-                return probe.getsockname()[0]
-            probe.bind((resolved[0], 0))
+            probe.bind((resolved[0], 0, *resolved[2:]))
         except OSError as error:
-            if given is None and process_id > 0:
-                return ""
-            flag = "--coordinator-address" if given is None else "--host-address"
-            advice = "process 0 must run there" if given is None else "give an address of this host"
             raise UserError(f"{flag}: {wanted!r} is no address of this host ({error.strerror}); {advice}") from error
-    if ipaddress.ip_address(resolved[0].partition("%")[0]).is_unspecified:
-        raise UserError(f"--host-address is {wanted!r}, which others cannot reach; give one address of this host")
+    if reason := _why_unreachable(resolved[0], on_loopback):
+        known_as = "" if resolved[0] == wanted else f"{resolved[0]} on this host, "
+        raise UserError(
+            f"{flag} is {wanted!r}, {known_as}which others cannot reach: {reason}; give one address of this host in the network that "
+            "they share"
+        )
     return resolved[0]
+
+
+def means_loopback(host: str) -> bool:
+    """Whether a host was named as this very one: an address of the loopback interface, or `localhost`.
+
+    The host's own name is not among them, though many systems know it as 127.0.1.1: other hosts know it by another address.
+    """
+    try:
+        return _plain(host).is_loopback
+    except ValueError:
+        return host.partition(".")[0] in ("localhost", "ip6-localhost")
+
+
+def _why_unreachable(address: str, on_loopback: bool) -> str | None:
+    ip = _plain(address)
+    if ip.is_unspecified:
+        return "it stands for all addresses of this host"
+    if ip.is_link_local:
+        return "a link-local address holds on one link, and names no host"
+    if ip.is_loopback and not on_loopback:
+        return "it is the loopback interface's, and not all processes were named as this host's (as 127.0.0.1 does)"
+    return None
+
+
+def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Parse an address without its zone, and an IPv4 address in IPv6's notation as what it is."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return getattr(ip, "ipv4_mapped", None) or ip

@@ -11,6 +11,7 @@ one that was started again comes in by the same way.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import threading
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dsjax.background import note_failure
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
-from dsjax.hosts.options import HostOptions, joined
+from dsjax.hosts.options import HostOptions, joined, own_address
 from dsjax.hosts.secure_channel import NotAMemberError, RefusedError, SecureChannel, connect
 from dsjax.hosts.secure_listener import MOST_CONNECTIONS, SecureListener, counted
 from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared, decode, encode, receive, send
@@ -94,6 +96,24 @@ def meet(
     if options.is_leader:
         return _Host(options, port, credentials).meet(prepare)
     return _attend(options, prepare, port, credentials)
+
+
+def located(options: HostOptions) -> HostOptions:
+    """Wait until the coordinator's name is known, where it was not when options were read, and find this host's address on the way there.
+
+    Raises:
+        GroupError: it is not known within the time to start.
+    """
+    deadline = time.monotonic() + options.start_timeout
+    while not options.address:
+        if time.monotonic() + _RETRY_SECONDS > deadline:
+            raise GroupError(
+                f"the name of process 0, {options.coordinator[0]!r}, is not known to this host after {options.start_timeout} s "
+                "(--start-timeout); check --coordinator-address"
+            )
+        time.sleep(_RETRY_SECONDS)
+        options = dataclasses.replace(options, address=own_address(options.coordinator, options.process_id, None))
+    return options
 
 
 class _Host:
@@ -179,7 +199,9 @@ class _Host:
                 self._enter(request, prepared if isinstance(prepared, Prepared) else Prepared(error="spoke nonsense"))
                 channel.wait_for_end()
                 self._lost(request, channel)
-        except (OSError, EOFError, msgspec.MsgspecError):
+        except Exception as error:
+            if not isinstance(error, (OSError, EOFError, msgspec.MsgspecError)):
+                note_failure("connection", error, "The process must come again.")
             channel.close()
             if isinstance(request, JoinRequest):
                 self._lost(request, channel)

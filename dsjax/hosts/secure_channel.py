@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
+import select
 import socket
 import ssl
 import threading
@@ -157,6 +158,14 @@ class SecureChannel:
         with contextlib.suppress(OSError, EOFError):
             self.receive(0)
         self.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other side of a channel over which it has nothing to say has gone. Nobody may be reading."""
+        try:
+            return bool(select.select([self._connection], [], [], 0)[0])
+        except (OSError, ValueError):  # it is closed here
+            return True
 
     def on_close(self, call: Callable[[], None]) -> None:
         """Have a function called when this side closes the connection; it may be called twice."""
@@ -328,7 +337,14 @@ def _other_protocol(theirs: bytes) -> str:
 
 
 class Stranger(Exception):
-    """Who came shows no sign of the deployment. `str` says what was wrong, in words that a log can count."""
+    """Who came shows no sign of the deployment. `str` says what was wrong, in words that a log can count.
+
+    may_try_again: it may be a member that was too slow. Its connection is to be reset, where one with a wrong proof is ended.
+    """
+
+    def __init__(self, reason: str, *, may_try_again: bool = False):
+        super().__init__(reason)
+        self.may_try_again = may_try_again
 
 
 def answer(
@@ -358,7 +374,7 @@ def answer(
     except ssl.SSLError as error:
         raise Stranger("without a certificate of --cluster-tls-ca") from error
     except TimeoutError as error:
-        raise Stranger("that did not end their greeting in time") from error
+        raise Stranger("that did not end their greeting in time", may_try_again=True) from error
     except (OSError, EOFError) as error:
         raise Stranger("that went away during their greeting") from error
     transcript = _Transcript(credentials, name, nonce, caller_nonce, stream, is_listener=True)
@@ -370,7 +386,7 @@ def answer(
     def end(refusal: str) -> None:
         if not refusal and service not in services:
             refusal = f"{channel.peer} asked for {service!r} at a port for {' and '.join(services)}; check the address"
-        deadline.apply()
+        channel.settimeout(GREETING_SECONDS)
         stream.sendall(transcript.proof("listener"))
         channel.send(refusal.encode()[:_MOST_REFUSAL])
         if refusal:

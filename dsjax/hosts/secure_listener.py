@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from dsjax.background import start_thread
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.secure_channel import GREETING_SECONDS, Deadline, RefusedError, SecureChannel, Stranger, answer
 
@@ -66,7 +67,7 @@ class SecureListener:
         self._told_at = -LOG_SECONDS
         listener.settimeout(None)
         listener.listen(_BACKLOG)
-        threading.Thread(target=self._accept, name=name, daemon=True).start()
+        start_thread("listener", self._accept, name=name, restarts=True)
 
     def close(self, *, connections: bool = False) -> None:
         """Let nobody in any more. connections: end those that there are, too."""
@@ -101,7 +102,8 @@ class SecureListener:
             with self._changed:
                 self._greetings[greeting] = None
             try:
-                threading.Thread(target=self._greet, args=(greeting,), name=self._name, daemon=True).start()
+                end = lambda error, connection=connection: connection.close()  # noqa: E731
+                start_thread("connection", self._greet, greeting, name=self._name, on_failure=end)
             except RuntimeError:  # no thread can be had
                 greeting.reset()
                 connection.close()
@@ -125,11 +127,19 @@ class SecureListener:
         connection = greeting.connection
         try:
             channel, end = answer(connection, self._credentials, greeting.deadline, list(self._serve))
+            self._leave(greeting)
+            if greeting.was_reset:  # as it proved itself: its caller sees the reset, and tries again
+                raise Stranger("for which there was no place")
         except Stranger as error:
             if not self._closed:
                 self._turn_away("for which there was no place" if greeting.was_reset else str(error))
+            if error.may_try_again:
+                greeting.reset()
             connection.close()
             return
+        except BaseException:
+            connection.close()
+            raise
         finally:
             self._leave(greeting)
         with self._changed:

@@ -73,7 +73,28 @@ class JoinResponse(msgspec.Struct, frozen=True, tag="join_response"):
 
 Message = JoinRequest | Prepared | JoinResponse
 encode = msgspec.msgpack.encode
-decode = msgspec.msgpack.Decoder(Message).decode
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def decode(data: bytes) -> Message:
+    """Read a message.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    return decoded(_decoder, data)
+
+
+def decoded(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
+    """Read a message of any kind.
+
+    Raises:
+        msgspec.MsgspecError: it is none, also where msgspec itself raises something else: for text that is no UTF-8, or for deep nesting.
+    """
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def send(channel: SecureChannel, message: Message) -> None:

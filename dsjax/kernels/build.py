@@ -1,6 +1,7 @@
 """Building the native kernels: which compiler, where the library is kept, and whether it works on this machine.
 
-Nothing here ever stops a start: what cannot be built or used is a ``BuiltLibrary`` without a path, and a line that says why.
+Nothing here ever stops a start: what cannot be built or used is a ``BuiltLibrary`` without a path, and a line that says why. A library is
+code that this process runs, so none is loaded that somebody else can have written (``dsjax/ownership.py``).
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jaxlib
 
+from dsjax.ownership import WRITABLE_BY_OTHERS, is_trusted, why_distrusted
+
 SOURCES = Path(__file__).parent / "native"
 BINDINGS = SOURCES / "bindings.cc"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-w")
 COMPILE_SECONDS = 600
 """After which a compiler is taken to hang. ``zig``, which builds its own C++ library first, took 55 s on two cores."""
-
-
 TRY_SECONDS = 120
+VERSION_SECONDS = 20
+"""After which a compiler that was asked for its version is taken to hang."""
 
 
 @dataclass(frozen=True)
@@ -51,45 +56,127 @@ def compiler() -> list[str] | None:
 def find_or_build(folder: Path | None) -> BuiltLibrary:
     """This machine's library from ``folder``; built there first if it is missing. None: nowhere to keep it."""
     if folder is None:
-        return BuiltLibrary(None, "there is no folder to keep native kernels in")
-    path = folder / f"{_key('native')}.so"
+        return BuiltLibrary(None, "there is no folder to keep native kernels in; set HOME or JAX_COMPILATION_CACHE_DIR")
     try:
-        if path.is_file():
-            return BuiltLibrary(path) if _tried(path) else _try(path)
+        return _find_or_build(folder)
+    except OSError as error:
+        return BuiltLibrary(None, f"native kernels cannot be kept in {folder} ({error.strerror or error})")
+    except Exception as error:  # whatever it is, the plain forms compute the same
+        return BuiltLibrary(None, f"native kernels cannot be built or used ({_in_a_line(error)})")
+
+
+def kept_libraries(folder: Path) -> list[Path]:
+    """List the libraries of this version and machine in a folder, whatever compiler has built them."""
+    return sorted(folder.glob(f"{source_version()}-{_machine()}-*.so"))
+
+
+def _find_or_build(folder: Path) -> BuiltLibrary:
+    command = compiler()
+    version = _compiler_version(command) if command else ""
+    if folder.is_dir() and (reason := _make_ours(folder)):
+        return BuiltLibrary(None, f"native kernels are not loaded: {reason}")
+    if command is None or version is None:  # whatever compiler has built them
+        tried = [_use(path) for path in kept_libraries(folder)]
+        if command is None:
+            tried.append(BuiltLibrary(None, _NO_COMPILER))
+        else:
+            tried.append(
+                BuiltLibrary(None, f"the compiler {' '.join(command)} did not tell its version in {VERSION_SECONDS} s")
+            )
+        return next((library for library in tried if library.path), tried[0])
+    path = folder / f"{source_version()}-{_machine()}-{_digest(version)}.so"
+    if not _is_ours(path):
         with _alone(
             path
         ):  # several processes of one host start together: one builds, and the others find what it built
-            if path.is_file():
-                return BuiltLibrary(path) if _tried(path) else _try(path)
-            return build(path)
+            if not _is_ours(path):
+                return build(path)
+    library = _use(path)
+    return library if library.path else BuiltLibrary(None, f"{library.note}; delete the file to have it built anew")
+
+
+_NO_COMPILER = (
+    "there is no C++ compiler for the native kernels (several times faster); pip install 'dsjax[native]' brings one"
+)
+
+
+def _make_ours(folder: Path) -> str | None:
+    """Take the right to write to a folder of this user's from others; give why it is not to be believed where it is not this user's."""
+    status = folder.stat()
+    if is_trusted(status) and status.st_mode & WRITABLE_BY_OTHERS and status.st_uid == os.geteuid():
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~WRITABLE_BY_OTHERS)
+    return why_distrusted(folder)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a library is there that nobody else can have written. One that somebody else can have is built anew in its place."""
+    try:
+        return path.is_file() and why_distrusted(path) is None
+    except OSError:
+        return False
+
+
+def _use(path: Path) -> BuiltLibrary:
+    try:
+        if reason := why_distrusted(path.resolve()) or why_distrusted(path.resolve().parent):
+            return BuiltLibrary(None, f"native kernels are not loaded: {reason}")
     except OSError as error:
-        return BuiltLibrary(None, f"native kernels cannot be kept in {folder} ({error.strerror or error})")
+        return BuiltLibrary(None, f"the native kernels in {path} cannot be read ({error.strerror or error})")
+    return BuiltLibrary(path) if _tried(path) else _try(path)
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of a library that is to be built, as no other process of this host does; without effect where the system has none."""
-    owner, name = getattr(os, "getuid", int)(), hashlib.sha256(str(path).encode()).hexdigest()[:16]
-    # Not beside the library: where nothing can be built, nothing is left there either.
-    with Path(tempfile.gettempdir(), f"dsjax-{owner}-{name}.lock").open("w") as file:
-        try:
-            import fcntl
-        except ImportError:
-            yield
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, or the process ends
+    """Hold the lock of a library that is to be built, as no other process of this host does.
+
+    Without effect where there can be no lock, or it is held for longer than building can take: two processes that build the same
+    replace each other's library by an equal one.
+    """
+    descriptor = _lock(path)
+    try:
         yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _lock(path: Path) -> int | None:
+    try:
+        import fcntl
+
+        # Not beside the library: where nothing can be built, nothing is left there either.
+        name = f"dsjax-{os.getuid()}-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.lock"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(Path(tempfile.gettempdir(), name), flags, 0o600)
+    except (ImportError, OSError):
+        return None
+    deadline = time.monotonic() + COMPILE_SECONDS + TRY_SECONDS
+    while os.fstat(descriptor).st_uid == os.getuid():
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when it is closed, or the process ends
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        except OSError:
+            break
+    os.close(descriptor)
+    return None
 
 
 def find_prebuilt(folder: Path) -> BuiltLibrary:
     """The first library in a folder that ``dsjax kernels build`` filled, of this version, that works on this machine."""
-    paths = sorted(folder.glob(f"{source_version()}-*.so"))
+    try:
+        paths = sorted(folder.glob(f"{source_version()}-*.so"))
+    except OSError as error:
+        return BuiltLibrary(None, f"{folder} cannot be read ({error.strerror or error})")
     if not paths:
         return BuiltLibrary(
             None,
             f"{folder} holds no native kernels of this version; make them with dsjax kernels build --output {folder}",
         )
-    tried = [_try(path, remember=False) for path in paths]
+    tried = [_use(path) for path in paths]
     return next((library for library in tried if library.path), tried[0])
 
 
@@ -101,11 +188,8 @@ def build(path: Path, march: str = "native") -> BuiltLibrary:
     """
     command = compiler()
     if command is None:
-        return BuiltLibrary(
-            None,
-            "there is no C++ compiler for the native kernels (several times faster); pip install 'dsjax[native]' brings one",
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
+        return BuiltLibrary(None, _NO_COMPILER)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix="building-", suffix=".so", delete=False) as file:
         unfinished = Path(file.name)
     print(f"building native kernels with {' '.join(command)} -march={march} into {path.parent}", file=sys.stderr)
@@ -116,6 +200,7 @@ def build(path: Path, march: str = "native") -> BuiltLibrary:
             reason = tested.note
         if reason is not None:
             return BuiltLibrary(None, reason)
+        unfinished.chmod(0o755)  # for others to read, and this user to write
         unfinished.replace(path)  # at once: another process that builds the same finds a whole library, its own or ours
     finally:
         unfinished.unlink(missing_ok=True)
@@ -126,27 +211,48 @@ def build(path: Path, march: str = "native") -> BuiltLibrary:
 
 def compile_library(command: list[str], output: Path, march: str) -> str | None:
     """Run the compiler; why it failed, or None."""
+    arguments = [*_flags(march), f"-I{jax.ffi.include_dir()}", str(BINDINGS), "-o", str(output)]
+    try:
+        code, said = _run([*command, *arguments], COMPILE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the compiler {' '.join(command)} did not build the native kernels ({_in_a_line(error)})"
+    if code == 0:
+        return None
+    lines = [line for line in said.splitlines() if "error" in line] or said.splitlines() or ["no message"]
+    return f"the compiler {' '.join(command)} failed on the native kernels: {lines[0][:300]}"
+
+
+def _flags(march: str) -> list[str]:
     wide = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
     target = f"-mcpu={march}" if platform.machine() in ("aarch64", "arm64") else f"-march={march}"
-    arguments = [
-        *FLAGS,
-        target,
-        *wide,
-        "-fPIC",
-        "-shared",
-        f"-I{jax.ffi.include_dir()}",
-        str(BINDINGS),
-        "-o",
-        str(output),
-    ]
-    try:
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=COMPILE_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"the compiler {' '.join(command)} did not build the native kernels ({error})"
-    if done.returncode == 0:
-        return None
-    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
-    return f"the compiler {' '.join(command)} failed on the native kernels: {lines[0][:300]}"
+    return [*FLAGS, target, *wide, "-fPIC", "-shared"]
+
+
+def _run(command: Sequence[str], seconds: float) -> tuple[int, str]:
+    """Run a command, and end it and all that it has started if it takes longer; give its exit status and what it wrote.
+
+    Raises:
+        OSError: it cannot be started. subprocess.TimeoutExpired: it took longer.
+    """
+    # No pipe, which a process that is left over would hold open, and no temporary folder where there is another way.
+    with os.fdopen(os.memfd_create("said"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except BaseException:
+            with contextlib.suppress(OSError, AttributeError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
+            raise
+        said.seek(0)
+        return code, said.read(1 << 20).decode(errors="replace")
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())[:300]
 
 
 def prebuilt_name(march: str) -> str:
@@ -157,45 +263,66 @@ def prebuilt_name(march: str) -> str:
 def _try(path: Path, remember: bool = True) -> BuiltLibrary:
     """Whether a library loads and computes rightly here. In a process of its own: a wrong processor's ends by a signal."""
     program = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).dsjax_self_test())"
-    command = [sys.executable, "-S", "-E", "-c", program, str(path)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TRY_SECONDS)
+        code, said = _run([sys.executable, "-S", "-E", "-c", program, str(path.absolute())], TRY_SECONDS)
     except subprocess.TimeoutExpired:
         return BuiltLibrary(None, f"the native kernels in {path} did not finish a small case in {TRY_SECONDS} s")
-    if done.returncode == 0:
+    except OSError as error:
+        return BuiltLibrary(None, f"the native kernels in {path} cannot be tried ({error.strerror or error})")
+    if code == 0:
         if remember:
             _remember(path)
         return BuiltLibrary(path)
-    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    last = (said.strip().splitlines() or [f"exit status {code}"])[-1]
     return BuiltLibrary(None, f"the native kernels in {path} do not work on this machine ({last[:200]})")
 
 
 def _remember(path: Path) -> None:
     # In a folder that only holds what others made, a library is tried at each start.
     with contextlib.suppress(OSError):
-        path.with_suffix(".tried").write_text(f"{path.stat().st_size}\n")
+        path.with_suffix(".tried").write_text(_trial(path))
 
 
 def _tried(path: Path) -> bool:
-    mark = path.with_suffix(".tried")
-    return mark.is_file() and mark.read_text() == f"{path.stat().st_size}\n"
+    """Whether these very bytes worked here: of a file that was cut or overwritten since, loading can end the process by a signal."""
+    with contextlib.suppress(OSError, ValueError):
+        return path.with_suffix(".tried").read_text() == _trial(path)
+    return False
+
+
+def _trial(path: Path) -> str:
+    return f"{hashlib.sha256(path.read_bytes()).hexdigest()} {_machine()}\n"
 
 
 def source_version() -> str:
-    """Hash sources, flags and jaxlib, whose headers are compiled in: 12 hexadecimal digits."""
+    """Hash sources, flags, and the headers of jaxlib that are compiled in: 12 hexadecimal digits."""
     digest = hashlib.sha256(" ".join((*FLAGS, jaxlib.__version__)).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
+    headers = Path(jax.ffi.include_dir(), "xla", "ffi", "api")
+    for source in (*sorted(SOURCES.iterdir()), *sorted(headers.glob("*.h"))):
+        if source.is_file():
+            digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def _key(march: str) -> str:
-    """The version, and this machine: a home directory may be shared by several kinds of them."""
+def _machine() -> str:
+    """Hash what a library for this machine depends on: a home directory may be shared by several kinds of them."""
     try:
         cpu = next(
             line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
         )
     except (OSError, StopIteration):
         cpu = platform.processor()
-    machine = hashlib.sha256(f"{platform.machine()} {cpu} {march}".encode()).hexdigest()[:8]
-    return f"{source_version()}-{machine}"
+    return _digest(f"{platform.machine()} {cpu} {' '.join(platform.libc_ver())} {' '.join(_flags('native'))}")
+
+
+def _compiler_version(command: list[str]) -> str | None:
+    """What a compiler says about its version; empty where it says nothing, None where it hangs."""
+    try:
+        _, said = _run([*command, "--version"], VERSION_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    return said
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

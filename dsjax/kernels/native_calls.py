@@ -30,7 +30,11 @@ class NativeKernels:
 
     @classmethod
     def load(cls, path: Path, threads: int) -> NativeKernels:
-        """Load a library that ``build`` has found to work, and make its kernels known to XLA."""
+        """Load a library that ``build`` has found to work, and make its kernels known to XLA.
+
+        Raises:
+            Exception: it has changed since, or JAX does not take it; nothing of it is used then.
+        """
         _library(path.resolve())
         return cls(path.resolve(), path.stem, threads)
 
@@ -139,11 +143,12 @@ def _library(path: Path) -> ctypes.CDLL:
     """
     if path.stem in _libraries():
         return _libraries()[path.stem]
-    library = _libraries()[path.stem] = ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(path))
     for kernel in TARGETS:
         capsule = jax.ffi.pycapsule(getattr(library, f"dsjax_{kernel}"))
         jax.ffi.register_ffi_target(_target(kernel, path.stem), capsule, platform="cpu")
         getattr(library, f"dsjax_{kernel}_scratch").restype = ctypes.c_int64
+    _libraries()[path.stem] = library
     return library
 
 

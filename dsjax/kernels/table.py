@@ -6,7 +6,6 @@ where the table says that it can be.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from dsjax.kernels import build
 from dsjax.kernels.native_calls import NativeKernels
 from dsjax.kernels.pallas import PallasKernels
 from dsjax.kernels.pallas.tile_table import TileTable
+from sharding.cores import most_threads
 
 CHOICES = ("auto", "plain", "native", "pallas")
 OPERATIONS = ("decode attention", "prefill attention", "experts", "other products")
@@ -140,8 +140,13 @@ def choose_kernels(
     library = build.find_or_build(cache) if prebuilt is None else build.find_prebuilt(prebuilt)
     if library.path is None:
         return _refuse(choice, library.note)
-    threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
-    return Kernels(NativeKernels.load(library.path, threads), note=library.note)
+    threads = max(1, most_threads() // devices)
+    try:
+        return Kernels(NativeKernels.load(library.path, threads), note=library.note)
+    except Exception as error:  # whatever it is, the plain forms compute the same
+        return _refuse(
+            choice, f"the native kernels in {library.path} do not load ({' '.join(str(error).split())[:200]})"
+        )
 
 
 def _pallas(choice: str, platform: str, dtype: np.dtype, tiles: Path | None) -> Kernels:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from dsjax.cli.options import options_of
+from dsjax.descriptors import check_descriptors
 from dsjax.engine.elastic.joining import host_options
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
@@ -76,8 +77,13 @@ def serve(
     keys = read_keys(api_key or (), api_key_file or ())
     options = ServeOptions(**vars(http), api_keys=keys, admin_api_key=admin_api_key, step_timeout=step_timeout)
     configure_logging(log_level, as_json=log_json)
+    check_descriptors(api_server_count if api_server_count > 1 else 0)
     group_options = host_options(args)
     leads = group_options is None or group_options.is_leader
+    if leads and api_server_count > 1:
+        from dsjax.serve.front_ends.shared_engine import check_private_listener
+
+        check_private_listener()
     listeners = bind_shared(host, port, api_server_count) if leads and api_server_count > 1 else [bind(host, port)]
     listener = listeners[0]
     console = Console()
@@ -155,7 +161,14 @@ def serve_model(
     )
     engine.on_change.append(serving.on_change)
     host, port = listener.getsockname()[:2]
+
+    def prepare_end() -> None:
+        engine.wait_for_no_mesh()
+        if group is not None:
+            group.needs_all = True  # what runs is to end, and a change of the mesh would only keep it waiting
+
     how = {
+        "on_signal": prepare_end,
         "shutdown_timeout": shutdown_timeout,
         "log_level": log_level,
         "warm_up": warm_up,
@@ -183,5 +196,6 @@ def metrics_of(model: "LLM", name: str) -> "Metrics":
         page_bytes=facts.page_bytes,
         device_memory=device_memory,
         generations=model.parts.core.generations,
+        parked=model.parts.core.parked,
         prefills=model.parts.prefill_engines,
     )

@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from dsjax.background import contained
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.errors import ApiError, to_api_error
@@ -26,6 +27,7 @@ Answer = TypeVar("Answer")
 CONNECTION_SEND = "connection_send"
 """Key in a scope's state of the connection's own `send`, which no middleware sees."""
 MAX_HEAD_BYTES = 64 * 1024
+_UNWATCHED = ("client watch", "A request is computed to its end, whether or not its client is there.")
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 
 
@@ -137,15 +139,16 @@ class EventStream(StreamingResponse):
         self._send_events = scope["state"].get(CONNECTION_SEND, send)
         self._writer = BodyWriter.behind(self._send_events)
         with self._resources:
-            watch = asyncio.ensure_future(self._watch(receive))
+            watch = asyncio.ensure_future(self._watch(receive))  # it contains its failures
             try:
                 await self._send_answer(send)
             finally:
                 watch.cancel()
 
     async def _watch(self, receive: Receive) -> None:
-        await _disconnected(receive)
-        self._outputs.fail(ClientGoneError())
+        if await _disconnected(receive):
+            with contained(*_UNWATCHED):
+                self._outputs.fail(ClientGoneError())
 
     async def _send_answer(self, send: Send) -> None:
         """Send the head, the events as they come, and the end; nothing more once the client has left."""
@@ -210,8 +213,9 @@ async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Ans
     watch = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        if not task.done() and watch.result():
             raise ClientGoneError
+        await asyncio.wait({task})
         return task.result()
     finally:
         for each in (task, watch):
@@ -219,9 +223,13 @@ async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Ans
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _disconnected(receive: Receive) -> bool:
+    """Wait until the client has left, and say so; False, and at once, where that cannot be seen."""
+    with contained(*_UNWATCHED):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return True
+    return False
 
 
 class _HeadTooLargeError(Exception):

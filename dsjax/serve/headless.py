@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
 import socket
-import threading
-from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import choose_encoder
 from rich.console import Console
 
+from dsjax.background import start_thread
 from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
 from dsjax.serve.connections import JsonResponse
 from dsjax.serve.metrics_families import Registry, exposition
-from dsjax.serve.metrics_parts import add_memory_metrics, device_memory
-
-_log = logging.getLogger(__name__)
+from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics, device_memory
 
 
 class Headless:
@@ -34,7 +28,6 @@ class Headless:
     def __init__(self, options: HostOptions):
         self.options = options
         self._follower = None
-        self._signals = 0
         self.registry = registry = Registry(process=str(options.process_id))
         for name, documentation, count in (
             ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
@@ -42,6 +35,7 @@ class Headless:
         ):
             registry.total(name, documentation, lambda count=count: float(getattr(self._follower, count, 0)))
         registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))
+        add_background_metrics(registry)
         # To ask for devices before the group is there would start JAX alone.
         add_memory_metrics(registry, lambda: device_memory() if self.phase in ("warming up", "ready") else ())
 
@@ -58,7 +52,7 @@ class Headless:
         """
         config = uvicorn.Config(self.app(), log_config=None, access_log=False, ws="none")
         server = uvicorn.Server(config)  # takes no signals in a thread that is not the main one
-        threading.Thread(target=server.run, args=([listener],), name="dsjax-headless", daemon=True).start()
+        start_thread("headless server", server.run, [listener], name="dsjax-headless")
         host, port = listener.getsockname()[:2]
         console.print(
             f"process {self.options.process_id} of {self.options.num_processes}: follows process 0 at "
@@ -68,11 +62,14 @@ class Headless:
         group = join_group(args, self.options)
         from dsjax.engine.elastic.follower import Follower
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         self._follower = Follower(group)
         self._follower.run_with(args)
-        console.print("process 0 has ended; this process ends too", highlight=False)
+        how = (
+            "the others go on without this process"
+            if self._follower.left
+            else "process 0 has ended; this process ends too"
+        )
+        console.print(how, highlight=False)
 
     def app(self) -> FastAPI:
         """Make the application with the three endpoints."""
@@ -94,10 +91,3 @@ class Headless:
             return Response(exposition(self.registry.families, openmetrics=openmetrics), media_type=content_type)
 
         return app
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Process 0 may still have requests to finish, which takes all processes: wait for its end. The second signal ends at once."""
-        self._signals += 1
-        if self._signals > 1:
-            os._exit(1)
-        _log.info("This process ends when process 0 does; a second signal ends it now, and the group with it.")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.contract.executor import ErrorKind
+from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
@@ -60,7 +61,7 @@ class Metrics:
         experts_per_device: physical experts of one device; 0 for a model without experts.
         most_drafts: tokens that are drafted for a row at most; 0: speculative decoding is off, and its metrics have no sample.
         page_bytes: of a page of the cache, on all devices of a DP rank.
-        generations: of the mesh; None where it never changes.
+        generations: of the mesh; None where it never changes. parked: then, the requests that wait for a larger one.
         prefills: engines of this process that compute prompts for those whose ranks these are.
         clock: seconds, of the same clock as `Request.arrival_time`.
     """
@@ -77,6 +78,7 @@ class Metrics:
         clock: Callable[[], float] = time.monotonic,
         device_memory: Callable[[], Iterable[tuple[str, int, int]]] = lambda: (),
         generations: "Generations | None" = None,
+        parked: ParkedRequests | None = None,
         prefills: "Sequence[PrefillEngine]" = (),
     ):
         self.registry = registry = Registry(model_name=model_name)
@@ -113,6 +115,7 @@ class Metrics:
         self._responses = Counter(
             registry, "http_requests", "Answers, by route and class of status.", ("handler", "method", "status"), {}
         )
+        metrics_parts.add_background_metrics(registry)
         metrics_parts.add_memory_metrics(registry, device_memory)
         registry.gauge(
             "dsjax_exchange_time_share",
@@ -122,8 +125,8 @@ class Metrics:
         metrics_parts.add_expert_metrics(registry, state)
         metrics_parts.add_balance_metrics(registry, state)
         self._drafts = metrics_parts.DraftMetrics(registry, most_drafts)
-        if generations is not None:
-            metrics_parts.add_generation_metrics(registry, generations)
+        if generations is not None and parked is not None:
+            metrics_parts.add_generation_metrics(registry, generations, parked)
         if prefills:
             metrics_parts.add_prefill_metrics(registry, prefills)
         self.elsewhere: Callable[[Sequence[Family]], Sequence[Family]] | None = None

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsjax.background import failure_counts
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.experts.eplb import BalanceStats
+from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.tiers.disk_tier import DiskCounts
@@ -63,6 +65,16 @@ def _field_of(record: Callable[[], Any]) -> Callable[[str], Callable[[], float |
         return lambda: None if (there := record()) is None else getattr(there, name)
 
     return field
+
+
+def add_background_metrics(registry: Registry) -> None:
+    """Add how often background work has failed, in this process."""
+    registry.total(
+        "dsjax_background_failures",
+        "Failures of background work, which cost that work alone.",
+        lambda: [((work,), count) for work, count in failure_counts().items()],
+        "work",
+    )
 
 
 def add_load_metrics(registry: Registry, state: LatestState) -> None:
@@ -381,14 +393,19 @@ class DraftMetrics:
             self._per_position.add(labels, accepted)
 
 
-def add_generation_metrics(registry: Registry, generations: Generations) -> None:
-    """Add which mesh there is, which one is wanted, and what changing it took."""
+def add_generation_metrics(registry: Registry, generations: Generations, parked: ParkedRequests) -> None:
+    """Add which mesh there is, which one is wanted, and what changing it took. parked: the requests that wait for a larger one."""
     ahead = generations.ahead
     for name, documentation, value in (
         ("dsjax_generation", "Number of the mesh; it begins with 0.", lambda: generations.number),
         ("dsjax_generation_devices", "Devices of the mesh.", lambda: generations.spec.num_devices),
         ("dsjax_generation_devices_wanted", "Devices it was to have.", lambda: generations.wanted.num_devices),
         ("dsjax_generation_processes", "Processes with a part in it.", lambda: generations.facts.num_processes),
+        (
+            "dsjax_requests_waiting_for_mesh",
+            "Requests that it cannot hold, and that wait for a larger one.",
+            lambda: len(parked),
+        ),
         (
             "dsjax_compile_ahead_programs_done",
             "Programs of the meshes that may come next which process 0 has.",
@@ -409,7 +426,10 @@ def add_generation_metrics(registry: Registry, generations: Generations) -> None
     registry.total(
         "dsjax_generation_changes",
         "Changes of the mesh, by reason.",
-        lambda: [((reason,), generations.counts.changes[reason]) for reason in ("scale", "loss", "failure", "return")],
+        lambda: [
+            ((reason,), generations.counts.changes[reason])
+            for reason in ("scale", "loss", "failure", "leave", "return")
+        ],
         "reason",
     )
     registry.total(
@@ -417,6 +437,12 @@ def add_generation_metrics(registry: Registry, generations: Generations) -> None
         "Weights of changed meshes, by where they came from.",
         lambda: [((source,), counted) for source, counted in sorted(generations.counts.weight_bytes.items())],
         "source",
+    )
+    registry.total(
+        "dsjax_requests_waited_for_mesh",
+        "Requests that have waited for a larger mesh, by what came of it: resumed, expired or aborted.",
+        lambda: [((outcome,), float(parked.outcomes[outcome])) for outcome in ("resumed", "expired", "aborted")],
+        "outcome",
     )
     registry.total(
         "dsjax_generation_change_seconds",

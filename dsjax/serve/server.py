@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
     Args:
         warm_up: compiles every shape, in a thread of its own. It is given a function to call between two shapes, which raises
             once the server is to end. What else it raises, `serve_on` raises.
-        on_ready: called once requests are admitted.
+        on_ready: called once requests are admitted. on_signal: called at the first signal, in its handler.
         before_exit: called with the exit code where the process ends without Python's own end, because a thread hangs in a step or a
             compilation.
         before_routes: as of `create_app`.
@@ -64,6 +64,7 @@ class Server(uvicorn.Server):
         log_level: str = "info",
         warm_up: Callable[[Callable[[], None]], None] | None = None,
         on_ready: Callable[[], None] = lambda: None,
+        on_signal: Callable[[], None] = lambda: None,
         before_exit: Callable[[int], None] = lambda code: None,
         before_routes: Callable[[ASGIApp], ASGIApp] | None = None,
     ):
@@ -73,7 +74,7 @@ class Server(uvicorn.Server):
         self._warm_up = warm_up
         self._warm_up_error: BaseException | None = None
         self._warming = False
-        self._on_ready = on_ready
+        self._on_ready, self._on_signal = on_ready, on_signal
         self._before_exit = before_exit
         self._watchdog: Watchdog | None = None
         serving.phase = Phase.WARMING_UP
@@ -99,7 +100,15 @@ class Server(uvicorn.Server):
         """Listen; then warm up, and call `on_ready` once requests are admitted."""
         await super().startup(sockets)
         if not self.should_exit:
-            self._starting = asyncio.create_task(self._become_ready())
+            self._starting = asyncio.create_task(self._start_serving())
+
+    async def _start_serving(self) -> None:
+        """Become ready, or end with the reason: a server that only listens would keep everybody waiting."""
+        try:
+            await self._become_ready()
+        except Exception as error:
+            self._warm_up_error = self._warm_up_error or error
+            self.should_exit = True
 
     async def _become_ready(self) -> None:
         if self._warm_up is not None:
@@ -133,6 +142,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On the first signal, let finish what runs; on the second, whichever it is, end at once."""
+        if not self.should_exit:
+            self._on_signal()
         self.force_exit = self.should_exit
         self.should_exit = True
 

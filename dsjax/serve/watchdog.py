@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
@@ -66,6 +67,14 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
+        try:
+            self._look()
+        except BaseException:  # a hang would be seen by nobody from here on
+            faulthandler.dump_traceback(file=self._out, all_threads=True)
+            traceback.print_exc(file=self._out)
+            self._exit(HANG_EXIT_CODE)
+
+    def _look(self) -> None:
         while not self._stopped.wait(min(1.0, self._step_timeout / 4)):
             for name, stepper in self._steppers.items():
                 started = stepper.step_started

@@ -3,6 +3,7 @@
 import math
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +19,20 @@ TOOL = Path(__file__).parents[2] / "tools/check_layouts.py"
 # The scale is 1; 6.75 is the edge between 6.5 and 7, of which rounding takes the even one.
 ROW = np.array([[448.0, 6.75, 3.0]], np.float32)
 ABOVE, BELOW = ROW * 1, np.nextafter(ROW, 0, where=ROW == 6.75, out=ROW.copy())
+
+
+@pytest.mark.parametrize("asked", ["on the command line", "by the process that started this one", "not at all"])
+def test_with_servings_compilation_no_flag_of_the_tests_is_left(asked):
+    arguments = ["--serving-compilation"] if asked == "on the command line" else []
+    environment = {name: value for name, value in os.environ.items() if name != "DSJAX_SERVING_COMPILATION"}
+    if asked == "by the process that started this one":
+        environment["DSJAX_SERVING_COMPILATION"] = "1"
+    code = "from quick_compilation import QUICK_COMPILATION; print(len(QUICK_COMPILATION))"
+    ran = [sys.executable, "-c", code, *arguments]
+    found = subprocess.run(
+        ran, cwd=TOOL.parents[1] / "tests", env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (int(found.stdout) > 0) == (asked == "not at all"), found.stderr
 
 
 def run_of(row):

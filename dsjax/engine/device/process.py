@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,42 +14,90 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from dsjax.errors import UserError
+from dsjax.ownership import why_distrusted
 from sharding.jax_internals import backend_is_running
 
 LEAST_COMPILE_SECONDS = 0.2
 """Programs that compile faster than this are not worth a file."""
 
+_NEVER_SECONDS = 1e9
+"""No program takes as long to compile."""
+
 # glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
-def cache_folder() -> Path:
+def cache_folder() -> Path | None:
     """Where compiled programs and kernels are kept, as ``JAX_COMPILATION_CACHE_DIR`` or the user's cache folder says; it need not
-    exist."""
+    exist. None where nothing says it: there is no ``HOME``, and this user has no entry among the system's users."""
     if jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjax" / "compiled"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjax" / "compiled"
+    except RuntimeError:
+        return None
 
 
 def enable_compile_cache() -> Path | None:
     """Keep compiled programs on disk, in JAX's persistent cache, so that the next start finds them.
 
-    Gives the directory, or None where it cannot be written.
+    Gives the directory, or None where programs are not kept. A directory that can be read alone is read, and nothing is written there.
 
     ``JAX_COMPILATION_CACHE_DIR`` decides where, if set; otherwise ``dsjax/compiled`` in the user's cache folder. The
     programs themselves do not depend on it.
     """
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    if not jax.config.jax_enable_compilation_cache:
+        return None
     folder = cache_folder()
+    if folder is None:
+        return _without_cache("there is no home folder; set HOME, XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR")
+    given = jax.config.jax_compilation_cache_dir
+    if given and "://" in given:
+        return folder
+    if (error := why_unwritable(folder)) is None:
+        if reason := why_distrusted(folder):
+            _warn(f"compiled programs that are read run in this process, and {reason}")
+    elif not _has_entries(folder):
+        return _without_cache(f"cannot write {folder} ({error}); set JAX_COMPILATION_CACHE_DIR to a folder that can be")
+    else:
+        _warn(
+            f"compiled programs are read from {folder}, and new ones are not kept, since it cannot be written ({error})"
+        )
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    if not given:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_COMPILE_SECONDS)
+    if error is not None:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _NEVER_SECONDS)
+    return folder
+
+
+def _without_cache(reason: str) -> None:
+    _warn(f"compiled programs will not be kept: {reason}")
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks once whether there is one
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=1 << 20)  # a line alone, without one of this file
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """Make a folder if it is missing, and write a block to it; give why that cannot be, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
     except OSError as error:
-        warnings.warn(f"compiled programs will not be kept: cannot write {folder} ({error.strerror})", stacklevel=2)
-        return None
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_COMPILE_SECONDS)
-    return folder
+        return error.strerror or str(error)
+    return None
+
+
+def _has_entries(folder: Path) -> bool:
+    try:
+        return any(folder.iterdir())
+    except OSError:
+        return False
 
 
 @contextmanager

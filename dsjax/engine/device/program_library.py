@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -25,6 +24,7 @@ from jax.stages import Compiled, Lowered
 
 from dsjax.engine.contract.executor import ExecutorLimits, Progress
 from sharding import jax_internals
+from sharding.cores import most_threads
 
 _LEAST_SHARE_OF_PAGES = 0.95
 """A cache smaller than it could be by more than this costs more than compiling programs for the larger one."""
@@ -65,7 +65,7 @@ class CompiledPrograms:
         self, labels: Mapping[ProgramKey, str], report: Progress, after: Callable[[ProgramKey], None]
     ) -> None:
         """Compile programs on all cores at once; ``after`` is called with each in turn when all are there."""
-        pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compile")
+        pool = ThreadPoolExecutor(most_threads(), thread_name_prefix="compile")
         try:
             list(pool.map(self._find, labels))
             missing = [key for key in labels if key not in self.compiled]

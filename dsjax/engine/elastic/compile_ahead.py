@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from dsjax.background import note_failure, start_thread
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
@@ -35,6 +36,7 @@ _POOL_RESERVE = 0.01
 """Share of an accelerator's pool that is left out when the number of pages is foretold: what an allocation is rounded up by."""
 
 _JOIN_SECONDS = 60.0
+_WORK = "compile ahead"
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +77,8 @@ class CompileAhead:
             return
         self._going = going = threading.Event()
         going.set()
-        work = lambda: self._run(now, wanted, list(live), weights, going)  # noqa: E731
-        self._thread = threading.Thread(target=work, name="dsjax-compile-ahead", daemon=True)
-        self._thread.start()
+        arguments = now, wanted, list(live), weights, going
+        self._thread = start_thread(_WORK, self._run, *arguments, name="dsjax-compile-ahead")
 
     def stop(self) -> None:
         """Compile nothing more; the program that is being compiled is not waited for."""
@@ -125,7 +126,7 @@ class CompileAhead:
                 seconds = time.monotonic() - began
                 _log.info("The programs of %s are there, after %.1f s, for when %s.", each.spec, seconds, each.reason)
         except Exception as error:
-            _log.warning("Programs could not be compiled ahead: %s: %s", type(error).__name__, error)
+            note_failure(_WORK, error, "Programs that a change of the mesh needs are compiled when it comes.")
         finally:
             if going.is_set():
                 self.label = None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from dsjax.background import start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream.leader import EndMessage, LaunchMessage, Message, Record, WarmUp, decode, is_collected
@@ -21,6 +25,7 @@ if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.elastic.compile_ahead import CompileAhead
 
 _END_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
 _REGROUP_SECONDS = 60.0
 """How long a process that failed in a step waits for a next generation, beside twice the heartbeat's timeout."""
 
@@ -29,6 +34,10 @@ _log = logging.getLogger(__name__)
 
 class _OverError(Exception):
     """Raised in a warm-up: the leader has ended, or another generation has begun."""
+
+
+class _StreamError(Exception):
+    """The stream's messages can be read no further; it is also put beside them."""
 
 
 class _Changed:
@@ -41,20 +50,63 @@ class Follower:
     Attributes:
         phase: what it is doing, as `/ready` has it; `ready` once programs are compiled, `standing by` without a part in the mesh.
         ahead: compiles for meshes that may come.
+        has_served: whether it has been ready once. left: whether it has left the group in order, and the others go on.
         commands, steps: how many commands it has carried out, and how many of them have been collected, in all generations.
     """
 
     def __init__(self, group: HostGroup):
         self.group = group
         self.phase = "loading"
+        self.has_served = self.left = False
         self.commands = self.steps = 0
         self.reason: str | None = None
         self.ahead: CompileAhead | None = None
         self._on_warm: Callable[[], None] = lambda: None
-        self._ended, self._over = threading.Event(), threading.Event()
+        self._ended, self._over, self._leaves = threading.Event(), threading.Event(), threading.Event()
+        self._signals = 0
+
+    def leave(self) -> None:
+        """Ask process 0 to go on without this process, and wait until it does, or says that it cannot. `run` returns then."""
+        if self._leaves.is_set():
+            return
+        self._leaves.set()
+        _log.info("This process leaves: process 0 is asked to go on without it. A second signal ends it now.")
+        try:
+            self.group.ask_to_leave()
+            while not (self.group.leaving or self._over.is_set()):
+                reason = self.group.answer_to_leaver(_LOOK_SECONDS)
+                if reason == "":
+                    self.left = True
+                    self.group.announcements.end()
+                    return
+                if reason is not None:
+                    self._leaves.clear()
+                    _log.warning("This process cannot be spared, and goes on: %s. A second signal ends it now.", reason)
+                    return
+        except ConnectionError:
+            return  # the group knows, and ends the process
+
+    def handle_signals(self) -> None:
+        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one. Only Python's main thread can have that."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Have a thread ask process 0: what this one was interrupted in may be the store itself."""
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(1)
+        comes_back = self.group.generation > 0
+        if self.phase == "compiling ahead" or not (self.has_served or comes_back):
+            # Nobody counts on it yet; or the group has not served, and can form no other mesh.
+            os.write(2, f"{signal.Signals(number).name} while {self.phase}: this process ends now\n".encode())
+            os._exit(0 if comes_back else 1)
+        # Where it cannot ask, it ends at once: the others go on as after a loss.
+        start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
 
     def run_with(self, args: EngineArgs) -> None:
-        """Follow all generations of an engine that was started with these options; as `run`."""
+        """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
         from dsjax.checkpoint.held_weights import HeldWeights
         from dsjax.engine.device.program_library import ProgramLibrary
         from dsjax.engine.elastic.compile_ahead import CompileAhead
@@ -67,6 +119,7 @@ class Follower:
             from dsjax.engine.elastic.transfer_processes import FollowerTransfers
 
             chunks = FollowerTransfers(args, self.group)
+        self.handle_signals()
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
         held = HeldWeights()
@@ -129,6 +182,9 @@ class Follower:
                 else:
                     self.phase = "standing by"
                     stand_by(announcement)
+                    if self._leaves.is_set() and not (announcement and announcement.looks):
+                        self._depart()
+                        return
             except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
                 if self.group.announcements is None or (announcement is None and isinstance(error, GroupError)):
                     raise  # the group has not formed
@@ -163,7 +219,7 @@ class Follower:
         self.phase = "warming up"
         work = _Work(self, executor)
         reader = StreamReader(self.group)
-        threading.Thread(target=self._read, args=(reader, work), name="dsjax-stream", daemon=True).start()
+        start_thread("command stream", self._read, reader, work, name="dsjax-stream", on_failure=work.fail)
         announcements = self.group.announcements
         if announcements is not None:
             announcements.listen(work.change)
@@ -178,6 +234,11 @@ class Follower:
         executor.shutdown()
         self._finish()
         return True
+
+    def _depart(self) -> None:
+        """Go, now that there is a generation without this process. Until here it has been all that it was for the one before."""
+        self.left = True
+        self._finish()
 
     def _finish(self) -> None:
         self._over.set()
@@ -213,7 +274,7 @@ class _Work:
     """What one generation's executor is told, and has under way."""
 
     def __init__(self, follower: Follower, executor: Executor):
-        self.inbox: queue.SimpleQueue[Message | _Changed] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Message | _Changed | _StreamError] = queue.SimpleQueue()
         self._follower, self._executor, self._changed = follower, executor, threading.Event()
         self._collected = 0
         self._under_way: deque[Any] = deque()  # launched, and not collected yet
@@ -224,21 +285,35 @@ class _Work:
         self._changed.set()
         self.inbox.put(_Changed())
 
+    def fail(self, error: Exception) -> None:
+        """End this process's part: it does not know what to do next, and the others wait for it. Any thread may call it."""
+        self.inbox.put(_StreamError(f"the commands of process 0 can be read no further: {error}"))
+
     def carry_out_all(self) -> bool:
         """Carry out messages as they come; whether the leader has ended, and not the generation."""
         executor = self._executor
         while True:
             message = self.inbox.get()
             if self._changed.is_set():
+                if self._follower._leaves.is_set():
+                    self._wait_for_running()
                 return False  # what is left can never be done, or is done: the leader has waited for it
             if isinstance(message, EndMessage):
                 return True
+            if isinstance(message, _StreamError):
+                raise message
             self._carry_out(message)
             if executor.max_in_flight > 1:
                 continue
             # A program starts when the one before it has been waited for. The next command's inputs are laid out meanwhile if it is here.
             while self._running and (self.inbox.empty() or len(self._running) > 1):
                 executor.wait(self._running.popleft())
+
+    def _wait_for_running(self) -> None:
+        """Wait for the programs of this process, whose end would interrupt what others still receive from them."""
+        with contextlib.suppress(RuntimeError):  # the generation has broken
+            while self._running:
+                self._executor.wait(self._running.popleft())
 
     def _carry_out(self, message: Message) -> None:
         executor, follower = self._executor, self._follower
@@ -247,7 +322,7 @@ class _Work:
         elif isinstance(message, Record):
             executor.set_recording(message.on)
         elif isinstance(message, LaunchMessage):
-            follower.phase = "ready"
+            follower.phase, follower.has_served = "ready", True
             while self._collected < message.collected:
                 executor.collect(self._under_way.popleft())
                 self._collected += 1
@@ -274,5 +349,5 @@ class _Work:
             group.tell("warm-up", error=f"{type(error).__name__}: {error}")
             raise
         group.tell("warm-up")
-        self._follower.phase = "ready"
+        self._follower.phase, self._follower.has_served = "ready", True
         self._follower._on_warm()

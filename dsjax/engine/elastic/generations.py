@@ -35,6 +35,7 @@ from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.wire import JoinRequest
 from sharding import MeshSpec
 from sharding.mesh import device_order
 
@@ -49,11 +50,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """An executor, the scheduler's sizes for it, and what is said of it."""
+    """An executor, the scheduler's sizes for it, and what is said of it.
+
+    Attributes:
+        larger_is_wanted: whether its mesh is smaller than the one that was asked for, because processes are missing.
+    """
 
     executor: Executor
     config: SchedulerConfig
     facts: EngineFacts
+    larger_is_wanted: bool = False
 
 
 @dataclass
@@ -62,7 +68,8 @@ class ChangeCounts:
 
     Attributes:
         changes: that were made, by reason: ``scale`` (asked for), ``loss`` (of a process), ``failure`` (of a collective, though all
-            processes live), ``return`` (of a process). seconds: in them, in which no step computed. last_parts: of the last one, in what.
+            processes live), ``leave`` (of a process that was told to end), ``return`` (of a process).
+        seconds: in them, in which no step computed. last_parts: of the last one, in what.
         weight_bytes: of all processes in all changes, by where they have come from, one of ``WEIGHT_SOURCES``.
     """
 
@@ -88,6 +95,7 @@ class Generations:
         number: of the generation of now; facts: what it is. wanted: the mesh that was asked for last: the one of now is smaller while
             processes are missing.
         warm: whether the first one was warmed up (`has_warmed_up`): then each is, before requests go on.
+        patience: seconds that a request waits for a larger mesh where the one of now cannot hold it (``--wait-for-mesh-seconds``).
         failure: why the mesh that was asked for last could not be had; the one before is in its place.
         ahead: compiles for meshes that may come; None for a process that is alone.
         wake: called, from any thread, when ``due`` may have become true.
@@ -102,6 +110,7 @@ class Generations:
         self.number, self.facts = 0, loaded.facts
         self.spec = self.wanted = MeshSpec.parse(args.mesh)
         self.warm, self.failure = False, None
+        self.patience = args.wait_for_mesh_seconds
         self._phase: str | None = None
         self._parts: dict[str, float] = {}  # seconds of the change under way, by what was done in them
         self._part_began = 0.0
@@ -136,13 +145,19 @@ class Generations:
 
     @property
     def due(self) -> bool:
-        """Whether a process of this generation is gone, or devices that were missing are there again."""
+        """Whether a process of this generation is gone or leaves, or devices that were missing are there again."""
         if self._group is None:
             return False
         try:
-            return self._is_broken or self._fit() != self.spec
+            fitting = self._fit()  # decides on those that have asked to leave
+            return self._is_broken or bool(self._leavers) or fitting != self.spec
         except UserError:
             return True
+
+    @property
+    def has_leavers(self) -> bool:
+        """Whether a process has asked to leave, and was not decided on."""
+        return self._group is not None and self._group.has_leavers
 
     def has_warmed_up(self) -> None:
         """Compile for the meshes that may come, since the mesh of now can serve."""
@@ -208,6 +223,10 @@ class Generations:
         """Change to the largest mesh, up to the wanted one, that the processes of now have devices for."""
         if self._is_broken:
             return self._make("loss", "a process has gone")
+        if leavers := self._leavers:
+            return self._make(
+                "leave", f"{' and '.join(member.name for member in leavers)} leaves, as it was told to end"
+            )
         return self._make("return", "a process has come back")
 
     def _make(self, kind: str, reason: str) -> Generation:
@@ -256,7 +275,8 @@ class Generations:
             parts,
             loaded.sources,
         )
-        return Generation(loaded.executor, self._args.scheduler_config(loaded.executor.limits), loaded.facts)
+        config = self._args.scheduler_config(loaded.executor.limits)
+        return Generation(loaded.executor, config, loaded.facts, self.spec != self.wanted)
 
     def _cut(self) -> None:
         """Have whatever waits in a collective of the mesh of now fail here; the others do the same when they hear of the next one."""
@@ -308,6 +328,9 @@ class Generations:
 
     def _fit(self) -> MeshSpec:
         """Find the largest mesh for the devices of now that has not broken in each of its orders."""
+        if self._group is not None:
+            self._decide_on_leavers()
+            self._orders.break_with(self._group.take_ended())
         devices = self._devices()
         while True:
             try:
@@ -332,9 +355,33 @@ class Generations:
         living = [device for device in jax.devices() if live is None or device.process_index in live]
         return sorted(living, key=device_order)
 
+    def _decide_on_leavers(self) -> None:
+        """Do without each process that has asked to leave, one after the other, as long as those that stay can hold a mesh."""
+        group = self._group
+        for member in group.take_leavers():
+            reason = None
+            if member in group.present and group.needs_all:
+                reason = "process 0 is ending too, and what runs needs all processes"
+            elif member in group.present:
+                staying = [device for device in self._devices() if device.process_index != member.process_id]
+                try:
+                    largest_mesh(self._args, self._config, self._weights, self.wanted, staying)
+                except NoMeshError as error:
+                    reason = f"without it {error}"
+            if reason is None:
+                group.excuse(member)
+            else:
+                _log.warning("%s has asked to leave, and cannot be spared: %s.", member.name, reason)
+                group.keep(member, reason)
+
+    @property
+    def _leavers(self) -> list[JoinRequest]:
+        """Who is in the generation of now and leaves."""
+        return [member for member in self._group.present if member in self._group.excused]
+
     @property
     def _is_broken(self) -> bool:
-        return any(member.process_id in self._group.lost for member in self._group.present)
+        return any(self._group.loss_of(member) for member in self._group.present)
 
     @property
     def _has_worked(self) -> bool:

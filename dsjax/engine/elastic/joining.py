@@ -13,6 +13,8 @@ from dsjax.hosts import HostOptions
 from dsjax.versions import installed_version
 from sharding.emulation import emulate_devices
 
+LOOPBACK = "127.0.0.1"
+"""Where a process that is alone and was given no address listens for others."""
 _OWN = ("model", "revision", "kernel_cache")
 """Options that may differ from host to host: where the model lies, for the fingerprint tells checkpoints apart."""
 
@@ -42,7 +44,7 @@ def join_group(args: EngineArgs, options: HostOptions | None):
     """
     devices = args.num_devices
     if args.is_side:  # what is wrong with it is said before a model is loaded
-        args.credentials.read(args.transfer_host or (options.address if options else "127.0.0.1"))
+        args.credentials.read(args.transfer_host or (options.address if options else LOOPBACK))
     if options is None:
         emulate_devices(devices)
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import msgspec
 
 from dsjax.engine.contract.executor import Executor
+from dsjax.engine.elastic.joining import LOOPBACK
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import LoadedEngine
 from dsjax.engine.stream.leader import pulled_stream
@@ -24,7 +24,6 @@ from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.rendezvous import JoinRequest
 from dsjax.hosts.stream import StreamWriter
 
-LOOPBACK = "127.0.0.1"
 _LOOK_SECONDS = 1.0
 _SECRET_KEY = "dsjax/chunk-tickets"
 
@@ -55,7 +54,7 @@ class FollowerTransfers:
                 open_chunk = lambda number, ticket: self._kept.open(number, ticket)  # noqa: E731
                 transport, space = transport_of(args, host), space_of(args, loaded)
                 self._server = ChunkServer(open_chunk, transport, space, host, args.transfer_timeout, group.credentials)
-                group.store.set(_address_key(process_id, os.getpid()), self._server.address.encode())
+                group.store.set(_address_key(group.me), self._server.address.encode())
             loaded.executor.extension(ChunkPort).send_chunks(kept.ready, kept.drop)
             return
         if self._chunks is None:
@@ -114,12 +113,12 @@ def _wait_for(group: HostGroup, key: str, complaint: str) -> bytes:
 
 def _address_of(member: JoinRequest, group: HostGroup) -> str:
     """Wait until another process says where its chunks are pulled from, which it does once its model is loaded."""
-    key = _address_key(member.process_id, member.pid)
+    key = _address_key(member)
     return _wait_for(group, key, f"{member.name} does not say where its pages can be pulled").decode()
 
 
-def _address_key(process_id: int, pid: int) -> str:
-    return f"dsjax/chunks/{process_id}/{pid}"
+def _address_key(member: JoinRequest) -> str:
+    return f"dsjax/chunks/{member.process_id}/{member.pid}/{member.port}"
 
 
 def remote_chunks(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None) -> RemoteChunks:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dsjax.background import contained
 from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.experts.eplb import (
@@ -31,6 +32,8 @@ from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from sharding.balancing import balancedness_of_ranks, by_host, experts_moved, keep_in_place, rank_loads, rebalance
 from sharding.layer_placement import exchange_rounds
+
+_WORK, _UNDECIDED = "expert balancing", "Experts stay where they are until the next decision."
 
 _log = logging.getLogger(__name__)
 
@@ -150,8 +153,8 @@ class ExpertBalancer(Attachment):
         self._launched: deque[_Launched] = deque()
         self._deciding: Future[Decision] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-eplb")
-        # It takes half a second to load, which the first decision need not take.
-        self._pool.submit(importlib.import_module, "scipy.optimize")
+        with contained(_WORK):  # it takes half a second to load, which the first decision need not take
+            self._pool.submit(importlib.import_module, "scipy.optimize")
         self._steps = 0  # entered
         self._read_at = self._decided_at = 0
         self._began: float | None = None  # the rebalance under way
@@ -192,7 +195,8 @@ class ExpertBalancer(Attachment):
             self._enter(self._launched.popleft())
         if self._deciding is not None and self._deciding.done():
             deciding, self._deciding = self._deciding, None
-            self._begin(deciding.result())
+            with contained(_WORK, _UNDECIDED):
+                self._begin(deciding.result())
 
     def idle(self) -> None:
         """Carry out one command from beginning to end, since there is no step to wait for."""
@@ -295,7 +299,8 @@ class ExpertBalancer(Attachment):
         due = self._steps - self._decided_at >= self._config.step_interval
         if decide and due and self._deciding is None and not self.busy and window.by_rank.any():
             self._decided_at = self._steps
-            self._deciding = self._pool.submit(self._decision(self._config.payback))
+            with contained(_WORK, _UNDECIDED):
+                self._deciding = self._pool.submit(self._decision(self._config.payback))
 
     def _decision(self, payback: float) -> Callable[[], Decision]:
         """Prepare `decide` for the last window. What it reads is taken now: it may run in another thread."""
@@ -319,6 +324,7 @@ class ExpertBalancer(Attachment):
             _log.info("Experts stay where they are, at a balancedness of %.3f.%s", decision.balancedness[0], left)
             return
         summary = decision.summary(expert_bytes)
+        commands = [command for change in decision.changes for command in change.commands()]
         _log.info(
             "Rebalancing experts: %d layers, %d experts, %d bytes in %d exchanges, from a balancedness of %.3f to %.3f; predicted to gain "
             "%.3g s in %d steps and to cost %.3g s.%s",
@@ -334,5 +340,4 @@ class ExpertBalancer(Attachment):
         )
         self._began = self._clock()
         self._sizes = {change.layer: change.experts for change in decision.changes}
-        for change in decision.changes:
-            self._waiting.extend(change.commands())
+        self._waiting.extend(commands)

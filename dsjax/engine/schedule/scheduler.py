@@ -139,10 +139,10 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        _check_fits(request, self.config)
         priority = request.options.priority if self.config.policy == "priority" else 0
         request.order = (priority, request.arrival_time, self._arrivals)
         self._arrivals += 1
+        _check_fits(request, self.config)
         if self.source is not None:
             self.source.added(request)
         self._requests[request.request_id] = request
@@ -167,8 +167,12 @@ class Scheduler:
         request.finish(FinishReason.ABORT, now)
         return Update(request, None, FinishReason.ABORT)
 
-    def successor(self, config: SchedulerConfig, num_ranks: int, now: float = 0.0) -> tuple["Scheduler", list[Update]]:
-        """A scheduler for an executor made anew, with this one's requests; and an `Update` for each that the new one cannot hold.
+    def successor(
+        self, config: SchedulerConfig, num_ranks: int, parked: Sequence[Request] = ()
+    ) -> tuple["Scheduler", list[tuple[Request, AdmissionError]]]:
+        """A scheduler for an executor made anew, with this one's requests and those that were parked.
+
+        Give those too that it cannot hold, each with the reason; the page source has forgotten them.
 
         Slots, pages and what was computed are lost, so every request that ran waits again, in its old order, as a preempted one
         does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
@@ -180,17 +184,19 @@ class Scheduler:
             page_events=self.events is not None,
         )
         new._arrivals = self._arrivals
-        refused: list[Update] = []
-        for request in sorted(self._requests.values(), key=lambda request: request.order):
-            ran = request.status is Status.RUNNING
+        refused: list[tuple[Request, AdmissionError]] = []
+        for request in sorted([*self._requests.values(), *parked], key=lambda request: request.order):
+            ran, was_here = request.status is Status.RUNNING, request.request_id in self._requests
             request.reset()
             try:
                 _check_fits(request, config)
             except AdmissionError as error:
-                if self.source is not None:
+                if self.source is not None and was_here:
                     self.source.ended(request)
-                refused.append(refuse(request, error, now))
+                refused.append((request, error))
                 continue
+            if self.source is not None and not was_here:
+                self.source.added(request)
             new._requests[request.request_id] = request
             new._give(request)
             new.rank_of(request).num_preemptions += ran
@@ -314,16 +320,22 @@ def _check_fits(request: Request, config: SchedulerConfig) -> None:
     """Raise the `AdmissionError` of a request that could never finish. Where nobody gave `max_tokens`, it is what the mesh could hold when
     the request came, and becomes what this one can.
     """
+    before = request.max_tokens
     if request.params.max_tokens is None:
         most = config.max_request_len - request.num_prompt_tokens
         request.set_max_tokens(max(min(most, request.max_tokens), request.num_output_tokens + 1))
-    config.check_fits(request.num_prompt_tokens, request.max_tokens)
+    try:
+        config.check_fits(request.num_prompt_tokens, request.max_tokens)
+    except AdmissionError:
+        request.set_max_tokens(before)  # a larger mesh may come
+        raise
 
 
-def refuse(request: Request, error: AdmissionError, now: float) -> Update:
-    """End an accepted request that the mesh of now cannot hold."""
+def refuse(request: Request, error: AdmissionError, now: float, waited: float = 0.0) -> Update:
+    """End an accepted request that the mesh of now cannot hold. waited: seconds that it has waited for another one."""
     request.finish(FinishReason.ERROR, now)
-    message = f"the server's mesh has changed, and {error}"
+    wait = f"; no larger mesh came in {waited:g} s" if waited else ""
+    message = f"the server's mesh has changed, and {error}{wait}"
     return Update(request, RowResult(error=message, kind=ErrorKind.NO_ROOM), FinishReason.ERROR)
 
 

@@ -40,6 +40,7 @@ _OF_THE_HOST = (
     "cluster_tls_key",
     "cluster_tls_ca",
     "compile_ahead",
+    "wait_for_mesh_seconds",
     "kv_events_config",
     "prefill_mesh",
     "decode_mesh",
@@ -110,7 +111,8 @@ class EngineArgs:
     )
     disk_cache: str | None = option(
         None,
-        "folder for pages that leave the cache, which survive a restart; one server at a time; with --disk-cache-bytes",
+        "folder for pages that leave the cache, which survive a restart: empty, or not there yet, or of an earlier run; nobody else may "
+        "write in it; one server at a time; with --disk-cache-bytes",
     )
     disk_cache_bytes: int = option(
         0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
@@ -263,12 +265,23 @@ class EngineArgs:
         "compile in the background, while serving, for the meshes that are left when up to so many processes are gone; 0: for none",
         least=0,
     )
+    wait_for_mesh_seconds: int = option(
+        600,
+        "seconds that an accepted request which a smaller mesh cannot hold waits for a larger one; 0: it ends at once with an error",
+        least=0,
+    )
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             if field.name not in ("speculative_config", "eplb_config", "kv_events_config"):
                 _check(field, getattr(self, field.name))
-        _ = self.speculation, self.eplb, self.num_redundant, self.kv_events  # wrong ones are refused here
+        _ = (
+            self.speculation,
+            self.eplb,
+            self.num_redundant,
+            self.kv_events,
+            self.credentials,
+        )  # wrong ones are refused here
         check_sizes(self)
         self._check_disk_cache()
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not

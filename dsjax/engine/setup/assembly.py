@@ -115,12 +115,13 @@ def _kernels(
     weights: Weights,
     scheme: ActivationScheme,
 ) -> Kernels:
+    folder = cache_folder()
     kernels = choose_kernels(
         args.kernels,
         platform,
         dtype,
         devices=min(spec.num_devices, jax.local_device_count()),
-        cache=cache_folder() / "native",
+        cache=None if folder is None else folder / "native",
         prebuilt=None if args.kernel_cache is None else Path(args.kernel_cache),
         tiles=None if args.kernel_config is None else Path(args.kernel_config),
     )

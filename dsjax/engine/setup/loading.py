@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.recover import Peers
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
+from dsjax.descriptors import descriptor_limit
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
@@ -38,10 +39,12 @@ from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_w
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages, Shapes
-from dsjax.engine.tiers.page_files import PageFiles, lock_folder
+from dsjax.engine.tiers.page_files import PageFiles
+from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
+from dsjax.hosts.options import address_of_this_host, means_loopback
 from dsjax.model.parameters import store
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
@@ -100,6 +103,12 @@ def load_model(
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
     """
+    if args.transfer_host is not None and args.disaggregation_mode != "agg":
+        alone = group is None or means_loopback(group.options.coordinator[0])
+        address_of_this_host(
+            "--transfer-host", args.transfer_host, on_loopback=alone and means_loopback(args.transfer_host)
+        )
+    descriptor_limit()  # a memory-mapped file of the checkpoint keeps one each
     if args.record_steps is not None:
         check_writable(args.record_steps)
     lock = lock_disk(args, group)
@@ -216,8 +225,8 @@ def _parts(
     return parts
 
 
-def lock_disk(args: EngineArgs, group: HostGroup | None) -> IO[bytes] | None:
-    """Take the lock of the folder for pages, before anything expensive is done; None where none is wanted.
+def lock_disk(args: EngineArgs, group: HostGroup | None) -> PageFolder | None:
+    """Open and lock the folder for pages, before anything expensive is done; None where none is wanted.
 
     Raises:
         UserError: the folder cannot be used, or several processes would have to share it.
@@ -231,9 +240,9 @@ def lock_disk(args: EngineArgs, group: HostGroup | None) -> IO[bytes] | None:
     return lock_folder(args.disk_cache)
 
 
-def _open_disk(args: EngineArgs, space: dict[str, Any], lock: IO[bytes], shapes: Shapes) -> DiskPages:
+def _open_disk(args: EngineArgs, space: dict[str, Any], folder: PageFolder, shapes: Shapes) -> DiskPages:
     """Give the folder's pages of this model. shapes: of a page's arrays."""
-    return DiskPages(PageFiles(args.disk_cache, space, shapes), args.disk_cache_bytes, lock)
+    return DiskPages(PageFiles(folder, space, shapes), args.disk_cache_bytes)
 
 
 def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from dsjax.background import contained, start_thread
 from dsjax.engine.contract.commands import Command, Flush, Score, Step
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper, Kind, Progress
 from dsjax.engine.transfer.messages import ChunkPort, Pull, PulledChunk
@@ -153,11 +154,10 @@ class LeaderExecutor(ExecutorWrapper):
         """Hear what these processes have pulled, each in a thread."""
         for process_id in sorted(set(process_ids) - {self.group.options.process_id}):
             reader = StreamReader(self.group, pulled_stream(process_id), is_only=True, look=_LOOK_SECONDS)
-            thread = threading.Thread(
-                target=_read_pulled, args=(reader, landings), name="dsjax-pulled-elsewhere", daemon=True
+            thread = start_thread(
+                "chunk reports", _read_pulled, reader, landings, name="dsjax-pulled-elsewhere", restarts=True
             )
             self._readers.append((reader, thread))
-            thread.start()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Have all processes compile every program, each its own; wait until all have.
@@ -218,7 +218,8 @@ class _LeaderPort:
 def _read_pulled(reader: StreamReader, landings: Landings) -> None:
     try:
         while (data := reader.next()) is not None:
-            if not reader.closed.is_set():
-                landings.enter(msgspec.msgpack.decode(data, type=PulledChunk))
+            with contained("chunk reports", "The request that waits for the chunk goes on when its time is over."):
+                if not reader.closed.is_set():
+                    landings.enter(msgspec.msgpack.decode(data, type=PulledChunk))
     except ConnectionError:  # the group knows
         return

@@ -238,8 +238,13 @@ class OutputProcessor:
         for completion in group.completions if group else ():
             self._by_completion.pop(completion.request.request_id, None)
 
-    def process(self, updates: Iterable[Update]) -> tuple[list[RequestOutput], list[str]]:
-        """Give the outputs to pass on, and the core's ids of requests that a stop string has ended."""
+    def process(
+        self, updates: Iterable[Update], failed: dict[str, Exception] | None = None
+    ) -> tuple[list[RequestOutput], list[str]]:
+        """Give the outputs to pass on, and the core's ids of requests that a stop string has ended.
+
+        failed: gets the requests of which no text could be made, by their ids, and why; the caller ends them. None: the error is raised.
+        """
         changed: dict[_Group, list[Completion]] = {}
         to_abort: list[str] = []
         for update in updates:
@@ -248,7 +253,13 @@ class OutputProcessor:
             if followed is None or followed[1].request is not request:
                 continue
             group, completion = followed
-            completion.append(update)
+            try:
+                completion.append(update)
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed[group.prepared.request_id] = error
+                continue
             if completion.finish_reason is not None:
                 if reason is None:
                     to_abort.append(request.request_id)
@@ -269,7 +280,8 @@ class OutputProcessor:
                 del self._groups[group.prepared.request_id]
             elif params.output_kind is OutputKind.FINAL_ONLY:
                 continue
-            outputs.append(group.output(completions))
+            if failed is None or group.prepared.request_id not in failed:
+                outputs.append(group.output(completions))
         return outputs, to_abort
 
 

@@ -1,12 +1,11 @@
 """`DiskPages`: threads that write pages to the disk, read and delete them, so that no step waits for any of it."""
 
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import IO
 
+from dsjax.background import contained, start_thread
 from dsjax.engine.tiers.page_files import Page, PageFileError, PageFiles
 from dsjax.engine.tiers.page_tiers import PageReports
 
@@ -28,13 +27,13 @@ class DiskPages:
     is a report, and the first time of each kind a warning.
 
     Args:
-        lock: of the folder; it is given back at the end.
+        files: whose folder is locked; it is given back at the end.
         max_bytes: that all pages of the folder may take. When an earlier run has left more, what is least recently used goes, and pages of
             other models (or dtypes, page sizes, …) first.
     """
 
-    def __init__(self, files: PageFiles, max_bytes: int, lock: IO[bytes]):
-        self._files, self._max_bytes, self._folder_lock = files, max_bytes, lock
+    def __init__(self, files: PageFiles, max_bytes: int):
+        self._files, self._max_bytes = files, max_bytes
         self._lock = threading.Lock()
         self._reported = threading.Condition(self._lock)
         self._read: list[tuple[int, int, bool]] = []
@@ -48,15 +47,14 @@ class DiskPages:
         self._reading: queue.SimpleQueue[tuple[int, int, bytes] | None] = queue.SimpleQueue()
         self._listed = threading.Event()
         self._writing.put(self._list)
-        self._writer = threading.Thread(target=self._write_on, name="dsjax-page-writer", daemon=True)
-        self._writer.start()
+        self._writer = start_thread("disk writer", self._write_on, name="dsjax-page-writer", restarts=True)
         for index in range(READERS):
-            threading.Thread(target=self._read_on, name=f"dsjax-page-reader-{index}", daemon=True).start()
+            start_thread("disk reader", self._read_on, name=f"dsjax-page-reader-{index}", restarts=True)
         if not self._listed.wait(LISTING_SECONDS):
             _log.warning(
                 "--disk-cache: %s has so many pages that listing them takes more than %.0f s; it goes on while serving, and until it is "
                 "done no page of it is found, and none is written.",
-                files.root,
+                files.folder.path,
                 LISTING_SECONDS,
             )
 
@@ -105,15 +103,25 @@ class DiskPages:
             _log.warning(
                 "--disk-cache: some pages were not written in the %.0f s after the end; they are lost.", END_SECONDS
             )
-        self._folder_lock.close()
+        self._files.folder.close()
 
     # In the writer's thread.
 
     def _write_on(self) -> None:
         while (task := self._writing.get()) is not None:
-            task()
+            with contained("disk writer", "A page is not written or not deleted."):
+                task()
 
     def _list(self) -> None:
+        names: list[bytes] = []
+        with contained("disk writer", "No page of an earlier run is found."):
+            names = self._listed_names()
+        with self._reported:
+            self._names = names
+            self._reported.notify()
+        self._listed.set()
+
+    def _listed_names(self) -> list[bytes]:
         try:
             listing = self._files.list()
         except Exception as error:
@@ -124,7 +132,7 @@ class DiskPages:
             self._other_bytes = sum(size for _, _, size in self._others)
             _log.info(
                 "--disk-cache: %s has %d pages of this model, %.2f GB, and %.2f GB of others; listed in %.2f s",
-                self._files.root,
+                self._files.folder.path,
                 len(names),
                 len(names) * self._files.page_bytes / 1e9,
                 self._other_bytes / 1e9,
@@ -136,10 +144,7 @@ class DiskPages:
             self._delete(False, names[:excess])
             names = names[excess:]
         self._make_room(0)
-        with self._reported:
-            self._names = names
-            self._reported.notify()
-        self._listed.set()
+        return names
 
     def _make_room(self, pages: int) -> None:
         """Delete others' pages until so many of this model have room. What of its own has to go, the scheduler has told before."""
@@ -147,7 +152,7 @@ class DiskPages:
             _, path, size = self._others.pop(0)
             self._other_bytes -= size
             try:
-                os.unlink(path)
+                self._files.folder.delete(path)
             except OSError as error:
                 self._warn(
                     "delete", "a page cannot be deleted (%s); the folder may grow beyond --disk-cache-bytes", error

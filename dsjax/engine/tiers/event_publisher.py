@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import logging
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from dsjax.background import contained, start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.json_option import JsonOption
 from dsjax.engine.schedule.attachment import Attachment
@@ -125,8 +125,7 @@ class EventPublisher:
         except BaseException:
             self._close_sockets()
             raise
-        self._thread = threading.Thread(target=self._run, name="dsjax-kv-events", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("cache events", self._run, name="dsjax-kv-events")
 
     def publish(self, rank: int, events: Sequence[Event]) -> None:
         """Publish a rank's events as one batch. What there is no room for is lost, and its number with it."""
@@ -158,7 +157,8 @@ class EventPublisher:
     def _run(self) -> None:
         try:
             while True:
-                self._answer_replays()
+                with contained("cache events", "A replay is not answered."):
+                    self._answer_replays()
                 try:
                     # Where nobody can ask for a replay, there is nothing to look for in between.
                     item = self._queue.get(timeout=_POLL_SECONDS if self._replays else None)
@@ -167,9 +167,10 @@ class EventPublisher:
                 if item is None:
                     return
                 rank, number, batch = item
-                payload = self._encoder.encode(batch)
-                self._kept[rank].append((number, payload))
-                self._sockets[rank].send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+                with contained("cache events", "Subscribers see a gap in the numbers."):
+                    payload = self._encoder.encode(batch)
+                    self._kept[rank].append((number, payload))
+                    self._sockets[rank].send_multipart((self._topic, number.to_bytes(8, "big"), payload))
         finally:
             self._close_sockets()
 
@@ -227,12 +228,14 @@ class PageEventStream(Attachment):
         """Say of every DP rank of the mesh before, and of this one, that nothing can be found."""
         if self.scheduler is not None:
             for rank in range(max(len(self.scheduler.ranks), executor.limits.num_ranks)):
-                self._sink.publish(rank, [AllBlocksCleared()])
+                with contained("cache events", "Routers do not hear that pages are gone."):
+                    self._sink.publish(rank, [AllBlocksCleared()])
 
     def planned(self) -> None:
         """Tell what has happened since the last time."""
         for rank, events in self.scheduler.take_page_events():
-            self._sink.publish(rank, events)
+            with contained("cache events", "Routers do not hear of some pages."):
+                self._sink.publish(rank, events)
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
         """Tell what the step has sealed."""

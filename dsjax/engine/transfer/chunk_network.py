@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections import OrderedDict
@@ -12,13 +11,13 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from dsjax.background import contained, note_failure
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PullDone, PullRequest, PullResponse
 from dsjax.engine.transfer.page_channel import CHUNKS, TransferChannel, TransferListener, connect_to
 from dsjax.engine.transfer.send_buffers import ChunkTickets
 from dsjax.engine.transfer.transport import Shapes, Transport
 from dsjax.hosts.credentials import Credentials, local_credentials
 
-_log = logging.getLogger(__name__)
 _MOST_DROPPED = 4096
 
 
@@ -123,19 +122,18 @@ class _PullingPeer:
             self._channel.send(self._publish(message.number, message.ticket))
         elif isinstance(message, PullDone) and message.pull in self._published:
             _, chunk = self._published.pop(message.pull)
-            self._server.transport.withdraw(message.pull, chunk, pulled=True)
+            self._end_pull(message.pull, chunk, pulled=True)
 
     def _publish(self, number: int, ticket: str) -> PullResponse:
         server = self._server
         try:
             chunk = server.open_chunk(number, ticket)
+            pull = next(server.pull_numbers)
+            ticket = server.transport.publish(pull, chunk)
         except ChunkGoneError:
             return PullResponse(number, 0)
-        pull = next(server.pull_numbers)
-        try:
-            ticket = server.transport.publish(pull, chunk)
-        except Exception:  # the transport's; the other side computes these pages by itself
-            _log.exception("A chunk of pages could not be published.")
+        except Exception as error:  # whatever it is: the other side waits for an answer
+            note_failure("chunk server", error, "The other side computes the chunk's pages.")
             return PullResponse(number, 0)
         self._published[pull] = time.monotonic(), chunk
         return PullResponse(number, pull, ticket)
@@ -145,7 +143,11 @@ class _PullingPeer:
         for pull, (since, chunk) in list(self._published.items()):
             if since < before:
                 del self._published[pull]
-                self._server.transport.withdraw(pull, chunk, pulled=False)
+                self._end_pull(pull, chunk, pulled=False)
+
+    def _end_pull(self, pull: int, chunk: Chunk, *, pulled: bool) -> None:
+        with contained("chunk server", "The transport may hold a chunk that nobody pulls."):
+            self._server.transport.withdraw(pull, chunk, pulled=pulled)
 
     def leave(self) -> None:
         """Withdraw everything."""

@@ -6,6 +6,7 @@ import secrets
 import threading
 from typing import Any
 
+from dsjax.background import start_thread
 from dsjax.engine.transfer.messages import Chunk
 from dsjax.engine.transfer.transport import Shapes, Transport, shapes_of
 
@@ -44,7 +45,7 @@ class JaxTransport(Transport):
         if pulled:
             return
         arguments = self.address, number, ticket, shapes_of(chunk), self._device
-        threading.Thread(target=self.pull, args=arguments, name="dsjax-drain", daemon=True).start()
+        start_thread("chunk drain", self.pull, *arguments, name="dsjax-drain")
 
     def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
         """Return a chunk that was published."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import queue
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
+from dsjax.background import note_failure, start_thread
 from dsjax.engine.transfer.messages import PullMessage, ToDecode, ToPrefill
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.secure_channel import SecureChannel, connect
 from dsjax.hosts.secure_listener import SecureListener
-from dsjax.hosts.wire import split_address
+from dsjax.hosts.wire import decoded, split_address
 
 PAGES, CHUNKS = "pages", "chunks"
 """Services (`SecureChannel`): messages about transfers, and messages about pulling their chunks."""
@@ -66,8 +66,8 @@ class TransferChannel:
 
     def start(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> None:
         """Begin to write, and to hand what is read to `receive`. closed: is called at the end."""
-        threading.Thread(target=self._read, args=(receive, closed), name="dsjax-transfer-read", daemon=True).start()
-        threading.Thread(target=self._write, name="dsjax-transfer-write", daemon=True).start()
+        start_thread("transfer messages", self._read, receive, closed, name="dsjax-transfer-read")
+        start_thread("transfer messages", self._write, name="dsjax-transfer-write")
 
     def send(self, message: Any) -> None:
         """Queue a message."""
@@ -84,6 +84,9 @@ class TransferChannel:
                 write(self._connection, message)
         except OSError:  # the reader finds out too
             pass
+        except Exception as error:  # nothing may be waited for that is never sent
+            note_failure("transfer messages", error, "The connection is closed, and made again when it is needed.")
+            self.close()
 
     def _read(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> None:
         try:
@@ -93,8 +96,15 @@ class TransferChannel:
             pass
         except msgspec.MsgspecError as error:
             _log.warning("A connection for pages was closed, because what came over it is no message: %s", error)
-        self.close()
-        closed()
+        except Exception as error:  # whoever is at the other end must not wait for ever
+            note_failure(
+                "transfer messages",
+                error,
+                "A connection for pages was closed, because a message that came over it could not be handled.",
+            )
+        finally:
+            self.close()
+            closed()
 
 
 class Peer(Protocol):
@@ -146,7 +156,7 @@ class TransferListener:
 
     def close(self) -> None:
         """End the connections, and let nobody come any more."""
-        self._listener.close()
+        self._listener.close(connections=True)  # those that are being greeted too
         for channel in list(self._channels):
             channel.close()
 
@@ -218,7 +228,7 @@ def read(connection: SecureChannel) -> Any:
     Raises:
         EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
     """
-    return _decoder.decode(connection.receive(_MOST_BYTES))
+    return decoded(_decoder, connection.receive(_MOST_BYTES))
 
 
 def plain(space: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from dsjax.background import contained, note_failure, start_thread
 from dsjax.engine.contract.commands import DropChunks, PullPages, SendPages
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import MOVED_PAGES
@@ -97,13 +98,13 @@ class PageChunks(DevicePart, PageStore):
     ) -> None:
         """Have chunks offered as ``offer(number, chunk)``, and dropped, in a thread of their own. Others' have no chunk here."""
         self._offer, self._drop = offer, drop
-        self._start(self._offer_on, "dsjax-chunks")
+        self._threads.append(start_thread("chunk offer", self._offer_on, name="dsjax-chunks", restarts=True))
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
         """Pull chunks by this; what came of each is reported in a thread of its own."""
         self._pull, self._report = pull, report
         for _ in range(PULLERS):
-            self._start(self._pull_on, "dsjax-pull")
+            self._threads.append(start_thread("chunk pull", self._pull_on, name="dsjax-pull", restarts=True))
 
     def _send(self, _: Pending, command: SendPages) -> Running:
         """Copy pages to chunks."""
@@ -217,11 +218,6 @@ class PageChunks(DevicePart, PageStore):
         for _ in range(PULLERS):
             self._wanted.put(None)
 
-    def _start(self, run: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
     def _places_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
         """Find the first device here of each rank that has any; and of each rank the processes that have one, in the order of devices."""
         described = next(iter(self._described.values()))
@@ -254,14 +250,19 @@ class PageChunks(DevicePart, PageStore):
     def _offer_on(self) -> None:
         while (task := self._leaving.get()) is not None:
             if isinstance(task, list):
-                self._drop(task)
+                with contained("chunk offer", "Chunks that nobody wants are kept until the mesh changes."):
+                    self._drop(task)
                 continue
             number, chunk, kept = task
             try:
                 jax.block_until_ready(chunk)
                 self._offer(number, chunk if kept else None)
-            except Exception:  # the step that made it has failed, which the engine finds out by itself
-                _log.exception("A chunk of pages could not be offered.")
+            except Exception as error:  # the step that made it may have failed, which the engine finds out by itself
+                note_failure(
+                    "chunk offer", error, "Who wants the chunk is told that it is gone, and computes its pages."
+                )
+                with contained("chunk offer"):
+                    self._offer(number, None)
 
     def _pull_on(self) -> None:
         while (landing := self._wanted.get()) is not None:
@@ -270,7 +271,7 @@ class PageChunks(DevicePart, PageStore):
                 wanted = any((rank, page) in self._landed for page in pages)
             landing.chunk = self._pulled(landing) if wanted else None
             pulled = PulledChunk(rank, landing.source.link, landing.number, pages, landing.chunk is not None)
-            with self._lock:
+            with self._lock, contained("chunk pull"):
                 if not self._closed:
                     self._report(pulled)
 
@@ -280,7 +281,7 @@ class PageChunks(DevicePart, PageStore):
         except ChunkGoneError:  # its lease is over, or its transfer cancelled
             return None
         except Exception as error:
-            _log.warning("A chunk of pages could not be pulled, so they are computed again: %s", error)
+            note_failure("chunk pull", error, "The chunk's pages are computed again.")
             return None
 
 

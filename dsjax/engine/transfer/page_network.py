@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dsjax.background import start_thread
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
@@ -135,7 +136,7 @@ class RemoteLink(PrefillLink):
                 self._outbox.append(message)
                 if not self._connecting:
                     self._connecting = True
-                    threading.Thread(target=self._connect, name="dsjax-transfer", daemon=True).start()
+                    start_thread("transfer connection", self._connect, name="dsjax-transfer", on_failure=self._give_up)
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
         """Pull a chunk to this device."""
@@ -170,6 +171,12 @@ class RemoteLink(PrefillLink):
             # What was asked for until now is given up; what is asked for from now on has another connection tried.
             _log.warning("%s. Prompts are computed where they are decoded.", reason)
             self.receive(TransferFailed("", reason))
+
+    def _give_up(self, error: Exception) -> None:
+        """Release who waits for an answer over a connection that could not be made."""
+        with self._lock:
+            self._connecting, self._outbox, self._channel = False, [], None
+        self.receive(TransferFailed("", f"the prefill engine at {self.address} cannot be reached: {error}"))
 
     def _take(self, message: Any) -> None:
         if isinstance(message, ToDecode):

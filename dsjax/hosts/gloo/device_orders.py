@@ -60,7 +60,11 @@ class DeviceOrders:
     def break_current(self, lost: Collection[int]) -> None:
         """The current mesh broke; these processes are gone, and with them every group that they were ever in."""
         self._broken |= self._current
-        self._broken |= {group for group in self._formed if {self._process_of[i] for i in group} & set(lost)}
+        self.break_with(lost)
+
+    def break_with(self, ended: Collection[int]) -> None:
+        """These processes have ended, or are about to: every group that they were ever in is broken, whoever comes under their ids."""
+        self._broken |= {group for group in self._formed if {self._process_of[i] for i in group} & set(ended)}
 
     def _groups(self, order: Sequence[int], shape: tuple[int, int, int]) -> set[Group]:
         """The ordered groups in which collectives over any of the mesh's axes take place, as far as they span processes."""

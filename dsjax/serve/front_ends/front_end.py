@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dsjax.background import contained
 from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.request_streams import RequestStreams
 from dsjax.engine.schedule.request import Request
@@ -45,6 +46,7 @@ from dsjax.serve.front_ends.messages import (
     Hello,
     More,
     NewRequest,
+    NotAdmitted,
     PhaseIs,
     Resized,
     Snapshot,
@@ -153,6 +155,13 @@ class RemoteEngine(RequestStreams):
             updates.append(Update(request, result, reason))
         self.deliver(updates, None)
 
+    def fail_completions(self, handles: Sequence[int]) -> None:
+        """Give the clients of these completions an error: the engine's process could not take them over."""
+        failed = [request for handle in handles if (request := self._by_handle.get(handle)) is not None]
+        for stream in set(self._streams.values()):
+            if any(request in failed for request in stream.completions):
+                stream.fail(RuntimeError("the engine's process could not take the request over; its log says why"))
+
     def mark_dead(self) -> None:
         """End every stream and the server: the engine has failed, or its process is gone."""
         if not self._gone:
@@ -239,7 +248,8 @@ class FrontEndServer(Server):
         self._remote.start()
         self._channel.send(Hello())
         async for message in self._channel.messages():
-            self._receive(message)
+            with contained("front end requests", "A message of the engine's process is lost."):
+                self._receive(message)
         self._remote.mark_dead()  # sets `should_exit`
 
     def _receive(self, message: Any) -> None:
@@ -248,6 +258,8 @@ class FrontEndServer(Server):
                 self._remote.receive(message.updates)
             case AddResponse():
                 self._channel.resolve(message.number, message.refusal)
+            case NotAdmitted():
+                self._remote.fail_completions(message.handles)
             case PhaseIs():
                 self._serving.phase = Phase(message.phase)
             case Resized():

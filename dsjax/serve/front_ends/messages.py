@@ -211,6 +211,12 @@ class AddResponse(_Message):
     refusal: str | None
 
 
+class NotAdmitted(_Message):
+    """The engine's process could not take these completions over; their clients get an error."""
+
+    handles: list[int]
+
+
 class Gather(_Message):
     """Send a `Snapshot`."""
 
@@ -238,7 +244,17 @@ class Failed(_Message):
 
 FromFrontEnd = Hello | Add | Abort | Snapshot | Count
 FromEngine = (
-    Welcome | PhaseIs | Resized | StepUpdates | AddResponse | Gather | AbortById | EndStreams | EndProcess | Failed
+    Welcome
+    | PhaseIs
+    | Resized
+    | StepUpdates
+    | AddResponse
+    | NotAdmitted
+    | Gather
+    | AbortById
+    | EndStreams
+    | EndProcess
+    | Failed
 )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dsjax.background import contained, note_failure
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.errors import UserError
 from dsjax.serve.errors import ApiError
@@ -29,6 +30,7 @@ from dsjax.serve.front_ends.messages import (
     Gather,
     Hello,
     NewRequest,
+    NotAdmitted,
     PhaseIs,
     Snapshot,
     Welcome,
@@ -176,14 +178,31 @@ class FrontEnds:
         """Keep one front end running: a new one whenever it dies, unless it dies again and again before it listens."""
         failed = 0
         while not self._ending:
-            link = await self._launch(index)
-            await self._serve(link)
+            link = None
+            try:
+                link = await self._launch(index)
+                await self._serve(link)
+            except OSError as error:
+                note_failure("front end", error, "It is started again.")
+                how = f"it cannot be started: {error.strerror or error}" if link is None else _how(link.process)
+            except Exception as error:  # what it said is no message
+                note_failure("front end", error, "Another takes its place.")
+                how = f"{type(error).__name__}: {error}"
+            else:
+                how = _how(link.process)
             if self._ending:
                 return
-            failed = 0 if link.listens.is_set() else failed + 1
-            logger.error("front end %d has ended (%s); another takes its place", index, _how(link.process))
+            if link is not None and link.listens.is_set():
+                failed = 0
+            elif (
+                link is not None or self._phase is Phase.WARMING_UP
+            ):  # while serving, others serve until it can be started
+                failed += 1
+            logger.error("front end %d has ended (%s); another takes its place", index, how)
             if failed == _MOST_FAILED_STARTS:
-                self.failure = f"front end {index} ended {failed} times before it listened; its own messages say why"
+                self.failure = (
+                    f"front end {index} ended {failed} times before it listened ({how}); its own messages say why"
+                )
                 if self.engine.on_death is not None and self._phase is not Phase.WARMING_UP:
                     self.engine.fail(UserError(self.failure))
                 return
@@ -193,13 +212,24 @@ class FrontEnds:
         here, there = socket.socketpair()
         listener = self._listeners[index]
         passed = (there.fileno(), listener.fileno())
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dsjax.serve.front_ends.front_end", *map(str, passed)],
-            pass_fds=passed,
-            stdin=subprocess.DEVNULL,
-        )
-        there.close()
-        reader, writer = await asyncio.open_connection(sock=here)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dsjax.serve.front_ends.front_end", *map(str, passed)],
+                pass_fds=passed,
+                stdin=subprocess.DEVNULL,
+            )
+        except OSError:
+            here.close()
+            raise
+        finally:
+            there.close()
+        try:
+            reader, writer = await asyncio.open_connection(sock=here)
+        except OSError:
+            process.kill()
+            here.close()
+            await asyncio.to_thread(process.wait)
+            raise
         link = self._links[index] = FrontEnd(index, process, Channel(reader, writer, FromFrontEnd))
         link.send(self._welcome(index, self.address))
         link.send(PhaseIs(self._phase.value))
@@ -209,7 +239,12 @@ class FrontEnds:
         """Do what a front end says until it is gone; then end what was its."""
         try:
             async for message in link.channel.messages():
-                self._receive(link, message)
+                try:
+                    self._receive(link, message)
+                except Exception as error:
+                    note_failure("front end requests", error, "The requests of one message get an error.")
+                    if isinstance(message, Add):
+                        self._give_back(link, message.requests)
         finally:
             link.channel.close()
             ended = self.engine.drop(link, list(link.requests))
@@ -270,7 +305,22 @@ class FrontEnds:
         rules = self.engine.rules.make(params, frozenset(one.stop_ids))
         self.engine.admit(link, one, one.requests(params, rules))
 
+    def _give_back(self, link: FrontEnd, requests: Sequence[NewRequest]) -> None:
+        """Have a front end tell the clients of requests that the engine could not be given."""
+        handles = [handle for one in requests for handle, _, _ in one.completions]
+        for handle in handles:
+            link.preparing.pop(handle, None)
+        self.engine.drop(link, handles)
+        link.send(NotAdmitted(handles))
+
     async def _admit_slowly(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
+        try:
+            await self._prepare_and_admit(link, one, params)
+        except Exception as error:
+            note_failure("front end requests", error, "The request gets an error.")
+            self._give_back(link, [one])
+
+    async def _prepare_and_admit(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
         rules = await asyncio.to_thread(self.engine.rules.make, params, frozenset(one.stop_ids))
         aborted = [link.preparing.pop(handle) for handle, _, _ in one.completions]
         if self._links.get(link.index) is not link or link.process.poll() is not None:
@@ -289,7 +339,8 @@ class FrontEnds:
         """Ask for counters every two seconds: little of what a front end has counted is lost when it dies, and the history has it."""
         while True:
             await asyncio.sleep(_GATHER_SECONDS)
-            await self.gather()
+            with contained("front end counters"):
+                await self.gather()
 
 
 def _how(process: subprocess.Popen) -> str:

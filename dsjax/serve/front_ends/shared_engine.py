@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import os
 import shutil
@@ -26,6 +27,57 @@ from dsjax.serve.serving import Serving
 
 if TYPE_CHECKING:
     from dsjax.engine.elastic.generations import Generations
+
+
+MOST_ADDRESS_BYTES = 103
+"""Longest path of a socket: Linux has room for 107 bytes, macOS for 103."""
+
+
+def private_listener() -> socket.socket:
+    """Bind a socket in a new folder that only this user can enter: of the system's folders for temporary files, or of this user's run time.
+
+    Raises:
+        UserError: none of them can be written, or their paths are too long for a socket.
+    """
+    tried: dict[str, str] = {}
+    with contextlib.suppress(FileNotFoundError):  # it has tried some, and says which
+        tried[tempfile.gettempdir()] = ""
+    for parent in (*tried, os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/dev/shm"):
+        if not parent or tried.get(parent):
+            continue
+        folder = None
+        try:
+            folder = tempfile.mkdtemp(prefix="dsjax-", dir=parent)
+            address = str(Path(folder, "engine"))
+            if len(os.fsencode(address)) > MOST_ADDRESS_BYTES:
+                raise OSError(errno.ENAMETOOLONG, "its path is too long for a socket")
+            listener = socket.socket(socket.AF_UNIX)
+            try:
+                listener.bind(address)
+            except OSError:
+                listener.close()
+                raise
+            return listener
+        except OSError as error:
+            tried[parent] = error.strerror or str(error)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+    reasons = "; ".join(f"{parent}: {reason}" for parent, reason in tried.items())
+    raise UserError(
+        f"front ends reach the engine by a socket in a temporary folder, and none can be made ({reasons}); set TMPDIR to a folder that "
+        "can be written and whose path is short"
+    )
+
+
+def check_private_listener() -> None:
+    """Make sure that `private_listener` works, before anything expensive is done.
+
+    Raises:
+        UserError: it does not.
+    """
+    listener = private_listener()
+    shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
+    listener.close()
 
 
 class SharedEngine(ThreadedEngine):
@@ -168,16 +220,18 @@ class EngineServer(Server):
         return cls(serving, front_ends, **how)
 
     def serve_behind(self) -> int:
-        """Serve until the end; give the exit code. The socket lies in a folder that only this user can enter."""
-        folder = tempfile.mkdtemp(prefix="dsjax-")
+        """Serve until the end; give the exit code. The socket lies in a folder that only this user can enter.
+
+        Raises:
+            UserError: there is nowhere to make it.
+        """
+        listener = private_listener()
+        self._address = listener.getsockname()
         try:
-            self._address = str(Path(folder) / "engine")
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(self._address)
             return self.serve_on(listener)
         finally:
             self._front_ends.kill()
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(Path(self._address).parent, ignore_errors=True)
 
     async def _become_ready(self) -> None:
         try:

@@ -100,3 +100,11 @@ def test_an_endpoint_is_taken_apart_and_found_in_the_namespace_by_default():
     from dynamo._core import get_tool_parser_names
 
     assert set(TOOL_CALL_PARSERS.values()) <= set(get_tool_parser_names())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed")
+def test_a_prefill_worker_on_loopback_says_that_other_hosts_do_not_reach_it():
+    from dsjax.dynamo.prefill import _reached_at
+
+    assert _reached_at("10.0.0.1:80").endswith("which reach it at 10.0.0.1:80")
+    assert "workers of other hosts do not: for them give --transfer-host" in _reached_at("127.0.0.1:80")

@@ -30,6 +30,10 @@ class MemoryStore:
             self._changed.wait_for(lambda: key in self.values, min(seconds, 5))
             return self.values.get(key)
 
+    def list(self, folder: str) -> list[tuple[str, bytes]]:
+        with self._changed:
+            return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
     def delete(self, folder: str) -> None:
         with self._changed:
             for key in [

@@ -157,7 +157,7 @@ def make_request(name: str, tokens: list[int], kind: str, max_tokens: int, seed:
 
 def make_generation(executor: ScriptedExecutor, config: SchedulerConfig) -> SimpleNamespace:
     """What a change of the mesh gives the core."""
-    return SimpleNamespace(executor=executor, config=config, facts=None)
+    return SimpleNamespace(executor=executor, config=config, facts=None, larger_is_wanted=False)
 
 
 PARAMETERS: dict[str, dict] = {

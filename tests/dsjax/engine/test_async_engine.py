@@ -6,6 +6,7 @@ These are the tests of `engine_thread.py` and `request_streams.py` too.
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
@@ -347,5 +348,35 @@ def test_what_a_reader_raises_while_it_takes_outputs_at_once_is_its_own_to_hear(
         stream.fail(PromptError("over"))
         with pytest.raises(PromptError):
             await reading
+
+    run(main())
+
+
+def test_streams_of_requests_that_wait_for_a_larger_mesh_stay_open_until_they_are_closed_or_the_server_ends():
+    async def main():
+        engine, _ = make(pages_per_rank=33, step_seconds=0.01)
+        engine.core.generations = SimpleNamespace(patience=600, due=False, phase=None)
+        smaller = FakeExecutor(pages_per_rank=5)
+        config = SchedulerConfig.from_limits(smaller.limits, max_num_batched_tokens=16)
+        engine.start()
+        params = SamplingParams(max_tokens=100, ignore_eos=True, output_kind=OutputKind.DELTA)
+        given_up, kept = [await engine.submit(name, [[1, 2, 3]], params) for name in ("given up", "kept")]
+        await anext(given_up)
+        await anext(kept)
+        new = SimpleNamespace(executor=smaller, config=config, larger_is_wanted=True)
+        await engine.call(lambda core: engine._thread.change(lambda: new))
+        parked = engine.core.parked
+        await until(lambda: len(parked) == 2)
+        assert await collect(engine, "short", [[5]], FINAL) == {0: expected_tokens([5], 12)}, "nobody waits behind them"
+        assert engine.num_unfinished == 2
+        given_up.close()
+        await until(lambda: len(parked) == 1)
+        engine.wait_for_no_mesh()
+        async for _, output in kept:
+            last = output.outputs[0]
+        assert (last.finish_reason, last.error) == ("error", "no_room_on_the_new_mesh")
+        assert engine.num_unfinished == len(parked) == 0
+        assert parked.outcomes == {"aborted": 1, "expired": 1}
+        await engine.shutdown()
 
     run(main())

@@ -17,7 +17,7 @@ from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.side_options import decode_args, prefill_args
-from dsjax.engine.tiers.page_files import lock_folder
+from dsjax.engine.tiers.page_folder import lock_folder
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 from sharding import MeshError
@@ -221,4 +221,4 @@ def test_a_folder_for_pages_that_another_server_has_is_refused_before_anything_i
     options = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1", "disk_cache_bytes": 1 << 20}
     with lock_folder(tmp_path), pytest.raises(UserError, match="is in use by another engine"):
         LLM(str(checkpoint), **options, disk_cache=str(tmp_path), **SIZES)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert {path.name for path in tmp_path.iterdir()} == {"dsjax-pages", "lock"}

@@ -305,7 +305,8 @@ def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_w
         pair.turn()
     executor = FakeExecutor(num_ranks=after, pages_per_rank=33, transfers=True)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    changed = SimpleNamespace(due=True, regroup=lambda: SimpleNamespace(executor=executor, config=config))
+    new = SimpleNamespace(executor=executor, config=config, larger_is_wanted=True)
+    changed = SimpleNamespace(due=True, regroup=lambda: new)
     engine.core.generations = changed
     engine._thread.look_at_processes()
     assert engine.turn(wait=False)

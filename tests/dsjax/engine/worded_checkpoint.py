@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from goldens.our_model import hf_tensors
+import numpy as np
+from goldens.our_model import expected_shapes
 from goldens.random_weights import RandomWeights
 from layouts import TINY
 from tiny_tokenizer import tiny_tokenizer, write_tokenizer
@@ -15,14 +16,15 @@ VOCABULARY = 330
 """More than the tokenizer's, as real models have, and no multiple of 32."""
 
 
-def write_worded_checkpoint(directory: Path) -> Path:
-    """``model.safetensors``, ``config.json`` and the tokenizer's files."""
+def write_worded_checkpoint(directory: Path, **changed) -> Path:
+    """``model.safetensors``, ``config.json`` and the tokenizer's files. changed: fields of ``TINY``."""
     tokenizer = tiny_tokenizer()
     assert tokenizer.vocab_size < VOCABULARY
     fields = TINY | {"vocab_size": VOCABULARY, "bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    tensors = hf_tensors(ModelConfig.from_dict(fields), RandomWeights(7, bias_center=-0.2))
-    specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
-    write_file(directory / "model.safetensors", specs, tensors.__getitem__)
+    fields |= changed
+    shapes, weights = expected_shapes(ModelConfig.from_dict(fields)), RandomWeights(7, bias_center=-0.2)
+    specs = {name: TensorSpec(np.dtype(np.float32), shape) for name, shape in shapes.items()}
+    write_file(directory / "model.safetensors", specs, lambda name: weights.tensor(name, shapes[name]))
     (directory / "config.json").write_text(json.dumps(fields))
     write_tokenizer(directory)
     return directory

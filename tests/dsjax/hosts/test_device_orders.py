@@ -46,6 +46,15 @@ def test_groups_of_survivors_that_the_break_did_not_touch_are_whole_but_not_thos
     assert orders.choose(ids((0, 1, 2), 1), (1, 3, 1)) != whole
 
 
+def test_a_process_that_ended_in_order_breaks_the_groups_that_it_was_in_and_no_others():
+    orders = of(3, 1)
+    apart = orders.choose(ids((0, 1), 1), (1, 2, 1))
+    whole = orders.choose(ids((0, 1, 2), 1), (1, 3, 1))
+    orders.break_with({2})
+    assert orders.choose(ids((0, 1), 1), (1, 2, 1)) == apart
+    assert orders.choose(ids((0, 1, 2), 1), (1, 3, 1)) != whole, "another process has that id now"
+
+
 @pytest.mark.parametrize("shape", [(1, 4, 2), (2, 2, 2), (4, 1, 2), (1, 2, 4)])
 def test_no_group_of_any_axis_is_formed_twice_once_it_broke(shape):
     orders, rng, broken = of(4, 2), random.Random(3), set()

@@ -3,6 +3,7 @@
 import pytest
 
 from dsjax.errors import UserError
+from dsjax.hosts import options
 from dsjax.hosts.options import HostOptions, joined, split
 
 
@@ -70,6 +71,93 @@ def test_a_host_address_must_be_this_hosts_own():
         HostOptions.find("127.0.0.1:1234", 2, 1, host_address="0.0.0.0")
     with pytest.raises(UserError, match="give --coordinator-address too"):
         HostOptions.find(host_address="127.0.0.1")
+
+
+def test_a_group_beyond_loopback_needs_a_cluster_key(monkeypatch, tmp_path):
+    monkeypatch.delenv("DSJAX_CLUSTER_KEY", raising=False)
+    for given in (("192.0.2.1:1234", 2, 1), ("no.such.host.invalid:1", 2, 1)):
+        with pytest.raises(
+            UserError, match=r"--cluster-key-file FILE or in the environment variable DSJAX_CLUSTER_KEY"
+        ):
+            HostOptions.find(*given)
+    (tmp_path / "key").write_text("k" * 31)
+    with pytest.raises(UserError, match="has 31 characters, expected 32"):
+        HostOptions.find("127.0.0.1:1234", 2, 1, cluster_key_file=str(tmp_path / "key"))
+    (tmp_path / "key").write_text("k" * 32)
+    options = HostOptions.find("192.0.2.1:1234", 2, 1, cluster_key_file=str(tmp_path / "key"))
+    assert options.coordinator == ("192.0.2.1", 1234)
+    assert "kkkk" not in repr(options)
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """A host that knows names as its file of hosts says, has all addresses that a test wants, and is reached from the last one given."""
+    known = {"node0": "127.0.1.1", "node1": "10.0.0.1"}
+    real_resolve, real_socket = options.socket.getaddrinfo, options.socket.socket
+
+    class Probe:
+        source = None
+
+        def __init__(self, *_):
+            pass
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *_: None  # noqa: E731
+        bind = connect = lambda self, address: None
+
+        def getsockname(self):
+            return (Probe.source, 0)
+
+    def use(source=None):
+        Probe.source = source
+        monkeypatch.setattr(
+            options.socket, "getaddrinfo", lambda host, *a, **k: real_resolve(known.get(host, host), *a, **k)
+        )
+        monkeypatch.setattr(options.socket, "socket", Probe if source or source == "" else real_socket)
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "process_id", "host_address", "source", "message"),
+    [
+        ("node0:1", 0, None, "", "--coordinator-address is 'node0', 127.0.1.1 on this host, which others cannot reach"),
+        ("node1:1", 0, "node0", "", "--host-address is 'node0', 127.0.1.1 on this host, which others cannot reach"),
+        (
+            "10.0.0.1:1",
+            1,
+            "127.0.0.1",
+            "",
+            "--host-address is '127.0.0.1', which others cannot reach: it is the loopback",
+        ),
+        ("10.0.0.1:1", 1, "::1", "", "--host-address is '::1', which others cannot reach"),
+        ("10.0.0.1:1", 1, "169.254.3.4", "", "a link-local address holds on one link"),
+        (
+            "[fe80::1]:1",
+            0,
+            None,
+            "",
+            "--coordinator-address is 'fe80::1', which others cannot reach: a link-local address",
+        ),
+        ("10.0.0.1:1", 1, None, "169.254.3.4", "this host is at 169.254.3.4 on the way to '10.0.0.1'"),
+        ("node0:1", 1, None, "127.0.0.1", "this host is at 127.0.0.1 on the way to 'node0'"),
+        ("0.0.0.0:1", 0, None, "", "it stands for all addresses of this host"),
+        ("[::]:1", 0, None, "", "it stands for all addresses of this host"),
+        ("10.0.0.1:1", 1, "::ffff:127.0.0.1", "", "it is the loopback interface's"),
+    ],
+)
+def test_an_address_that_others_cannot_reach_is_refused(names, coordinator, process_id, host_address, source, message):
+    names(source)
+    with pytest.raises(UserError) as error:
+        HostOptions.find(coordinator, 2, process_id, host_address)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.1.1"])
+@pytest.mark.parametrize("process_id", [0, 1])
+def test_a_group_that_is_wholly_on_loopback_is_allowed(host, process_id):
+    for host_address in (None, "127.0.0.1"):
+        assert HostOptions.find(f"{host}:1234", 2, process_id, host_address).address.startswith("127.")
 
 
 def test_addresses_of_both_families_are_read_and_written():

@@ -1,17 +1,21 @@
 """The rendezvous, its processes played by threads: who comes, what must be alike, and one clear message for everybody."""
 
+import contextlib
 import dataclasses
+import shutil
 import socket
 import threading
 import time
 
 import pytest
+from deployments import make_certificates
 
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions, rendezvous
+from dsjax.hosts.credentials import CredentialOptions
 from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, meet
 from dsjax.hosts.secure_channel import PROTOCOL
-from dsjax.hosts.wire import send
+from dsjax.hosts.wire import Prepared, send
 
 ALIKE = {"the version of dsjax": "1.0", "--mesh": "dp=4", "the checkpoint fingerprint": "ab12"}
 
@@ -233,6 +237,57 @@ def test_another_process_under_the_id_of_a_member_that_lives_is_refused_alone():
     assert not left
 
 
+def test_of_two_that_come_back_under_one_id_at_once_one_comes_in_and_the_other_is_told():
+    processes = group_of(2)
+    hold(processes)
+    both = threading.Barrier(2)
+
+    def may_come(request: JoinRequest) -> int:
+        """Wait for the other one, which comes here too where nothing keeps them apart."""
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1)
+        return 3
+
+    listener = listener_of([])
+    listener.watch(lambda request: None, may_come)
+    listener.drop(1)
+    came = hold([processes[1], processes[1]])
+    refused = [one for one in came if isinstance(one, Exception)]
+    assert len(refused) == 1, came
+    assert "is coming back to the group, and another on " in str(refused[0])
+    assert "has its --process-id 1; give each its own" in str(refused[0])
+
+
+def test_one_that_goes_while_it_waits_to_come_back_gives_way_to_the_next():
+    processes = group_of(2)
+    hold(processes)
+    waiting, may_come, left = [], threading.Event(), []
+
+    def wait(request: JoinRequest) -> int:
+        waiting.append(request)
+        assert may_come.wait(10)
+        return 3
+
+    listener = listener_of([])
+    listener.watch(left.append, wait)
+    listener.drop(1)
+    first = JoinRequest.of(processes[1], 7)
+    with rendezvous._connect(processes[1], processes[1].read_credentials()) as channel:
+        send(channel, first)
+        send(channel, Prepared(ALIKE))
+        until(lambda: waiting == [first])
+    second: list = []
+    thread = threading.Thread(target=lambda: second.extend(hold([processes[1]])))
+    thread.start()
+    until(lambda: len(waiting) == 2)
+    may_come.set()
+    thread.join(10)
+    assert [member.process_id for member in second[0]] == [0, 1]
+    until(lambda: left == [first])
+    assert listener.has(waiting[1])
+    assert not listener.has(first), "though it may have the same pid"
+
+
 def test_one_that_comes_back_otherwise_or_at_the_end_is_told_so():
     processes = group_of(2)
     hold(processes)
@@ -317,6 +372,32 @@ def test_strangers_at_the_port_are_ignored():
     (followed,) = hold([processes[1]])
     leader.join(60)
     assert results == [followed]
+
+
+def test_an_address_that_was_not_known_is_found_before_anything_listens(monkeypatch):
+    options = dataclasses.replace(group_of(2)[1], address="", start_timeout=1)
+    answers = iter(["", "127.0.0.1"])
+    monkeypatch.setattr(rendezvous, "own_address", lambda *_: next(answers))
+    assert rendezvous.located(options).address == "127.0.0.1"
+    monkeypatch.setattr(rendezvous, "own_address", lambda *_: "")
+    with pytest.raises(GroupError, match=r"the name of process 0, '127\.0\.0\.1', is not known"):
+        rendezvous.located(options)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_a_group_meets_over_tls_and_one_with_a_foreign_certificate_is_told_so(tmp_path):
+    certificates = make_certificates(tmp_path, "one", "two") | make_certificates(tmp_path, "other", authority="foreign")
+
+    def with_tls(options: HostOptions, name: str) -> HostOptions:
+        return dataclasses.replace(options, credentials=CredentialOptions(None, *certificates[name]))
+
+    processes = group_of(2)
+    leader, follower = hold([with_tls(processes[0], "one"), with_tls(processes[1], "two")])
+    assert leader == follower
+    processes = group_of(2, timeout=2)
+    found = messages(hold([with_tls(processes[0], "one"), with_tls(processes[1], "other")]))
+    assert "Connections that were turned away: 1 without a certificate of --cluster-tls-ca" in found[0]
+    assert "is not of --cluster-tls-ca" in found[1]
 
 
 def test_loopback_addresses_are_refused_where_the_machines_differ():

@@ -12,6 +12,7 @@ import threading
 import pytest
 from deployments import KEY, OTHER, address_of, listening, make_certificates, relay
 
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts.cluster_key import ClusterKey
 from dsjax.hosts.credentials import CredentialOptions, Credentials
@@ -346,7 +347,7 @@ def test_certificates_that_cannot_be_used_are_named(certificates, tmp_path):
     assert CredentialOptions(**given).read("127.0.0.1").tls is not None
     for missing in given:
         with pytest.raises(UserError, match=rf"^--{missing.replace('_', '-')} missing: give all of"):
-            CredentialOptions(**{**given, missing: None}).read("127.0.0.1")
+            EngineArgs(**{**given, missing: None})
         with pytest.raises(UserError, match=rf"--{missing.replace('_', '-')} .*nowhere"):
             CredentialOptions(**{**given, missing: str(tmp_path / "nowhere")}).read("127.0.0.1")
         (tmp_path / "empty").touch()

@@ -10,7 +10,7 @@ import time
 import pytest
 from deployments import KEY, OTHER, address_of, listening
 
-from dsjax.hosts import secure_listener
+from dsjax.hosts import secure_channel, secure_listener
 from dsjax.hosts.secure_channel import PROTOCOL, NotAMemberError, RefusedError, SecureChannel, connect
 from dsjax.hosts.secure_listener import MOST_GREETINGS
 
@@ -88,6 +88,42 @@ def test_a_flood_of_connections_keeps_no_member_out():
             ended.set()
             for thread in flooding:
                 thread.join()
+
+
+def test_a_member_whose_place_is_taken_as_it_proves_itself_comes_in_at_its_next_try(monkeypatch):
+    answer, resets = secure_listener.answer, []
+
+    def answer_and_lose_the_place(*arguments):
+        answered = answer(*arguments)
+        if not resets:
+            [greeting] = listener._greetings
+            greeting.reset()
+            resets.append(greeting)
+        return answered
+
+    monkeypatch.setattr(secure_listener, "answer", answer_and_lose_the_place)
+    with listening(echo) as listener, connect(address_of(listener), "pages", KEY) as channel:
+        channel.send(b"in")
+        assert channel.receive(10) == b"in"
+        assert resets
+        assert listener.turned_away == {"for which there was no place": 1}
+
+
+def test_a_member_that_was_too_slow_is_not_told_that_its_key_is_wrong(monkeypatch):
+    monkeypatch.setattr(secure_listener, "GREETING_SECONDS", 0.2)
+    tokens = secure_channel.secrets.token_bytes
+    with listening(echo) as listener:
+
+        def slow(count: int) -> bytes:  # each side draws its nonce by this
+            if len(listener._greetings) and threading.current_thread() is threading.main_thread():
+                time.sleep(0.4 if not listener.turned_away else 0)
+            return tokens(count)
+
+        monkeypatch.setattr(secure_channel.secrets, "token_bytes", slow)
+        with connect(address_of(listener), "pages", KEY) as channel:
+            channel.send(b"in")
+            assert channel.receive(10) == b"in"
+        assert listener.turned_away == {"that did not end their greeting in time": 1}
 
 
 def test_more_members_than_there_is_room_for_are_told_so():

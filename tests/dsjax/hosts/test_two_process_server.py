@@ -3,12 +3,14 @@ because the follower is killed, comes back, and hangs.
 """
 
 import json
+import os
 import re
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
@@ -32,6 +34,7 @@ OPTIONS = {
     "kernels": "plain",
 }
 PROMPTS = ["the queue", "def main(", "a b c d e f", "x"]
+CLUSTER_KEY = "a-secret-that-nobody-may-be-shown-0123456789"
 KEY = {"Authorization": "Bearer admin"}
 
 
@@ -53,7 +56,8 @@ class Served:
     def __init__(self, checkpoint: Path):
         flags = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
         command = ["-m", "dsjax.serve", "--model", str(checkpoint), "--served-model-name", "tiny", "--port", "0"]
-        self.group = Group([*command, "--mesh", "dp=4", "--admin-api-key", "admin", *flags], 2)
+        with mock.patch.dict(os.environ, {"DSJAX_CLUSTER_KEY": CLUSTER_KEY}):
+            self.group = Group([*command, "--mesh", "dp=4", "--admin-api-key", "admin", *flags], 2)
         self.group.wait_for(0, "serving tiny at", 300)
         self.leader = re.search(r"serving tiny at (http://[\d.:]+)", self.group.output[0]).group(1)
         self.follower = re.search(r"/metrics at (http://[\d.:]+)", self.group.output[1]).group(1)
@@ -81,6 +85,18 @@ def test_a_group_on_loopback_listens_on_loopback_alone(served):
             len(addresses) >= 3
         )  # HTTP, links and gloo; process 0 has the rendezvous and JAX's coordination service too
         assert all_loopback(addresses), addresses
+
+
+def test_the_cluster_key_is_shown_nowhere(served):
+    addresses = (served.leader.removesuffix("/v1"), served.follower)
+    paths = {route for route in httpx.get(f"{addresses[0]}/openapi.json").json()["paths"] if "{" not in route}
+    assert "/server_info" in paths
+    for address in addresses:
+        for path in {*paths, "/metrics"}:
+            assert CLUSTER_KEY not in httpx.get(f"{address}{path}", headers=KEY, timeout=60).text
+    for index, process in enumerate(served.group.processes):
+        assert CLUSTER_KEY not in served.group.output[index]
+        assert CLUSTER_KEY.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
 
 
 def test_completions_are_those_of_one_process(served, alone):
@@ -213,6 +229,13 @@ def metric(served, name: str) -> float:
     return float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE).group(1))
 
 
+def changes(served, reason: str) -> float:
+    text = httpx.get(f"{served.leader}/metrics").text
+    return float(
+        re.search(rf'^dsjax_generation_changes_total{{.*reason="{reason}".*}} (\S+)$', text, re.MULTILINE).group(1)
+    )
+
+
 def scale(served, mesh: str) -> httpx.Response:
     return httpx.post(f"{served.leader}/scale", json={"mesh": mesh}, headers=KEY, timeout=120)
 
@@ -267,6 +290,10 @@ def test_a_follower_killed_in_a_step_costs_nobody_a_token(served, undisturbed):
 
 
 def test_a_follower_that_is_started_again_joins_under_its_id(served, undisturbed):
+    comes_back(served, undisturbed)
+
+
+def comes_back(served, undisturbed) -> None:
     served.group.start_again(1)
     deadline = time.monotonic() + 120
     while metric(served, "dsjax_generation_devices") < 4:
@@ -276,6 +303,21 @@ def test_a_follower_that_is_started_again_joins_under_its_id(served, undisturbed
     served.group.wait_for(1, "/metrics at ")
     served.follower = re.search(r"/metrics at (http://[\d.:]+)", served.group.output[1]).group(1)
     assert httpx.get(f"{served.follower}/ready").json() == {"status": "ready"}
+
+
+def test_a_follower_that_is_told_to_end_leaves_when_the_others_go_on_without_it(served, undisturbed):
+    losses, printed = changes(served, "loss"), len(served.group.output[0])
+    streams = Streams(served, MIXED)
+    streams.first.wait(60)
+    served.group.processes[1].send_signal(signal.SIGTERM)
+    assert streams.join() == undisturbed
+    assert served.group.processes[1].wait(30) == 0, served.group.last_words()
+    assert metric(served, "dsjax_generation_devices") == 2
+    assert (changes(served, "leave"), changes(served, "loss")) == (1, losses)
+    assert "leaves, as it was told to end" in served.group.output[0][printed:]
+    assert "has gone away" not in served.group.output[0][printed:]
+    assert Streams(served, MIXED).join() == undisturbed
+    comes_back(served, undisturbed)
 
 
 def test_a_follower_that_hangs_is_given_up_and_ends_when_it_goes_on(served, undisturbed):

@@ -1,6 +1,11 @@
 """What stands between a start and its kernels: compilers, folders and other machines' libraries never stop it."""
 
+import errno
+import os
 import shutil
+import tempfile
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +14,7 @@ from typer.testing import CliRunner
 from dsjax.cli.main import app
 from dsjax.engine.device.process import cache_folder
 from dsjax.errors import UserError
-from dsjax.kernels import build
+from dsjax.kernels import build, native_calls
 from dsjax.kernels.table import CHOICES, OPERATIONS, TABLE, Kernels, choose_kernels
 
 
@@ -119,6 +124,202 @@ def test_another_machines_library_is_tried_and_left_alone(kernels, tmp_path):
     found = choose(cache=tmp_path)
     assert found.native is None
     assert "do not work on this machine" in found.note
+
+
+def raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+def zeroed(patch, path):
+    """Write a file of the same length, as a file system that was full, or lost its last writes, leaves one."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+AFTER_IT_WORKED = {
+    "overwritten": zeroed,
+    "cut": lambda patch, path: path.write_bytes(path.read_bytes()[:5000]),
+    "of another libc": lambda patch, path: patch.setattr(
+        native_calls.ctypes, "CDLL", raising(OSError(f"{path}: version `GLIBC_2.99' not found"))
+    ),
+    "without a kernel": lambda patch, path: patch.setattr(native_calls.ctypes, "CDLL", lambda name: object()),
+    "refused by JAX": lambda patch, path: patch.setattr(
+        native_calls.jax.ffi, "register_ffi_target", raising(RuntimeError("FFI API version\nmismatch"))
+    ),
+    "deleted meanwhile": lambda patch, path: patch.setattr(
+        build, "_tried", lambda path: shutil.rmtree(path.parent) or True
+    ),
+    "unreadable": lambda patch, path: patch.setattr(
+        build.Path, "resolve", raising(OSError(errno.EIO, os.strerror(errno.EIO)))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AFTER_IT_WORKED)
+def test_a_library_that_worked_once_and_does_not_load_now_costs_one_line(kernels, monkeypatch, tmp_path, case):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    path = kept / kernels.native.path.name
+    shutil.copy(kernels.native.path, path)
+    assert choose(cache=kept).native.path == path
+    assert path.with_suffix(".tried").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(native_calls, "_libraries", dict)  # as in a new process
+        AFTER_IT_WORKED[case](patch, path)
+        chosen = choose(cache=kept)
+    assert chosen.native is None
+    assert "\n" not in chosen.note
+    assert "native kernels" in chosen.note
+
+
+BEFORE_IT_IS_BUILT = {
+    "no temporary folder": lambda patch: patch.setattr(
+        tempfile, "gettempdir", raising(FileNotFoundError(errno.ENOENT, "No usable temporary directory found"))
+    ),
+    "no process can be started": lambda patch: patch.setattr(
+        build.subprocess, "Popen", raising(OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
+    ),
+    "no descriptor is left": lambda patch: patch.setattr(
+        build.os, "memfd_create", raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    ),
+    "no sources": lambda patch: patch.setattr(build, "SOURCES", Path("missing")),
+    "no headers of JAX": lambda patch: patch.setattr(build.jax.ffi, "include_dir", raising(AttributeError("gone"))),
+    "the disk is full": lambda patch: patch.setattr(
+        build.Path, "mkdir", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    ),
+    "no interpreter": lambda patch: patch.setattr(build.sys, "executable", None),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE_IT_IS_BUILT)
+def test_whatever_is_missing_where_kernels_are_built_costs_one_line(monkeypatch, tmp_path, case):
+    broken_compiler(monkeypatch, tmp_path, "exit 0")
+    with monkeypatch.context() as patch:
+        BEFORE_IT_IS_BUILT[case](patch)
+        chosen = choose(cache=tmp_path / "kept")
+    assert chosen.native is None
+    assert "\n" not in chosen.note
+    assert "native kernels" in chosen.note
+
+
+def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
+    script = (
+        f"[ $1 = --version ] && [ ! -e {tmp_path}/started ] && exit; sleep 600 & echo $! > {tmp_path}/started; wait"
+    )
+    broken_compiler(monkeypatch, tmp_path, script)
+    monkeypatch.setattr(build, "COMPILE_SECONDS", 1)
+    chosen = choose(cache=tmp_path / "kept")
+    assert "did not build the native kernels" in chosen.note
+    status = Path("/proc", (tmp_path / "started").read_text().strip(), "status")
+    for _ in range(1000):  # a signal takes a moment
+        if not status.exists() or "State:\tZ" in status.read_text():
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("what the compiler has started goes on")
+    monkeypatch.setattr(build, "VERSION_SECONDS", 0.2)
+    assert "did not tell its version" in choose(cache=tmp_path / "kept").note
+
+
+def test_a_compiler_may_say_what_is_no_text(monkeypatch, tmp_path):
+    broken_compiler(monkeypatch, tmp_path, "printf 'error: \\377\\376' >&2; exit 1")
+    assert "failed on the native kernels: error:" in choose(cache=tmp_path / "kept").note
+
+
+def test_a_lock_that_is_never_given_back_or_is_somebody_elses_keeps_nobody_waiting(monkeypatch, tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(build, "COMPILE_SECONDS", 0)
+    monkeypatch.setattr(build, "TRY_SECONDS", 0)
+    with build._alone(Path("library")):
+        (path,) = tmp_path.iterdir()
+        with path.open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with build._alone(Path("library")):
+            pass
+    path.unlink()
+    (tmp_path / "victim").write_text("whole")
+    path.symlink_to(tmp_path / "victim")
+    with build._alone(Path("library")):
+        assert (tmp_path / "victim").read_text() == "whole"
+
+
+@pytest.fixture
+def give_away(monkeypatch):
+    """A function that makes a path another user's."""
+
+    def give(path):
+        if os.geteuid() == 0:
+            os.chown(path, 12345, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda user=os.geteuid(): user + 1)
+
+    return give
+
+
+def test_a_library_that_others_can_have_written_is_built_anew(kernels, monkeypatch, tmp_path):
+    path = tmp_path / kernels.native.path.name
+    shutil.copy(kernels.native.path, path)
+    path.chmod(0o775)
+    monkeypatch.setattr(build, "build", lambda path: build.BuiltLibrary(None, f"built anew: {path}"))
+    assert choose(cache=tmp_path).note == f"built anew: {path}"
+    path.chmod(0o755)
+    tmp_path.chmod(0o777)  # this user's own, and so it is mended
+    assert choose(cache=tmp_path).native.path == path
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("part", ["folder", "library"])
+def test_another_users_library_is_not_loaded(kernels, give_away, monkeypatch, tmp_path, part):
+    path = tmp_path / "kernels" / kernels.native.path.name
+    path.parent.mkdir()
+    shutil.copy(kernels.native.path, path)
+    shutil.copy(kernels.native.path, path.parent / build.prebuilt_name("native"))
+    monkeypatch.setattr(build, "build", lambda path: build.BuiltLibrary(None, "belongs to another user: built anew"))
+    give_away(path.parent if part == "folder" else path)
+    chosen = choose(cache=path.parent)
+    assert chosen.native is None
+    assert "belongs to another user" in chosen.note
+    if part == "library":
+        give_away(path.parent / build.prebuilt_name("native"))
+    with pytest.raises(UserError, match=r"are not loaded: .* belongs to another user"):
+        choose("native", prebuilt=path.parent)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (build, "FLAGS", (*build.FLAGS, "-g")),
+        (build.platform, "libc_ver", lambda: ("glibc", "2.99")),
+        (build.platform, "machine", lambda: "riscv64"),
+        (build.jaxlib, "__version__", "0.99"),
+        (build, "_compiler_version", lambda command: "another compiler"),
+    ],
+)
+def test_the_name_of_a_kept_library_depends_on_what_the_library_depends_on(monkeypatch, tmp_path, module, name, value):
+    broken_compiler(monkeypatch, tmp_path, "echo version 1")
+    monkeypatch.setattr(build, "build", lambda path: build.BuiltLibrary(None, str(path)))
+    before = choose(cache=tmp_path).note
+    assert choose(cache=tmp_path).note == before
+    monkeypatch.setattr(module, name, value)
+    assert choose(cache=tmp_path).note != before
+
+
+def test_the_headers_of_jax_are_part_of_the_version(monkeypatch, tmp_path):
+    before, headers = build.source_version(), Path(build.jax.ffi.include_dir())
+    shutil.copytree(headers / "xla" / "ffi" / "api", tmp_path / "xla" / "ffi" / "api")
+    monkeypatch.setattr(build.jax.ffi, "include_dir", lambda: str(tmp_path))
+    assert build.source_version() == before
+    with (tmp_path / "xla" / "ffi" / "api" / "c_api.h").open("a") as file:
+        file.write("\n#define XLA_FFI_API_MINOR 99\n")
+    assert build.source_version() != before
+
+
+def test_what_was_built_is_used_when_the_compiler_has_gone(kernels, no_compiler, tmp_path):
+    shutil.copy(kernels.native.path, tmp_path)
+    assert choose(cache=tmp_path).native.path == tmp_path / kernels.native.path.name
 
 
 def test_prebuilt_kernels_are_used_and_others_refused(kernels, tmp_path, no_compiler):

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsjax.checkpoint import quantise as weights
+from dsjax.kernels.pallas import activations
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme, block_product
 from sharding import fp8
@@ -82,6 +84,101 @@ def test_zeros_and_one_large_value_keep_their_meaning():
     found = fp8.quantise(jnp.asarray(x))
     np.testing.assert_allclose(fp8.dequantise(*found), x, rtol=1e-6)
     np.testing.assert_array_equal(found.scales[1], [1, 1])
+
+
+EXTREMES = (
+    0.0,
+    1e-45,
+    1e-40,
+    1.17e-38,
+    1.2e-38,
+    1e-37,
+    4e-36,
+    6e-36,
+    1e-30,
+    9.9e-11,
+    1e-10,
+    1e-6,
+    1.0,
+    448.0,
+    1e30,
+    3e38,
+)
+
+
+def scale_by_hand(largest, powers):
+    """The scale of a block by NumPy, which has denormal numbers where XLA has none."""
+    if largest < np.finfo(np.float32).tiny:
+        return np.float32(1)
+    scale = np.maximum(np.float32(largest), np.float32(1e-10)) * np.float32(1 / 448)
+    return np.float32(2.0 ** np.ceil(np.log2(np.float64(scale)))) if powers else scale
+
+
+def assert_rounded(back, exact, scale):
+    """Each value is at most half a step of e4m3 away, and one that is a denormal number at most itself."""
+    has_scale = np.abs(exact).reshape(len(exact), -1, 128).max(axis=2).repeat(128, axis=1) >= np.finfo(np.float32).tiny
+    half_step = np.maximum(np.abs(exact) / 16, has_scale * scale * 2.0**-10)
+    assert np.all(np.abs(back - exact) <= half_step * 1.0001 + np.finfo(np.float32).tiny)
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_rows_of_every_magnitude_have_the_same_finite_bits_in_every_form(powers):
+    x = np.zeros((len(EXTREMES), 256), np.float32)
+    with np.errstate(under="ignore"):
+        x[:, 3], x[:, 7] = EXTREMES, -np.float32(EXTREMES) / 2
+        x[:, 130] = EXTREMES[::-1]
+    scales = np.array([[scale_by_hand(row[b : b + 128].max(), powers) for b in (0, 128)] for row in x])
+    forms = {
+        "compiled": jax.jit(lambda x: fp8.quantise(x, powers=powers))(x),
+        "by operations": fp8.quantise(jnp.asarray(x), powers=powers),
+        "pallas": activations.quantise(jnp.asarray(x), powers=powers, interpret=True),
+    }
+    for name, (values, found) in forms.items():
+        np.testing.assert_array_equal(np.asarray(found).view(np.int32), scales.view(np.int32), name)
+        np.testing.assert_array_equal(
+            np.asarray(values).view(np.uint8), np.asarray(forms["pallas"].values).view(np.uint8)
+        )
+        back = np.asarray(fp8.dequantise(values, found))
+        assert_rounded(back, x, scales.repeat(128, axis=1))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("beside", [0.0, 1e-40, 1e-37, 1.0])
+def test_a_number_that_is_not_finite_leaves_a_nan_and_spoils_no_other_block(bad, beside):
+    x = np.full((1, 256), beside, np.float32)
+    x[0, 5] = bad
+    forms = (
+        jax.jit(fp8.quantise)(x),
+        fp8.quantise(jnp.asarray(x)),
+        activations.quantise(jnp.asarray(x), interpret=True),
+    )
+    for form in forms:
+        back = np.asarray(fp8.dequantise(*form))
+        assert np.isnan(back[0, 5])
+        assert np.isfinite(back[0, 128:]).all()
+
+
+@pytest.mark.parametrize("largest", EXTREMES)
+def test_a_block_of_weights_of_every_magnitude_has_a_scale_that_xla_does_not_take_for_zero(largest):
+    with np.errstate(under="ignore"):
+        matrix = np.outer(np.linspace(-1, 1, 128), np.linspace(0, 1, 128)).astype(np.float32) * np.float32(largest)
+    values, scale = weights.quantise(matrix)
+    assert scale.item() >= np.float32(1e-10) / np.float32(448)
+    back = np.asarray(jax.jit(lambda v, s: v.astype(jnp.float32) * s[0, 0])(values, scale))
+    assert_rounded(back, matrix, scale)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-40, 1.2e-38, 1e-37, 1e-30])
+def test_a_product_and_the_wire_of_almost_nothing_are_finite(largest):
+    rng = np.random.default_rng(0)
+    with np.errstate(under="ignore"):
+        x = (rng.uniform(-1, 1, size=(4, 256)) * largest).astype(np.float32)
+    weight, scale = drawn_weight(rng, 256, 128)
+    product = jax.jit(lambda x: block_product(DYNAMIC.quantise(x), weight, scale, jnp.float32))(x)
+    assert np.all(np.abs(product) <= 1e-6)
+    wire = WireFormat(256, 1, jnp.dtype(jnp.float32), fp8=True)
+    arrived = jax.jit(lambda x: wire.payload(wire.pack(x, jnp.zeros((4, 1), int), jnp.zeros((4, 1)), jnp.int32(0))))(x)
+    assert_rounded(arrived, x, np.float32(max(largest, 1e-10) / 448))
 
 
 def expert_weights(rng, X, D, F):

@@ -8,7 +8,7 @@ import threading
 
 import httpx
 import pytest
-from live_server import wait_until
+from live_server import LiveServer, wait_until
 
 from dsjax.errors import UserError
 from dsjax.serve import connections
@@ -192,3 +192,16 @@ def test_an_address_in_use_is_known_before_anything_is_loaded():
             bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(UserError, match="--host"):
         bind("203.0.113.9", 0)
+
+
+def test_a_server_that_cannot_begin_to_serve_ends_with_the_reason_instead_of_listening_for_ever(monkeypatch):
+    warmed = threading.Event()
+    server = LiveServer(warm_up=lambda check: warmed.wait(20))
+
+    def cannot():
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(server.engine, "start", cannot)
+    warmed.set()
+    server.join()
+    assert "can't start new thread" in str(server.failure)

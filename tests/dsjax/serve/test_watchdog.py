@@ -51,6 +51,18 @@ def watch(step_started, out) -> tuple[Watchdog, list]:
     return dog, done
 
 
+def test_a_watchdog_that_cannot_look_ends_the_process_since_nobody_else_would_see_a_hang():
+    def cannot():
+        raise RuntimeError("no steps here")
+
+    with tempfile.TemporaryFile("w+") as out:
+        _, done = watch(cannot, out)
+        wait_until(lambda: done)
+        assert done == [HANG_EXIT_CODE]
+        out.seek(0)
+        assert "RuntimeError: no steps here" in out.read()
+
+
 def test_a_step_that_hangs_is_told_of_with_its_rows_and_every_stack():
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as out:  # the stacks are written to a file's number

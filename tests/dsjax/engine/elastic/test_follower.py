@@ -1,15 +1,22 @@
 """A follower goes from generation to generation, stands by in one without it, and ends with the reason where it is left out."""
 
+import contextlib
 import os
 import threading
+from types import SimpleNamespace
 
+import msgspec
 import pytest
-from group_in_threads import Group, Told, step
+from group_in_threads import Group, MemoryStore, Told, step
 
+from dsjax.engine.elastic import generations as generations_module
+from dsjax.engine.elastic.generations import Generations
+from dsjax.engine.elastic.mesh_change import NoMeshError
 from dsjax.engine.stream.leader import LeaderExecutor
-from dsjax.hosts import group
+from dsjax.hosts import HostOptions, group
 from dsjax.hosts.announcement import Announcement
-from dsjax.hosts.group import GroupError
+from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.wire import JoinRequest
 
 
 @pytest.fixture(autouse=True)
@@ -109,3 +116,218 @@ def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_g
     thread.join(60)
     assert "generation 0 was given up while process 0 (host, pid 10) was waited for" in str(asked[0])
     group.end()
+
+
+def leaving(group: Group, generations: "SmallGenerations") -> threading.Thread:
+    """Process 1, which asks to leave, when process 0's engine has been told."""
+    group.until(lambda: group.loaded)
+    thread = threading.Thread(target=group.follower.leave, daemon=True)
+    thread.start()
+    group.until(lambda: group.store.list("dsjax/leaving/"))
+    group.leader._hear_leavers()
+    assert not group.store.list("dsjax/leaving/"), "it is heard once"
+    group.leader._hear_leavers()
+    assert generations.told == [None], "the engine looks at its processes, once"
+    generations.told.clear()
+    return thread
+
+
+class SmallGenerations(Generations):
+    """What process 0 decides about leavers, where a mesh needs so many processes."""
+
+    def __init__(self, group: Group, needed: int = 1):
+        self.told: list = []
+        self._group, self.needed = group.leader, needed
+        group.leader.on_change = self.told.append
+        self._args = self._config = self._weights = self.wanted = None
+
+    def _devices(self):
+        return [SimpleNamespace(process_index=member.process_id) for member in self._group.live]
+
+
+@pytest.fixture(autouse=True)
+def mesh_of_processes(monkeypatch):
+    """A mesh is possible where there is one process, or as many as `needed`."""
+
+    def largest_mesh(args, config, weights, wanted, devices):
+        if len(devices) < largest_mesh.needed:
+            raise NoMeshError(f"{len(devices)} devices are left, too few")
+
+    largest_mesh.needed = 1
+    monkeypatch.setattr(generations_module, "largest_mesh", largest_mesh)
+    return largest_mesh
+
+
+def test_a_follower_that_asks_to_leave_goes_when_there_is_a_generation_without_it_and_not_before():
+    group = Group()
+    generations = SmallGenerations(group)
+    thread = leaving(group, generations)
+    assert group.leader.live == group.leader.members, "process 0 has not decided yet"
+    generations._decide_on_leavers()
+    assert [member.process_id for member in generations._leavers] == [1]
+    assert group.leader.live == group.leader.members[:1]
+    assert group.follower.phase == "warming up", "it works on for the generation of now"
+    assert not group.follower.left
+    group.announce(1, 0)
+    group.thread.join(60)
+    thread.join(60)
+    assert (group.follower.left, group.error) == (True, None)
+    assert group.released == group.loaded
+    assert generations._leavers == [], "nothing more is to be changed"
+    group.leader._lose(group.leader.members[1])  # its connection ends
+    assert not generations._is_broken, "its exit is no loss"
+
+
+def test_a_follower_that_cannot_be_spared_is_told_why_and_goes_on(caplog, mesh_of_processes):
+    group = Group()
+    generations = SmallGenerations(group)
+    mesh_of_processes.needed = 2
+    thread = leaving(group, generations)
+    generations._decide_on_leavers()
+    thread.join(60)
+    assert "cannot be spared, and goes on: without it 1 devices are left, too few" in caplog.text
+    assert group.leader.live == group.leader.members
+    assert generations._leavers == []
+    group.leader.needs_all, mesh_of_processes.needed = True, 1
+    thread = leaving(group, generations)  # it may ask again
+    generations._decide_on_leavers()
+    thread.join(60)
+    assert "cannot be spared, and goes on: process 0 is ending too" in caplog.text
+    group.leader.needs_all = False
+    again = leaving(group, generations)
+    generations._decide_on_leavers()
+    group.announce(1, 0)
+    group.thread.join(60)
+    again.join(60)
+    assert group.follower.left
+
+
+def test_a_follower_without_a_part_goes_at_once_and_no_mesh_changes():
+    group = Group()
+    generations = SmallGenerations(group)
+    group.until(lambda: group.loaded)
+    group.announce(1, 0)
+    group.until(lambda: group.follower.phase == "standing by")
+    thread = leaving(group, generations)
+    generations._decide_on_leavers()
+    group.thread.join(60)
+    thread.join(60)
+    assert (group.follower.left, group.error) == (True, None)
+    assert generations._leavers == []
+    assert group.leader.live_ids == [0], "no further mesh counts on it"
+
+
+def test_those_that_ask_to_leave_at_once_make_one_change_and_the_last_that_is_needed_stays(mesh_of_processes):
+    store = MemoryStore()
+    members = [JoinRequest(index, 4, "host", 7, "127.0.0.1", "m", 9000 + index) for index in range(4)]
+    groups = [HostGroup(HostOptions(("127.0.0.1", 1), 4, index, "127.0.0.1"), members, store) for index in range(4)]
+    leader = groups[0]
+    generations = SmallGenerations(SimpleNamespace(leader=leader))
+    mesh_of_processes.needed = 2
+    for each in groups[1:]:
+        each.ask_to_leave()
+        leader._hear_leavers()
+        assert generations.told == [], "another one may be about to ask"
+    leader._hear_leavers()
+    leader._hear_leavers()
+    assert generations.told == [None]
+    generations._decide_on_leavers()
+    assert generations._leavers == members[1:3]
+    assert groups[3].answer_to_leaver(0) == "without it 1 devices are left, too few"
+    assert leader.live == [members[0], members[3]]
+
+
+def test_a_process_that_comes_back_under_the_id_and_the_pid_of_one_that_left_is_counted_on():
+    group = Group()
+    generations = SmallGenerations(group)
+    thread = leaving(group, generations)
+    generations._decide_on_leavers()
+    assert group.leader.take_ended() == {1}, "no group of devices that it was in is formed again"
+    before = group.leader.members[1]
+    group.leader.members[1] = msgspec.structs.replace(before, port=before.port + 1)
+    assert group.leader.live == group.leader.members
+    group.announce(1, 0)
+    thread.join(60)
+
+
+def test_a_loss_that_two_threads_notice_at_once_is_one_loss():
+    group, told, both = Group(), [], threading.Barrier(2)
+    group.until(lambda: group.loaded)
+    group.leader.on_change = told.append
+
+    class Lost(dict):
+        """Lets whoever looks wait for the other thread, which looks too, where nothing keeps them apart."""
+
+        def __contains__(self, key):
+            known = super().__contains__(key)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            return known
+
+    group.leader.lost = Lost()
+    threads = [threading.Thread(target=group.leader._lose, args=(group.leader.members[1],)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(told) == 1
+
+
+def test_a_late_word_of_a_process_that_has_gone_is_none_of_the_one_that_came_back():
+    group, told = Group(), []
+    group.until(lambda: group.loaded)
+    group.leader.on_change = told.append
+    before = group.leader.members[1]
+    group.leader.members[1] = msgspec.structs.replace(before, port=before.port + 1)
+    group.leader._lose(before)
+    assert told == []
+    assert not group.leader.lost
+
+
+def test_a_member_that_has_come_back_while_nobody_looked_is_still_gone_from_the_generation_that_it_was_in():
+    group = Group()
+    group.until(lambda: group.loaded)
+    generations = SmallGenerations(group)
+    before = group.leader.members[1]
+    group.leader._lose(before)
+    # It has come back before the engine's thread, which was busy, has looked.
+    group.leader.members = [group.leader.members[0], msgspec.structs.replace(before, port=before.port + 1)]
+    del group.leader.lost[1]
+    assert generations._is_broken
+    with pytest.raises(GroupError, match="has gone away"):
+        group.leader.check()
+    group.announce(1, 0, 1)
+    assert not generations._is_broken
+    assert group.leader.check() is None
+    group.until(lambda: group.second.members == group.leader.members)  # by which it looks at links
+
+
+def test_a_member_may_come_back_while_its_loss_is_looked_at():
+    group = Group()
+    group.until(lambda: group.loaded)
+
+    class Lost(dict):
+        """Forgets whoever is looked for: it comes back in that moment."""
+
+        def __contains__(self, key):
+            return super().pop(key, None) is not None
+
+    group.leader.lost = Lost({1: GroupError("gone")})
+    with contextlib.suppress(GroupError):  # either is true; to fail in another way is not
+        group.leader.check()
+
+
+def test_a_leaver_that_is_asked_whom_it_reaches_goes_on_until_it_was_decided_on():
+    group = Group()
+    generations = SmallGenerations(group)
+    thread = leaving(group, generations)
+    group.leader.announce(Announcement(1, looks=True))
+    group.until(lambda: group.follower.phase == "standing by")
+    group.announce(2, 0, 1)
+    group.until(lambda: len(group.loaded) == 2)
+    assert not group.follower.left
+    generations._decide_on_leavers()
+    group.announce(3, 0)
+    group.thread.join(60)
+    thread.join(60)
+    assert group.follower.left

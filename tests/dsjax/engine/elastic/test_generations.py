@@ -23,14 +23,14 @@ class FakeGenerations:
     def __init__(self, executors: list[FakeExecutor], speculation=None):
         self.executors, self.speculation = executors, speculation
         self.errors: list[Exception] = []
-        self.failure = None
+        self.failure, self.has_leavers = None, False
 
     def ask(self, mesh):
         return mesh
 
     def to(self, wanted):
         executor = self.executors.pop(0)
-        return SimpleNamespace(executor=executor, config=config_of(executor), facts=None)
+        return SimpleNamespace(executor=executor, config=config_of(executor), facts=None, larger_is_wanted=False)
 
     def after(self, error):
         self.errors.append(error)

@@ -12,6 +12,8 @@ from tiny_tokenizer import tiny_tokenizer
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import load_model, read_eos_token_ids
 from dsjax.engine.text.tokenizer import TokenizerError
+from dsjax.errors import UserError
+from dsjax.hosts import options
 
 
 def test_generation_config_adds_to_the_tokenizer_and_comes_before_config(tmp_path):
@@ -44,3 +46,20 @@ def test_dispatch_is_told_as_what_launches_do(tmp_path, mesh, dispatch, prefill,
     sizes = {"prefill_chunk": 300, "max_num_seqs": 4, "cache_tokens": 512}
     facts = load_model(EngineArgs(model=str(tmp_path), mesh=mesh, dispatch=dispatch, **sizes)).facts
     assert facts.dispatch == {"prefill": prefill, "decode": decode}
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("node0", "--transfer-host is 'node0', 127.0.1.1 on this host, which others cannot reach"),
+        ("192.0.2.1", "--transfer-host: '192.0.2.1' is no address of this host"),
+        ("0.0.0.0", "it stands for all addresses of this host"),
+    ],
+)
+def test_an_address_that_the_other_side_cannot_reach_is_refused_before_weights_are_read(monkeypatch, host, message):
+    real = options.socket.getaddrinfo
+    known = {"node0": "127.0.1.1"}
+    monkeypatch.setattr(options.socket, "getaddrinfo", lambda name, *a, **k: real(known.get(name, name), *a, **k))
+    with pytest.raises(UserError) as error:
+        load_model(EngineArgs(model="missing", disaggregation_mode="prefill", transfer_host=host))
+    assert message in str(error.value)

@@ -16,9 +16,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsjax.engine.tiers import disk_pages, page_files
+from dsjax.engine.tiers import disk_pages
 from dsjax.engine.tiers.disk_pages import DiskPages
-from dsjax.engine.tiers.page_files import PageFileError, PageFiles, lock_folder
+from dsjax.engine.tiers.page_files import PageFileError, PageFiles
+from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
 from dsjax.errors import UserError
 
 SHAPES = {"latent": ((2, 4, 6), np.dtype(np.uint16)), "filled": ((4,), np.dtype(bool))}
@@ -40,7 +41,7 @@ def same(read, number):
 
 
 def files(folder, space=SPACE):
-    return PageFiles(folder, space, SHAPES)
+    return PageFiles(folder if isinstance(folder, PageFolder) else PageFolder(folder), space, SHAPES)
 
 
 def file_of(folder, number) -> Path:
@@ -53,7 +54,9 @@ def test_a_page_is_read_as_it_was_written_by_another_object_too(tmp_path):
     pages_read = files(tmp_path).read(name(1))
     assert same(pages_read, 1)
     assert {key: (array.shape, array.dtype) for key, array in pages_read.items()} == SHAPES
-    assert files(tmp_path).folder.stat().st_mode & 0o777 == 0o700
+    for path in (file_of(tmp_path, 1).parent, file_of(tmp_path, 1).parents[1]):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert file_of(tmp_path, 1).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_disk_that_can_only_be_read_still_gives_its_pages(tmp_path, monkeypatch):
@@ -69,7 +72,7 @@ def test_a_disk_that_can_only_be_read_still_gives_its_pages(tmp_path, monkeypatc
 def test_bfloat16_goes_there_and_back(tmp_path):
     """It is what accelerators have in their caches; NumPy knows it by `ml_dtypes` alone."""
     values = np.arange(24).reshape(2, 3, 4).astype(ml_dtypes.bfloat16)
-    own_files = PageFiles(tmp_path, SPACE, {"latent": (values.shape, values.dtype)})
+    own_files = PageFiles(PageFolder(tmp_path), SPACE, {"latent": (values.shape, values.dtype)})
     own_files.write(name(1), {"latent": values[:, :, ::-1]})
     pages_read = own_files.read(name(1))["latent"]
     assert pages_read.dtype == values.dtype
@@ -107,9 +110,10 @@ def test_pages_of_another_space_are_not_found_and_not_read(tmp_path):
     own_files = files(tmp_path)
     assert own_files.list().names == []
     assert len(own_files.list().others) == 1
-    path = own_files.folder / "00" / file_of(tmp_path, 1).name
-    path.parent.mkdir()
-    path.write_bytes(file_of(tmp_path, 1).read_bytes())
+    content = file_of(tmp_path, 1).read_bytes()
+    own_files.write(name(1), page(1))
+    assert same(own_files.read(name(1)), 1)
+    (tmp_path / own_files.space / "00" / f"{name(1).hex()}.page").write_bytes(content)
     with pytest.raises(PageFileError):
         own_files.read(name(1))
 
@@ -128,7 +132,7 @@ def test_the_list_is_by_last_use_and_what_was_not_finished_goes(tmp_path):
 
 def test_a_second_engine_is_refused_while_the_first_has_the_folder(tmp_path):
     program = (
-        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\nfrom dsjax.engine.tiers.page_files import lock_folder\n"
+        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\nfrom dsjax.engine.tiers.page_folder import lock_folder\n"
     )
     program += f"held = lock_folder({str(tmp_path)!r}); print('held', flush=True); sys.stdin.read()"
     holder = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -154,8 +158,8 @@ class Disk:
     """`DiskPages` on a folder, with waiting for its reports."""
 
     def __init__(self, folder, max_pages=100, space=SPACE):
-        own_files = files(folder, space)
-        self.pages = DiskPages(own_files, max_pages * own_files.page_bytes, lock_folder(folder))
+        own_files = files(lock_folder(folder), space)
+        self.pages = DiskPages(own_files, max_pages * own_files.page_bytes)
         self.listed = self.pages.reports().listed
 
     def write(self, *numbers):
@@ -244,11 +248,11 @@ def test_a_damaged_page_is_reported_and_warned_of_once(tmp_path, disk, caplog):
 
 
 def test_a_full_disk_is_reported_and_warned_of_once(tmp_path, disk, caplog, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(page_files.Path, "rename", full)
+        patched.setattr(os, "rename", full)
         assert disk.write(1, 2) == {1: False, 2: False}
     assert caplog.text.count("No space left on device") == 1
     assert not list(tmp_path.glob("*/*/*"))

@@ -35,6 +35,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
+    CancelTransfer,
     ChunkGoneError,
     ChunkReady,
     PrefillRequest,
@@ -42,13 +43,13 @@ from dsjax.engine.transfer.messages import (
     TransferFailed,
     TransfersUnderWay,
 )
-from dsjax.engine.transfer.page_channel import VERSION
+from dsjax.engine.transfer.page_channel import PAGES, VERSION, TransferListener, connect_to, write
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handoff
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
 from dsjax.hosts.cluster_key import ClusterKey
-from dsjax.hosts.credentials import Credentials
+from dsjax.hosts.credentials import Credentials, local_credentials
 from dsjax.hosts.secure_channel import PROTOCOL
 from dsjax.hosts.wire import split_address
 
@@ -467,6 +468,28 @@ def test_a_side_with_another_key_is_told_so(monkeypatch, caplog):
     assert server.engine.num_jobs == 0
     link.close()
     server.shutdown()
+
+
+@pytest.mark.parametrize("message", [b"\x93\xacpull_request\x01\xa2\xff\xff", b"\x91" * 100_000, "handled"])
+def test_a_message_that_cannot_be_read_or_handled_ends_its_connection(message, caplog):
+    left = threading.Event()
+
+    def receive(_):
+        raise ValueError("a fault of ours")
+
+    peer = SimpleNamespace(receive=receive, leave=left.set)
+    key = local_credentials()
+    listener = TransferListener(lambda channel: peer, {}, "127.0.0.1", service=PAGES, credentials=key)
+    channel, _ = connect_to(listener.address, {}, PAGES, key)
+    if message == "handled":
+        write(channel, CancelTransfer("a"))
+    else:
+        channel.send(message)
+    assert left.wait(20)
+    with pytest.raises(EOFError):
+        channel.receive(100)
+    assert "A connection for pages was closed, because" in caplog.text
+    listener.close()
 
 
 def test_an_engine_that_is_reached_beyond_loopback_needs_a_key_before_it_loads_anything():

@@ -240,7 +240,7 @@ def test_decode_goes_on_with_more_or_fewer_ranks_and_has_the_rest_computed_there
         pair.turn()
     executor = FakeExecutor(num_ranks=after, pages_per_rank=33, max_rows_decode=4, transfers=True)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    pair.core.change(lambda: SimpleNamespace(executor=executor, config=config, facts=None))
+    pair.core.change(lambda: SimpleNamespace(executor=executor, config=config, facts=None, larger_is_wanted=False))
     asked = len(pair.asked())
     pair.run()
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]

@@ -1,0 +1,201 @@
+"""`dsjax doctor` tells what is broken, and ends with 1 where something is."""
+
+import errno
+import os
+import tempfile
+from email.message import Message
+from pathlib import Path
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from dsjax import versions
+from dsjax.cli import doctor
+from dsjax.cli.main import app
+from dsjax.engine.device import process
+from dsjax.errors import UserError
+from dsjax.kernels import build, table
+
+CACHE = (
+    "jax_compilation_cache_dir",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_enable_xla_caches",
+)
+
+
+@pytest.fixture(autouse=True)
+def jax_as_it_was():
+    before = {name: getattr(jax.config, name) for name in CACHE}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    process.compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A function that lets packages have other versions, or none."""
+    real = versions.installed_version
+
+    def use(**others):
+        def version(package, missing="not installed"):
+            return others.get(package.replace("-", "_"), real(package, missing)) or missing
+
+        monkeypatch.setattr(versions, "installed_version", version)
+        monkeypatch.setattr(doctor, "installed_version", version)
+
+    return use
+
+
+def raising(number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def found(part) -> dict[str, doctor.Finding]:
+    return {one.subject: one for one in part()}
+
+
+def test_what_is_installed_here_is_what_is_declared():
+    assert [one for one in versions.mismatches() if not one.is_optional] == []
+    assert found(doctor._versions)["versions"].state in ("ok", "note")
+
+
+@pytest.mark.parametrize(
+    ("others", "told", "advice"),
+    [
+        ({"jax": "0.11.2"}, "jax is 0.11.2", "'jax!=0.11.2,<0.12,>=0.10.2'"),
+        ({"jax": "0.12.0"}, "jax is 0.12.0", "'jax!=0.11.2,<0.12,>=0.10.2'"),
+        (
+            {"flax": "0.11.0", "uvicorn": "0.60"},
+            "flax is 0.11.0, uvicorn is 0.60",
+            "'flax>=0.12' 'uvicorn<0.60,>=0.30'",
+        ),
+        ({"msgspec": ""}, "msgspec is not installed", "'msgspec>=0.19'"),
+    ],
+)
+def test_a_package_of_an_excluded_version_is_trouble_by_what_is_declared(installed, others, told, advice):
+    installed(**others)
+    finding = found(doctor._versions)["versions"]
+    assert (finding.state, finding.found) == ("trouble", told)
+    assert advice in finding.advice
+
+
+def test_a_package_of_an_extra_counts_where_it_is_installed(installed):
+    installed(ai_dynamo="1.7", pyzmq="", nixl_cu13="")
+    finding = found(doctor._versions)["optional packages"]
+    assert (finding.state, finding.found) == ("note", "ai-dynamo is 1.7")
+
+
+def test_an_installed_dsjax_is_compared_with_its_own_metadata(installed, monkeypatch):
+    metadata = Message()
+    metadata["Requires-Python"] = ">=99"
+    for line in (
+        "jax!=0.11.2,>=0.10.2",
+        'uvloop>=99; sys_platform == "no such"',
+        'nixl>=2; extra == "nixl"',
+        'x; extra == "test"',
+    ):
+        metadata["Requires-Dist"] = line
+    monkeypatch.setattr(versions, "_SOURCE_TREE", Path("missing"))
+    monkeypatch.setattr(versions.importlib.metadata, "metadata", lambda name: metadata)
+    installed(jax="0.11.2", nixl="1")
+    assert [(one.package, one.is_optional) for one in versions.mismatches()] == [
+        ("Python", False),
+        ("jax", False),
+        ("nixl", True),
+    ]  # fmt: skip
+
+
+def read_only(monkeypatch, tmp_path):
+    monkeypatch.setattr(process.tempfile, "TemporaryFile", raising(errno.EROFS))
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+
+
+def read_only_with_programs(monkeypatch, tmp_path):
+    (tmp_path / "program").touch()
+    read_only(monkeypatch, tmp_path)
+
+
+def no_home(monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+def no_temporary_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "mkdtemp", raising(errno.EROFS))
+
+
+def few_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "descriptor_limit", lambda: 20)
+
+
+def broken_kernels(monkeypatch, tmp_path):
+    (tmp_path / "native").mkdir()
+    path = tmp_path / "native" / f"{build.source_version()}-{build._machine()}-00000000.so"
+    path.write_bytes(b"\x7fELF and no more")
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+
+
+def unloadable_kernels(monkeypatch, tmp_path):
+    broken_kernels(monkeypatch, tmp_path)
+    monkeypatch.setattr(table.build, "find_or_build", lambda folder: build.BuiltLibrary(folder / "gone.so"))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "part", "subject", "told"),
+    [
+        (read_only, "_caches", "compiled programs", "will not be kept: cannot write"),
+        (read_only_with_programs, "_caches", "compiled programs", "new ones are not kept"),
+        (no_home, "_caches", "compiled programs", "there is no home folder"),
+        (no_temporary_folder, "_temporary_folder", "temporary folder", "Read-only file system"),
+        (few_files, "_open_files", "open files", "20 files and connections"),
+        (broken_kernels, "_native_kernels", "native kernels", "do not work on this machine"),
+        (unloadable_kernels, "_native_kernels", "native kernels", "do not load"),
+    ],
+)
+def test_what_is_broken_is_trouble_and_ends_with_1(monkeypatch, tmp_path, break_it, part, subject, told):
+    break_it(monkeypatch, tmp_path)
+    finding = found(getattr(doctor, part))[subject]
+    assert finding.state == "trouble"
+    assert told in finding.found
+    assert finding.advice
+    monkeypatch.setattr(doctor, "look", lambda: [finding])
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+
+
+def test_a_quota_is_told(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(doctor, "available_cores", lambda: 2.5)
+    assert found(doctor._cores)["cores"].found.startswith("2.5 of the machine's 64, by a quota")
+    monkeypatch.setattr(doctor, "available_cores", lambda: 0.5)
+    assert found(doctor._cores)["cores"].state == "note"
+
+
+def test_what_cannot_be_looked_at_is_trouble_and_the_rest_is_looked_at(monkeypatch):
+    """As with a JAX in which a name that is imported is gone."""
+
+    def fail():
+        raise ImportError("cannot import name 'xla_bridge'")
+        yield
+
+    monkeypatch.setattr(doctor, "_devices", fail)
+    findings = {one.subject: one for one in doctor.look()}
+    assert findings["fail"].state == "trouble"
+    assert "xla_bridge" in findings["fail"].found
+    assert {"host memory", "temporary folder"} <= findings.keys()
+
+
+def test_the_temporary_folder_is_told_where_all_is_well(monkeypatch):
+    assert found(doctor._temporary_folder)["temporary folder"].state == "ok"
+    monkeypatch.setattr(
+        "dsjax.serve.front_ends.shared_engine.private_listener", lambda: (_ for _ in ()).throw(UserError("too long"))
+    )
+    assert found(doctor._temporary_folder)["temporary folder"].found == "too long"

@@ -1,0 +1,256 @@
+"""Requests that are too long for the mesh of now wait for a larger one, hold nobody back, and end with a clear error after the limit."""
+
+import queue
+import time
+from types import SimpleNamespace
+
+import pytest
+from fake_executor import FakeExecutor, expected_tokens
+from tiny_tokenizer import tiny_tokenizer
+
+from dsjax import SamplingParams
+from dsjax.engine.contract.executor import ErrorKind
+from dsjax.engine.engine import EngineParts
+from dsjax.engine.engine_thread import EngineThread
+from dsjax.engine.schedule.page_source import PageSource
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+
+LONG, SHORT = ([1] * 10, 40), ([3], 4)
+SIZES = {"large": 33, "small": 5}  # pages of a rank's cache
+
+
+class Meshes:
+    """Executors with a large cache or a small one."""
+
+    def to(self, size: str):
+        executor = FakeExecutor(pages_per_rank=SIZES[size])
+        return SimpleNamespace(executor=executor, config=config_of(executor), larger_is_wanted=size != "large")
+
+
+def config_of(executor: FakeExecutor) -> SchedulerConfig:
+    return SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+
+
+class Engine:
+    """A core in its thread's loop, which the test turns, and the clock of the core."""
+
+    def __init__(self, monkeypatch, size: str = "large", seconds: float = 60.0):
+        self.now, self.updates = 1000.0, []
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep)
+        monkeypatch.setattr("dsjax.engine.core.time", clock)
+        executor = FakeExecutor(pages_per_rank=SIZES[size])
+        parts = EngineParts(executor, tiny_tokenizer(), config_of(executor))
+        self.core, self.inputs = parts.core, parts.inputs
+        self.core.parked.seconds = seconds
+        self.thread = EngineThread(self.core, self)
+        self.core.on_change = lambda: None
+
+    # What a listener is.
+
+    def wants_stats(self) -> bool:
+        return False
+
+    def on_done(self, updates, stats) -> None:
+        self.updates += updates
+
+    def on_change(self) -> None: ...
+
+    # What tests do.
+
+    def request(self, name: str, prompt: list[int], max_tokens: int) -> Request:
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
+        [request] = self.inputs.prepare(name, {"prompt_token_ids": prompt}, params, arrival_time=0.0).completions
+        return request
+
+    def add(self, name: str, prompt: list[int], max_tokens: int) -> Request:
+        request = self.request(name, prompt, max_tokens)
+        self.thread.add([request])
+        return request
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.thread.turn(wait=False)
+
+    def change(self, size: str) -> None:
+        self.thread.change(lambda: Meshes().to(size))
+
+    def finish(self) -> None:
+        self.turn()
+        while self.core.has_unfinished:
+            self.turn()
+
+    def outcome(self, request: Request):
+        return next((update for update in self.updates if update.request is request and update.finish_reason), None)
+
+
+@pytest.fixture
+def engine(monkeypatch) -> Engine:
+    return Engine(monkeypatch)
+
+
+def parked(engine: Engine) -> tuple[Request, Request]:
+    """A request that runs and is too long for the smaller mesh, which has come; and one that is not."""
+    long, short = engine.add("long", *LONG), engine.add("short", *SHORT)
+    engine.turn(3)
+    assert long.num_output_tokens
+    engine.change("small")
+    assert engine.core.parked.requests == [long]
+    return long, short
+
+
+def test_a_request_too_long_for_the_smaller_mesh_waits_behind_nobody_and_goes_on_with_the_larger_one(engine):
+    long, short = parked(engine)
+    engine.add("later", *SHORT)
+    engine.finish()
+    assert engine.outcome(short).finish_reason is FinishReason.LENGTH
+    assert engine.outcome(long) is None, "its stream stays open"
+    engine.change("small")  # another change that does not help
+    assert engine.core.parked.requests == [long]
+    engine.now += 59
+    engine.turn()
+    engine.change("large")
+    assert not engine.core.parked
+    engine.finish()
+    assert engine.outcome(long).finish_reason is FinishReason.LENGTH
+    assert long.token_ids[10:] == expected_tokens(*LONG)
+    assert engine.core.parked.outcomes["resumed"] == 1
+
+
+def test_it_ends_with_the_error_when_it_has_waited_long_enough_though_the_mesh_changed_meanwhile(engine):
+    long, _ = parked(engine)
+    engine.finish()
+    engine.now += 59
+    engine.change("small")
+    assert engine.core.rest_seconds == 1, "the thread, which has nothing else to do, looks then"
+    engine.now += 1
+    engine.turn()
+    update = engine.outcome(long)
+    assert (update.finish_reason, update.result.kind) == (FinishReason.ERROR, ErrorKind.NO_ROOM)
+    assert update.result.error == (
+        "the server's mesh has changed, and the prompt has 10 tokens and max_tokens is 40, together 50, but the cache of a rank "
+        "holds 16 (4 pages of 4 tokens); shorten the prompt, lower max_tokens or raise --cache-tokens; no larger mesh came in 60 s"
+    )
+    assert engine.core.parked.outcomes == {"expired": 1}
+    assert engine.core.rest_seconds is None
+
+
+def test_it_ends_while_others_run_too(engine):
+    long, _ = parked(engine)
+    other = engine.add("other", [2], 12)
+    engine.turn(2)
+    engine.now += 60
+    engine.turn(2)
+    assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM
+    assert engine.outcome(other) is None
+    engine.finish()
+    assert other.token_ids[1:] == expected_tokens([2], 12)
+
+
+def test_without_a_limit_it_ends_at_once(monkeypatch):
+    engine = Engine(monkeypatch, seconds=0)
+    long, late = engine.add("long", *LONG), engine.request("late", *LONG)
+    engine.turn(3)
+    engine.change("small")
+    assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM
+    assert "no larger mesh came" not in engine.outcome(long).result.error
+    engine.thread.add([late])
+    engine.turn()
+    assert engine.outcome(late).result.kind is ErrorKind.NO_ROOM
+    assert not engine.core.parked.outcomes["resumed"]
+
+
+def test_where_the_smaller_mesh_is_the_one_that_was_asked_for_nothing_is_waited_for(engine):
+    long, _ = parked(engine)
+    asked_for = Meshes().to("small")
+    asked_for.larger_is_wanted = False
+    engine.thread.change(lambda: asked_for)
+    assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM, "it had waited for a return"
+    assert "no larger mesh came" not in engine.outcome(long).result.error
+    late = engine.request("late", [1] * 4, 8)
+    engine.change("large")
+    again = engine.add("again", *LONG)
+    engine.turn(3)
+    engine.thread.change(lambda: asked_for)
+    assert engine.outcome(again).result.kind is ErrorKind.NO_ROOM
+    engine.thread.add([late])
+    engine.finish()
+    assert engine.outcome(late).finish_reason is FinishReason.LENGTH
+
+
+def test_one_that_its_client_gives_up_is_forgotten(engine):
+    long, _ = parked(engine)
+    engine.thread.abort(["long"])
+    engine.finish()
+    assert long.status.name == "FINISHED"
+    assert not engine.core.parked
+    engine.change("large")
+    engine.finish()
+    assert engine.core.parked.outcomes == {"aborted": 1}
+    assert engine.core.scheduler.num_unfinished == 0
+
+
+def test_all_end_when_the_server_does(engine):
+    long, _ = parked(engine)
+    engine.finish()
+    engine.core.parked.seconds = 0.0
+    engine.turn()
+    assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM
+
+
+def test_one_that_was_accepted_for_the_mesh_before_waits_too_in_its_place_of_the_queue(engine):
+    late = engine.request("late", *LONG)
+    engine.change("small")
+    engine.thread.add([late])
+    engine.turn()
+    assert engine.core.parked.requests == [late]
+    assert engine.thread.num_waiting == 0, "the queue is free for others"
+    engine.change("large")
+    engine.finish()
+    assert late.token_ids[10:] == expected_tokens(*LONG)
+
+
+def test_a_thread_that_rests_ends_it_in_time(monkeypatch):
+    engine = Engine(monkeypatch)
+    done: queue.SimpleQueue = queue.SimpleQueue()
+    engine.on_done = lambda updates, stats: [done.put(update) for update in updates]
+    engine.on_death = done.put
+    long = engine.add("long", *LONG)
+    engine.turn(3)
+    engine.change("small")
+    engine.core.parked.seconds = 0.05
+    real = time.monotonic()
+    monkeypatch.setattr(
+        "dsjax.engine.core.time", SimpleNamespace(monotonic=lambda: engine.now + time.monotonic() - real)
+    )
+    engine.thread.start()
+    while (update := done.get(timeout=30)).request is not long or update.finish_reason is None:
+        pass
+    assert update.result.kind is ErrorKind.NO_ROOM
+    engine.thread.end()
+    engine.thread.join(30)
+
+
+def test_a_page_source_forgets_one_that_waits_and_hears_of_it_again(engine):
+    class Source(PageSource):
+        def __init__(self):
+            self.told: list[str] = []
+
+        def added(self, request):
+            self.told.append(f"added {request.request_id}")
+
+        def ended(self, request):
+            self.told.append(f"ended {request.request_id}")
+
+    source = Source()
+    large, small = (config_of(FakeExecutor(pages_per_rank=SIZES[size])) for size in ("large", "small"))
+    scheduler = Scheduler(large, 1, source=source)
+    scheduler.add(long := engine.request("long", *LONG))
+    smaller, refused = scheduler.successor(small, 1)
+    assert [one for one, _ in refused] == [long]
+    smaller, refused = smaller.successor(small, 1, [long])
+    larger, none = smaller.successor(large, 1, [long])
+    assert not none
+    assert source.told == ["added long", "ended long", "added long"]
+    assert larger.num_unfinished == 1

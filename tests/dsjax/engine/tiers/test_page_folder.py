@@ -1,0 +1,276 @@
+"""Only files of our own form in a folder of our own are ever written, counted or deleted, and only this user's are believed."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dsjax.engine.tiers.disk_pages import DiskPages
+from dsjax.engine.tiers.page_files import PageFileError, PageFiles
+from dsjax.engine.tiers.page_folder import MARK, PageFolder, lock_folder, space_name
+from dsjax.errors import UserError
+
+SHAPES = {"latent": ((8,), np.dtype(np.uint16))}
+PAGE = {"latent": np.arange(8, dtype=np.uint16)}
+SPACE = {"fingerprint": "f"}
+FIRST, SECOND = bytes(32), bytes(31) + b"\1"
+
+
+def content(folder: Path) -> dict[str, bytes | str | None]:
+    """All that lies below a folder, by its path: a file's bytes, a link's target, None for a folder."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def fill(folder: Path, files: dict[str, str]) -> None:
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+
+
+def written(folder: Path, *names: bytes, space=SPACE) -> PageFiles:
+    files = PageFiles(PageFolder(folder), space, SHAPES)
+    for name in names:
+        files.write(name, PAGE)
+    return files
+
+
+def path_of(files: PageFiles, name: bytes) -> Path:
+    return files.folder.path / files.space / name.hex()[:2] / f"{name.hex()}.page"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"report.writing": "a chapter", "web/index.page": "a page"},
+        {"lock": "4711\n"},
+        {"lock": "4711\n", f"{'0' * 16}/space.json": "{}", f"{'0' * 16}/00/{'0' * 64}.page": "not a space of ours"},
+        {"lock": "held by somebody else", "notes": ""},
+        {f"{MARK}/folder": "no mark"},
+    ],
+)
+def test_a_folder_that_holds_somebody_elses_files_is_refused_and_left_as_it_is(tmp_path, files):
+    fill(tmp_path, files)
+    before = content(tmp_path)
+    with pytest.raises(UserError, match=r"holds files that are not dsjax's \(.*give a folder that is empty"):
+        lock_folder(tmp_path)
+    assert content(tmp_path) == before
+
+
+def test_an_empty_folder_becomes_ours_and_stays_it(tmp_path):
+    (tmp_path / "lost+found").mkdir()  # of a disk that was just formatted
+    lock_folder(tmp_path).close()
+    (tmp_path / "notes").write_text("put there later")
+    lock_folder(tmp_path).close()
+    assert (tmp_path / MARK).read_text().startswith("This folder holds pages of dsjax's --disk-cache")
+    assert lock_folder(tmp_path / "made" / "with parents").path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_of_an_earlier_version_is_recognised_by_its_space(tmp_path):
+    written(tmp_path, FIRST)
+    (tmp_path / MARK).unlink()
+    (tmp_path / "lock").write_text("4711\n")
+    assert PageFiles(lock_folder(tmp_path), SPACE, SHAPES).list().names == [FIRST]
+    assert (tmp_path / MARK).exists()
+    for name in (MARK, "lock"):  # somebody has tidied up
+        (tmp_path / name).unlink()
+    assert PageFiles(lock_folder(tmp_path), SPACE, SHAPES).list().names == [FIRST]
+    (tmp_path / MARK).unlink()
+    (tmp_path / "lock").write_text("somebody else's")
+    with pytest.raises(UserError, match="holds files that are not dsjax's"):
+        lock_folder(tmp_path)
+
+
+def test_what_is_not_of_our_form_is_neither_counted_nor_deleted(tmp_path):
+    folder, elsewhere = tmp_path / "pages", tmp_path / "elsewhere"
+    files = written(folder, FIRST)
+    other = written(folder, FIRST, SECOND, space={"fingerprint": "g"})
+    fill(elsewhere, {f"ab/{'ab' * 32}.page": "linked to", f"{'cd' * 32}.page": "linked to"})
+    foreign = {
+        "draft.writing": "of an editor",
+        "site/home.page": "of a website",
+        f"{'1' * 16}/00/{'0' * 64}.page": "in a folder that does not say what it is",
+        f"{files.space}/home.page": "a name of another form",
+        f"{files.space}/zz/{'0' * 64}.page": "in no folder of digits",
+        f"{files.space}/00/{'11' * 32}.page": "in another folder than its name says",
+        f"{files.space}/00/{'0' * 63}.writing": "too short a name",
+        f"{other.space}/00/old/{'0' * 64}.page": "a folder deeper",
+    }
+    fill(folder, foreign)
+    (folder / ("2" * 16)).symlink_to(elsewhere)
+    (folder / files.space / "ab").symlink_to(elsewhere / "ab")
+    (folder / other.space / "cd").symlink_to(elsewhere)
+    (folder / files.space / "00" / f"{'00' * 31}ff.page").symlink_to(elsewhere / "ab" / f"{'ab' * 32}.page")
+    before = content(folder) | content(elsewhere)
+    listing = files.list()
+    assert listing.names == [FIRST]
+    assert [path for _, path, _ in listing.others] == sorted(
+        str(path_of(other, name).relative_to(folder)) for name in (FIRST, SECOND)
+    )
+    disk = DiskPages(
+        PageFiles(lock_folder(folder), SPACE, SHAPES), files.page_bytes
+    )  # room for one page: the others' go
+    disk.drop(True, [])
+    disk.close()
+    ours = {str(path_of(each, name).relative_to(folder)) for each in (files, other) for name in (FIRST, SECOND)}
+    after = content(folder) | content(elsewhere)
+    assert {path: value for path, value in after.items() if path not in ("lock",)} == {
+        path: value for path, value in before.items() if path not in ours
+    }
+
+
+def test_nothing_is_read_or_written_through_a_link(tmp_path):
+    files, elsewhere = written(tmp_path / "pages", FIRST), tmp_path / "elsewhere"
+    fill(elsewhere, {"victim": "whole"})
+    path = path_of(files, FIRST)
+    path.rename(elsewhere / "page")
+    path.symlink_to(elsewhere / "page")
+    with pytest.raises(OSError, match=r"symbolic links|Too many"):
+        files.read(FIRST)
+    path.with_suffix(".writing").symlink_to(elsewhere / "victim")
+    files.write(FIRST, PAGE)
+    assert not path.is_symlink()
+    assert (elsewhere / "victim").read_text() == "whole"
+    (tmp_path / "pages" / "lock").symlink_to(elsewhere / "victim")
+    with pytest.raises(UserError, match="cannot be used"):
+        lock_folder(tmp_path / "pages")
+    assert (elsewhere / "victim").read_text() == "whole"
+
+
+def test_a_pipe_in_the_place_of_a_page_keeps_nobody_waiting(tmp_path):
+    files = written(tmp_path, FIRST)
+    path_of(files, FIRST).unlink()
+    os.mkfifo(path_of(files, FIRST))
+    with pytest.raises(OSError, match="no file of this user's"):
+        files.read(FIRST)
+    assert files.list().names == []
+
+
+def give_to_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda user=os.geteuid(): user + 1)
+
+
+def test_a_folder_of_another_user_or_that_others_can_write_is_refused(tmp_path, monkeypatch):
+    lock_folder(tmp_path / "pages").close()
+    for mode in (0o770, 0o702, 0o1777):
+        (tmp_path / "pages").chmod(mode)
+        with pytest.raises(UserError, match=rf"can be written by others \(mode {mode:04o}\).*chmod go-w"):
+            lock_folder(tmp_path / "pages")
+    (tmp_path / "pages").chmod(0o755)
+    lock_folder(tmp_path / "pages").close()
+    give_to_another_user(tmp_path / "pages", monkeypatch)
+    with pytest.raises(UserError, match=r"belongs to user .*Give a folder of this user's"):
+        lock_folder(tmp_path / "pages")
+
+
+def test_a_page_of_another_user_or_in_a_folder_that_others_can_write_is_not_believed(tmp_path, monkeypatch):
+    files = written(tmp_path, FIRST)
+    path_of(files, FIRST).parent.chmod(0o777)
+    with pytest.raises(PermissionError):
+        files.read(FIRST)
+    path_of(files, FIRST).parent.chmod(0o700)
+    assert (files.read(FIRST)["latent"] == PAGE["latent"]).all()
+    give_to_another_user(path_of(files, FIRST), monkeypatch)
+    with pytest.raises(PermissionError):
+        files.read(FIRST)
+    assert not files._mine()
+
+
+def test_a_folder_that_is_deleted_while_serving_is_not_made_again_and_a_space_is(tmp_path):
+    """Where a disk was unmounted, pages must not fill the disk below its folder."""
+    files = written(tmp_path / "pages", FIRST)
+    shutil.rmtree(tmp_path / "pages" / files.space)
+    with pytest.raises(FileNotFoundError):
+        files.read(FIRST)
+    files.write(FIRST, PAGE)
+    assert files.folder.spaces() == [files.space]
+    shutil.rmtree(tmp_path / "pages")
+    with pytest.raises(FileNotFoundError):
+        files.write(SECOND, PAGE)
+    assert not (tmp_path / "pages").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_takes_nothing_when_the_weights_are_loaded_still_gives_its_pages(tmp_path, monkeypatch, number):
+    written(tmp_path, FIRST)
+    folder = lock_folder(tmp_path)
+    (tmp_path / space_name(b"other")).mkdir()
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    for call in ("mkdir", "rename", "unlink", "utime"):
+        monkeypatch.setattr(os, call, refuse)
+    disk = DiskPages(PageFiles(folder, SPACE, SHAPES), 1 << 20)
+    assert disk.reports().listed == [FIRST]
+    disk.write(1, SECOND, PAGE)
+    assert disk.reports(20).written == [(1, False)]
+    disk.read(0, 1, FIRST)
+    assert disk.reports(20).read == [(0, 1, True)]
+    disk.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_nothing_at_the_start_is_refused_before_weights_are_read(tmp_path, monkeypatch, number):
+    lock_folder(tmp_path).close()
+    (tmp_path / "lock").unlink()
+    real = os.open
+
+    def open_(path, flags, *args, **options):
+        if flags & os.O_CREAT:
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_)
+    with pytest.raises(UserError, match=f"{os.strerror(number)}; give one that can be written"):
+        lock_folder(tmp_path)
+
+
+def test_a_full_disk_that_has_its_lock_takes_it_without_the_number(tmp_path, monkeypatch):
+    lock_folder(tmp_path).close()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    lock_folder(tmp_path).close()
+
+
+def test_a_file_system_without_locks_is_named_as_such(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(UserError, match="No locks available"):
+        lock_folder(tmp_path)
+
+
+def test_a_closed_folder_is_an_error_and_no_other_file(tmp_path):
+    """A reader that is late must not meet a descriptor that has been given to something else meanwhile."""
+    files = written(tmp_path, FIRST)
+    files.folder.close()
+    with pytest.raises(OSError, match="closed"):
+        files.read(FIRST)
+
+
+def test_damage_is_told_apart_from_what_is_not_ours(tmp_path):
+    files = written(tmp_path, FIRST)
+    path_of(files, FIRST).write_bytes(b"short")
+    with pytest.raises(PageFileError, match="torn"):
+        files.read(FIRST)
+    assert files.list().names == []
+    assert not path_of(files, FIRST).exists()

@@ -1,0 +1,269 @@
+"""Start-up under each of the broken conditions: a degraded start that says so in a line, or a refusal before weights are read.
+
+Beside this file: `test_page_folder.py` (the disk cache) and `test_build.py` (native kernels).
+"""
+
+import asyncio
+import errno
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax
+import pytest
+
+from dsjax import descriptors
+from dsjax.engine.device import process
+from dsjax.errors import UserError
+from dsjax.hosts.cluster_key import local_key
+from dsjax.serve.front_ends import processes, shared_engine
+from dsjax.serve.front_ends.processes import FrontEnds
+from dsjax.serve.serving import Phase
+
+
+def raising(number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.fixture
+def cache_settings():
+    """JAX's settings of its cache, which a test may change."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_enable_compilation_cache",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_enable_xla_caches",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    process.compilation_cache.reset_cache()
+
+
+def enabled() -> tuple[Path | None, str]:
+    """Enable the cache, compile something, and give what was said."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        folder = process.enable_compile_cache()
+        again = process.enable_compile_cache()  # as compiling ahead does
+        assert again == folder
+        jax.jit(lambda x: x * 3 + len(str(folder)))(1.0)
+    return folder, "\n".join({str(each.message) for each in said})
+
+
+def test_without_a_home_programs_are_not_kept_and_kernels_are_not_built(cache_settings, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert process.cache_folder() is None
+    folder, said = enabled()
+    assert folder is None
+    assert said == (
+        "compiled programs will not be kept: there is no home folder; set HOME, XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR"
+    )
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("case", ["a file in the way", "read-only", "full"])
+def test_an_unwritable_cache_costs_one_line_and_nothing_is_tried_again(
+    cache_settings, monkeypatch, tmp_path, case, given
+):
+    folder = (
+        tmp_path / "file" / "dsjax" / "compiled" if case == "a file in the way" else tmp_path / "dsjax" / "compiled"
+    )
+    if case == "a file in the way":
+        (tmp_path / "file").touch()
+    else:
+        number = errno.EROFS if case == "read-only" else errno.ENOSPC
+        monkeypatch.setattr(process.tempfile, "TemporaryFile", raising(number))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parents[1]))
+    jax.config.update("jax_compilation_cache_dir", str(folder) if given else None)
+    kept_in, said = enabled()
+    assert kept_in is None
+    assert said.startswith(f"compiled programs will not be kept: cannot write {folder} (")
+    assert "\n" not in said
+
+
+def test_a_cache_that_can_only_be_read_is_read(cache_settings, monkeypatch, tmp_path):
+    (tmp_path / "program").touch()
+    monkeypatch.setattr(process.tempfile, "TemporaryFile", raising(errno.EROFS))
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    folder, said = enabled()
+    assert folder == tmp_path
+    assert said.startswith(f"compiled programs are read from {tmp_path}, and new ones are not kept")
+    assert [path.name for path in tmp_path.iterdir()] == ["program"]
+
+
+def test_a_cache_that_others_can_write_is_warned_of(cache_settings, tmp_path):
+    tmp_path.chmod(0o777)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    assert "run in this process, and others can write" in enabled()[1]
+
+
+@pytest.fixture
+def temporary(monkeypatch):
+    """A function that makes a folder the only one for temporary files."""
+    real = tempfile.mkdtemp
+
+    def only(folder: Path):
+        def make(prefix, dir):
+            if Path(dir) != folder:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return real(prefix=prefix, dir=dir)
+
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setattr(shared_engine.tempfile, "mkdtemp", make)
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+    return only
+
+
+def test_a_missing_temporary_folder_or_one_with_a_long_path_is_refused_before_weights_are_read(temporary, tmp_path):
+    temporary(tmp_path / "missing")
+    with pytest.raises(
+        UserError, match=rf"{tmp_path}/missing: No such file.*set TMPDIR to a folder that can be written"
+    ):
+        shared_engine.check_private_listener()
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    temporary(long)
+    with pytest.raises(UserError, match="too long for a socket"):
+        shared_engine.check_private_listener()
+    assert list(long.iterdir()) == []
+
+
+def test_without_any_folder_to_write_to_a_cluster_key_is_asked_for(monkeypatch):
+    missing = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: (_ for _ in ()).throw(missing))
+    with pytest.raises(UserError, match=r"there is no HOME, and no folder for temporary files\); give one with"):
+        local_key({})
+
+
+def test_another_folder_for_temporary_files_is_taken_where_the_first_has_a_long_path(monkeypatch, tmp_path):
+    long, short = tmp_path / ("long" * 30), Path("/tmp")
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with shared_engine.private_listener() as listener:
+        folder = Path(listener.getsockname()).parent
+        assert folder.parent == short
+        assert folder.stat().st_mode & 0o777 == 0o700
+    shared_engine.shutil.rmtree(folder)
+    shared_engine.check_private_listener()
+
+
+class Resource:
+    """The limits of a process, as the module `resource` tells them."""
+
+    RLIMIT_NOFILE, RLIM_INFINITY = 7, -1
+
+    def __init__(self, soft, hard):
+        self.limits = soft, hard
+
+    def getrlimit(self, which):
+        return self.limits
+
+    def setrlimit(self, which, limits):
+        self.limits = limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "front_ends", "after", "refused", "said"),
+    [
+        ((1024, 1 << 20), 0, 65536, False, None),
+        ((256, -1), 0, 65536, False, None),
+        ((-1, -1), 2, -1, False, None),
+        ((64, 64), 2, 64, False, "about 16 clients can be connected"),
+        ((31, 31), 0, 31, True, "may have 31 files and connections open at a time (ulimit -Hn), and a server needs 32"),
+        ((64, 64), 8, 64, True, "and a server and 8 front ends needs 96; raise the limit, or give a smaller --api-server-count"),
+    ],
+)  # fmt: skip
+def test_few_descriptors_are_raised_warned_of_or_refused(monkeypatch, caplog, limits, front_ends, after, refused, said):
+    resource = Resource(*limits)
+    monkeypatch.setitem(sys.modules, "resource", resource)
+    if refused:
+        with pytest.raises(UserError, match=re.escape(said)):
+            descriptors.check_descriptors(front_ends)
+    else:
+        descriptors.check_descriptors(front_ends)
+        assert (said or "") in caplog.text
+        assert bool(caplog.text) == bool(said)
+    assert resource.limits[0] == after
+
+
+class Engine:
+    """What `FrontEnds` needs of an engine."""
+
+    front_ends = None
+    on_death = None
+
+    def __init__(self):
+        self.failures = []
+
+    def fail(self, error):
+        self.failures.append(error)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOMEM])
+def test_front_ends_that_cannot_be_started_end_the_start_and_keep_nobody_waiting(monkeypatch, number):
+    monkeypatch.setattr(processes.subprocess, "Popen", raising(number))
+    monkeypatch.setattr(processes, "_RESTART_SECONDS", 0)
+    with shared_engine.socket.socket() as listener:
+        front_ends = FrontEnds(Engine(), [listener], lambda index, address: None)
+        with pytest.raises(UserError, match=f"cannot be started: {os.strerror(number)}"):
+            asyncio.run(asyncio.wait_for(front_ends.start("address"), 20))
+
+
+def test_a_front_end_that_cannot_be_started_again_is_tried_until_it_can(monkeypatch):
+    tried, engine = [], Engine()
+    engine.on_death = lambda: None
+    with shared_engine.socket.socket() as listener:
+        front_ends = FrontEnds(engine, [listener], lambda index, address: None)
+        front_ends._phase = Phase.READY
+
+        def start(*_, **__):
+            tried.append(1)
+            front_ends._ending = len(tried) == 9
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(processes.subprocess, "Popen", start)
+        monkeypatch.setattr(processes, "_RESTART_SECONDS", 0)
+        asyncio.run(asyncio.wait_for(front_ends._keep(0), 20))
+    assert len(tried) == 9
+    assert engine.failures == []
+
+
+@pytest.mark.slow
+def test_a_model_is_loaded_where_nothing_can_be_kept(tmp_path):
+    """One real process: no home, a cache in a folder that is a file, temporary files nowhere but in the working folder, few descriptors."""
+    (tmp_path / "file").touch()
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR")
+    }
+    environment |= {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "file" / "compiled"),
+        "TMPDIR": str(tmp_path / "missing"),
+        "PYTHONPATH": str(Path.cwd()),
+    }
+    command = "ulimit -n 64; exec $0 -m dsjax generate --mesh dp=2 --prompt hi --max-tokens 2 --cache-tokens 512 --max-num-seqs 2"
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("hi")
+    assert "compiled programs will not be kept: cannot write" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,661 @@
+"""What fails beside the engine costs itself alone: every thread and task is listed, and each kind of background work is made to fail."""
+
+import ast
+import asyncio
+import contextlib
+import errno
+import logging
+import queue
+import re
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "engine"))
+
+from fake_executor import FakeExecutor
+from group_in_threads import Group, MemoryStore, Told
+from tiny_tokenizer import tiny_tokenizer
+
+from dsjax import background
+from dsjax.background import WORK, contained, failure_counts, start_thread
+from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.elastic import compile_ahead, follower
+from dsjax.engine.engine import EngineParts
+from dsjax.engine.experts import expert_balancer
+from dsjax.engine.experts.eplb import EplbConfig
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.stats import EngineObserver
+from dsjax.engine.stream import leader
+from dsjax.engine.text.output_processor import Completion
+from dsjax.engine.tiers import disk_pages, event_publisher, page_files, page_folder
+from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_channel, page_chunks, page_network
+from dsjax.hosts import HostOptions, announcement, coordination, group, secure_listener
+from dsjax.hosts.credentials import local_credentials
+from dsjax.hosts.wire import JoinRequest
+from dsjax.serve import connections, headless
+from dsjax.serve.front_ends import processes
+from dsjax.serve.metrics import Metrics
+
+ROOT = Path(__file__).parents[2]
+STARTS = {
+    *("Thread", "Timer", "start_thread", "ThreadPoolExecutor", "ProcessPoolExecutor"),
+    *("create_task", "ensure_future", "run_in_executor", "to_thread", "run_coroutine_threadsafe"),
+}
+"""What starts a thread or a task, by the last part of its name."""
+
+
+class Starts(ast.NodeVisitor):
+    """Collects the functions of a module that start threads or tasks."""
+
+    def __init__(self):
+        self._within, self.names = [], set()
+
+    def _enter(self, node):
+        self._within.append(node.name)
+        self.generic_visit(node)
+        self._within.pop()
+
+    visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _enter
+
+    def visit_Call(self, node):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in STARTS:
+            self.names.add(".".join(self._within))
+        self.generic_visit(node)
+
+
+def started() -> set[tuple[str, str]]:
+    found = set()
+    for path in sorted((ROOT / "dsjax").rglob("*.py")):
+        starts = Starts()
+        starts.visit(ast.parse(path.read_text(encoding="utf-8")))
+        found |= {(path.relative_to(ROOT / "dsjax").as_posix(), name) for name in starts.names}
+    return found
+
+
+def rows() -> list[list[str]]:
+    """The rows of the table in docs/architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("## Background work")[2].partition("\n## ")[0]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| `")
+    ]
+
+
+def test_every_thread_and_task_is_listed_with_what_its_failure_costs():
+    listed = set()
+    for row in rows():
+        path, *names = re.findall(r"`([^`]+)`", row[0])
+        listed |= {(path, name) for name in names}
+    assert listed == started(), "list it in docs/architecture.md, say what its failure costs, and have it fail below"
+
+
+def test_every_named_work_is_in_that_list():
+    assert {work for row in rows() for work in row[1].split(", ") if work} == set(WORK)
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def once(error, then=lambda *arguments: None):
+    """A function that raises when it is called first, and is `then` afterwards."""
+    calls = []
+
+    def call(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise error
+        return then(*arguments, **named)
+
+    return call
+
+
+class Unexpected(Exception):
+    """What no code expects."""
+
+
+BROKEN = Unexpected("injected")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(background, "RESTART_SECONDS", 0.0)
+
+
+# One function for each kind of work: it injects a failure, and sees that what has nothing to do with it goes on.
+
+
+def fail_expert_balancing(monkeypatch):
+    """The next decision is made; nothing is raised into the engine's thread."""
+    slots = SimpleNamespace(expert_bytes=1)
+    executor = SimpleNamespace(extension=lambda kind: SimpleNamespace(slots=slots))
+    balancer = expert_balancer.ExpertBalancer(EplbConfig(window_size=4, step_interval=1))
+    balancer.start(executor, None)
+    stays = expert_balancer.Decision([], [], (1.0, 1.0))
+    monkeypatch.setattr(expert_balancer, "decide", once(BROKEN, lambda *a, **k: stays))
+    window = SimpleNamespace(logical=np.ones((1, 4)), by_rank=np.ones((1, 2)))
+    begun = []
+    monkeypatch.setattr(balancer, "_begin", begun.append)
+    for _ in range(2):
+        balancer._steps += 1
+        balancer._enter_window(window, decide=True)
+        until(balancer._deciding.done)
+        balancer.after_step(0.1)
+    assert begun == [stays]
+    # A pool that has no thread for it is no end either.
+    monkeypatch.setattr(balancer._pool, "submit", once(RuntimeError("can't start new thread")))
+    balancer._enter_window(window, decide=True)
+    assert failure_counts()["expert balancing"] >= 2
+
+
+def fail_compile_ahead(monkeypatch):
+    args = SimpleNamespace(compile_ahead=1, model="/nowhere", revision=None)
+    ahead = compile_ahead.CompileAhead(args, None)
+    monkeypatch.setattr(compile_ahead, "enable_compile_cache", lambda: None)
+    monkeypatch.setattr(compile_ahead, "resolve", once(BROKEN))
+    ahead.begin(None, None, [0], "f32")
+    ahead._thread.join(20)
+    assert ahead.label is None
+
+
+def chunks():
+    made = object.__new__(page_chunks.PageChunks)
+    made._leaving, made._wanted, made._threads = queue.SimpleQueue(), queue.SimpleQueue(), []
+    made._lock, made._closed, made._landed, made._devices = threading.Lock(), False, {}, {0: None}
+    return made
+
+
+def fail_chunk_offer(monkeypatch):
+    """Who waits for the chunk is told of it, and finds it gone; the next one is offered, and the next are dropped."""
+    made, offered, dropped = chunks(), [], []
+    made.send_chunks(once(BROKEN, lambda *offer: offered.append(offer)), once(BROKEN, dropped.append))
+    for task in ((1, {}, True), [7], [8], (2, {}, True)):
+        made._leaving.put(task)
+    until(lambda: len(offered) == 2)
+    assert offered == [(1, None), (2, {})]
+    assert dropped == [[8]]
+    made.close()
+
+
+def fail_chunk_pull(monkeypatch):
+    """Both the transport and who is told of it."""
+    made, reports = chunks(), []
+    chunk = {"latent": 1}
+    made.pull_chunks(once(BROKEN, lambda *arguments: chunk), once(BROKEN, reports.append))
+    for number in range(6):
+        made._landed[0, number] = (None, 0)
+        made._wanted.put(page_chunks.Landing(0, messages.Source(0, ""), number, [number]))
+    until(lambda: len(reports) == 5)
+    assert sum(report.ok for report in reports) >= 4
+    assert all(thread.is_alive() for thread in made._threads)
+    made.close()
+
+
+def fail_chunk_drain(monkeypatch):
+    transport = object.__new__(jax_transport.JaxTransport)
+    transport.address, transport._device, transport._tickets = "", None, {1: b""}
+    monkeypatch.setattr(transport, "pull", once(BROKEN))
+    transport.withdraw(1, {}, pulled=False)
+
+
+def fail_chunk_server(monkeypatch):
+    """A carrier that raises is answered: who pulls need not wait out its limit."""
+    sent, transport = [], SimpleNamespace(publish=lambda *a: b"t", withdraw=once(BROKEN))
+    server = SimpleNamespace(
+        open_chunk=once(BROKEN, lambda *a: {}), transport=transport, timeout=0.0, pull_numbers=iter(range(1, 9))
+    )
+    peer = chunk_network._PullingPeer(server, SimpleNamespace(send=sent.append))
+    for number in (5, 6, 7):
+        peer.receive(messages.PullRequest(number, ""))  # the third withdraws the second, which raises
+    assert [(response.number, bool(response.pull)) for response in sent] == [(5, False), (6, True), (7, True)]
+    peer.leave()
+
+
+def fail_chunk_reports(monkeypatch):
+    entered = []
+    good = msgspec.msgpack.encode(messages.PulledChunk(0, 0, 1, [1], True))
+    reader = SimpleNamespace(closed=threading.Event(), next=iter([b"\xc1", good, None]).__next__)
+    leader._read_pulled(reader, SimpleNamespace(enter=entered.append))
+    assert [chunk.number for chunk in entered] == [1]
+
+
+def fail_client_watch(monkeypatch):
+    """A request whose client cannot be watched is answered."""
+
+    async def answer():
+        async def receive():
+            raise BROKEN
+
+        async def work():
+            await asyncio.sleep(0.01)
+            return "answer"
+
+        return await connections.unless_client_leaves(SimpleNamespace(receive=receive), work())
+
+    assert asyncio.run(answer()) == "answer"
+
+
+def fail_command_stream(monkeypatch):
+    """A follower that cannot read what it is to do ends, instead of standing still while all others wait for it."""
+    monkeypatch.setattr(group, "_LEAVE_SECONDS", 0)
+    monkeypatch.setattr(follower, "decode", once(BROKEN))
+    made = Group()
+    leader.LeaderExecutor(Told(), made.leader).set_recording(True)
+    made.thread.join(20)
+    assert not made.thread.is_alive()
+    assert "can be read no further: injected" in str(made.error)
+
+
+def fail_leave(monkeypatch):
+    """A process that is told to end, and cannot ask process 0, ends all the same."""
+    ended = []
+    monkeypatch.setattr(follower.os, "_exit", ended.append)
+    made = follower.Follower(SimpleNamespace(generation=0))
+    made.has_served = True
+    monkeypatch.setattr(made, "leave", once(BROKEN))
+    made._on_signal(15, None)
+    until(lambda: ended)
+    assert ended == [1]
+
+
+SHAPES = {"latent": ((2,), np.dtype(np.uint16))}
+
+
+def disk(tmp_path):
+    files = page_files.PageFiles(page_folder.PageFolder(tmp_path), {"page_size": 4}, SHAPES)
+    return disk_pages.DiskPages(files, 1 << 20)
+
+
+def fail_disk_writer(monkeypatch, tmp_path):
+    pages = disk(tmp_path)
+    pages._writing.put(once(BROKEN))
+    pages.write(3, bytes(32), {"latent": np.zeros(2, np.uint16)})
+    written = []
+    until(lambda: written.extend(pages.reports().written) or written)
+    assert written == [(3, True)]
+    pages.close()
+
+
+def fail_disk_reader(monkeypatch, tmp_path):
+    pages = disk(tmp_path)
+    for _ in range(disk_pages.READERS):
+        pages._reading.put("no task")  # each reader, or one of them often
+    pages.read(0, 1, bytes(32))
+    read = []
+    until(lambda: read.extend(pages.reports().read) or read)
+    assert read == [(0, 1, False)]  # there is none
+    pages.close()
+
+
+def fail_cache_events(monkeypatch):
+    """Neither a sink that raises ends the engine's thread, nor an event that cannot be written the publisher's."""
+    told = []
+    stream = event_publisher.PageEventStream(SimpleNamespace(publish=once(BROKEN, lambda *a: told.append(a))))
+    stream.scheduler = SimpleNamespace(take_page_events=lambda: [(0, "first"), (1, "second")])
+    stream.planned()
+    assert told == [(1, "second")]
+    pytest.importorskip("zmq")
+    config = event_publisher.KvEventsConfig(enable_kv_cache_events=True, endpoint="inproc://failing")
+    publisher = event_publisher.EventPublisher(config, 1)
+    publisher._encoder = SimpleNamespace(encode=once(BROKEN, lambda batch: b"batch"))
+    for _ in range(2):
+        publisher.publish(0, [])
+    publisher.close()
+    assert list(publisher._kept[0]) == [(1, b"batch")]
+
+
+def listening(serve):
+    listener = page_channel.TransferListener(serve, {}, "127.0.0.1", service=page_channel.PAGES, credentials=KEY)
+    return listener, lambda: page_channel.connect_to(listener.address, {}, page_channel.PAGES, KEY)[0]
+
+
+def has_ended(channel):
+    channel.settimeout(20)
+    with pytest.raises((EOFError, OSError)):
+        channel.receive(100)
+    return True
+
+
+def fail_transfer_messages(monkeypatch):
+    """A message that nobody can take, and one that cannot be written, end the connection: who waits hears of it, and connects again."""
+    ended, channels = [], []
+
+    def serve(channel):
+        channels.append(channel)
+        return SimpleNamespace(receive=once(BROKEN), leave=lambda: ended.append(channel))
+
+    listener, connect = listening(serve)
+    first, second = connect(), connect()
+    until(lambda: len(channels) == 2)
+    page_channel.write(first, messages.CancelTransfer("a"))
+    assert has_ended(first)
+    for channel in channels:
+        channel.send(object())
+    assert has_ended(second)
+    until(lambda: len(ended) == 2)
+    listener.close()
+
+
+def fail_connection(monkeypatch):
+    """Who has connected sees the end, instead of waiting for an answer; the next one is served."""
+    served = []
+
+    def serve(channel):
+        served.append(channel)
+        return SimpleNamespace(receive=lambda message: None, leave=lambda: None)
+
+    listener, connect = listening(once(BROKEN, serve))
+    assert has_ended(connect())
+    connect()
+    until(lambda: served)
+    listener.close()
+
+
+def fail_listener(monkeypatch):
+    """The next one that connects is let in."""
+    monkeypatch.setattr(secure_listener.SecureListener, "_make_room", once(BROKEN))
+    served = []
+    listener, connect = listening(
+        lambda channel: served.append(channel) or SimpleNamespace(receive=None, leave=lambda: None)
+    )
+    with contextlib.suppress(EOFError, OSError, ValueError):
+        connect()
+    connect()
+    until(lambda: served)
+    listener.close()
+
+
+def fail_transfer_connection(monkeypatch):
+    """Who has asked hears that nothing comes."""
+    monkeypatch.setattr(page_network, "connect_to", lambda *a: (None, ""))
+    channel = SimpleNamespace(start=once(RuntimeError("can't start new thread")), send=lambda m: None)
+    monkeypatch.setattr(page_network, "TransferChannel", lambda connection: channel)
+    link, told = page_network.RemoteLink("127.0.0.1:1", None, {}), []
+    link.connect(told.append)
+    link.send(messages.CancelTransfer("a"))
+    until(lambda: told)
+    assert isinstance(told[0], messages.TransferFailed)
+
+
+KEY = local_credentials()
+OPTIONS = HostOptions(("127.0.0.1", 1), 2, 0, "127.0.0.1", 1, 1)
+
+
+def member(index, pid=10):
+    return JoinRequest(index, 2, "host", pid, "127.0.0.1", "machine", 0)
+
+
+def group_of_two():
+    return group.HostGroup(OPTIONS, [member(0), member(1)], MemoryStore())
+
+
+def fail_announcements(monkeypatch):
+    """An announcement is heard although what it asks for fails, and so is the next one."""
+    made = group_of_two()
+    made.collectives = SimpleNamespace(cut=once(BROKEN))
+    heard = announcement.Announcements(made, 1)
+    calls = []
+    heard.listen(once(BROKEN, lambda: calls.append(1)))
+    for number in (1, 2):
+        news = announcement.Announcement(number, broken=0 if number == 1 else None)
+        made.store.set(announcement.key(number), msgspec.msgpack.encode(news))
+        assert heard.next(20).number == number
+    until(lambda: calls)
+    made.leaving = True
+    heard.close(20)
+
+
+def fail_host_watch(monkeypatch):
+    """A look that fails is followed by others, and a loss is told although a collective cannot be cut."""
+    made, losses = group_of_two(), []
+    made.collectives = SimpleNamespace(cut=once(BROKEN))
+    made.on_change = losses.append
+    monkeypatch.setattr(coordination, "live", once(BROKEN, lambda ids: {0}))
+    thread = start_thread("host watch", made._watch, name="watch", restarts=True)
+    until(lambda: losses)
+    assert "process 1" in str(losses[0])
+    made.leaving = True
+    thread.join(20)
+    assert failure_counts()["host watch"] >= 2
+
+
+def fail_welcome(monkeypatch):
+    """A process that could not be welcomed keeps no other one from coming back."""
+    made, changes = group_of_two(), []
+    made.on_change = changes.append
+    made._unseen = {1}
+    monkeypatch.setattr(made, "_welcome", once(BROKEN))
+    assert made._may_come(member(1, 11)) == 1
+    until(lambda: changes)
+    assert made._coming == set()
+
+
+class Engine:
+    """What front ends need of the engine's process; it cannot admit the first request."""
+
+    def __init__(self):
+        self.admitted, self.observers, self.on_death = [], [], None
+        self.rules = SimpleNamespace(make=once(BROKEN, lambda *a: []))
+        self.admit = lambda link, one, requests: self.admitted.append(one)
+
+    def drop(self, link, handles):
+        return []
+
+
+def request_with(handle, **fields):
+    params = SimpleNamespace(structured_outputs=fields.get("grammar"))
+    return SimpleNamespace(
+        completions=[(handle, f"r{handle}", 0)],
+        sampling_params=lambda: params,
+        requests=lambda params, rules: [],
+        stop_ids=[],
+        token_ids=[1],
+    )
+
+
+@pytest.mark.parametrize("grammar", [None, "root"])
+def test_a_request_that_cannot_be_admitted_gets_an_error_and_the_next_one_is_admitted(grammar):
+    async def serve():
+        engine = Engine()
+        front_ends = processes.FrontEnds(engine, [], None)
+        sent = []
+        link = SimpleNamespace(index=0, preparing={}, send=sent.append, requests={}, samples=[])
+        link.process = SimpleNamespace(poll=lambda: None, wait=lambda: 0, kill=lambda: None)
+        front_ends._links[0] = link
+
+        async def read():
+            for handle in (1, 2):
+                yield processes.Add(0, [request_with(handle, grammar=grammar)])
+                while front_ends._tasks:
+                    await asyncio.sleep(0.001)
+
+        link.channel = SimpleNamespace(messages=read, close=lambda: None, fail=lambda error: None)
+        await front_ends._serve(link)
+        return sent, engine.admitted
+
+    sent, admitted = asyncio.run(serve())
+    assert [message.handles for message in sent] == [[1]]
+    assert [one.completions[0][0] for one in admitted] == [2]
+
+
+def fail_front_end_requests(monkeypatch):
+    test_a_request_that_cannot_be_admitted_gets_an_error_and_the_next_one_is_admitted("root")
+
+
+def fail_front_end(monkeypatch):
+    """One that cannot be started is tried again, and given up with a reason: nobody waits for it for ever."""
+    monkeypatch.setattr(processes, "_RESTART_SECONDS", 0.0)
+    front_ends = processes.FrontEnds(Engine(), [SimpleNamespace(fileno=lambda: 0)], None)
+    monkeypatch.setattr(
+        processes.subprocess, "Popen", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EAGAIN, "no process"))
+    )
+    with pytest.raises(ValueError, match="front end 0 ended 3 times before it listened"):
+        asyncio.run(asyncio.wait_for(front_ends.start("address"), 20))
+
+
+def fail_front_end_counters(monkeypatch):
+    async def gather():
+        front_ends, gathered = processes.FrontEnds(Engine(), [], None), asyncio.Event()
+        fails = once(BROKEN, gathered.set)
+
+        async def call():
+            fails()
+
+        monkeypatch.setattr(front_ends, "gather", call)
+        monkeypatch.setattr(processes, "_GATHER_SECONDS", 0.001)
+        front_ends._spawn(front_ends._gather_often())
+        await asyncio.wait_for(gathered.wait(), 20)
+
+    asyncio.run(gather())
+
+
+def fail_headless_server(monkeypatch):
+    """A follower without its endpoints follows."""
+    monkeypatch.setattr(headless.uvicorn.Server, "run", once(BROKEN))
+
+    class JoinedError(Exception):
+        pass
+
+    monkeypatch.setattr(headless, "join_group", once(JoinedError()))
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(JoinedError):
+        headless.Headless(OPTIONS).serve(None, listener, SimpleNamespace(print=lambda *a, **k: None))
+
+
+def fail_load_reports(monkeypatch):
+    """Neither the task that asks while nothing is computed ends, nor the engine's thread that tells of a step."""
+    dynamo = pytest.importorskip("dsjax.dynamo.engine")
+    monkeypatch.setattr(dynamo, "snapshot", lambda load: load)
+    monkeypatch.setattr(dynamo, "_IDLE_SECONDS", 0.001)
+    load, told = SimpleNamespace(rank=0, used_pages=1, usable_pages=8, queried=0), []
+
+    async def look():
+        async def call(function):
+            return [SimpleNamespace(rank=0, used_pages=0, usable_pages=8, queried=0)]
+
+        publisher = dynamo.LoadPublisher(1, SimpleNamespace(num_unfinished=0, call=once(BROKEN, call)))
+        publisher.connect(SimpleNamespace(publish=once(BROKEN, lambda rank, load: told.append(load.used_pages))))
+        for _ in range(2):
+            publisher.on_step(SimpleNamespace(ranks=[load]))
+        publisher.start()
+        while told != [1, 0]:
+            await asyncio.sleep(0.001)
+        publisher.stop()
+
+    asyncio.run(asyncio.wait_for(look(), 20))
+    assert failure_counts()["load reports"] >= 2
+
+
+class Watching(EngineObserver):
+    """Counts outputs; `fails` is called first."""
+
+    def __init__(self, fails=lambda: None):
+        self._fails, self.outputs = fails, 0
+
+    def on_outputs(self, outputs):
+        self._fails()
+        self.outputs += len(outputs)
+
+
+def answers(monkeypatch, observers=()):
+    """What two requests at once get of an engine: tokens, or an exception."""
+
+    async def ask():
+        executor = FakeExecutor()
+        config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+        engine = AsyncEngine(EngineParts(executor, tiny_tokenizer(), config))
+        engine.observers.extend(observers)
+        engine.start()
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+        async def one(name):
+            stream = await engine.submit(name, [[1, 2]], params)
+            return [output.outputs[0].token_ids async for _, output in stream][-1]
+
+        result = await asyncio.gather(one("first"), one("second"), return_exceptions=True)
+        await engine.shutdown()
+        return result
+
+    return asyncio.run(asyncio.wait_for(ask(), 30))
+
+
+def fail_request_text(monkeypatch):
+    """The other requests of that step get their tokens."""
+    append = Completion.append
+
+    def sometimes(completion, update):
+        if completion.request.request_id == "first":
+            raise BROKEN
+        append(completion, update)
+
+    monkeypatch.setattr(Completion, "append", sometimes)
+    first, second = answers(monkeypatch)
+    assert first is BROKEN
+    assert len(second) == 4
+
+
+def fail_observers(monkeypatch):
+    """The observers behind it are told, and streams go on."""
+    failing, behind = Watching(once(BROKEN)), Watching()
+    assert [len(tokens) for tokens in answers(monkeypatch, [failing, behind])] == [4, 4]
+    assert 0 < failing.outputs < behind.outputs
+
+
+FAILURES = {
+    name.removeprefix("fail_").replace("_", " "): function
+    for name, function in dict(globals()).items()
+    if name.startswith("fail_")
+}
+
+
+def test_each_kind_of_background_work_is_made_to_fail():
+    assert set(FAILURES) == set(WORK)
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_a_failure_costs_that_work_alone_is_logged_and_counted(work, monkeypatch, tmp_path, caplog):
+    before = failure_counts()
+    fail = FAILURES[work]
+    wants_folder = "tmp_path" in fail.__code__.co_varnames[: fail.__code__.co_argcount]
+    with caplog.at_level(logging.ERROR):
+        fail(monkeypatch, tmp_path) if wants_folder else fail(monkeypatch)
+        until(lambda: failure_counts()[work] > before[work])
+    assert {name for name in WORK if failure_counts()[name] != before[name]} == {work}
+    assert f"Background work has failed ({work})" in caplog.text
+
+
+def test_the_counts_are_shown_as_a_counter_from_the_start():
+    shown = Metrics("demo", 1, 64).render(["dsjax_background_failures_total"]).decode()
+    for work in WORK:
+        assert f'dsjax_background_failures_total{{model_name="demo",work="{work}"}} {failure_counts()[work]}' in shown
+
+
+def test_a_thread_that_does_not_restart_releases_who_waits_and_ends(caplog):
+    released: Future = Future()
+
+    def fail():
+        raise BROKEN
+
+    thread = start_thread("listener", fail, name="fails", on_failure=released.set_exception)
+    assert released.exception(20) is BROKEN
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "injected" in caplog.text
+
+
+def test_an_interrupt_is_not_contained():
+    with pytest.raises(KeyboardInterrupt), contained("listener"):
+        raise KeyboardInterrupt
