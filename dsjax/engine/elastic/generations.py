@@ -420,6 +420,7 @@ def give_weights(announcement: Announcement, group: HostGroup, held: HeldWeights
     try:
         if peers.stand_by():
             held.clear()
+            gc.collect()  # JAX gives up memory that NumPy shares only when it is next called, or here
     finally:
         peers.close()
 
