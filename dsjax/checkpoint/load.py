@@ -17,8 +17,11 @@ from jax.sharding import Mesh
 from dsjax.checkpoint.assemble import Assembler, Tensor
 from dsjax.checkpoint.check import check_copies, check_structure
 from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.fingerprint import fingerprint
+from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.place import Region, local_bytes, place, progress_bar
+from dsjax.checkpoint.recover import Peers, place_held
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
@@ -44,6 +47,8 @@ def load(
     mtp: bool = True,
     only: Collection[str] | None = None,
     progress: bool = False,
+    held: HeldWeights | None = None,
+    peers: Peers | None = None,
 ) -> dict[str, jax.Array]:
     """Load a checkpoint's parameters onto ``mesh``, sharded by ``rules``, in the platform's storage dtypes.
 
@@ -63,6 +68,9 @@ def load(
         mtp: whether to load the MTP modules, where the configuration has any.
         only: paths of the parameters to load; default: all.
         progress: whether to draw a progress bar on standard error.
+        held: what this process holds of the parameters of another mesh; what is there is not read. Where it held
+            anything, it has the new ones too afterwards.
+        peers: other processes that hold some.
 
     Returns:
         ``{path: array}``, for every path of ``abstract_parameters`` that a checkpoint holds, or those of ``only``.
@@ -99,9 +107,16 @@ def load(
             assembler.fill(out, path, region)
             checkpoint.release()
 
-        started = time.monotonic()
+        started, known = time.monotonic(), False
         with progress_bar("Loading weights", total, progress) as advance:
-            placed = place(wanted, mesh, rules, fill, advance)
+            if held is not None:
+                _identify(held, f"{fingerprint(checkpoint.directory)} {names.forms}")
+            if held is None or (held.is_empty and peers is None):
+                placed = place(wanted, mesh, rules, fill, advance)
+            else:
+                known = not held.is_empty
+                placed = place_held(wanted, mesh, rules, names, held, peers, fill, advance)
+                held.counts.file += assembler.bytes_read
         _log.info(
             "Read %s of the checkpoint's %s bytes in %.1f s, for %d devices; the process took %s bytes at most.",
             f"{assembler.bytes_read:,}",
@@ -114,13 +129,20 @@ def load(
             raise CheckpointError(
                 checkpoint.directory, assembler.problems, "The values are damaged; get the files again."
             )
-        if jax.process_index() == 0 and only is None:
+        if jax.process_index() == 0 and only is None and not known:
             check_copies(checkpoint.directory, names, checkpoint.tensors)
             checkpoint.release()
     finally:
         # An interrupt must not wait for what is queued.
         executor.shutdown(wait=False, cancel_futures=True)
     return placed
+
+
+def _identify(held: HeldWeights, identity: str) -> None:
+    """Forget what is held of another checkpoint, or in another form."""
+    if held.identity != identity:
+        held.clear()
+    held.identity = identity
 
 
 def _peak_bytes() -> int:

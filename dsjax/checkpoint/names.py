@@ -138,10 +138,26 @@ class TensorNames:
                     index[stack_axis] = part
                 yield TensorPiece(name, tuple(index), source.transposed)
 
+    @property
+    def forms(self) -> str:
+        """The dtypes of the parameters: what two loads of one checkpoint differ by."""
+        dtypes = {path: info.dtype.name for path, info in self.parameters.items()}
+        return " ".join(f"{path}:{name}" for path, name in sorted(dtypes.items()))
+
+    def experts_of(self, path: str) -> np.ndarray | None:
+        """The logical expert of each physical slot of a parameter, ``[layers of its stack, P]``; None where it has no such slots."""
+        source = self._sources[path]
+        if not source.per_expert:
+            return None
+        return self.experts[[self._row(source, layer) for layer in range(self.parameters[path].shape[0])]]
+
     def _expert(self, source: _Source, lead: Sequence[int]) -> int:
         """The logical expert in a physical slot: lead is the layer in its stack, and the slot."""
-        row = source.first_layer + lead[0] - self.config.num_dense_layers
-        return int(self.experts[min(row, len(self.experts) - 1), lead[1]])
+        return int(self.experts[self._row(source, lead[0]), lead[1]])
+
+    def _row(self, source: _Source, layer: int) -> int:
+        """The row of ``experts`` of a layer in its stack."""
+        return min(source.first_layer + layer - self.config.num_dense_layers, len(self.experts) - 1)
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the parameters are made of, with its shape."""

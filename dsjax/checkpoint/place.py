@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -22,6 +24,8 @@ Advance = Callable[[int], None]
 
 # XLA's CPU client uses a NumPy buffer as it is, without a copy, if it is aligned to this.
 _ALIGNMENT = 64
+_MAPPED_BYTES = 1 << 20
+"""From here on an array has a mapping of its own, so that its memory goes back to the kernel whatever `keep_freed_memory` says."""
 
 
 def place(
@@ -91,6 +95,10 @@ def _fill_by_layer(
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An uninitialised array that JAX's CPU devices can use without copying it."""
     nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes >= _MAPPED_BYTES and sys.platform.startswith("linux"):
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(mapped, dtype, math.prod(shape)).reshape(shape)
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)

@@ -433,6 +433,12 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
         "reason",
     )
     registry.total(
+        "dsjax_generation_weight_bytes",
+        "Weights of changed meshes, by where they came from.",
+        lambda: [((source,), counted) for source, counted in sorted(generations.counts.weight_bytes.items())],
+        "source",
+    )
+    registry.total(
         "dsjax_requests_waited_for_mesh",
         "Requests that have waited for a larger mesh, by what came of it: resumed, expired or aborted.",
         lambda: [((outcome,), float(parked.outcomes[outcome])) for outcome in ("resumed", "expired", "aborted")],

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.contract.commands import Clear, Command, Copy, Flush, Score, Step
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress, RankResults
 from dsjax.engine.device import device_state, slots
@@ -200,8 +201,11 @@ class MeshExecutor:
             array.delete()
         self.programs.drop()
 
-    def release(self) -> None:
-        """`shutdown`, and free the parameters too, whatever became of the last step: wait until no program runs any more."""
+    def release(self, held: HeldWeights | None = None) -> None:
+        """`shutdown`, and free the parameters too, whatever became of the last step: wait until no program runs any more.
+
+        held: takes over those parameters that a checkpoint has; None: they are freed like the others.
+        """
         arrays = [*jax.tree.leaves(self.state), *self.params.values()]
         arrays += [pending.last for pending in self._queue if pending.last is not None]
         for array in arrays:
@@ -212,10 +216,15 @@ class MeshExecutor:
         self._queue.clear()
         self.programs.drop()
         self._parts = []
+        params, self.device.params = self.params, {}
+        if held is not None:
+            held.keep(self.device.model, params, self.device.placements)
+            table = self.device.model.table.infos
+            kept = {id(array) for path, array in params.items() if table[path].init != "derived"}
+            arrays = [array for array in arrays if id(array) not in kept]
         for array in arrays:
             with contextlib.suppress(RuntimeError):
                 array.delete()
-        self.device.params = {}
 
     def _advance(self) -> None:
         """Start what comes next; what nobody waits for is done at once."""

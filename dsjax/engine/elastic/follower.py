@@ -107,9 +107,10 @@ class Follower:
 
     def run_with(self, args: EngineArgs) -> None:
         """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
+        from dsjax.checkpoint.held_weights import HeldWeights
         from dsjax.engine.device.program_library import ProgramLibrary
         from dsjax.engine.elastic.compile_ahead import CompileAhead
-        from dsjax.engine.elastic.generations import load_generation, release
+        from dsjax.engine.elastic.generations import give_weights, load_generation, release
         from dsjax.engine.setup.loading import load_model
         from sharding.mesh import MeshSpec
 
@@ -121,12 +122,13 @@ class Follower:
         self.handle_signals()
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
+        held = HeldWeights()
 
         def load(announcement: Announcement | None) -> Executor:
             if announcement is None:
-                loaded = load_model(args, self.group, library=library)
+                loaded = load_model(args, self.group, library=library, held=held)
             else:
-                loaded = load_generation(args, announcement, self.group, library)
+                loaded = load_generation(args, announcement, self.group, library, held)
             if chunks is not None:
                 chunks.join(loaded)
             spec, wanted = (
@@ -141,18 +143,24 @@ class Follower:
             self.phase = "compiling ahead"
             ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
             self.phase = "standing by"
-        self.run(load, release)
+        self.run(
+            load,
+            lambda executor: release(executor, held),
+            stand_by=lambda announcement: give_weights(announcement, self.group, held),
+        )
 
     def run(
         self,
         load: Callable[[Announcement | None], Executor],
         release: Callable[[Executor], None],
         seconds: float | None = None,
+        stand_by: Callable[[Announcement], None] = lambda announcement: None,
     ) -> None:
         """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
 
         load: gives the executor of a generation; None: of the first one, as the process was started. release: gives back what an executor
         holds, though its last step may have failed. seconds: as of `_REGROUP_SECONDS`, for tests.
+        stand_by: is called in a generation without a part in its mesh, and returns at the latest when the next one is announced.
 
         Raises:
             GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.
@@ -173,6 +181,7 @@ class Follower:
                         return
                 else:
                     self.phase = "standing by"
+                    stand_by(announcement)
                     if self._leaves.is_set() and not (announcement and announcement.looks):
                         self._depart()
                         return

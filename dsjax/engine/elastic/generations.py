@@ -16,12 +16,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import msgspec
 from jax.sharding import Mesh
 
+from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.compile_ahead import CompileAhead
 from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
+from dsjax.engine.elastic.weight_peers import WeightPeers
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.facts import EngineFacts
@@ -35,6 +38,9 @@ from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.wire import JoinRequest
 from sharding import MeshSpec
 from sharding.mesh import device_order
+
+WEIGHT_SOURCES = ("kept", "moved", "received", "read")
+"""Where the bytes of a new generation's weights come from; see ``WeightBytes``."""
 
 _TELL_SECONDS = 1.0
 """How long after a collective failed a death is waited for before links are looked at: the connection that ends tells of it at once."""
@@ -64,12 +70,19 @@ class ChangeCounts:
         changes: that were made, by reason: ``scale`` (asked for), ``loss`` (of a process), ``failure`` (of a collective, though all
             processes live), ``leave`` (of a process that was told to end), ``return`` (of a process).
         seconds: in them, in which no step computed. last_parts: of the last one, in what.
+        weight_bytes: of all processes in all changes, by where they have come from, one of ``WEIGHT_SOURCES``.
     """
 
     changes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     last_seconds: float = 0.0
     last_parts: dict[str, float] = field(default_factory=dict)
+    weight_bytes: Counter[str] = field(default_factory=Counter)
+
+    def add_weights(self, sources: WeightBytes) -> None:
+        """Count where the weights of a generation have come from."""
+        for source in WEIGHT_SOURCES:
+            self.weight_bytes[source] += getattr(sources, source)
 
 
 class Generations:
@@ -102,6 +115,8 @@ class Generations:
         self._parts: dict[str, float] = {}  # seconds of the change under way, by what was done in them
         self._part_began = 0.0
         self.counts = ChangeCounts()
+        self._held = loaded.held
+        self._holders = set() if group is None else {member.process_id for member in group.present}
         self.wake: Callable[[], None] = lambda: None
         self._asked, self._lock = False, threading.Lock()
         self._used_up: set[MeshSpec] = set()  # of which somebody has been told
@@ -224,7 +239,7 @@ class Generations:
         try:
             if broken:
                 self._cut()
-            release(self._executor)
+            release(self._executor, self._held)
             self._executor = None
             while True:
                 if broken:
@@ -245,13 +260,21 @@ class Generations:
         if recording:
             loaded.executor.set_recording(True)
         seconds = time.monotonic() - began
+        self.counts.add_weights(loaded.sources)
         self.counts.changes[kind] += 1
         self.counts.seconds += seconds
         self.counts.last_seconds, self.counts.last_parts = seconds, self._parts
         if self.warm:
             self.has_warmed_up()
         parts = ", ".join(f"{name} {part:.1f} s" for name, part in self._parts.items())
-        _log.info("Generation %d has %s. No step computed for %.1f s: %s.", self.number, self.spec, seconds, parts)
+        _log.info(
+            "Generation %d has %s. No step computed for %.1f s: %s; %s.",
+            self.number,
+            self.spec,
+            seconds,
+            parts,
+            loaded.sources,
+        )
         config = self._args.scheduler_config(loaded.executor.limits)
         return Generation(loaded.executor, config, loaded.facts, self.spec != self.wanted)
 
@@ -285,11 +308,19 @@ class Generations:
             self.number, processes, order, options, str(self.wanted), reason, before, left_out=dict(out)
         )
         if self._group is not None:
+            self._holders |= set(processes)
+            givers = sorted(self._holders.intersection(self._group.live_ids) - set(processes))
+            announcement = msgspec.structs.replace(announcement, givers=givers)
             self._group.announce(announcement)
-        loaded = load_generation(self._args, announcement, self._group, self._library)
+        loaded = load_generation(self._args, announcement, self._group, self._library, self._held)
         if self.warm:
             self.phase = "compiling"
-            loaded.executor.warm_up(self._show_progress)
+            try:
+                loaded.executor.warm_up(self._show_progress)
+            except BaseException:
+                release(loaded.executor, self._held)
+                raise
+        self._holders = set(processes)
         return loaded
 
     def _show_progress(self, done: int, total: int, label: str) -> None:
@@ -364,14 +395,34 @@ class Generations:
 
 
 def load_generation(
-    args: EngineArgs, announcement: Announcement, group: HostGroup | None, library: ProgramLibrary
+    args: EngineArgs, announcement: Announcement, group: HostGroup | None, library: ProgramLibrary, held: HeldWeights
 ) -> LoadedEngine:
     """Load this process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
 
-    args: with which the process was started.
+    args: with which the process was started. held: weights of the generation before it, on this process's devices.
     """
     options = replace(args, **announcement.options, record_steps=None)
-    return load_model(options, group, mesh=mesh_of(announcement), is_later=True, library=library)
+    shared = {"mesh": mesh_of(announcement), "is_later": True, "library": library, "held": held}
+    if group is None:
+        return load_model(options, None, **shared)
+    peers = WeightPeers(group, held, announcement.givers)
+    try:
+        return load_model(options, group, peers=peers, **shared)
+    finally:
+        peers.close()
+
+
+def give_weights(announcement: Announcement, group: HostGroup, held: HeldWeights) -> None:
+    """Give what this process holds to a generation that it has no part in, and keep nothing once that has all it needs."""
+    if group.options.process_id not in announcement.givers:
+        return
+    peers = WeightPeers(group, held)
+    try:
+        if peers.stand_by():
+            held.clear()
+            gc.collect()  # JAX gives up memory that NumPy shares only when it is next called, or here
+    finally:
+        peers.close()
 
 
 def mesh_of(announcement: Announcement) -> Mesh:
@@ -380,15 +431,18 @@ def mesh_of(announcement: Announcement) -> Mesh:
     return MeshSpec.parse(announcement.options["mesh"]).arrange([devices[i] for i in announcement.device_ids])
 
 
-def release(executor: Executor | None) -> None:
-    """Give back what an executor holds on the devices, though its last step may have failed; it is of no use any more."""
+def release(executor: Executor | None, held: HeldWeights | None = None) -> None:
+    """Give back what an executor holds on the devices, though its last step may have failed; it is of no use any more.
+
+    held: takes its weights over.
+    """
     for layer in _layers(executor):
         if isinstance(layer, RecordingExecutor):
             layer.file.close("the mesh has changed")
         elif isinstance(layer, LeaderExecutor):
             layer.retire()
         elif not isinstance(layer, ExecutorWrapper):
-            layer.release()
+            layer.release(held)
     gc.collect()
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dsjax.checkpoint.fingerprint import fingerprint
+from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
+from dsjax.checkpoint.recover import Peers
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
@@ -52,7 +54,9 @@ from sharding.layer_placement import LayerPlacements
 @dataclass(frozen=True)
 class LoadedEngine:
     """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none; ``page_space``, with transfers,
-    says what a page's values depend on beside its tokens."""
+    says what a page's values depend on beside its tokens. ``held`` takes the weights over when the
+    executor is released. ``sources``: where the weights of all processes have come from, where something
+    was held of them."""
 
     executor: Executor
     tokenizer: Tokenizer | None
@@ -60,6 +64,18 @@ class LoadedEngine:
     eos_token_ids: tuple[int, ...]
     facts: EngineFacts
     page_space: dict[str, Any] | None = None
+    held: HeldWeights = field(default_factory=HeldWeights)
+    sources: WeightBytes = field(default_factory=WeightBytes)
+
+
+class GenerationPeers(Peers, Protocol):
+    """The other processes of a mesh that is being made, some of which hold weights."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Say that this process cannot go on, to whoever waits for what it holds or wants."""
+
+    def finish(self) -> None:
+        """Take notice that all have their weights."""
 
 
 def load_model(
@@ -70,6 +86,8 @@ def load_model(
     is_later: bool = False,
     library: ProgramLibrary | None = None,
     show_progress: bool = False,
+    held: HeldWeights | None = None,
+    peers: GenerationPeers | None = None,
 ) -> LoadedEngine:
     """Check everything, then load the model that ``args`` names onto its mesh.
 
@@ -79,6 +97,8 @@ def load_model(
     mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. is_later: no tokenizer is read, for there
         is one already.
     library: of programs that this process has compiled before.
+    held: parameters that lie on this process's devices, as of ``load``; once the executor has its own nothing is held. None: nothing does.
+    peers: other processes that hold some.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -104,7 +124,7 @@ def load_model(
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu:
         keep_freed_memory()
-    library = library or ProgramLibrary()
+    library, held = library or ProgramLibrary(), HeldWeights() if held is None else held
     layout = EngineLayout.of(args, checkpoint, mesh)
     step, buckets = layout.step, layout.buckets
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
@@ -115,19 +135,32 @@ def load_model(
         return load(config, source, mesh, step.rules, placement=placement, **fixed, **options)
 
     def read_all() -> dict[str, Array]:
-        if on_cpu:
-            check_host_memory(args, step)
-        else:
-            check_device_memory(args, step, Pool.of(step, 0))
-        with explained_out_of_memory("its weights were loaded", smaller):
-            placement = step.stored_placement if config.is_moe else None
-            return read(checkpoint, placement, progress=show_progress)
+        try:
+            if on_cpu:
+                check_host_memory(args, step, held.nbytes)
+            else:
+                pool = Pool.of(step, 0)
+                if pool is not None:
+                    pool = replace(pool, used=pool.used - held.device_bytes(mesh.local_devices[0]))
+                check_device_memory(args, step, pool)
+            with explained_out_of_memory("its weights were loaded", smaller):
+                placement = step.stored_placement if config.is_moe else None
+                return read(checkpoint, placement, progress=show_progress, held=held, peers=peers)
+        except BaseException as error:
+            if peers is not None:
+                peers.give_up(error)
+            raise
 
     if group is not None:
         if on_cpu:
             group.connect([device.id for device in mesh.devices.flat])
         group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
+    held.counts = WeightBytes()
     params = read_all() if group is None else group.run("loading", read_all)
+    sources = held.counts
+    if peers is not None:
+        sources = WeightBytes.total(group.ask("weights", sources.plain()))
+        peers.finish()
     with explained_out_of_memory("its weights were loaded", smaller):
         params = materialise(step, params)
 
@@ -157,6 +190,7 @@ def load_model(
         executor = LeaderExecutor(executor, group)
     if args.record_steps is not None and (group is None or group.is_leader):
         executor = _recording(args, executor, mesh, directory)
+    held.clear()
     has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     return LoadedEngine(
@@ -166,6 +200,8 @@ def load_model(
         read_eos_token_ids(directory, tokenizer),
         describe_engine(args, step, limits, buckets, params, weights),
         page_space(args, step, directory) if limits.transfers else None,
+        held,
+        sources,
     )
 
 

@@ -188,9 +188,14 @@ def page_bytes(step: ModelStep) -> int:
     return device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
 
 
-def check_host_memory(args: EngineArgs, step: ModelStep) -> None:
-    """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read."""
+def check_host_memory(args: EngineArgs, step: ModelStep, held: int = 0) -> None:
+    """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read.
+
+    held: bytes of another mesh's weights, which these take the place of.
+    """
     available = available_bytes()
+    if available is not None:
+        available += held
     needed = weight_bytes(step) * len(step.mesh.local_devices)
     if available is not None and needed > available:
         raise UserError(

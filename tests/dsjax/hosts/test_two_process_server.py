@@ -22,6 +22,8 @@ from processes import Group
 from worded_checkpoint import write_worded_checkpoint
 
 from dsjax import LLM, SamplingParams
+from dsjax.config import load_config
+from dsjax.model.transformer import abstract_parameters
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +56,7 @@ class Served:
     """The group, and the addresses of both processes."""
 
     def __init__(self, checkpoint: Path):
+        self.checkpoint = checkpoint
         flags = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
         command = ["-m", "dsjax.serve", "--model", str(checkpoint), "--served-model-name", "tiny", "--port", "0"]
         with mock.patch.dict(os.environ, {"DSJAX_CLUSTER_KEY": CLUSTER_KEY}):
@@ -240,6 +243,20 @@ def scale(served, mesh: str) -> httpx.Response:
     return httpx.post(f"{served.leader}/scale", json={"mesh": mesh}, headers=KEY, timeout=120)
 
 
+def weight_bytes(served) -> dict[str, float]:
+    """Where the weights of changed meshes have come from."""
+    text = httpx.get(f"{served.leader}/metrics").text
+    found = re.findall(r'^dsjax_generation_weight_bytes_total{.*source="(\w+)".*} (\S+)$', text, re.MULTILINE)
+    return {source: float(counted) for source, counted in found}
+
+
+def expert_bytes(served) -> int:
+    """Bytes of all routed experts, as they lie on the devices."""
+    config = load_config(served.checkpoint)
+    infos = abstract_parameters(config, weights="f32", platform="cpu", mtp=False)
+    return sum(info.nbytes for path, info in infos.items() if ".experts." in path)
+
+
 def test_a_mesh_that_cannot_be_is_refused_and_changes_nothing(served):
     for mesh, message in (
         ("dp=5", "mesh dp=5 wants 5 devices, and this server has 4"),
@@ -276,6 +293,8 @@ def test_streams_stay_open_and_say_the_same_while_the_mesh_shrinks_and_grows(ser
     info = httpx.get(f"{served.leader}/server_info").json()
     assert [info["mesh"], info["num_processes"], len(info["ranks"])] == ["dp=4", 2, 4]
     assert metric(served, "dsjax_generation") == 2
+    assert weight_bytes(served)["read"] == 0  # who left gave its experts, and got them back
+    assert weight_bytes(served)["received"] > 0
 
 
 def test_a_follower_killed_in_a_step_costs_nobody_a_token(served, undisturbed):
@@ -285,6 +304,7 @@ def test_a_follower_killed_in_a_step_costs_nobody_a_token(served, undisturbed):
     assert streams.join() == undisturbed
     assert metric(served, "dsjax_generation_devices") == 2
     assert metric(served, "dsjax_generation_devices_wanted") == 4
+    assert weight_bytes(served)["read"] == expert_bytes(served) // 2  # those of its devices, which nobody else had
     assert re.search(r"process 1 \(.*, pid \d+\) has gone away", served.group.output[0])
     assert "Traceback" not in served.group.output[0]
 
@@ -294,12 +314,14 @@ def test_a_follower_that_is_started_again_joins_under_its_id(served, undisturbed
 
 
 def comes_back(served, undisturbed) -> None:
+    read = weight_bytes(served)["read"]
     served.group.start_again(1)
     deadline = time.monotonic() + 120
     while metric(served, "dsjax_generation_devices") < 4:
         assert Streams(served, MIXED).join() == undisturbed
         assert time.monotonic() < deadline, served.group.last_words()
     assert Streams(served, MIXED).join() == undisturbed
+    assert weight_bytes(served)["read"] == read  # the others have all that it needs
     served.group.wait_for(1, "/metrics at ")
     served.follower = re.search(r"/metrics at (http://[\d.:]+)", served.group.output[1]).group(1)
     assert httpx.get(f"{served.follower}/ready").json() == {"status": "ready"}

@@ -1,0 +1,146 @@
+"""Weights that stay on their devices while the mesh changes: equal to a fresh load, and read only where nobody has them."""
+
+import jax
+import numpy as np
+import pytest
+from held_engines import Engine, assert_equal
+
+from dsjax.checkpoint.held_weights import HeldWeights, Part, difference
+from dsjax.checkpoint.place import aligned_empty
+from sharding import MeshSpec
+
+CHANGES = [
+    # old mesh, new mesh, redundant experts before and after, first of the new devices, devices lost, weights
+    ("dp=4", "dp=2", (0, 0), 0, (), "bf16"),
+    ("dp=2", "dp=4", (0, 0), 0, (), "fp8"),
+    ("dp=4", "dp=4", (4, 4), 0, (), "bf16"),
+    ("dp=4", "dp=3", (4, 1), 0, (3,), "fp8"),
+    ("dp=4", "dp=2", (0, 0), 2, (0, 1), "f32"),
+    ("dp=8,ep=2", "dp=4,ep=2", (0, 0), 0, (4, 5, 6, 7), "bf16"),
+    ("dp=2,tp=2", "tp=4", (0, 0), 0, (2, 3), "bf16"),
+    ("tp=4,ep=1", "tp=2,ep=1", (0, 0), 0, (3,), "f32"),
+    ("tp=2", "dp=2,tp=2", (0, 0), 1, (), "bf16"),
+]
+ON_DEVICES = [CHANGES[place] for place in (3, 6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "redundant", "first", "lost", "weights", "on_host"),
+    [*((*change, True) for change in CHANGES), *((*change, False) for change in ON_DEVICES)],
+)
+def test_parameters_are_those_of_a_fresh_load(
+    tiny_config, checkpoints, old, new, redundant, first, lost, weights, on_host
+):
+    """With copies of experts that lie otherwise in each layer. on_host: or put together on the devices, as on accelerators."""
+    directory = checkpoints("fp8" if weights == "fp8" else "bf16")[0]
+    held, options = HeldWeights(on_host), {"weights": weights, "mtp": weights != "f32"}
+    seeds = (3, 4) if redundant != (0, 0) else (None, None)
+    before = Engine(directory, tiny_config, old, redundant=redundant[0], seed=seeds[0], held=held, **options)
+    before.release(held, lost)
+    devices = jax.devices()[first : first + MeshSpec.parse(new).num_devices]
+    layout = {"redundant": redundant[1], "seed": seeds[1], "devices": devices, **options}
+    fresh = Engine(directory, tiny_config, new, **layout)
+    after = Engine(directory, tiny_config, new, held=held, **layout)
+    assert_equal(after.params, fresh.params)
+    if not lost:
+        assert (held.counts.read, held.counts.file) == (0, 0)
+    assert held.counts.received == 0
+    held.clear()
+    assert held.nbytes == 0
+
+
+def test_only_experts_that_no_device_has_any_more_are_read(tiny_config, checkpoints):
+    directory, _ = checkpoints("bf16")
+    held = HeldWeights()
+    before = Engine(directory, tiny_config, "dp=4", redundant=4, seed=3, held=held)
+    lost = [set(range(8)) - set(row[:9].tolist()) for row in before.placements.physical_to_logical]
+    before.release(held, lost=(3,))
+    after = Engine(directory, tiny_config, "dp=2", held=held)
+    expert = 3 * tiny_config.hidden_size * tiny_config.moe_intermediate_size * 2
+    assert 0 < sum(map(len, lost)) < 3 * 3  # some of what was lost has copies
+    assert held.counts.read == held.counts.file == expert * sum(map(len, lost))
+    assert_equal(after.params, Engine(directory, tiny_config, "dp=2").params)
+
+
+def test_shards_that_are_the_same_keep_their_memory(tiny_config, checkpoints):
+    directory, _ = checkpoints("bf16")
+    held = HeldWeights()
+    before = Engine(directory, tiny_config, "dp=4", held=held)
+    where = {path: before.pointers(path) for path in before.params}
+    before.release(held)
+    after = Engine(directory, tiny_config, "dp=2", held=held)
+    for path in after.params:
+        if ".experts." not in path:
+            assert after.pointers(path) == where[path][:2]
+    after.release(held)
+    again = Engine(directory, tiny_config, "dp=2", held=held)
+    assert held.counts.moved == sum(array.nbytes for path, array in again.params.items() if ".experts." in path)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_what_was_held_is_there_after_a_change_that_fails_in_the_middle(
+    tiny_config, checkpoints, monkeypatch, at, on_host
+):
+    """The one before can be made again, and so can another one, of the old shards and of the new ones as far as they had come."""
+    directory, _ = checkpoints("bf16")
+    held, calls = HeldWeights(on_host), []
+    before = Engine(directory, tiny_config, "dp=4", held=held)
+    before.release(held, lost=(3,))
+    from dsjax.checkpoint.assemble import Assembler
+
+    fill = Assembler.fill
+
+    def fail(self, out, path, region):
+        calls.append(path)
+        if len(calls) == at:
+            raise RuntimeError("a second process has gone")
+        fill(self, out, path, region)
+
+    monkeypatch.setattr(Assembler, "fill", fail)
+    with pytest.raises(RuntimeError, match="a second process"):
+        Engine(directory, tiny_config, "dp=2", held=held)
+    monkeypatch.undo()
+    read = held.counts.read
+    after = Engine(directory, tiny_config, "dp=1", held=held)
+    assert_equal(after.params, Engine(directory, tiny_config, "dp=1").params)
+    experts = (
+        2 * 3 * tiny_config.hidden_size * tiny_config.moe_intermediate_size * 2
+    )  # of the lost device, in one layer
+    assert held.counts.read - read <= 3 * experts
+    if on_host:
+        assert held.counts.read <= 3 * experts + experts  # a layer that had begun is read again, and no more
+
+
+def test_weights_of_another_checkpoint_are_not_used(tiny_config, checkpoints):
+    held = HeldWeights()
+    before = Engine(checkpoints("fp8")[0], tiny_config, "dp=2", held=held)
+    before.release(held)
+    other = Engine(checkpoints("bf16")[0], tiny_config, "dp=2", held=held)
+    assert_equal(other.params, Engine(checkpoints("bf16")[0], tiny_config, "dp=2").params)
+    assert (held.counts.kept, held.counts.moved) == (0, 0)
+
+
+def test_a_layer_that_is_given_back_reads_as_zeros_and_its_neighbours_stay():
+    from dsjax.checkpoint.held_weights import Extent, HeldShard
+
+    values = aligned_empty((3, 1 << 20), np.dtype(np.uint8))
+    values[...] = 7
+    shard = HeldShard(Extent(0, 3, True, None, ((0, 1 << 20),)), values, {}, np.ones(3, bool))
+    shard.give_back(1)
+    assert (values[0] == 7).all()
+    assert (values[1] == 0).all()
+    assert (values[2] == 7).all()
+    held = HeldWeights()
+    held.add("a", shard)
+    part = Part(1, -1, ((0, 1 << 20),))
+    assert held.look_up("a", part) == ([], [part.box])
+    assert [run[1][:2] for run in held.inventory()["shards"]["a"]] == [[0, 1], [2, 1]]
+
+
+@pytest.mark.parametrize("inner", [((0, 1), (0, 5)), ((1, 3), (2, 4)), ((0, 4), (0, 5)), ((2, 4), (1, 5))])
+def test_a_box_without_another_is_every_other_cell_once(inner):
+    cells = np.zeros((4, 5), int)
+    for box in [inner, *difference(((0, 4), (0, 5)), inner)]:
+        cells[tuple(slice(*part) for part in box)] += 1
+    assert (cells == 1).all()
