@@ -309,7 +309,7 @@ class Generations:
         )
         if self._group is not None:
             self._holders |= set(processes)
-            givers = sorted(self._holders.intersection(self._group.live_ids) - set(processes))
+            givers = sorted(self._holders.intersection(self._group.reachable_ids) - set(processes))  # leavers too
             announcement = msgspec.structs.replace(announcement, givers=givers)
             self._group.announce(announcement)
         loaded = load_generation(self._args, announcement, self._group, self._library, self._held)

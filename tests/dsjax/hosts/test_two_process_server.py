@@ -329,6 +329,7 @@ def comes_back(served, undisturbed) -> None:
 
 def test_a_follower_that_is_told_to_end_leaves_when_the_others_go_on_without_it(served, undisturbed):
     losses, printed = changes(served, "loss"), len(served.group.output[0])
+    read = weight_bytes(served)["read"]
     streams = Streams(served, MIXED)
     streams.first.wait(60)
     served.group.processes[1].send_signal(signal.SIGTERM)
@@ -338,6 +339,7 @@ def test_a_follower_that_is_told_to_end_leaves_when_the_others_go_on_without_it(
     assert (changes(served, "leave"), changes(served, "loss")) == (1, losses)
     assert "leaves, as it was told to end" in served.group.output[0][printed:]
     assert "has gone away" not in served.group.output[0][printed:]
+    assert weight_bytes(served)["read"] == read, "it gave its weights before it went"
     assert Streams(served, MIXED).join() == undisturbed
     comes_back(served, undisturbed)
 
