@@ -101,7 +101,7 @@ class Follower:
         if self.phase == "compiling ahead" or not (self.has_served or comes_back):
             # Nobody counts on it yet; or the group has not served, and can form no other mesh.
             os.write(2, f"{signal.Signals(number).name} while {self.phase}: this process ends now\n".encode())
-            os._exit(0 if comes_back else 1)
+            os._exit(0)
         # Where it cannot ask, it ends at once: the others go on as after a loss.
         start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
 

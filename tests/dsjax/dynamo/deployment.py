@@ -50,7 +50,7 @@ class Worker(Process):
 
     def __init__(self, folder: Path, name: str, *options: str, **variables: str):
         self.port = free_port()
-        variables["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "1"
+        variables |= {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1", "DYN_SYSTEM_HOST": "127.0.0.1"}
         super().__init__(folder, name, ["dsjax.dynamo", *options], DYN_SYSTEM_PORT=str(self.port), **variables)
 
     def metric(self, name: str, **labels: str) -> list[float]:

@@ -338,8 +338,8 @@ def test_a_leaver_that_is_asked_whom_it_reaches_goes_on_until_it_was_decided_on(
 @pytest.mark.parametrize(
     ("phase", "generation", "served", "code"),
     [
-        ("loading", 0, False, 1),  # the group has not served, and ends with this process
-        ("warming up", 0, False, 1),
+        ("loading", 0, False, 0),  # the group has not served, and ends with this process
+        ("warming up", 0, False, 0),
         ("compiling ahead", 2, False, 0),  # nobody counts on it yet
         ("loading", 2, False, None),  # a mesh is being made with it
         ("standing by", 2, False, None),
