@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = 
     "tpu": (("tpu",), BENCH, ()),
     "cuda-dynamo": (("cuda",), BENCH + DYNAMO, DYNAMO_ALONE),
 }
-"""Of `deploy/Dockerfile`: extras of pyproject.toml, further packages, and packages without their dependencies."""
+"""Each variant of `deploy/Dockerfile` has extras of pyproject.toml, further packages, and packages without their dependencies."""
 BUILD = "build"
 """The file of what the wheel itself is built with."""
 FILES = (*VARIANTS, BUILD)
