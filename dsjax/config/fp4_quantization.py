@@ -1,0 +1,79 @@
+"""`quantization_config` of checkpoints with FP4 matrices: what is accepted, and what `dsjax convert` writes.
+
+Which matrix is kept how is read off the tensors; the configuration says only that the method is one that is known here.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dsjax.config.checks import check_choice, reject
+from dsjax.fp4.formats import UNQUANTISED, experts_format
+
+_MODELOPT = ("NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "MIXED_PRECISION")
+_COMPRESSED_TENSORS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
+METHODS = ("modelopt", "modelopt_fp4", "compressed-tensors", "quark", "mxfp4")
+
+
+@dataclasses.dataclass(frozen=True)
+class FP4Quantization:
+    """A method of `METHODS`; `fields` is the whole `quantization_config`, which is written back as it came."""
+
+    fields: Mapping[str, Any]
+    scale_fmt: str | None = None
+    """The form of activations' scales, as `QuantizationConfig` has it; always None, since these methods have no such field."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value of `quantization_config` in Hugging Face's `config.json`."""
+        return dict(self.fields)
+
+
+def read_fp4_quantization(given: Mapping[str, Any]) -> FP4Quantization:
+    """Read a `quantization_config` whose `quant_method` is one of `METHODS`.
+
+    Raises `ConfigError` on algorithms other than FP4.
+    """
+    method = given["quant_method"]
+    if method.startswith("modelopt"):
+        check_choice("quantization_config.quant_algo", given.get("quant_algo", "NVFP4"), _MODELOPT)
+    elif method == "compressed-tensors":
+        check_choice("quantization_config.format", given.get("format"), _COMPRESSED_TENSORS)
+    elif method == "quark":
+        weight = (given.get("global_quant_config") or {}).get("weight") or {}
+        found = weight.get("dtype", "fp4") if isinstance(weight, Mapping) else "fp4"
+        if found != "fp4":
+            raise reject("quantization_config.global_quant_config.weight.dtype", found, "'fp4'")
+    return FP4Quantization(given)
+
+
+def fp4_quantization(weights: str, dense_layers: int) -> dict[str, Any]:
+    """The `quantization_config` that goes with tensors in these weights. dense_layers: of the model, whose MLPs are not FP4."""
+    form = experts_format(weights)
+    if not weights.endswith(UNQUANTISED):
+        # As DeepSeek-V4's own: FP8 but for the experts.
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "expert_dtype": {"mxfp4": "fp4"}.get(form.name, form.name),
+        }
+    left = ["lm_head", "model.embed_tokens", "*self_attn*", "*shared_experts*", "*mlp.gate", "*eh_proj"]
+    left += [f"model.layers.{layer}.mlp*" for layer in range(dense_layers)]
+    if form.has_global:
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": form.block,
+            "kv_cache_quant_algo": None,
+            "ignore": left,
+        }
+    return {"quant_method": "mxfp4", "modules_to_not_convert": left}
+
+
+def hf_quant_config(quantization: Mapping[str, Any]) -> dict[str, Any] | None:
+    """ModelOpt's `hf_quant_config.json` beside a `quantization_config` of its method; None beside others."""
+    if quantization.get("quant_method") != "modelopt":
+        return None
+    fields = {name: quantization.get(name) for name in ("quant_algo", "kv_cache_quant_algo", "group_size")}
+    return {"producer": {"name": "dsjax"}, "quantization": {**fields, "exclude_modules": quantization.get("ignore")}}

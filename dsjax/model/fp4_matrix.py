@@ -1,0 +1,98 @@
+"""A stack of matrices that is kept in FP4: a routed expert's ``weight``, ``scale`` and, in NVFP4, ``global_scale``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dsjax.fp4 import rows
+from dsjax.fp4.decode import decode
+from dsjax.fp4.formats import MXFP4, NVFP4, FP4Format
+from dsjax.model.fp8_product import ActivationScheme, block_product
+from dsjax.model.parameters import WEIGHT_DTYPES, Declaration, reinterpret, value_of
+from sharding import fp8
+
+PARTS = ("weight", "scale", "global_scale")
+PACKED = np.dtype(np.uint8)
+"""Dtype of bytes that hold two values each; no other matrix has it."""
+
+
+class FP4Matrix(nnx.Module):
+    """A matrix ``[..., in, out]`` or ``[..., in, 2, out]`` (as ``Matrix``), two values a byte along ``in``, blocks along ``in``."""
+
+    def __init__(self, declare: Declaration, shape: tuple[int, ...], axes: tuple[str | None, ...]):
+        form = declare.format.packed
+        fused = axes[-2] == "stack"
+        depth = len(shape) - (3 if fused else 2)
+
+        def along_depth(divisor: int) -> tuple[int, ...]:
+            return tuple(-(-size // divisor) if axis == depth else size for axis, size in enumerate(shape))
+
+        self.weight = declare.parameter(along_depth(2), axes, init="packed", dtype=PACKED, packed=2)
+        self.scale = declare.parameter(along_depth(form.block), axes, init="scale", dtype=np.dtype(form.scale_dtype))
+        if form.has_global:
+            of_each = [(size, name) for axis, (size, name) in enumerate(zip(shape, axes, strict=True)) if axis != depth]
+            sizes, names = zip(*of_each[:-1], strict=True)
+            self.global_scale = declare.parameter((*sizes, 1), (*names, None), init="scale", dtype=WEIGHT_DTYPES["f32"])
+
+    def value(self, dtype: jnp.dtype) -> Array:
+        """The matrix in ``dtype``."""
+        arrays = {part: value_of(getattr(self, part)) for part in PARTS if hasattr(self, part)}
+        return decoded(arrays, "stack" in self.weight.info.logical_axes, dtype)
+
+
+def format_of(names: Mapping[str, object], weight_dtype: np.dtype) -> FP4Format | None:
+    """The format of a layer's experts from the names of their arrays and what their weights mean; None where it is not FP4."""
+    if weight_dtype != PACKED:
+        return None
+    return NVFP4 if any(name.endswith(".global_scale") for name in names) else MXFP4
+
+
+def meant(arrays: Mapping[str, Array], form: FP4Format) -> dict[str, Array]:
+    """A matrix's arrays as stored, with the scales read as the dtype that they mean."""
+    return dict(arrays) | {"scale": reinterpret(arrays["scale"], np.dtype(form.scale_dtype))}
+
+
+def decoded(arrays: Mapping[str, Array], fused: bool, dtype: jnp.dtype) -> Array:
+    """A matrix from its ``weight``, ``scale`` and ``global_scale``, in ``dtype``. fused: gate and up side by side."""
+    depth, whole = arrays["weight"].ndim - (3 if fused else 2), arrays.get("global_scale")
+    whole = whole if whole is None else jnp.expand_dims(whole, depth)
+    return decode(arrays["weight"], arrays["scale"], whole, depth, dtype)
+
+
+def swiglu_w4a8(
+    x: Float[Array, "N D"], gate_up: Mapping[str, Array], down: Mapping[str, Array], scheme: ActivationScheme
+) -> Float[Array, "N D"]:
+    """``down(silu(gate) × up)`` of one expert in float32, with activations quantised 1 × 128 to FP8 before each product (W4A8).
+
+    ``Σ_b (values[b] · weight[b]) × scales[b]`` over blocks b of 128 of the depth, then times the tensor's scale; ``weight[b]`` is
+    ``e2m1 × scale``, which bfloat16 holds exactly. What goes into ``down`` is rounded to the dtype of ``x`` and then quantised.
+    """
+    hidden = _w4a8(scheme.quantise(x), gate_up, x.dtype, fused=True)
+    hidden = (jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]).astype(x.dtype)
+    return _w4a8(scheme.quantise(hidden), down, x.dtype, fused=False)
+
+
+def swiglu_w4a4(
+    x: Float[Array, "*x N D"], gate_up: Mapping[str, Array], down: Mapping[str, Array]
+) -> Float[Array, "*x N D"]:
+    """``down(silu(gate) × up)`` of one expert, or of each where ``x`` has experts first, with rows in NVFP4 before each product (W4A4)."""
+    if x.ndim == 2:
+        one = ({part: array[None] for part, array in arrays.items()} for arrays in (gate_up, down))
+        return swiglu_w4a4(x[None], *one)[0]
+    parts = lambda arrays: (arrays["weight"], arrays["scale"], arrays["global_scale"])  # noqa: E731
+    hidden = rows.product(x, *parts(gate_up))
+    hidden = (jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]).astype(x.dtype)
+    return rows.product(hidden, *parts(down))
+
+
+def _w4a8(x: fp8.Quantised, arrays: Mapping[str, Array], operands: jnp.dtype, *, fused: bool) -> Float[Array, "N *m"]:
+    weight = decoded({name: array for name, array in arrays.items() if name != "global_scale"}, fused, operands)
+    blocks = fp8.num_scales(weight.shape[0]), *weight.shape[1:-1], fp8.num_scales(weight.shape[-1])
+    out = block_product(x, weight, jnp.ones(blocks, jnp.float32), operands)
+    return out * arrays["global_scale"] if "global_scale" in arrays else out

@@ -1,0 +1,246 @@
+"""Checkpoints with FP4 matrices, of every convention, load as the same numbers; and any weights become FP4 and come back from it."""
+
+import dataclasses
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from held_engines import Engine
+
+from dsjax.checkpoint.convert import convert_checkpoint
+from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
+from dsjax.checkpoint.held_weights import HeldWeights
+from dsjax.checkpoint.load import from_hf_tensors, load, to_hf_tensors
+from dsjax.checkpoint.source import open_checkpoint
+from dsjax.config import QuantizationConfig, load_config
+from dsjax.config.weights import PACKED
+from dsjax.fp4 import host
+from dsjax.fp4.formats import FORMATS, MXFP4, NVFP4
+from sharding import MeshSpec, Rules
+
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def config(tiny_config):
+    """Widths that blocks of 16 and of 32 divide, and 128 does not."""
+    return dataclasses.replace(tiny_config, hidden_size=96, intermediate_size=160, moe_intermediate_size=64)
+
+
+@pytest.fixture(scope="module")
+def tensors(config, make_tensors):
+    return make_tensors(config)
+
+
+def parts_of(matrix, form):
+    matrix = matrix.astype(np.float32)
+    whole = host.global_scale(matrix) if form.has_global else np.float32(1)
+    scales = host.block_scales(matrix, form, whole)
+    return host.encode(matrix, form, scales, whole), scales, whole
+
+
+def modelopt(name, matrix):
+    values, scales, whole = parts_of(matrix, NVFP4)
+    return {name: values, f"{name}_scale": scales, f"{name}_scale_2": np.float32(whole).reshape(()),
+            name.replace(".weight", ".input_scale"): np.float32(1).reshape(())}  # fmt: skip
+
+
+def ct_nvfp4(name, matrix):
+    values, scales, whole = parts_of(matrix, NVFP4)
+    return {
+        f"{name}_packed": values,
+        f"{name}_scale": scales,
+        f"{name}_global_scale": np.array([1 / whole], np.float32),
+    }
+
+
+def quark(name, matrix):
+    values, scales, _ = parts_of(matrix, MXFP4)
+    return {name: values, f"{name}_scale": scales}
+
+
+def ct_mxfp4(name, matrix):
+    values, scales, _ = parts_of(matrix, MXFP4)
+    return {f"{name}_packed": values, f"{name}_scale": scales}
+
+
+def deepseek(name, matrix):
+    values, scales, _ = parts_of(matrix, MXFP4)
+    return {name: values.view(np.int8), f"{name}_scale_inv": scales.view(E8M0)}
+
+
+CONVENTIONS = {convention.__name__: convention for convention in (modelopt, ct_nvfp4, quark, ct_mxfp4, deepseek)}
+
+
+def stored(tensors, convention, where=".mlp.experts."):
+    """The tensors with the matrices of some modules by a convention."""
+    made = {}
+    for name, value in tensors.items():
+        made |= convention(name, value) if where in name and value.ndim == 2 else {name: value}
+    return made
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_every_convention_loads_as_the_same_parameters(config, tensors, convention, make_checkpoint, tmp_path):
+    form = "nvfp4" if convention in ("modelopt", "ct_nvfp4") else "mxfp4"
+    expected = from_hf_tensors(config, tensors, weights=f"{form}-bf16")
+    directory = make_checkpoint(tmp_path / "model", config, stored(tensors, CONVENTIONS[convention]))
+    checkpoint = open_checkpoint(directory)
+    assert checkpoint.stored_weights == f"{form}-bf16"
+    spec = MeshSpec.parse("dp=2")
+    found = load(config, checkpoint, spec.build(), Rules.for_mesh(spec), weights=f"{form}-bf16")
+    assert found.keys() == expected.keys()
+    for path, array in found.items():
+        if path.endswith("global_scale") and convention == "ct_nvfp4":
+            np.testing.assert_allclose(array, expected[path], rtol=2e-7, err_msg="a reciprocal of a reciprocal")
+        else:
+            np.testing.assert_array_equal(array, expected[path], err_msg=path)
+
+
+def decoded(tensors, form):
+    """The tensors with experts that were in FP4 once, as float32."""
+    made = dict(tensors)
+    for name, value in tensors.items():
+        if ".mlp.experts." in name:
+            values, scales, whole = parts_of(value, form)
+            made[name] = host.decode(values, form, scales, whole)
+    return made
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_fp4_loads_as_other_weights_as_its_decoded_numbers_do(config, tensors, form):
+    packed = stored(tensors, modelopt if form is NVFP4 else quark)
+    other = {NVFP4: "mxfp4", MXFP4: "nvfp4"}[form]
+    for weights in ("f32", "bf16", "fp8", other):
+        found = from_hf_tensors(config, packed, weights=weights)
+        expected = from_hf_tensors(config, decoded(tensors, form), weights=weights)
+        for path, array in found.items():
+            np.testing.assert_array_equal(array, expected[path], err_msg=f"{weights} {path}")
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "tp=2,ep=1", "dp=2,tp=2"])
+@pytest.mark.parametrize("weights", ["nvfp4-bf16", "mxfp4-bf16"])
+def test_a_mesh_gets_its_parts_of_what_is_encoded_while_loading(
+    config, tensors, make_checkpoint, tmp_path, mesh, weights
+):
+    directory = make_checkpoint(tmp_path / "model", config, tensors)
+    spec = MeshSpec.parse(mesh)
+    found = load(config, directory, spec.build(), Rules.for_mesh(spec), weights=weights)
+    for path, expected in from_hf_tensors(config, tensors, weights=weights).items():
+        np.testing.assert_array_equal(found[path], expected, err_msg=path)
+
+
+@pytest.mark.parametrize("weights", PACKED)
+@pytest.mark.parametrize("source", ["bf16", "fp8"])
+def test_conversion_gives_what_loading_gives_and_comes_back_to_the_byte(
+    config, make_tensors, make_checkpoint, tmp_path, weights, source
+):
+    config = dataclasses.replace(config, quantization=QuantizationConfig() if source == "fp8" else None)
+    tensors = make_tensors(config, source)
+    directory = make_checkpoint(tmp_path / "source", config, tensors)
+    made = convert_checkpoint(directory, tmp_path / "hf", to="hf", weights=weights)
+    opened = open_checkpoint(made)
+    assert opened.stored_weights == weights
+    expected = from_hf_tensors(config, tensors, weights=weights)
+    found = from_hf_tensors(config, dict(opened.tensors), weights=weights)
+    for path, array in found.items():
+        np.testing.assert_array_equal(array, expected[path], err_msg=path)
+    through = convert_checkpoint(made, tmp_path / "orbax", to="orbax")
+    back = convert_checkpoint(through, tmp_path / "back", to="hf")
+    assert (back / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
+    assert json.loads((back / "config.json").read_text()) == json.loads((made / "config.json").read_text())
+    assert (made / "hf_quant_config.json").exists() == (weights == "nvfp4-bf16")
+    assert load_config(made).quantization is not None
+    plain = convert_checkpoint(made, tmp_path / "plain", to="hf", weights="bf16")
+    assert "quantization_config" not in json.loads((plain / "config.json").read_text())
+    assert not (plain / "hf_quant_config.json").exists()
+    written = to_hf_tensors(config, expected)
+    assert {f"{EXPERT}_scale", EXPERT} <= written.keys() <= opened.tensors.keys()
+
+
+def test_shared_experts_and_dense_layers_that_are_fp4_are_decoded(config, tensors, make_checkpoint, tmp_path):
+    packed = stored(tensors, modelopt, where=".mlp.")
+    packed = {name: value for name, value in packed.items() if not name.startswith("model.layers.1.mlp.gate.")}
+    packed |= {name: value for name, value in tensors.items() if ".mlp.gate." in name}
+    packed = {
+        name: value
+        for name, value in packed.items()
+        if ".mlp.gate.weight_" not in name and ".mlp.gate.input" not in name
+    }
+    name = "model.layers.0.mlp.up_proj.weight"
+    values, scales, whole = parts_of(tensors[name], NVFP4)
+    found = from_hf_tensors(config, packed, weights="nvfp4-bf16")["dense_layers.mlp.gate_up.weight"][0, :, 1]
+    np.testing.assert_array_equal(found.view(BF16), host.decode(values, NVFP4, scales, whole).T.astype(BF16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{EXPERT}_scale"), "FP4 without scales"),
+        (lambda t: t.pop(f"{EXPERT}_scale_2"), "without the scale of the tensor"),
+        (lambda t: t.update({f"{EXPERT}_scale": t[f"{EXPERT}_scale"][:, :-1]}), "one scale per 16 values"),
+        (lambda t: t.update({EXPERT: t[EXPERT][:-1]}), "shape"),
+        (lambda t: t.update({f"{EXPERT}_scale_2": np.ones(3, np.float32)}), "expected one float32"),
+        (lambda t: t.pop(EXPERT), "missing"),
+    ],
+)
+def test_what_is_wrong_with_an_fp4_matrix_is_said_before_anything_is_read(config, tensors, change, message):
+    packed = stored(tensors, modelopt)
+    change(packed)
+    with pytest.raises(CheckpointError, match=message) as error:
+        from_hf_tensors(config, packed, weights="nvfp4-bf16")
+    assert EXPERT in str(error.value)
+
+
+def test_scales_that_are_no_numbers_are_found(config, tensors):
+    for convention, weights, bad in ((modelopt, "nvfp4-bf16", 0x7F), (quark, "mxfp4-bf16", 0xFF)):
+        packed = stored(tensors, convention)
+        packed[f"{EXPERT}_scale"].view(np.uint8)[2, 1] = bad
+        with pytest.raises(CheckpointError, match=rf"{EXPERT}_scale: has values that are not finite"):
+            from_hf_tensors(config, packed, weights=weights)
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16"])
+def test_weights_that_are_no_numbers_are_not_encoded(config, tensors, weights):
+    broken = dict(tensors) | {EXPERT: tensors[EXPERT].copy()}
+    broken[EXPERT][3, 3] = np.nan
+    with pytest.raises(CheckpointError, match=EXPERT):
+        from_hf_tensors(config, broken, weights=weights)
+
+
+def test_a_width_that_blocks_do_not_divide_is_refused(tiny_config, make_tensors):
+    with pytest.raises(CheckpointError, match="blocks of 16 along the last dimension"):
+        from_hf_tensors(tiny_config, make_tensors(tiny_config), weights="nvfp4-bf16")
+
+
+def test_scales_of_activations_are_left_out_without_a_warning(config, tensors, make_checkpoint, tmp_path, recwarn):
+    directory = make_checkpoint(tmp_path / "model", config, stored(tensors, modelopt))
+    spec = MeshSpec.parse("dp=1")
+    load(config, directory, spec.build(), Rules.for_mesh(spec), weights="nvfp4-bf16")
+    assert [
+        w for w in recwarn if issubclass(w.category, CheckpointWarning) and "not part of the model" in str(w.message)
+    ] == []
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16"])
+@pytest.mark.parametrize(("old", "new"), [("dp=4", "dp=2"), ("dp=2", "tp=2,ep=1"), ("tp=2,ep=1", "dp=4")])
+def test_after_a_change_of_the_mesh_parameters_are_those_of_a_fresh_load_and_none_is_read(
+    config, make_tensors, make_checkpoint, tmp_path, weights, old, new
+):
+    config = dataclasses.replace(config, moe_intermediate_size=64 if weights == "mxfp4-bf16" else 256)
+    if weights == "nvfp4":  # on two tp devices each width is whole blocks of FP8, too
+        config = dataclasses.replace(
+            config, num_attention_heads=8, qk_nope_head_dim=32, v_head_dim=32, qk_rope_head_dim=32
+        )
+        config = dataclasses.replace(config, intermediate_size=256)
+    directory = make_checkpoint(tmp_path / "model", config, make_tensors(config))
+    held = HeldWeights()
+    Engine(directory, config, old, held=held, weights=weights).release(held, ())
+    after = Engine(directory, config, new, held=held, weights=weights)
+    fresh = Engine(directory, config, new, weights=weights)
+    for path, array in fresh.params.items():
+        np.testing.assert_array_equal(after.params[path], array, err_msg=path)
+    assert held.counts.read == 0

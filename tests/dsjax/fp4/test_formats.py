@@ -1,0 +1,151 @@
+"""The numbers of NVFP4 and MXFP4 are those of their published definitions, and of torchao and compressed-tensors.
+
+These are the tests of `host.py` and `decode.py`.
+"""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsjax.fp4 import decode, host
+from dsjax.fp4.formats import CODES, FORMATS, MXFP4, NVFP4, experts_format
+
+GOLDENS = dict(np.load(Path(__file__).parents[2] / "goldens" / "fp4.npz"))
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def whole_of(form, library):
+    if not form.has_global:
+        return np.float32(1)
+    whole = GOLDENS[f"{library}_nvfp4_whole"][0]
+    return whole if library == "torchao" else np.float32(1) / whole
+
+
+def stored_scales(form, library):
+    scales = GOLDENS[f"{library}_{form.name}_scale"]
+    return scales.view(E4M3) if form.has_global else scales
+
+
+def encoded(matrix, form):
+    whole = host.global_scale(matrix) if form.has_global else np.float32(1)
+    scales = host.block_scales(matrix, form, whole)
+    return host.encode(matrix, form, scales, whole), scales, whole
+
+
+def test_the_sixteen_codes_are_those_of_the_specification():
+    assert CODES == E2M1
+    codes = np.arange(16, dtype=np.uint8)
+    expected = np.array([*E2M1, *(-value for value in E2M1)], np.float32)
+    np.testing.assert_array_equal(decode.codes_to_values(jnp.asarray(codes)), expected)
+    np.testing.assert_array_equal(np.signbit(decode.codes_to_values(jnp.asarray(codes))), codes >= 8)
+    np.testing.assert_array_equal(codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32), expected)
+
+
+def test_the_lower_half_of_a_byte_is_the_value_of_even_index():
+    packed = np.array([[0x21] * 8], np.uint8)
+    np.testing.assert_array_equal(host.decode(packed, NVFP4, np.ones((1, 1), E4M3), np.float32(1)), [[0.5, 1.0] * 8])
+
+
+def test_values_round_to_the_nearest_and_ties_to_the_even_fraction():
+    values = np.array(
+        [[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.26, -0.74, 0.24, 5.01, 4.99, 100, -100, 0]], np.float32
+    )
+    codes = host.encode(values, NVFP4, np.ones((1, 1), E4M3), np.float32(1))
+    expected = [[0, 1, 1, 2, 2, 4, 4, 6, -0.5, -0.5, 0, 6, 4, 6, -6, 0]]
+    np.testing.assert_array_equal(host.decode(codes, NVFP4, np.ones((1, 1), E4M3), np.float32(1)), expected)
+
+
+@pytest.mark.parametrize(("form", "library"), [(NVFP4, "torchao"), (NVFP4, "ct"), (MXFP4, "torchao")])
+def test_encoding_gives_the_very_bytes_of_other_libraries(form, library):
+    values, scales, whole = encoded(GOLDENS["matrix"], form)
+    np.testing.assert_allclose(whole, whole_of(form, library), rtol=1e-7)
+    theirs = stored_scales(form, library)
+    # They give blocks whose scale would be tiny or 0 a larger one, and the values of those blocks differ with it.
+    same = scales.view(np.uint8) == theirs.view(np.uint8)
+    tiny = host.scale_values(scales) < 2.0**-6
+    assert np.all(same | tiny)
+    assert (~same).sum() <= 3 * form.has_global
+    rows, blocks = np.nonzero(same)
+    by_block = lambda packed: packed.reshape(*scales.shape, -1)[rows, blocks]  # noqa: E731
+    np.testing.assert_array_equal(by_block(values), by_block(GOLDENS[f"{library}_{form.name}_values"]))
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_what_torchao_stored_is_decoded_as_torchao_decodes_it(form):
+    scales, whole = stored_scales(form, "torchao"), whole_of(form, "torchao")
+    packed, theirs = GOLDENS[f"torchao_{form.name}_values"], GOLDENS[f"torchao_{form.name}_decoded"]
+    # torchao multiplies the scales with one another first, which rounds otherwise in NVFP4
+    np.testing.assert_allclose(host.decode(packed, form, scales, whole), theirs, rtol=2e-7 if form.has_global else 0)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_what_compressed_tensors_stored_is_decoded_as_it_decodes_it(form):
+    scales, whole = stored_scales(form, "ct"), whole_of(form, "ct")
+    packed, theirs = GOLDENS[f"ct_{form.name}_values"], GOLDENS[f"ct_{form.name}_decoded"]
+    # it decodes NVFP4 in bfloat16, which has eight bits
+    np.testing.assert_allclose(host.decode(packed, form, scales, whole), theirs, rtol=2**-7 if form.has_global else 0)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_device_decodes_as_the_host_does_to_the_bit(form, fused):
+    packed, scales, whole = encoded(GOLDENS["matrix"], form)
+    expected = host.decode(packed, form, scales, whole).T
+    arrays = packed.T, scales.T
+    if fused:  # gate and up: the halves of the columns
+        arrays = tuple(array.reshape(len(array), 2, -1) for array in arrays)
+        expected = expected.reshape(len(expected), 2, -1)
+    wholes = jnp.full((1,) * len(expected.shape), whole) if form.has_global else None
+    decoded = decode.decode(jnp.asarray(arrays[0]), jnp.asarray(arrays[1]), wholes, 0, jnp.float32)
+    np.testing.assert_array_equal(decoded, expected)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_bfloat16_holds_values_and_block_scales_exactly(form):
+    packed, scales, _ = encoded(GOLDENS["matrix"], form)
+    in_bf16, in_f32 = (
+        decode.decode(jnp.asarray(packed.T), jnp.asarray(scales.T), None, 0, dtype)
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    np.testing.assert_array_equal(in_bf16.astype(jnp.float32), in_f32)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@given(st.data())
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_no_value_is_further_off_than_half_a_step_of_its_block(form, data):
+    numbers = st.floats(-1e4, 1e4, width=32)
+    matrix = np.array([data.draw(st.lists(numbers, min_size=form.block, max_size=form.block))], np.float32)
+    packed, scales, whole = encoded(matrix, form)
+    decoded = host.decode(packed, form, scales, whole)
+    step = host.scale_values(scales) * whole
+    # Steps of 2 up to 6 scales. In MXFP4 a block's largest magnitude is below 8 scales; NVFP4's scale is rounded by a 16th at most.
+    assert np.all(np.abs(decoded - matrix) <= 2 * step + 1e-30)
+    small = np.abs(matrix) <= 2 * step
+    assert np.all(np.abs(decoded - matrix)[small] <= np.broadcast_to(step / 4 * 1.00001 + 1e-30, matrix.shape)[small])
+    np.testing.assert_array_equal(
+        host.encode(decoded, form, scales, whole) & 0x77, packed & 0x77, "decoded numbers encode to themselves"
+    )
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_zeros_stay_zeros_and_numbers_that_are_none_leave_a_scale_that_is_none(form):
+    matrix = np.zeros((2, 64), np.float32)
+    packed, scales, whole = encoded(matrix, form)
+    np.testing.assert_array_equal(host.decode(packed, form, scales, whole), matrix)
+    for bad in (np.nan, np.inf):
+        matrix[1, 5] = bad
+        scales = encoded(matrix, form)[1]
+        found = scales[1, 0]
+        assert np.isnan(found.astype(np.float32)) if form.has_global else found == 0xFF
+
+
+def test_the_names_of_weights_say_what_is_kept_how():
+    assert [experts_format(name) for name in ("nvfp4", "mxfp4-bf16", "fp8", "mixed")] == [NVFP4, MXFP4, None, None]
+    assert (NVFP4.bytes_per_value, MXFP4.bytes_per_value) == (0.5625, 0.53125)

@@ -1,0 +1,116 @@
+"""The native experts' product with weights in FP4 is that of their decoded numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fp4_weights import in_fp4
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import ExpertsCase
+
+from dsjax.fp4.formats import FORMATS
+from dsjax.model.experts import ExpertProduct
+
+FORMS = st.sampled_from(list(FORMATS.values()))
+FEW = settings(max_examples=12, deadline=None, derandomize=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A case in float32, and its weights in FP4: as they lie in memory, behind a layer of other bytes, and as numbers."""
+
+    case: ExpertsCase
+    packed: dict
+    numbers: ExpertsCase
+
+    @classmethod
+    def of(cls, seed, form, **sizes):
+        case = ExpertsCase.drawn(seed, layers=1, **sizes)
+        packed, decoded = in_fp4({"gate_up.weight": case.gate_up[0], "down.weight": case.down[0]}, form)
+        stacks = {name: np.stack([np.full_like(array, 0x55), array]) for name, array in packed.items()}
+        numbers = dataclasses.replace(case, gate_up=decoded["gate_up.weight"][None], down=decoded["down.weight"][None])
+        return cls(case, stacks | {"layer": np.int32(1)}, numbers)
+
+    def run(self, kernels, threads=1, rows=None):
+        native = dataclasses.replace(kernels, native=dataclasses.replace(kernels.native, threads=threads))
+        product = ExpertProduct(weight_dtype=np.dtype(np.uint8), kernels=native)
+        case = self.case
+        arrays = [array[:rows] for array in (case.rows, case.ids, case.weights)]
+        return np.asarray(jax.jit(product)(self.packed, *arrays))
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    form=FORMS,
+    X=st.integers(1, 5),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    N=st.sampled_from([1, 2, 7, 60]),
+    K=st.integers(1, 4),
+    routing=st.sampled_from(["all", "some", "one expert", "none"]),
+)
+def test_products_are_those_of_the_decoded_numbers(kernels, seed, form, X, sizes, N, K, routing):
+    D, F = (size * form.block for size in sizes)
+    drawn = Drawn.of(seed, form, X=X, D=D, F=F, N=N, K=K, routing=routing)
+    expected, size = drawn.numbers.expected()
+    # float32 sums of D and of F products, as for other weights
+    assert np.all(np.abs(drawn.run(kernels) - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("count", [1, 3, 6, 40])
+def test_wide_matrices_and_any_number_of_rows(kernels, form, count):
+    drawn = Drawn.of(3, form, X=2, D=1088, F=544, N=count, K=1, routing="one expert")
+    expected, size = drawn.numbers.expected()
+    assert np.all(np.abs(drawn.run(kernels) - expected) <= 1e-6 * 1632**0.5 * (size + 1))
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_and_the_other_rows_change_no_bit_of_a_result(kernels, form, threads):
+    drawn = Drawn.of(1, form, X=3, D=288, F=160, N=90, K=2, routing="all")
+    many = drawn.run(kernels)
+    np.testing.assert_array_equal(drawn.run(kernels, threads), many)
+    for rows in (1, 2, 7):
+        np.testing.assert_array_equal(drawn.run(kernels, threads, rows), many[:rows])
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_every_byte_of_values_and_scales_is_widened_as_the_definition_says(kernels, form):
+    """One expert of 256 columns: column c has the byte c everywhere, or the scale c."""
+    block = form.block
+    D, F = block, 256
+    columns = np.arange(F, dtype=np.uint8)
+    one = np.uint8(0x38 if form.has_global else 127)  # the scale 1
+    for which in ("values", "scales"):
+        weight = np.broadcast_to(columns if which == "values" else np.uint8(0x22), (1, 1, D // 2, 2, F))
+        # e4m3 has two codes for no number, and e8m0 one; 2^127 × 1 × 1 is still a number.
+        scale = (
+            np.where((columns & 0x7F) == 0x7F, one, columns)
+            if form.has_global
+            else np.where(columns > 250, one, columns)
+        )
+        scale = np.broadcast_to(scale if which == "scales" else one, (1, 1, 1, 2, F))
+        # Down is the identity on the first of each 256 hidden values: rows of F, columns of D.
+        for at in range(0, F, 128):
+            down = np.zeros((1, 1, F // 2, D), np.uint8)
+            for column in range(D):
+                hidden = at + column * (128 // D)
+                down[0, 0, hidden // 2, column] = 2 << 4 * (hidden % 2)  # 1.0
+            params = {"gate_up.weight": weight, "gate_up.scale": scale, "down.weight": down,
+                      "down.scale": np.full((1, 1, F // block, D), one)}  # fmt: skip
+            if form.has_global:
+                params |= {
+                    "gate_up.global_scale": np.full((1, 1, 2, 1), 0.5, np.float32),
+                    "down.global_scale": np.ones((1, 1, 1), np.float32),
+                }
+            rows = np.zeros((1, D), np.float32)
+            rows[0, 1] = 1e-3
+            arguments = (params | {"layer": np.int32(0)}, rows, np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
+            native = jax.jit(ExpertProduct(weight_dtype=np.dtype(np.uint8), kernels=kernels))(*arguments)
+            plain = jax.jit(ExpertProduct("tiles", weight_dtype=np.dtype(np.uint8)))(*arguments)
+            np.testing.assert_allclose(native, plain, rtol=1e-5, atol=1e-30)
+            assert jnp.any(plain != 0)

@@ -1,0 +1,34 @@
+"""Experts' matrices in FP4 as they lie in memory, and the numbers that they stand for, for tests of products."""
+
+import numpy as np
+
+from dsjax.fp4 import host
+from dsjax.fp4.formats import FP4Format
+
+
+def in_fp4(params: dict[str, np.ndarray], form: FP4Format) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """``gate_up.weight [X, D, 2, F]`` and ``down.weight [X, F, D]`` as FP4's arrays in storage dtypes, and decoded to float32."""
+    packed, decoded = {}, {}
+    for name, matrices in params.items():
+        stem = name.removesuffix("weight")
+        lead = matrices.shape[:1] + matrices.shape[2:-1]  # (X, 2) of gate and up, (X,) of down
+        flat = np.moveaxis(matrices, 1, -1).reshape(-1, matrices.shape[-1], matrices.shape[1])  # [of each, out, in]
+        parts = [_encode(matrix, form) for matrix in flat]
+
+        def back(arrays, lead=lead):
+            stacked = np.stack(arrays)
+            return np.moveaxis(stacked.reshape(*lead, *stacked.shape[1:]), -1, 1)
+
+        packed[f"{stem}weight"] = np.ascontiguousarray(back([values for values, _, _, _ in parts]))
+        packed[f"{stem}scale"] = np.ascontiguousarray(back([scales.view(np.uint8) for _, scales, _, _ in parts]))
+        if form.has_global:
+            packed[f"{stem}global_scale"] = np.array([whole for _, _, whole, _ in parts], np.float32).reshape(*lead, 1)
+        decoded[name] = np.ascontiguousarray(back([numbers for *_, numbers in parts]))
+    return packed, decoded
+
+
+def _encode(matrix: np.ndarray, form: FP4Format):
+    whole = host.global_scale(matrix) if form.has_global else np.float32(1)
+    scales = host.block_scales(matrix, form, whole)
+    values = host.encode(matrix, form, scales, whole)
+    return values, scales, whole, host.decode(values, form, scales, whole)
