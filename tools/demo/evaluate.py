@@ -2,6 +2,7 @@
 
     python -m tools.demo.evaluate                      # print the figures
     python -m tools.demo.evaluate --run RUN_FOLDER     # and write configs/models/demo/training.json
+    python -m tools.demo.evaluate --folder configs/models/demo-sparse --bytes 100000
 
 Bits are those of every token of a file and of its end, each predicted from at least `OVERLAP` tokens before it (or
 all there are); bytes are the file's. No token is dropped: the experts are the product that serving uses on a CPU.
@@ -153,10 +154,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=FOLDER, help="with config, tokenizer and model.safetensors")
     parser.add_argument("--run", type=Path, help="run folder; writes training.json into the model's folder")
+    parser.add_argument(
+        "--bytes", type=int, help="whole files, in the order of their paths, of at least so many bytes; default: all"
+    )
     arguments = parser.parse_args()
     train, heldout = read_corpus()
     if difference := describe_differences(train, heldout):
         print(f"note: {difference}")
+    if arguments.bytes:
+        ends = np.cumsum([len(file.content) for file in heldout])
+        heldout = heldout[: int(np.searchsorted(ends, arguments.bytes)) + 1]
     evaluator, tally = Evaluator(arguments.folder), Tally()
     for index, file in enumerate(heldout):
         evaluator.add(tally, file)

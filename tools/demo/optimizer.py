@@ -73,7 +73,7 @@ def update(
             case "muon":
                 delta, new_state[path] = _muon(path, gradients[path], state[path], settings)
             case "adam":
-                delta, new_state[path] = _adam(gradients[path] * clip, state[path], step, settings)
+                delta, new_state[path] = adam(gradients[path] * clip, state[path], step, settings)
             case "fixed":
                 new_params[path], new_state[path] = value, {}
                 continue
@@ -82,7 +82,8 @@ def update(
     return new_params, new_state, norm
 
 
-def _adam(gradient: Array, state: dict[str, Array], step: Array, settings: Settings):
+def adam(gradient: Array, state: dict[str, Array], step: Array, settings: Settings) -> tuple[Array, dict[str, Array]]:
+    """The direction of one parameter's step (Kingma and Ba 2014, arXiv 1412.6980), and its new moments; `step` counts from 0."""
     mean = settings.beta1 * state["mean"] + (1 - settings.beta1) * gradient
     square = settings.beta2 * state["square"] + (1 - settings.beta2) * jnp.square(gradient)
     count = step.astype(jnp.float32) + 1

@@ -116,9 +116,9 @@ class Meter:
         with self.path.open("a") as log:
             log.write(json.dumps({k: round(v, 5) for k, v in line.items()}) + "\n")
         done = (step + 1) / self.schedule.steps
+        told = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in line.items() if name in measured)
         print(
-            f"[{'█' * int(20 * done):<20}] {step + 1}/{self.schedule.steps}  loss {line['loss']:.3f}  "
-            f"mtp {line['mtp_loss']:.3f}  MaxVio {line['max_violation']:.2f}  dropped {line['dropped']:.2%}  "
+            f"[{'█' * int(20 * done):<20}] {step + 1}/{self.schedule.steps}  {told}  "
             f"{line['tokens_per_second']:,.0f} tokens/s  {self.processor_seconds:,.0f} processor s",
             flush=True,
         )

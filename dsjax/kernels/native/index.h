@@ -1,0 +1,170 @@
+// The choice of sparse attention: index scores of queries over a paged cache of index keys, and the highest of them. Uses nothing of the
+// other kernels but their vectors and phases.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "phases.h"
+#include "simd.h"
+
+namespace dsjax {
+
+// Letters as in docs/glossary.md: R rows, C queries of each, I index heads of width A, k chosen at most. S = Pr x G positions of a row.
+struct IndexChoice {
+  const float* query;        // [R, C, I, A]
+  const float* weight;       // [R, C, I]
+  const void* keys;          // [layers, pages, G, A]: float32, bfloat16, or e4m3 with a scale for each kIndexScaled values
+  const float* key_scale;    // [layers, pages, G, ceil(A / kIndexScaled)]
+  const int32_t* positions;  // [R, C]
+  const int32_t* tables;     // [R, Pr]
+  const uint8_t* filled;     // [pages, G]: 0 where a cache slot holds nothing, which only the query at that position sees; null: all do
+  int bytes;                 // of a value of a key
+  long layer, pages, G, R, C, I, A, Pr, k;
+  int32_t* chosen;  // [R, C, k]: positions in ascending order, then zeros
+  int32_t* count;   // [R, C]: how many they are
+  uint32_t* words;  // [R, C, ceil(S / 32)]: one bit for each position
+  int threads;
+
+  static constexpr long kIndexScaled = 128;
+  static constexpr long kPart = 512;  // positions that a thread scores at once
+
+  size_t scratch_bytes() const { return layout(nullptr).total; }
+
+  void run(char* scratch, const Schedule& schedule) const {
+    const Layout at = layout(scratch);
+    const long parts = (S() + kPart - 1) / kPart;
+    Phases::run(
+        2, [&](int phase) { return phase == 0 ? R * C * parts : R * C; },
+        [&](int phase, long item, int worker) {
+          if (phase == 0) score(at, item / parts, item % parts * kPart, worker);
+          if (phase == 1) choose(at, item);
+        },
+        threads, schedule);
+  }
+
+ private:
+  static constexpr long kRows = 4;  // positions whose products are in registers together, with two vectors of heads each
+
+  struct Layout {
+    float* scores;  // [R, C, S]
+    char* own;
+    size_t own_bytes, total;
+  };
+
+  long S() const { return Pr * G; }
+  long lanes() const { return (I + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
+
+  Layout layout(char* base) const {
+    Layout at;
+    at.scores = reinterpret_cast<float*>(base);
+    const size_t scores = (4 * R * C * S() + 63) / 64 * 64;
+    at.own = base ? base + scores : nullptr;
+    // Queries with heads side by side, their weights, and a few keys widened.
+    at.own_bytes = (4 * ((A + 1) * lanes() + kRows * A) + 63) / 64 * 64;
+    at.total = scores + at.own_bytes * std::max(threads, 1);
+    return at;
+  }
+
+  long seen(long item) const { return std::clamp<long>(positions[item] + 1l, 1, S()); }
+
+  // A key as float32: where it lies in the cache, or widened into `own`.
+  const float* key(long slot, float* own) const {
+    const long at = slot * A;
+    if (bytes == 4) return static_cast<const float*>(keys) + at;
+    const float* scale = key_scale + slot * ((A + kIndexScaled - 1) / kIndexScaled);
+    for (long w = 0; w < A; w++)
+      own[w] = bytes == 2 ? BFloat16::widen_one(static_cast<const uint16_t*>(keys)[at + w])
+                          : Float8::widen_one(static_cast<const uint8_t*>(keys)[at + w]) * scale[w / kIndexScaled];
+    return own;
+  }
+
+  void score(const Layout& at, long item, long first, int worker) const {
+    const long row = item / C, end = std::min(first + kPart, seen(item)), wide = lanes();
+    if (first >= end) return;
+    float* heads = reinterpret_cast<float*>(at.own + at.own_bytes * worker);
+    float *weights = heads + A * wide, *copies = weights + wide;
+    std::fill(heads, heads + (A + 1) * wide, 0.0f);
+    for (long j = 0; j < I; j++) {
+      for (long w = 0; w < A; w++) heads[w * wide + j] = query[(item * I + j) * A + w];
+      weights[j] = weight[item * I + j];
+    }
+    const float scale = 1.0f / std::sqrt(static_cast<float>(A));
+    float* scores = at.scores + item * S();
+    for (long s = first; s < end; s += kRows) {
+      const float* rows[kRows];
+      for (long i = 0; i < kRows; i++) {
+        const long position = std::min(s + i, end - 1);
+        const long slot = (layer * pages + tables[row * Pr + position / G]) * G + position % G;
+        rows[i] = key(slot, copies + i * A);
+      }
+      Vec sums[kRows] = {};
+      for (long j = 0; j < wide; j += 2 * kLanes) {
+        Vec low[kRows] = {}, high[kRows] = {};
+        for (long w = 0; w < A; w++) {
+          const Vec a = load(heads + w * wide + j), b = load(heads + w * wide + j + kLanes);
+          for (long i = 0; i < kRows; i++) {
+            const Vec value = broadcast(rows[i][w]);
+            low[i] += a * value;
+            high[i] += b * value;
+          }
+        }
+        for (long i = 0; i < kRows; i++) {
+          sums[i] += larger(low[i] * scale, Vec{}) * load(weights + j);
+          sums[i] += larger(high[i] * scale, Vec{}) * load(weights + j + kLanes);
+        }
+      }
+      for (long i = 0; i < kRows && s + i < end; i++) scores[s + i] = sum(sums[i]);
+    }
+    if (filled)
+      for (long s = first; s < end; s++)
+        if (s != std::min<long>(positions[item], S() - 1) && !filled[tables[row * Pr + s / G] * G + s % G])
+          scores[s] = -std::numeric_limits<float>::infinity();
+  }
+
+  // An integer in the order of the scores; 0 and -0, which are equal, give the same.
+  static uint32_t ordered(float score) {
+    const uint32_t all = bits<uint32_t>(score == 0 ? 0.0f : score);
+    return all >> 31 ? ~all : all | 0x80000000u;
+  }
+
+  // The k-th highest of n scores, eight bits at a time, and how many of its equals are chosen.
+  uint32_t threshold(const float* scores, long n, long& places) const {
+    uint32_t found = 0;
+    places = k;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+      long counts[256] = {};
+      const uint32_t mask = shift == 24 ? 0 : ~0u << (shift + 8);
+      for (long s = 0; s < n; s++) {
+        const uint32_t value = ordered(scores[s]);
+        counts[value >> shift & 255] += (value & mask) == found;
+      }
+      uint32_t digit = 255;
+      while (counts[digit] < places) places -= counts[digit--];
+      found |= digit << shift;
+    }
+    return found;
+  }
+
+  void choose(const Layout& at, long item) const {
+    const long n = seen(item), row_words = (S() + 31) / 32;
+    const float* scores = at.scores + item * S();
+    long places = n, taken = 0;
+    const uint32_t least = n > k ? threshold(scores, n, places) : 0;
+    int32_t* to = chosen + item * k;
+    uint32_t* word = words + item * row_words;
+    std::fill(word, word + row_words, 0u);
+    for (long s = 0; s < n; s++) {
+      const uint32_t value = ordered(scores[s]);
+      if (value < least || (n > k && value == least && places-- <= 0)) continue;
+      if (!(scores[s] > -std::numeric_limits<float>::infinity())) continue;
+      to[taken++] = static_cast<int32_t>(s);
+      word[s / 32] |= 1u << (s % 32);
+    }
+    std::fill(to + taken, to + k, 0);
+    count[item] = static_cast<int32_t>(taken);
+  }
+};
+
+}  // namespace dsjax

@@ -1,0 +1,278 @@
+"""Attention of a row group to chosen tokens of a paged cache.
+
+Each DP rank scores its rows' contexts and chooses. Then it copies what a query has chosen, in the order of positions, into pages of the
+query's own, which dense attention reads with whichever kernel it has; or, for form ``CC``, dense attention masks what was not chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from dsjax.kernels.pallas import index as gpu_index
+from dsjax.kernels.pallas import tpu_index
+from dsjax.model import paging
+from dsjax.model.forms import INDEX_ARRAYS, Form
+from dsjax.model.parameters import reinterpret
+from dsjax.model.sparse.choose import choose, index_scores, pack, positions_of
+from dsjax.model.sparse.indexer import IndexProjections
+from sharding import fp8
+
+if TYPE_CHECKING:
+    from dsjax.model.attention import Cache, PagedAttention, Rows
+    from dsjax.model.mla import MLA, Projections
+
+CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
+"""About the most bytes on a device of each of these: a block of queries' scores over the context, the entries that they gather, and the
+products of all index heads with a block of the context."""
+
+
+def attend_to_chosen(
+    dense: PagedAttention,
+    mla: MLA,
+    form: Form,
+    cache: Cache,
+    layer: Int[Array, ""],
+    rows: Rows,
+    p: Projections,
+    index: Int[Array, ""] | None = None,
+) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
+    """``PagedAttention.attend`` to the ``index_topk`` tokens with the highest scores; arguments and result as there."""
+    choice = Choice(dense, cache, layer, rows)
+    plain = dataclasses.replace(p, index=None)
+    # Pallas attends in latent space whatever the form, and reads no masks.
+    if form == "CC" and dense.kernels.name("decode attention", form) != "pallas":
+        latents = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
+        words = _by_blocks(choice.words, (rows.positions, p.index), choice.queries_together(0))
+        return dense.attend(mla, form, latents, layer, rows, plain, index, words)
+
+    def attend(positions, active, index_of_tokens, p):
+        B, R, C = positions.shape
+        entries, count = choice.entries(positions, index_of_tokens)
+        pages = jnp.arange(R * C * choice.list_pages).reshape(1, R * C, -1)
+        own = dataclasses.replace(
+            rows,
+            positions=count.reshape(B, R * C, 1) - 1,
+            tables=jnp.broadcast_to(pages, (B, *pages.shape[1:])),
+            length=active.reshape(B, R * C).astype(jnp.int32),
+            filled=None,
+        )
+        alone = jax.tree.map(lambda a: a.reshape(B, R * C, 1, *a.shape[3:]), p)
+        with jax.named_scope("chosen"):
+            out = dense.attend(mla, form, entries, jnp.int32(0), own, alone, index)
+        return out.reshape(B, R, C, *out.shape[3:])
+
+    entry_bytes = sum(math.prod(array.shape[3:]) * array.dtype.itemsize for array in cache.values())
+    together = choice.queries_together(choice.list_pages * choice.page_size * entry_bytes)
+    return _by_blocks(attend, (rows.positions, choice.active, p.index, plain), together)
+
+
+def _by_blocks(function: Callable, arguments, together: int):
+    """``function`` of arguments ``[B, R, C, …]``, for ``together`` of C at a time."""
+    C = jax.tree.leaves(arguments)[0].shape[2]
+    if together == C:
+        return function(*arguments)
+    blocks = -(-C // together)
+
+    def split(array):
+        # The last block is filled with the last query again: what it gets there is dropped.
+        filler = [(0, 0), (0, 0), (0, blocks * together - C)] + [(0, 0)] * (array.ndim - 3)
+        padded = jnp.pad(array, filler, mode="edge")
+        return jnp.moveaxis(padded.reshape(*array.shape[:2], blocks, together, *array.shape[3:]), 2, 0)
+
+    out = jax.lax.map(lambda block: function(*block), jax.tree.map(split, arguments))
+    out = jnp.moveaxis(out, 0, 2)
+    return out.reshape(*out.shape[:2], blocks * together, *out.shape[4:])[:, :, :C]
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A choice as the plain form makes it: which positions are chosen, ``k`` at most."""
+
+    chosen: Bool[Array, "R C S"]
+    k: int
+
+    @property
+    def words(self) -> UInt32[Array, "R C N"]:
+        """One bit for each position."""
+        return pack(self.chosen)
+
+    @property
+    def positions(self) -> tuple[Int[Array, "R C k"], Int[Array, "R C"]]:
+        """The positions in ascending order, and how many they are."""
+        return positions_of(self.chosen, self.k)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A choice as the native kernel makes it."""
+
+    at: Int[Array, "R C k"]
+    count: Int[Array, "R C"]
+    words: UInt32[Array, "R C N"]
+
+    @property
+    def positions(self) -> tuple[Int[Array, "R C k"], Int[Array, "R C"]]:
+        """Positions and their number, as ``_Marked.positions`` gives them."""
+        return self.at, self.count
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What queries of a row group choose of their contexts; ``layer`` is the cache's."""
+
+    dense: PagedAttention
+    cache: Cache
+    layer: Int[Array, ""]
+    rows: Rows
+
+    @property
+    def page_size(self) -> int:
+        """Cache slots of a page."""
+        return self.cache["index"].shape[2]
+
+    @property
+    def pages(self) -> int:
+        """Pages of a row's table."""
+        return self.rows.tables.shape[2]
+
+    @property
+    def active(self) -> Bool[Array, "B R C"]:
+        """Which queries are no padding."""
+        rows, C = self.rows, self.rows.positions.shape[2]
+        if rows.length is None:
+            return jnp.ones(rows.positions.shape, bool)
+        return jnp.arange(C) < rows.length[..., None]
+
+    @property
+    def list_pages(self) -> int:
+        """Pages that a query's chosen entries take.
+
+        Whole blocks of dense attention, and two of them where that would read the context in several: one block is a plain softmax and
+        several are accumulated, and a context that is chosen whole shall give dense attention's bits.
+        """
+        block = max(1, min(self.pages, self.dense.block(self.rows.positions.shape[1], 1) // self.page_size))
+        needed = -(-self.dense.config.index_topk // (block * self.page_size))
+        return block * max(needed, min(-(-self.pages // block), 2))
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.dense.mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def _most_bytes(self) -> int:
+        return CPU_BYTES if self._on_cpu else ACCELERATOR_BYTES
+
+    def queries_together(self, gathered_bytes: int) -> int:
+        """Queries of each row that choose at once: as many as memory allows, in blocks of one size. gathered_bytes: of a query's list."""
+        _, R, C = self.rows.positions.shape
+        each = R * max(4 * self.pages * self.page_size, gathered_bytes)
+        return -(-C // min(-(-C * each // self._most_bytes), C))
+
+    def block(self, queries: int) -> int:
+        """Context positions that ``queries`` of a rank are scored against at once: whole pages, a power of two of them."""
+        products = 4 * queries * self.dense.config.index_n_heads * self.page_size
+        most = max(1, min(self._most_bytes // products, self.pages))
+        return self.page_size << (most.bit_length() - 1)
+
+    def words(self, positions: Int[Array, "B R C"], index: IndexProjections) -> UInt32[Array, "B R C N"]:
+        """The choice of queries at ``positions`` as bits, one for each position of the context."""
+        return self._on_each_rank(lambda found, *_: found.words[None], P(self.dense.spec.batch_axes), positions, index)
+
+    def entries(
+        self, positions: Int[Array, "B R C"], index: IndexProjections
+    ) -> tuple[dict[str, Array], Int[Array, "B R C"]]:
+        """A cache of one layer with the chosen entries of each query on ``list_pages`` pages of its own, and how many they are."""
+        k, G = self.list_pages * self.page_size, self.page_size
+
+        def copy(found, latents, layer, tables):
+            with jax.named_scope("gather"):
+                at, count = found.positions
+                at = jnp.pad(at, ((0, 0), (0, 0), (0, k - at.shape[-1]))).reshape(at.shape[0], -1)
+                read = {name: paging.read_tokens(array, layer, tables, at) for name, array in latents.items()}
+                return {name: array.reshape(1, -1, G, *array.shape[2:]) for name, array in read.items()}, count[None]
+
+        by_rank = P(self.dense.spec.batch_axes)
+        specs = {name: P(None, self.dense.spec.batch_axes) for name in self.cache if name not in INDEX_ARRAYS}
+        return self._on_each_rank(copy, (specs, by_rank), positions, index)
+
+    def _on_each_rank(self, finish: Callable, out_specs, positions: Int[Array, "B R C"], index: IndexProjections):
+        """``finish`` of what each DP rank finds, the other arrays of its cache, the layer, and its page tables."""
+        dense, rows = self.dense, self.rows
+
+        def local(cache, layer, tables, filled, positions, index):
+            index = jax.tree.map(lambda array: array[0], index)
+            index = dataclasses.replace(index, query=dense.index_scores.query(index.query))
+            keys, latents = (
+                {name: array for name, array in cache.items() if (name in INDEX_ARRAYS) == of_index}
+                for of_index in (True, False)
+            )
+            k = dense.config.index_topk
+            if dense.kernels.name("index choice") == "native" and index.query.dtype == jnp.float32:
+                choose_in_place = dense.kernels.native.index_choice
+                found = choose_in_place(index.query, index.weight, keys, layer, positions[0], tables[0], filled, k)
+                return finish(_Listed(*found), latents, layer, tables[0])
+            scores = self._scores(keys, layer, tables[0], filled, positions[0], index)
+            with jax.named_scope("choose"):
+                chosen = choose(scores, k, 1 if self._on_cpu else 4)
+            return finish(_Marked(chosen, k), latents, layer, tables[0])
+
+        by_rank = P(dense.spec.batch_axes)
+        in_specs = ({name: P(None, *by_rank) for name in self.cache}, P(), *[by_rank] * 4)
+        run = jax.shard_map(local, mesh=dense.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return run(self.cache, self.layer, rows.tables, rows.filled, positions, index)
+
+    def _scores(self, keys, layer, tables, filled, positions: Int[Array, "R C"], index) -> Float[Array, "R C S"]:
+        """Index scores over the whole context; −inf where a query sees nothing. S is whole blocks."""
+        (R, C), arrays, kernels = positions.shape, self.dense.arrays, self.dense.kernels
+        key_dtype = arrays["index"][1]
+        if kernels.name("index choice") == "pallas":
+            kernel = tpu_index if kernels.pallas.platform == "tpu" else gpu_index
+        else:
+            kernel = None
+        if kernel is not None and kernel.takes(index.query.shape[-1], key_dtype, self.page_size):
+            return kernel.index_scores(
+                index.query,
+                index.weight,
+                keys,
+                key_dtype,
+                layer,
+                positions,
+                tables,
+                filled,
+                interpret=kernels.pallas.interpret,
+            )
+        block = self.block(R * C)
+        block_pages, end = block // self.page_size, self.pages * self.page_size
+        num_blocks = -(-self.pages // block_pages)
+        tables = jnp.pad(tables, ((0, 0), (0, num_blocks * block_pages - self.pages)))
+
+        def fill(number, scores):
+            part = jax.lax.dynamic_slice_in_dim(tables, number * block_pages, block_pages, axis=1)
+            found = {
+                name: reinterpret(paging.read(array, layer, part), arrays[name][1]) for name, array in keys.items()
+            }
+            key = fp8.dequantise(found["index"], found["index_scale"]) if "index_scale" in found else found["index"]
+            scored = index_scores(index.query, index.weight, key.astype(index.query.dtype))
+            at = number * block + jnp.arange(block)
+            visible = positions[..., None] >= at
+            if filled is not None:
+                own = jnp.minimum(positions, end - 1)[..., None] == at
+                visible = own | (visible & paging.read_filled(filled, part)[:, None])
+            seen = jnp.where(visible & (at < end), scored, -jnp.inf)
+            return jax.lax.dynamic_update_slice_in_dim(scores, seen, number * block, axis=2)
+
+        with jax.named_scope("index_scores"):
+            scores = jnp.full((R, C, num_blocks * block), -jnp.inf, jnp.float32)
+            if num_blocks == 1:
+                return fill(jnp.int32(0), scores)
+            needed = jnp.minimum(jnp.max(positions) // block + 1, num_blocks)
+            return jax.lax.fori_loop(0, needed, fill, scores)

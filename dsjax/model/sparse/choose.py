@@ -1,0 +1,71 @@
+"""Index scores, and the choice of the highest: exact, without a sort, ties broken by position."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+
+def index_scores(
+    query: Float[Array, "R C I A"], weight: Float[Array, "R C I"], key: Float[Array, "R S A"]
+) -> Float[Array, "R C S"]:
+    """``Σ_j weight_j · ReLU(query_j · key · A^-½)`` in float32: equation 1 of the report of DeepSeek-V3.2-Exp."""
+    products = jnp.einsum("rcjw,rsw->rcjs", query, key, preferred_element_type=jnp.float32)
+    return jnp.einsum("rcj,rcjs->rcs", weight, jax.nn.relu(products * key.shape[-1] ** -0.5))
+
+
+def choose(scores: Float[Array, "*b S"], k: int, bits: int = 1) -> Bool[Array, "*b S"]:
+    """Which ``k`` of a row's scores are the highest; of equal ones those at lower positions. −inf is never chosen.
+
+    A row with fewer than ``k`` scores above −inf has all of those. The ``k``-th highest is found from its first bit to its last, on
+    integers that are in the order of the floats: the largest number that at least ``k`` scores reach. bits: that are found in one pass
+    over the scores, which counts ``2 ** bits - 1`` times: one pass is a launch on accelerators, and a count is what a CPU waits for.
+    """
+    ordered = _ordered(scores)
+    digits = jnp.arange(1, 2**bits, dtype=jnp.uint32)
+
+    def set_bits(index, threshold):
+        shift = (32 - bits * (index + 1)).astype(jnp.uint32)
+        raised = threshold[..., None] | (digits << shift)
+        reached = jnp.sum(ordered[..., None, :] >= raised[..., None], axis=-1, dtype=jnp.int32)
+        return threshold | (jnp.sum(reached >= k, axis=-1).astype(jnp.uint32) << shift)
+
+    passes = 32 // bits
+    threshold = jnp.zeros(scores.shape[:-1], jnp.uint32)
+    threshold = jax.lax.fori_loop(0, passes, set_bits, threshold, unroll=bits > 1)[..., None]
+    above, equal = ordered > threshold, ordered == threshold
+    places = k - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    chosen = above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= places))
+    return chosen & (scores > -jnp.inf)
+
+
+def positions_of(chosen: Bool[Array, "*b S"], k: int) -> tuple[Int[Array, "*b k"], Int[Array, "*b"]]:
+    """The positions that are chosen, in ascending order, and how many they are; places beyond hold ``S``, which is no position."""
+    ranks = jnp.cumsum(chosen, axis=-1, dtype=jnp.int32)
+    flat = ranks.reshape(-1, ranks.shape[-1])
+    # The n-th chosen position is the first whose rank is n.
+    found = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(1, k + 1), method="scan_unrolled"))(flat)
+    return found.reshape(*ranks.shape[:-1], k).astype(jnp.int32), ranks[..., -1]
+
+
+def pack(chosen: Bool[Array, "*b S"]) -> UInt32[Array, "*b S/32"]:
+    """One bit for each position, 32 in a word; S rounded up to whole words."""
+    padded = jnp.pad(chosen, [(0, 0)] * (chosen.ndim - 1) + [(0, -chosen.shape[-1] % 32)])
+    words = padded.reshape(*chosen.shape[:-1], -1, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
+    return jnp.sum(words, axis=-1, dtype=jnp.uint32)
+
+
+def unpack(words: UInt32[Array, "*b N"], start: Int[Array, ""], size: int) -> Bool[Array, "*b size"]:
+    """The bits of ``size`` positions from ``start`` on; positions past the last word are not chosen."""
+    at = start + jnp.arange(size)
+    word = jnp.take(words, at // 32, axis=-1, mode="fill", fill_value=0)
+    return ((word >> (at % 32).astype(jnp.uint32)) & 1).astype(bool)
+
+
+def _ordered(scores: Float[Array, "*b S"]) -> UInt32[Array, "*b S"]:
+    """Integers in the order of the scores; 0 and −0, which are equal, give the same."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores.astype(jnp.float32)), jnp.int32)
+    # Of negative floats a larger magnitude is less: all bits are turned around. Positive ones get the first bit.
+    turned = jnp.where(bits < 0, ~bits, bits | jnp.int32(-(2**31)))
+    return jax.lax.bitcast_convert_type(turned, jnp.uint32)

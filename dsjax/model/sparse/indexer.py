@@ -1,0 +1,91 @@
+"""The indexer's weights, and what it makes of each token: index queries, the heads' weights, and the index key.
+
+Source: the report of DeepSeek-V3.2-Exp, equation 1, and ``Indexer`` of its published ``inference/model.py``. ``I`` index heads of width
+``A``; the first ``O`` values of each are rotated, in halves and not in interleaved pairs as MLA's are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dsjax.config import ModelConfig
+from dsjax.model.norm import Normalise, normalise
+from dsjax.model.parameters import Declaration, Matrix, Multiply, value_of
+from dsjax.model.rope import Rotation
+
+KEY_EPS = 1e-6
+"""Epsilon of the key's LayerNorm, whatever ``rms_norm_eps`` says."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class IndexProjections:
+    """What the choice needs of each token; leading dimensions ``*b`` are the caller's (``[B, T]`` in a step)."""
+
+    query: Float[Array, "*b I A"]  # rotated
+    weight: Float[Array, "*b I"]  # float32, with the factor I^-1/2
+    key: Float[Array, "*b A"]  # normed and rotated: what the cache keeps
+
+
+class LayerNorm(nnx.Module):
+    """``(x - mean) / sqrt(variance + eps) × scale + bias`` over the last dimension, computed in float32 (arXiv 1607.06450)."""
+
+    eps = KEY_EPS
+
+    def __init__(self, declare: Declaration, width: int):
+        self.scale = declare.parameter((width,), (None,), init="ones")
+        self.bias = declare.parameter((width,), (None,), init="zeros")
+
+    def __call__(self, x: Float[Array, "*b A"]) -> Float[Array, "*b A"]:
+        """Normalise; keeps the dtype of ``x``."""
+        x_f32 = x.astype(jnp.float32)
+        apart = x_f32 - jnp.mean(x_f32, axis=-1, keepdims=True)
+        normed = apart * jax.lax.rsqrt(jnp.mean(jnp.square(apart), axis=-1, keepdims=True) + self.eps)
+        scale, bias = (value_of(parameter).astype(jnp.float32) for parameter in (self.scale, self.bias))
+        return (normed * scale + bias).astype(x.dtype)
+
+
+class Indexer(nnx.Module):
+    """The indexer of one attention layer. Its weights are whole on every device of a replica."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        self.config = config
+        D, Q, I, A = config.hidden_size, config.q_lora_rank, config.index_n_heads, config.index_head_dim
+        self.query = Matrix(declare, (Q, I * A), ("query_latent", None))
+        self.key = Matrix(declare, (D, A), ("embed", None))
+        self.key_norm = LayerNorm(declare, A)
+        self.head_weights = Matrix(declare, (D, I), ("embed", None), quantise=False)
+
+    def __call__(
+        self,
+        x: Float[Array, "*b D"],
+        q_latent: Float[Array, "*b Q"],
+        rotation: Rotation,
+        multiply: Multiply,
+        normalise: Normalise = normalise,
+    ) -> IndexProjections:
+        """Index queries, weights and keys of tokens.
+
+        rotation: MLA's, of the tokens' positions. multiply, normalise: for the matrices and the norm.
+
+        No gradient goes back to ``x`` and ``q_latent``: the indexer is trained to follow attention, never the other way
+        (arXiv 2512.02556, section 2.1.1).
+        """
+        x, q_latent = jax.lax.stop_gradient((x, q_latent))
+        with jax.named_scope("index_project"):
+            O, I = self.config.qk_rope_head_dim, self.config.index_n_heads
+            in_halves = dataclasses.replace(rotation, interleave=False)
+
+            def rotate(values: Array) -> Array:
+                return jnp.concatenate([in_halves(values[..., :O]), values[..., O:]], axis=-1)
+
+            query = rearrange(multiply(self.query, q_latent), "... (j w) -> ... j w", j=I)
+            weight = multiply(self.head_weights, x.astype(jnp.float32)) * I**-0.5
+            return IndexProjections(rotate(query), weight, rotate(normalise(self.key_norm, multiply(self.key, x))))

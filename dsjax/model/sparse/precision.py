@@ -1,0 +1,66 @@
+"""What index queries and keys go through before they are multiplied (``--index-scores``).
+
+DeepSeek's published inference code rotates both by a Hadamard matrix, which leaves their products as they are and spreads outliers, and
+rounds both to FP8. Transformers does neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dsjax.errors import UserError
+from sharding import fp8
+
+
+@dataclass(frozen=True)
+class IndexScores:
+    """How index scores are computed. hadamard: queries and keys are rotated. fp8: both are rounded to FP8.
+
+    powers: FP8 scales are powers of two (``scale_fmt`` "ue8m0" of the checkpoint).
+    """
+
+    hadamard: bool = False
+    fp8: bool = False
+    powers: bool = False
+
+    @classmethod
+    def parse(cls, name: str, width: int | None, powers: bool) -> IndexScores:
+        """The choice that ``--index-scores`` names, for index heads of ``width`` (None: the model has no indexer).
+
+        Raises:
+            UserError: a choice for a model without an indexer, or a rotation of a width that is no power of two.
+        """
+        if width is None and name != "float":
+            raise UserError(
+                f"--index-scores {name} is for models with sparse attention, and this one has no indexer; leave it out"
+            )
+        hadamard = "hadamard" in name
+        if hadamard and width & (width - 1):
+            raise UserError(
+                f"--index-scores {name} rotates by a Hadamard matrix, which wants a power of two, and this model's index_head_dim is "
+                f"{width}; choose float or fp8"
+            )
+        return cls(hadamard, "fp8" in name, powers)
+
+    def rotate(self, x: Float[Array, "*b A"]) -> Float[Array, "*b A"]:
+        """``x`` times the Hadamard matrix ÷ √A, in float32 and returned in the dtype of ``x``; ``x`` itself without rotation."""
+        if not self.hadamard:
+            return x
+        width, out = x.shape[-1], x.astype(jnp.float32)
+        half = 1
+        while (
+            half < width
+        ):  # Sylvester's construction: sums and differences of neighbours, then of neighbouring pairs, …
+            pairs = out.reshape(*x.shape[:-1], width // (2 * half), 2, half)
+            out = jnp.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], axis=-2)
+            half *= 2
+        return (out.reshape(x.shape) * np.float32(width**-0.5)).astype(x.dtype)
+
+    def query(self, x: Float[Array, "*b I A"]) -> Float[Array, "*b I A"]:
+        """Index queries as they are multiplied; rounded to FP8 they are float32 numbers that FP8 times its scale has."""
+        x = self.rotate(x)
+        return fp8.dequantise(*fp8.quantise(x, powers=self.powers)) if self.fp8 else x

@@ -1,0 +1,190 @@
+"""Attention to chosen tokens of the paged cache: what a plain loop over queries gives, and dense attention's bits where all are chosen."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import MODELS, TINY
+
+from dsjax.config import ModelConfig
+from dsjax.model import attention as attention_module
+from dsjax.model.attention import PagedAttention, Rows
+from dsjax.model.forms import INDEX_ARRAYS
+from dsjax.model.mla import Projections
+from dsjax.model.parameters import storage_dtype
+from dsjax.model.sparse import IndexProjections, IndexScores
+from dsjax.model.sparse import attend as sparse_attend
+from sharding import MeshSpec, fp8
+
+CONFIG = ModelConfig.from_dict(TINY | MODELS["v3.2"])
+H, N, O, M, U = 8, 8, 4, 16, 8
+I, A, TOPK = CONFIG.index_n_heads, CONFIG.index_head_dim, CONFIG.index_topk
+G, PAGES, R = 4, 100, 2
+LAYOUTS = {"CC": "split", "A_CC": "joined", "A_CC_ME": "split"}
+
+
+def attention(form: str, *, cache_dtype=np.float32, dense=False, topk=TOPK, **options) -> PagedAttention:
+    spec = MeshSpec.parse("dp=1")
+    fields = {"index_topk": None if dense else topk}
+    config = dataclasses.replace(CONFIG, **fields) if not dense else ModelConfig.from_dict(TINY)
+    return PagedAttention(spec.build(jax.devices()[:1]), spec, config, LAYOUTS[form], np.dtype(cache_dtype), **options)
+
+
+@functools.cache
+def drawn(pages: int, chunk: int):
+    """Weights, a context of ``pages`` pages for each row, and the projections of all its tokens and of the last ``chunk``."""
+    rng = np.random.default_rng(pages)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    S = pages * G
+    mla = SimpleNamespace(key_value_weight=lambda dtype, w=(draw(M, H, N), draw(M, H, U)): w)
+    index = IndexProjections(draw(1, R, S, I, A), draw(1, R, S, I), draw(1, R, S, A))
+    p = Projections(
+        draw(1, R, S, H, N), draw(1, R, S, H, O), draw(1, R, S, 24), draw(1, R, S, M), draw(1, R, S, O), index
+    )
+    tables = rng.permutation(np.arange(1, PAGES))[: R * pages].reshape(1, R, pages)
+    return mla, p, tables
+
+
+def run(paged: PagedAttention, form: str, pages: int, chunk: int, start: int, filled=None):
+    """Attention of ``chunk`` queries of each row from position ``start`` on, after the whole context was written."""
+    mla, p, tables = drawn(pages, chunk)
+    positions = np.arange(pages * G)
+    slots = (tables[..., positions // G] * G + positions % G).reshape(1, -1)
+    flat = jax.tree.map(lambda a: a.reshape(1, -1, *a.shape[3:]), p)
+    cache = {
+        name: jnp.zeros((1, PAGES, G, *width), storage_dtype(dtype, "cpu"))
+        for name, (width, dtype) in paged.arrays.items()
+    }
+    part = jax.tree.map(lambda a: a[:, :, start : start + chunk], p)
+    if paged.config.index_topk is None:
+        flat, part = (dataclasses.replace(one, index=None) for one in (flat, part))
+    at = np.broadcast_to(start + np.arange(chunk), (1, R, chunk))
+
+    @jax.jit
+    def both(flat, part, cache, filled):
+        written = paged.write(mla, cache, jnp.int32(0), jnp.asarray(slots), flat)
+        return paged.attend(
+            mla, form, written, jnp.int32(0), Rows(jnp.asarray(at), jnp.asarray(tables), None, filled), part
+        )
+
+    return np.asarray(both(flat, part, cache, filled))[0]
+
+
+def expected(pages: int, chunk: int, start: int, *, key=lambda k: k, query=lambda q: q, topk=TOPK, hidden=()):
+    """Attend in NumPy by a loop over queries. hidden: positions that hold nothing, which only a query there sees."""
+    mla, p, _ = drawn(pages, chunk)
+    up_key, up_value = (np.asarray(w, np.float64) for w in mla.key_value_weight(None))
+    p = jax.tree.map(lambda a: np.asarray(a[0], np.float64), dataclasses.replace(p, index=None))
+    index = drawn(pages, chunk)[1].index
+    queries, keys = np.asarray(query(index.query))[0], np.asarray(key(index.key))[0]
+    out = np.zeros((R, chunk, H, U))
+    for r in range(R):
+        for c in range(chunk):
+            t = start + c
+            seen = np.array([s for s in range(t + 1) if s == t or s not in hidden])
+            products = np.maximum(np.einsum("jw,sw->js", queries[r, t], keys[r, seen]) * A**-0.5, 0)
+            scores = np.asarray(index.weight)[0, r, t] @ products
+            chosen = seen[np.sort(np.argsort(-scores, kind="stable")[:topk])]
+            k_nope = np.einsum("sm,mhn->shn", p.latent[r, chosen], up_key)
+            logits = np.einsum("hn,shn->hs", p.q_nope[r, t], k_nope)
+            logits = (logits + np.einsum("ho,so->hs", p.q_rope[r, t], p.k_rope[r, chosen])) * CONFIG.softmax_scale
+            probs = np.exp(logits - logits.max(axis=1, keepdims=True))
+            probs /= probs.sum(axis=1, keepdims=True)
+            out[r, c] = np.einsum("hs,shu->hu", probs, np.einsum("sm,mhu->shu", p.latent[r, chosen], up_value))
+    return out
+
+
+@pytest.mark.parametrize("form", LAYOUTS)
+@pytest.mark.parametrize(("pages", "chunk", "start"), [(9, 1, 30), (9, 7, 6), (45, 5, 170)])
+def test_each_query_attends_to_what_a_loop_over_queries_would_choose(form, pages, chunk, start):
+    found = run(attention(form), form, pages, chunk, start)
+    # Float32 sums of at most 16 terms in another order, of values up to 4.
+    np.testing.assert_allclose(found, expected(pages, chunk, start), atol=2e-5)
+
+
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_queries_that_choose_in_blocks_choose_the_same(form, monkeypatch):
+    monkeypatch.setattr(sparse_attend, "CPU_BYTES", 1)  # one query at a time
+    np.testing.assert_allclose(run(attention(form), form, 9, 7, 6), expected(9, 7, 6), atol=2e-5)
+
+
+@pytest.mark.parametrize("form", ["CC", "A_CC_ME"])
+def test_positions_that_hold_nothing_are_not_chosen(form):
+    _, _, tables = drawn(9, 7)
+    hidden = (2, 3, 8, 9, 20)
+    filled = np.ones((PAGES, G), bool)
+    for position in hidden:
+        filled[tables[0, :, position // G], position % G] = False
+    found = run(attention(form), form, 9, 7, 16, jnp.asarray(filled))
+    np.testing.assert_allclose(found, expected(9, 7, 16, hidden=hidden), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "pages", "chunk", "start"),
+    [
+        ("CC", 9, 7, 5),
+        ("CC", 45, 7, 40),
+        ("A_CC_ME", 9, 1, 11),
+        ("A_CC", 9, 1, 11),
+        ("A_CC_ME", 45, 1, 47),
+        ("A_CC", 45, 1, 46),
+    ],
+)
+def test_a_context_that_is_chosen_whole_gives_the_bits_of_dense_attention(form, pages, chunk, start):
+    """Page tables have room for more than ``index_topk``, so that the choice is made; 45 pages are two blocks of the dense form."""
+    sparse = run(attention(form, topk=start + chunk), form, pages, chunk, start)
+    np.testing.assert_array_equal(sparse, run(attention(form, dense=True), form, pages, chunk, start))
+
+
+def test_where_no_context_can_be_longer_nothing_is_scored(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the choice was made")
+
+    monkeypatch.setattr(attention_module, "attend_to_chosen", refuse)
+    run(attention("CC", topk=36), "CC", 9, 7, 6)
+    with pytest.raises(AssertionError, match="the choice was made"):
+        run(attention("CC", topk=35), "CC", 9, 7, 6)
+
+
+@pytest.mark.parametrize("form", ["CC", "A_CC_ME"])
+def test_a_rotation_changes_no_choice(form):
+    found = run(attention(form, index_scores=IndexScores(hadamard=True)), form, 9, 7, 6)
+    np.testing.assert_allclose(found, expected(9, 7, 6), atol=2e-5)
+
+
+def rounded(x):
+    return fp8.dequantise(*fp8.quantise(x))
+
+
+@pytest.mark.parametrize("form", ["CC", "A_CC"])
+def test_scores_in_fp8_are_those_of_rounded_queries_and_keys(form):
+    paged = attention(form, index_scores=IndexScores(fp8=True))
+    assert {paged.arrays[name][1] for name in INDEX_ARRAYS} == {fp8.E4M3, np.dtype(np.float32)}
+    found = run(paged, form, 45, 8, 170)
+    np.testing.assert_allclose(found, expected(45, 8, 170, key=rounded, query=rounded), atol=2e-5)
+    assert np.abs(found - expected(45, 8, 170)).max() > 1e-2, "the rounding changes no choice: it was not tested"
+
+
+def test_scores_of_a_long_prompt_are_never_there_all_at_once():
+    """The largest array of a program for 512 queries and 32,768 positions holds a fraction of the 16 M scores."""
+    spec, C, pages = MeshSpec.parse("dp=1"), 512, 32768 // 16
+    paged = dataclasses.replace(attention("A_CC_ME", topk=512), spec=spec)
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)  # noqa: E731
+    index = IndexProjections(shape(1, 1, C, I, A), shape(1, 1, C, I), shape(1, 1, C, A))
+    p = Projections(
+        shape(1, 1, C, H, N), shape(1, 1, C, H, O), shape(1, 1, C, 24), shape(1, 1, C, M), shape(1, 1, C, O), index
+    )
+    cache = {name: shape(1, pages, 16, *width) for name, (width, _) in paged.arrays.items()}
+    rows = Rows(jax.ShapeDtypeStruct((1, 1, C), jnp.int32), jax.ShapeDtypeStruct((1, 1, pages), jnp.int32))
+    mla = SimpleNamespace(key_value_weight=lambda dtype: (jnp.ones((M, H, N)), jnp.ones((M, H, U))))
+    for form in ("A_CC_ME", "CC"):
+        text = str(
+            jax.make_jaxpr(lambda cache, rows, p, f=form: paged.attend(mla, f, cache, jnp.int32(0), rows, p))(
+                cache, rows, p
+            )
+        )
+        assert f"{C},{pages * 16}]" not in text.replace(" ", "")

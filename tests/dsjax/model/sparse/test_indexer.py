@@ -1,0 +1,98 @@
+"""What the indexer makes of a token, and what index queries and keys go through before they are multiplied."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from layouts import MODELS, TINY
+
+from dsjax.config import ModelConfig, load_config
+from dsjax.errors import UserError
+from dsjax.model.forms import FORMS, cache_arrays, reads
+from dsjax.model.parameter_counts import indexer_parameters
+from dsjax.model.sparse import IndexScores
+from dsjax.model.transformer import abstract_parameters
+from sharding import fp8
+
+SPARSE = ModelConfig.from_dict(TINY | MODELS["v3.2"])
+V32 = load_config("deepseek-v3.2")
+
+
+def hadamard(width: int) -> np.ndarray:
+    matrix = np.ones((1, 1))
+    while len(matrix) < width:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(width)
+
+
+def test_rotation_is_the_product_with_a_hadamard_matrix():
+    x = np.random.default_rng(0).standard_normal((3, 2, 128)).astype(np.float32)
+    found = np.asarray(IndexScores(hadamard=True).rotate(jnp.asarray(x)))
+    np.testing.assert_allclose(found, x @ hadamard(128), atol=1e-5)
+
+
+def test_rotation_leaves_products_as_they_are():
+    rng = np.random.default_rng(1)
+    a, b = (jnp.asarray(rng.standard_normal((4, 8)), jnp.float32) for _ in range(2))
+    turned = IndexScores(hadamard=True)
+    np.testing.assert_allclose(turned.rotate(a) @ turned.rotate(b).T, a @ b.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_queries_in_fp8_are_numbers_of_fp8_times_a_scale(powers):
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((5, 2, 8)), jnp.float32)
+    found = np.asarray(IndexScores(fp8=True, powers=powers).query(x))
+    values, scale = fp8.quantise(x, powers=powers)
+    np.testing.assert_array_equal(found, np.asarray(values, np.float32) * np.asarray(scale))
+    assert not np.array_equal(found, x)
+    assert bool(np.all(np.log2(np.asarray(scale)) % 1 == 0)) == powers
+
+
+def test_what_an_option_means_is_said_where_it_cannot_be():
+    assert IndexScores.parse("hadamard_fp8", 128, True) == IndexScores(True, True, True)
+    assert IndexScores.parse("float", None, False) == IndexScores()
+    with pytest.raises(UserError, match="has no indexer"):
+        IndexScores.parse("fp8", None, False)
+    with pytest.raises(UserError, match="power of two"):
+        IndexScores.parse("hadamard", 96, False)
+
+
+def test_an_index_key_lies_beside_the_latent():
+    assert cache_arrays("split", V32, ml_dtypes.bfloat16)["index"] == ((128,), np.dtype(ml_dtypes.bfloat16))
+    for arrays in (
+        cache_arrays("split", V32, fp8.E4M3),
+        cache_arrays("joined", V32, ml_dtypes.bfloat16, fp8_index=True),
+    ):
+        kept = [arrays[name] for name in ("index", "index_scale")]
+        assert sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in kept) == 132
+
+
+def test_keys_and_values_of_each_head_are_refused():
+    assert [form for form in FORMS if not reads(form, ml_dtypes.bfloat16, V32)] == ["CD"]
+    with pytest.raises(UserError, match=r"CD.*choose from CC, A_CC"):
+        cache_arrays("decompressed", V32, ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("config", [SPARSE, V32], ids=["tiny", "V3.2"])
+def test_the_indexers_parameters_are_as_many_as_are_counted(config):
+    infos = abstract_parameters(config)
+    one = [info.shape[1:] for path, info in infos.items() if path.startswith("moe_layers.attn.indexer.")]
+    assert sum(int(np.prod(shape)) for shape in one) == indexer_parameters(config)
+
+
+def test_fp8_weights_have_the_matrices_that_the_checkpoint_has_so():
+    infos = abstract_parameters(V32, weights="fp8")
+    kept = {
+        path.split("indexer.")[1]: info.dtype.name
+        for path, info in infos.items()
+        if "dense_layers.attn.indexer" in path
+    }
+    assert kept == {
+        "query.weight": "float8_e4m3fn",
+        "query.scale": "float32",
+        "key.weight": "float8_e4m3fn",
+        "key.scale": "float32",
+        "key_norm.scale": "bfloat16",
+        "key_norm.bias": "bfloat16",
+        "head_weights.weight": "bfloat16",
+    }

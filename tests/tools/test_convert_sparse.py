@@ -1,0 +1,130 @@
+"""The demo's conversion to sparse attention: what each stage changes, what it leaves, and the loss that the indexers learn by."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from goldens.our_model import COMPILE_QUICKLY
+
+from dsjax.config import load_config
+from dsjax.model.mla import Projections
+from dsjax.model.sparse import IndexProjections
+from dsjax.model.transformer import parameter_table
+from tools.demo import convert_sparse
+from tools.demo.convert_sparse import SPARSE_FOLDER, Schedule, convert_step, divergence, is_index, losses, zero_moments
+from tools.demo.step import initial_parameters
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    config = dataclasses.replace(
+        load_config(SPARSE_FOLDER),
+        hidden_size=32,
+        vocab_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        index_topk=5,
+    )
+    table = parameter_table(config, weights="f32")
+    rows = np.random.default_rng(0).integers(0, 64, (2, 18)).astype(np.int32)
+    return config, table, rows
+
+
+@pytest.fixture(scope="module")
+def trained(tiny):
+    """Parameters before and after a few steps of each stage, and the losses of each step."""
+    config, table, rows = tiny
+    found = {}
+    for sparse in (False, True):
+        params = initial_parameters(table, seed=0)
+        args = (params, zero_moments(params), rows, jnp.int32(0), jnp.float32(0.01), jnp.float32(0.001))
+        kept = {"table": table, "config": config, "sparse": sparse, "capacity_factor": 4.0}
+        compiled = convert_step.lower(*args, **kept).compile(COMPILE_QUICKLY)
+        before, measured = {path: np.asarray(value) for path, value in params.items()}, []
+        state = args[1]
+        for step in range(8):
+            params, state, one = compiled(params, state, rows, jnp.int32(step), *args[4:])
+            measured.append({name: float(value) for name, value in one.items()})
+        found[sparse] = before, {path: np.asarray(value) for path, value in params.items()}, measured
+    return found
+
+
+def changed(before, after) -> set[str]:
+    return {path for path in before if not np.array_equal(before[path], after[path])}
+
+
+def test_the_first_stage_trains_indexers_and_nothing_else(trained):
+    before, after, measured = trained[False]
+    assert changed(before, after) == {path for path in before if is_index(path)}
+    assert measured[-1]["index_loss"] < measured[0]["index_loss"]
+    assert measured[-1]["loss"] == measured[0]["loss"], "attention is dense, and frozen"
+
+
+def test_the_second_stage_trains_everything_but_the_correction_biases(trained):
+    before, after, measured = trained[True]
+    assert changed(before, after) == {path for path in before if not path.endswith("router.bias")}
+    assert measured[-1]["loss"] < measured[0]["loss"]
+    assert measured[-1]["index_loss"] < measured[0]["index_loss"]
+
+
+def test_queries_choose_in_the_second_stage_only(trained):
+    dense, sparse = (trained[stage][2][0] for stage in (False, True))
+    assert dense["loss"] != sparse["loss"], "17 tokens of which 5 are chosen"
+
+
+def test_no_gradient_passes_between_indexers_and_the_rest(tiny):
+    config, table, rows = tiny
+    params = initial_parameters(table, seed=1)
+
+    def of(number):
+        def loss(params):
+            return losses(params, table, config, rows, lambda w, x, ids, weights: x)[number]
+
+        return jax.jit(jax.grad(loss), compiler_options=COMPILE_QUICKLY)(params)
+
+    text, index = of(0), of(2)
+    assert not any(np.any(text[path]) for path in params if is_index(path))
+    assert not any(np.any(index[path]) for path in params if not is_index(path))
+    assert all(np.any(index[path]) for path in params if is_index(path) and not path.startswith("mtp"))
+
+
+def test_the_divergence_is_of_attention_from_the_scores_over_what_is_seen():
+    rng = np.random.default_rng(0)
+    B, H, Q, S, I, A, start = 2, 3, 4, 7, 2, 8, 3
+    index = IndexProjections(
+        *(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((B, S, I, A), (B, S, I), (B, S, A)))
+    )
+    seen = (np.arange(start, S)[:, None] >= np.arange(S)) & (rng.random((Q, S)) < 0.7) | np.eye(Q, S, start, dtype=bool)
+    shares = np.where(seen, rng.random((B, H, Q, S)), 0)
+    shares /= shares.sum(axis=-1, keepdims=True)
+    p = Projections(*[None] * 5, index)
+    found = float(divergence(p, slice(start, S), jnp.asarray(seen), jnp.asarray(shares, jnp.float32)))
+    total = 0.0
+    for b in range(B):
+        for q in range(Q):
+            t = start + q
+            products = np.maximum(np.asarray(index.query)[b, t] @ np.asarray(index.key)[b].T * A**-0.5, 0)
+            scores = np.where(seen[q], np.asarray(index.weight)[b, t] @ products, -np.inf)
+            softmax = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+            target = shares[b, :, q].mean(axis=0)
+            total += sum(target[s] * np.log(target[s] / softmax[s]) for s in range(S) if target[s])
+    assert found == pytest.approx(total, rel=1e-5)
+
+
+def test_the_schedule_warms_up_then_decays_to_nothing():
+    schedule = Schedule(warmup_steps=10, steps=30)
+    assert [schedule.sparse(step) for step in (9, 10)] == [False, True]
+    assert schedule.rate(0) < schedule.rate(9) == schedule.index_rate
+    assert schedule.rate(10) == pytest.approx(schedule.index_rate / 3)
+    assert schedule.remaining(29) == pytest.approx(1 / 20)
+
+
+def test_the_conversion_begins_with_the_dense_demo_and_drawn_indexers():
+    config = load_config(SPARSE_FOLDER)
+    table = parameter_table(config, weights="f32")
+    params = convert_sparse.begin(config, table, seed=0)
+    dense = load_config(convert_sparse.FOLDER)
+    assert {path for path in params if not is_index(path)} == set(parameter_table(dense, weights="f32").infos)
+    assert all(np.any(params[path]) for path in params if is_index(path) and path.endswith("weight"))

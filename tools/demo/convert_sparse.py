@@ -1,0 +1,247 @@
+"""Convert the demo model to sparse attention, as DeepSeek-V3.2 was made from DeepSeek-V3.1 (arXiv 2512.02556, section 2.1.1).
+
+    nice python -m tools.demo.convert_sparse RUN_FOLDER                   # the recipe behind the bundled weights
+    python -m tools.demo.export RUN_FOLDER --folder configs/models/demo-sparse
+    python -m tools.demo.evaluate --run RUN_FOLDER --folder configs/models/demo-sparse
+
+First attention stays dense and everything but the indexers is frozen: an indexer learns which shares of attention, summed over heads,
+each position gets (Kullback and Leibler's divergence from them). Then queries attend to what they choose: an indexer goes on learning, now
+of the chosen positions only, and the rest of the model learns the next tokens. No gradient passes between the two. A run that is stopped
+continues when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dsjax.checkpoint.load import from_hf_tensors
+from dsjax.checkpoint.safetensors import SafetensorsFile
+from dsjax.config import ModelConfig, load_config
+from dsjax.model.dense import forward, predict_further
+from dsjax.model.mla import Projections
+from dsjax.model.parameters import ParameterTable
+from dsjax.model.sparse import index_scores
+from dsjax.model.transformer import parameter_table
+from tools.demo import optimizer
+from tools.demo.checkpoint import restore, save
+from tools.demo.corpus import describe_differences, read_corpus
+from tools.demo.data import Batches, encode_training_text
+from tools.demo.experts import apply_experts
+from tools.demo.step import cross_entropy, initial_parameters
+from tools.demo.train import FOLDER, MALLOC_SETTINGS, Meter
+
+SPARSE_FOLDER = FOLDER.parent / "demo-sparse"
+SAVE_EVERY = 10
+SETTINGS = optimizer.Settings(weight_decay=0.0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What changes with the step. Rows are as long as the model's positions: shorter ones would hardly choose."""
+
+    warmup_steps: int = 60
+    """Steps of the first stage, at a constant rate after the first few."""
+    steps: int = 120
+    """Both stages have so many steps together."""
+    batch_tokens: int = 4096
+    length: int = 2048
+    index_rate: float = 0.003
+    """Of the indexers in the first stage; in the second it is a third of that, and falls to nothing."""
+    model_rate: float = 0.0002
+    """Of everything else, at the beginning of the second stage."""
+    capacity_factor: float = 1.3
+    first_token: int = 3080 * 4096
+    """Tokens of the dense model's training: batches go on where it ended."""
+
+    def row_length(self, step: int) -> int:
+        """Tokens a row."""
+        return self.length
+
+    def sparse(self, step: int) -> bool:
+        """Whether a step is of the second stage."""
+        return step >= self.warmup_steps
+
+    def remaining(self, step: int) -> float:
+        """What the decay has left: 1 in the first stage, 0 after the second."""
+        return min(1.0, (self.steps - step) / max(1, self.steps - self.warmup_steps))
+
+    def rate(self, step: int) -> float:
+        """Learning rate of the indexers."""
+        if self.sparse(step):
+            return self.index_rate / 3 * self.remaining(step)
+        return self.index_rate * min(1.0, (step + 1) / 5)
+
+
+def is_index(path: str) -> bool:
+    """Whether a parameter is an indexer's."""
+    return ".indexer." in path
+
+
+def divergence(p: Projections, queries: slice, seen: Bool[Array, "*B Q S"], probs: Float[Array, "B H Q S"]):
+    """Sum over a block's queries of ``KL(attention || softmax(index scores))`` over the positions that a query sees, in nats.
+
+    Attention is the mean over heads, whose sum over positions is 1: the report's sum over heads, divided by its L1 norm. An
+    ``Observe`` of ``dsjax.model.dense``.
+    """
+    target = jax.lax.stop_gradient(probs.mean(axis=1))
+    index = p.index
+    scores = index_scores(index.query[:, queries], index.weight[:, queries], index.key[:, : target.shape[-1]])
+    seen = seen.reshape(-1, *seen.shape[-2:])
+    scores = jnp.where(seen, scores, -1e30)
+    log_ratio = jnp.log(jnp.maximum(target, 1e-30)) - jax.nn.log_softmax(scores, axis=-1)
+    return jnp.sum(jnp.where(seen & (target > 0), target * log_ratio, 0.0))
+
+
+def losses(
+    params: dict[str, Array], table: ParameterTable, config: ModelConfig, rows: Int[Array, "B S+2"], experts, **how
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """Mean cross-entropy of the next token and of the MTP module, and the indexers' mean divergence in nats a query and layer.
+
+    The module, and its indexer, see half of the rows.
+    """
+    run = {"experts": experts, "observe": divergence}
+    main = forward(params, table, config, rows[:, :-2], **run, **how)
+    half = rows[: -(-len(rows) // 2)]
+    further = predict_further(params, table, config, main.hidden[: len(half)], half[:, 1:-1], **run)
+    of_layer = [*(main.observed / rows[:, :-2].size), *(further.observed / half[:, 1:-1].size)]
+    return (
+        cross_entropy(main.logits, rows[:, 1:-1]),
+        cross_entropy(further.logits, half[:, 2:]),
+        sum(of_layer) / len(of_layer),
+    )
+
+
+def adam(params: Mapping[str, Array], gradients: Mapping[str, Array], state: optimizer.State, step, rate):
+    """``params`` after a step of Adam for all, and their moments; gradients are clipped to a global norm of 1."""
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(gradient)) for gradient in gradients.values()))
+    clip = jnp.minimum(1.0, SETTINGS.clip_norm / (norm + 1e-6))
+    new, moments = {}, {}
+    for path, value in params.items():
+        delta, moments[path] = optimizer.adam(gradients[path] * clip, state[path], step, SETTINGS)
+        new[path] = value - rate * delta
+    return new, moments
+
+
+def zero_moments(params: Mapping[str, Array]) -> optimizer.State:
+    """Of every parameter that learns: the router's correction biases stay as they are, as at the end of V3's training."""
+    return {
+        path: {} if optimizer.kind_of(path) == "fixed" else {name: jnp.zeros_like(value) for name in ("mean", "square")}
+        for path, value in params.items()
+    }
+
+
+@partial(jax.jit, static_argnames=("table", "config", "sparse", "capacity_factor"), donate_argnums=(0, 1))
+def convert_step(
+    params: dict[str, Array],
+    state: optimizer.State,
+    rows: Int[Array, "B S+2"],
+    step: Int[Array, ""],
+    index_rate: Float[Array, ""],
+    model_rate: Float[Array, ""],
+    *,
+    table: ParameterTable,
+    config: ModelConfig,
+    sparse: bool,
+    capacity_factor: float,
+) -> tuple[dict[str, Array], optimizer.State, dict[str, Array]]:
+    """New parameters and moments, and the step's measurements. step: of this stage, from 0. sparse: of the second stage."""
+    if not sparse:  # every position that a query sees is among so many
+        config = dataclasses.replace(config, index_topk=rows.shape[1])
+        table = parameter_table(config, weights="f32")
+
+    def experts(weights, x_TD, ids_TK, weights_TK):
+        gate_up, down = weights.gate_up.value(x_TD.dtype), weights.down.value(x_TD.dtype)
+        return apply_experts(gate_up, down, x_TD, ids_TK, weights_TK, capacity_factor)
+
+    learns = {path for path in params if state[path] and (sparse or is_index(path))}
+
+    def total(learning, fixed):
+        main, mtp, index = losses(fixed | learning, table, config, rows, experts, unroll=sparse)
+        return (main + 0.1 * mtp if sparse else 0.0) + index, {"loss": main, "mtp_loss": mtp, "index_loss": index}
+
+    parts = [{path: params[path] for path in params if (path in learns) == chosen} for chosen in (True, False)]
+    gradients, measured = jax.grad(total, has_aux=True)(*parts)
+    new, moments = dict(parts[1]), dict(state)
+    for of_index, rate in ((True, index_rate), (False, model_rate)):
+        group = {path: params[path] for path in learns if is_index(path) == of_index}
+        changed, own = adam(group, gradients, state, step, rate)
+        new, moments = new | changed, moments | own
+    return new, moments, measured
+
+
+def begin(config: ModelConfig, table: ParameterTable, seed: int) -> dict[str, Array]:
+    """The dense demo's parameters in float32, with indexers drawn beside them."""
+    dense = load_config(FOLDER)
+    trained = from_hf_tensors(dense, SafetensorsFile(FOLDER / "model.safetensors"), weights="f32")
+    drawn = initial_parameters(table, seed)
+    return {path: jnp.asarray(drawn[path] if is_index(path) else trained[path]) for path in table.infos}
+
+
+def convert(run: Path, schedule: Schedule, seed: int) -> None:
+    """Train up to ``schedule.steps``, from the last checkpoint in ``run`` where there is one."""
+    config = load_config(SPARSE_FOLDER)
+    table = parameter_table(config, weights="f32")
+    files, heldout = read_corpus()
+    if difference := describe_differences(files, heldout):
+        print(f"note: {difference}", file=sys.stderr)
+    batches = Batches(encode_training_text(files, FOLDER), schedule.batch_tokens, config.bos_token_id)
+    run.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(run / "compiled"))
+    (run / "recipe.json").write_text(json.dumps({"seed": seed, **dataclasses.asdict(schedule)}, indent=2) + "\n")
+    params, state, first, used = restore(run) or (None, None, 0, 0.0)
+    if params is None:
+        params = begin(config, table, seed)
+        state = zero_moments(params)
+    meter = Meter(run / "log.jsonl", schedule, used)
+    for step in range(first, schedule.steps):
+        sparse = schedule.sparse(step)
+        if step == schedule.warmup_steps:
+            state = zero_moments(params)  # of the indexers, too: their loss is another one from here on
+        rows = batches(schedule.first_token + step * schedule.batch_tokens, schedule.row_length(step))
+        params, state, measured = convert_step(
+            params,
+            state,
+            jnp.asarray(rows),
+            jnp.int32(step - schedule.warmup_steps if sparse else step),
+            jnp.float32(schedule.rate(step)),
+            jnp.float32(schedule.model_rate * schedule.remaining(step)),
+            table=table,
+            config=config,
+            sparse=sparse,
+            capacity_factor=schedule.capacity_factor,
+        )
+        meter.add(step, {name: float(value) for name, value in measured.items()})
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == schedule.steps:
+            save(run, params, state, step + 1, meter.processor_seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder for checkpoints and the log")
+    parser.add_argument("--seed", type=int, default=0)
+    for field in dataclasses.fields(Schedule):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    arguments = vars(parser.parse_args())
+    if MALLOC_SETTINGS.items() - os.environ.items() and platform.system() == "Linux":
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | MALLOC_SETTINGS)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("PJRT_NPROC", "1")
+    run, seed = arguments.pop("run"), arguments.pop("seed")
+    convert(run, Schedule(**arguments), seed)
+
+
+if __name__ == "__main__":
+    main()
