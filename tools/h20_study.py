@@ -1,4 +1,4 @@
-"""Write docs/h20-32.md: the 32-GPU H20 plan in circulation, worked through.
+"""Write docs/h20-32.md: a published plan for 32 H20, every figure of it worked through.
 
 python tools/h20_study.py
 """
@@ -31,6 +31,8 @@ from dsjax.plan.search import search
 from dsjax.plan.skew import DEFAULT_SKEW
 from dsjax.plan.sweep import Sweep, SweepPoint, sweep
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
+from tools.plan_data.h20_claims import draw as draw_claims
+from tools.plan_data.h20_claims import table as claims_table
 
 SESSIONS, CONTEXT, OUTPUT, GOAL = 200, 32 * 1024, 1000, 50_000
 PICTURES = Path("docs") / "h20-32"
@@ -194,8 +196,8 @@ def written_decode() -> str:
     return "\n".join(rows)
 
 
-PLAN = (
-    "[its text](https://github.com/ShinnChou/AI-fundermentals/blob/70308a9/09_inference_system/inference_solutions/"
+LATER = (
+    "[a later revision](https://github.com/ShinnChou/AI-fundermentals/blob/70308a9/09_inference_system/inference_solutions/"
     "deepseek_v3_moe_vllm_h20_deployment.md)"
 )
 ROW_BF16 = 58 * 8 * 2 * 2 * 7168
@@ -295,50 +297,6 @@ def chunked_prompt(tokens: int) -> Figure:
     return instance.prefill_step(float(tokens)) * (CONTEXT / tokens)
 
 
-EXPECTED = (
-    ("+ 5 ms", "latency", 5e-3, "-1 to -3%", "+2 to +5%"),
-    ("+ 20 ms", "latency", 20e-3, "-7 to -15%", "+10 to +20%"),
-    ("+ 100 ms", "latency", 100e-3, "-30 to -50%", "+50 to +80%"),
-    ("15 Gb/s", "network", 15, "-15 to -25%", ""),
-    ("5 Gb/s", "network", 5, "-50 to -65%", ""),
-    ("1 Gb/s", "network", 1, "not said", ""),
-)
-"""Some of the plan's own points: what is changed, by how much, and what it expects of throughput and TTFT."""
-
-
-def slower_network() -> str:
-    """Decode of the sessions that fit, and the step of a 512-token prompt, on `dp=32` in bf16 over one port, at the plan's points."""
-    layout, options = parse_layout("dp=32", 0, CONFIG), PlanOptions(PRECISIONS["bf16"])
-
-    def figures(cluster) -> tuple[float, float, float]:
-        deciding = Workload(Lengths(CONTEXT - OUTPUT / 2), Lengths(OUTPUT))
-        instance = Instance(CONFIG, cluster, layout, options, deciding)
-        held = min(SESSIONS, instance.max_batch * DEVICES)
-        step = instance.tpot(held / DEVICES).value
-        first = (
-            Instance(CONFIG, cluster, layout, options, Workload(Lengths(512), Lengths(OUTPUT)))
-            .prefill_step(512.0)
-            .value
-        )
-        return held / step, step, first
-
-    now = figures(ONE_CARD)
-    lines = [
-        "| network | tokens/s: the plan expects | here | TPOT, ms | TTFT of 512 tokens: the plan expects | here | s |",
-        "|---|---|---|---|---|---|---|",
-        f"| 25 Gb/s, {ONE_CARD.latency * 1e6:g} µs | | {now[0]:,.0f} | {now[1] * 1e3:,.0f} | | | {now[2]:.2f} |",
-    ]
-    for name, resource, value, rate, first in EXPECTED:
-        factor = (
-            ONE_CARD.latency / (ONE_CARD.latency + value) if resource == "latency" else value / ONE_CARD.network_gbps
-        )
-        found = figures(ONE_CARD.scaled(resource, factor))
-        lines.append(
-            f"| {name} | {rate} | {found[0] / now[0] - 1:+.0%} | {found[1] * 1e3:,.0f} | {first} | {found[2] / now[2] - 1:+.0%} | {found[2]:.2f} |"
-        )
-    return "\n".join(lines)
-
-
 def serving() -> tuple[str, Question, object]:
     question = Question(
         CONFIG,
@@ -430,6 +388,7 @@ def page() -> str:
     decode, best = decode_table()
     served, question, plan = serving()
     draw_front(plan, PICTURES / "front.png")
+    draw_claims(PICTURES / "figures.png")
     sweeps = sweep_table(question, plan.winner)
     lone = Instance(
         CONFIG,
@@ -439,18 +398,18 @@ def page() -> str:
         Workload(Lengths(CONTEXT), Lengths(OUTPUT), concurrency=SESSIONS),
     )
     light = aggregated(lone, 1, SESSIONS / 16, best_step(lone, SESSIONS / 16, lone.prefill_sizes(chunks=True)))
-    return f"""# DeepSeek-V3 on 32 × H20: the plan in circulation, worked through
+    return f"""# DeepSeek-V3 on 32 × H20: a published plan, worked through
 
-This page checks a published plan for 4 hosts of 8 H20 (96 GB) with 25 Gb/s RoCE, 200 sessions of 32 K tokens and a goal of 50,000 tokens a second ({PLAN}, commit 70308a9). Exact figures have no range; estimates are **middle** (low – high), with the assumptions of [plan.md](plan.md). A layout `dp=4,tp=8` has 4 attention replicas of 8 devices each; `ep` devices share whole
+This page checks a published plan for 4 hosts of 8 H20 (96 GB) with 25 Gb/s RoCE, 200 sessions of 32 K tokens and a goal of 50,000 tokens a second ("DeepSeek-V3 on a cluster of 32 H20, theoretical analysis", of which {LATER} is public). Exact figures have no range; estimates are **middle** (low – high), with the assumptions of [plan.md](plan.md). A layout `dp=4,tp=8` has 4 attention replicas of 8 devices each; `ep` devices share whole
 experts, and `+32` adds 32 redundant experts. `python tools/h20_study.py` writes this page.
 
-| | in circulation | here | why it differs |
+| | the plan | here | why it differs |
 |---|---|---|---|
 | weights a GPU | 42.1 GB "in bf16" | 75.1 GB in bf16, 39.5 GB in FP8 (exact) | 42.1 GB is what **FP8 with 32 redundant experts** takes: 9 experts a layer and GPU instead of 8. In bf16 the same placement is {gb(sum(weight_bytes(CONFIG, parse_layout("dp=32", 32, CONFIG), PRECISIONS["bf16"]).values()))} |
 | cache a GPU | 25.6 GB | {gb(total / DEVICES)} on average, {gb(full * CONTEXT * token)} on the fullest (exact) | 25.6 GB is 200 × 32,768 × 61 × (2 × 512) × 2 B ÷ 32 = {gb(SESSIONS * CONTEXT * wrong / DEVICES)}; MLA keeps one latent of 512 and 64 rotary values: {token:,} B a token, not {wrong:,}. 200 sessions on 32 replicas are 6.25: some hold 7 |
-| operations a token | 69.5 "GFLOPs" | {(linear + attention) / 1e9:,.0f} GFLOP at 32 K context (exact): {linear / 1e9:.2f} linear and head, {attention / 1e9:,.0f} attention | its sum mixes 4,096 tokens with one. Attention, {attention / linear:.1f} times the linear part at this length, is missing |
+| operations a token | 69.5 TFLOP | {(linear + attention) / 1e9:,.0f} GFLOP at 32 K context (exact): {linear / 1e9:.2f} linear and head, {attention / 1e9:,.0f} attention | its terms are one to six thousand times too large. Attention over the context, {attention / linear:.1f} times the linear part at this length, is missing |
 | TTFT | 0.21 – 0.37 s, for 512 tokens | for 512 tokens see [below](#the-plan-as-it-is-written); for 32 K not below {least:.2f} s, with all 32 GPUs on one prompt at their peak (exact) | a 32 K prompt is {(prompt + naive) / 1e15:.2f} PFLOP, of which attention {naive / (prompt + naive):.0%}; 32 H20 have {DEVICES * CHIP.fp8_flops / 1e15:.1f} PFLOP/s in FP8 and half in bf16 |
-| tokens/s | 26,860 – 40,527, goal 50,000 | at most {ceiling:,.0f} (exact bound), about {best:,.0f} (estimate) | attention in bf16 alone: {attention / 1e9:,.0f} GFLOP a token, {DEVICES * CHIP.bf16_flops / 1e12:,.0f} TFLOP/s in all. No batch, layout or network changes this |
+| tokens/s | 35,000 – 45,000, goal 50,000 | at most {ceiling:,.0f} (exact bound), about {best:,.0f} (estimate) | attention in bf16 alone: {attention / 1e9:,.0f} GFLOP a token, {DEVICES * CHIP.bf16_flops / 1e12:,.0f} TFLOP/s in all. No batch, layout or network changes this |
 
 ## The plan as it is written
 
@@ -468,13 +427,17 @@ The plan's rows of memory:
 
 {memory_rows()}
 
-The plan's sum leaves out {left_out:.0f} GB of weights. Elsewhere it says that a GPU holds one session (3.812 GB); here a session of 32 K takes {gb(CONTEXT * token)}.
+The plan's sum leaves out {left_out:.0f} GB of weights. A session of 32 K takes {gb(CONTEXT * token)}.
 
 {other_claims()}
 
-**A slower network.** The plan counts one delay a token. A decode step has two exchanges in each of 58 layers, so that 5 ms more are 580 ms more. `dp=32` in bf16 over one port, with the sessions that fit:
+## Every figure of the plan, in its order
 
-{slower_network()}
+Sections are the plan's. *Reproduced*: the figure follows. *Refuted*: the arithmetic in one line says what does. *Not checkable*: it hangs on something that only a running service has, or that is not said. Estimates are of `dp=32` in bf16 over one port a host, with the sessions that fit.
+
+{claims_table()}
+
+![The plan's figures beside those worked out](h20-32/figures.png)
 
 What follows has FP8 weights and one 25 Gb/s card a GPU, as the cluster file has: the most favourable reading.
 

@@ -3,6 +3,7 @@
     sudo python tools/network_lab.py                                        # 4 hosts: rates, latencies and a congesting flow; 5 minutes
     sudo python tools/network_lab.py --hosts 2 --mbit 1000 100 --latency-us 0 1000 --steps 10       # a small one
     sudo python tools/network_lab.py --json found.json --picture docs/network-lab.png
+    sudo python tools/network_lab.py --mbit 100 --latency-us --congestion 10 25 50 75 90     # other traffic between all hosts, in percent
     sudo python tools/check_host_loss.py --signal CUT           # one link cut while its process lives, under load
 
 Linux, as root, with iproute2: each host is a network namespace with one emulated device; their links are the kernel's (`tbf` limits their
@@ -12,8 +13,10 @@ decode steps. Bytes are counted on process 0's link: what it sends in a step, it
 
 The planner's figure is the step's time without a limit plus what its formula for a collective of XLA's (`dsjax/plan/network.py`: share of a
 link 0.6) says of the collectives that the dry run finds in the same step; its fixed part of 30 µs is in the first point already.
-`--json FILE` writes `{"hosts", "netem", "collectives", "points": [{"network", "mbit", "latency_us", "congested", "step_seconds", "low",
-"high", "bytes_per_step", "planner_seconds"}]}`, after each point.
+With `--congestion` every host sends that share of its link's rate to the others, in equal parts, at the middle of the rates, while the
+steps run; the planner's figure is that of a link with the rest of the rate.
+`--json FILE` writes `{"hosts", "netem", "collectives", "points": [{"network", "mbit", "latency_us", "congested", "congestion",
+"step_seconds", "low", "high", "bytes_per_step", "planner_seconds"}]}`, after each point; `congestion` is in percent.
 """
 
 import argparse
@@ -52,6 +55,30 @@ network_gbps = "tools/network_lab.py --mbit"
 latency_us = "tools/network_lab.py --latency-us"
 nics_per_host = "one device and one link a host"
 """
+_TRAFFIC = """
+import socket, sys, threading, time
+if sys.argv[1] == "take":
+    listener = socket.create_server(("", 5002))
+    def drain(taken):
+        while taken.recv(1 << 20):
+            pass
+    while True:
+        threading.Thread(target=drain, args=listener.accept()[:1], daemon=True).start()
+else:
+    rate, size = float(sys.argv[2]), 1 << 14
+    others = [socket.create_connection((address, 5002)) for address in sys.argv[3:]]
+    begun, sent = time.monotonic(), 0
+    while True:
+        for other in others:
+            other.sendall(bytes(size))
+            sent += size
+            ahead = sent / rate - (time.monotonic() - begun)
+            if ahead > 0:
+                time.sleep(ahead)
+            elif ahead < -1:  # the link gives less: no burst afterwards
+                begun = time.monotonic() - sent / rate
+"""
+"""Takes what comes; or sends to addresses in turn, so many bytes a second in all."""
 _FLOOD = """
 import socket, sys
 if sys.argv[1] == "take":
@@ -72,6 +99,9 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--mbit", type=float, nargs="*", default=[3000, 1000, 300, 100, 30], help="rates of a link")
     parser.add_argument("--latency-us", type=float, nargs="*", default=[0, 500, 2000, 10000], help="one way")
+    parser.add_argument(
+        "--congestion", type=float, nargs="*", default=[], help="percent of each link that other traffic takes"
+    )
     parser.add_argument("--rows", type=int, default=16, help="decodes of a DP rank")
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=24, help="of a point")
@@ -125,8 +155,12 @@ class Lab:
             for mbit in self.args.mbit:
                 network.limit(mbit)
                 self._point(network, group, mbit, 0)
+            middle = sorted(self.args.mbit)[len(self.args.mbit) // 2] if self.args.mbit else None
+            for percent in sorted(self.args.congestion) if middle else ():
+                network.limit(middle)
+                with traffic(network, middle, percent):
+                    self._point(network, group, middle, 0, percent)
             if len(self.args.mbit) > 1:
-                middle = sorted(self.args.mbit)[len(self.args.mbit) // 2]
                 network.limit(middle)
                 with self._flow(network):
                     self._point(network, group, middle, 0, congested=True)
@@ -139,7 +173,14 @@ class Lab:
             draw(self.points, self.args.picture, self.args.hosts)
 
     def _point(
-        self, network: Namespaces, group: "Workers", mbit: float | None, latency: float, congested=False
+        self,
+        network: Namespaces,
+        group: "Workers",
+        mbit: float | None,
+        latency: float,
+        percent: float = 0.0,
+        *,
+        congested: bool = False,
     ) -> None:
         name = "switch" if network.delayed else "bridge"
         found = group.measure(self.args.steps)
@@ -151,17 +192,21 @@ class Lab:
             "mbit": mbit,
             "latency_us": latency,
             "congested": congested,
+            "congestion": percent,
             "step_seconds": seconds,
             "low": steps[len(steps) // 10],
             "high": steps[-1 - len(steps) // 10],
             "bytes_per_step": found["bytes"],
-            "planner_seconds": None if congested else base + self._planned(mbit, latency),
+            "planner_seconds": None
+            if congested
+            else base + self._planned(mbit and mbit * (1 - percent / 100), latency),
         }
         self.points.append(point)
         planned = "" if congested else f"{point['planner_seconds'] * 1e3:.1f}"
         rate = "" if mbit is None else f"{mbit:g}"
+        flow = "yes" if congested else f"{percent:g} %" if percent else ""
         print(
-            f"{name:8} {rate:>8} {latency:>10g} {'yes' if congested else '':>5} {seconds * 1e3:>8.1f} {planned:>10} "
+            f"{name:8} {rate:>8} {latency:>10g} {flow:>5} {seconds * 1e3:>8.1f} {planned:>10} "
             f"{point['bytes_per_step']:>12,.0f}",
             flush=True,
         )
@@ -234,6 +279,26 @@ class Lab:
             for process in (sending, taking):
                 process.kill()
                 process.wait()
+
+
+@contextlib.contextmanager
+def traffic(network: Namespaces, mbit: float, percent: float):
+    """Somebody else's traffic between all hosts, that takes a share of each link."""
+    hosts = range(network.count)
+    processes = [subprocess.Popen([*network.inside(host), sys.executable, "-c", _TRAFFIC, "take"]) for host in hosts]
+    try:
+        time.sleep(1)
+        for host in hosts:
+            rate = str(mbit * 1e6 / 8 * percent / 100)
+            others = [network.address(other) for other in hosts if other != host]
+            sender = [*network.inside(host), sys.executable, "-c", _TRAFFIC, "send", rate, *others]
+            processes.append(subprocess.Popen(sender))
+        time.sleep(2)
+        yield
+    finally:
+        for process in reversed(processes):
+            process.kill()
+            process.wait()
 
 
 class Workers:
@@ -324,7 +389,8 @@ def draw(points: list[dict], file: Path, hosts: int) -> None:
         own = [
             p
             for p in points
-            if not p["congested"] and (p["mbit"] is not None if name == "mbit" else p in _late(points))
+            if not (p["congested"] or p["congestion"])
+            and (p["mbit"] is not None if name == "mbit" else p in _late(points))
         ]
         for key, label, style in (("step_seconds", "measured", "o-"), ("planner_seconds", "planner", "s--")):
             axes.plot([p[name] for p in own], [1e3 * p[key] for p in own], style, label=label)

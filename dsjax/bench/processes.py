@@ -55,7 +55,7 @@ class Processes:
     def __init__(self, group: HostGroup | None = None):
         self._group = group
         self.leads = group is None or group.is_leader
-        self.agree: Agree = alone if group is None else group.ask
+        self.agree: Agree = alone if group is None else group.agreement.ask
 
     @property
     def members(self) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ class Processes:
         if self._group is None:
             write()
         else:
-            self._group.run("report", write if self.leads else lambda: None)
+            self._group.agreement.run("report", write if self.leads else lambda: None)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from dsjax.kernels.pallas import attention, products
 from dsjax.kernels.pallas.attention import AttentionTiles
 from dsjax.kernels.pallas.cost import power
 from dsjax.kernels.pallas.products import BLOCK, SLACK, Groups, ProductTiles
+from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.pallas.tile_table import ATTENTION, Product, TileTable, Tuned
 from dsjax.model.forms import Layout, cache_arrays
 from dsjax.model.parameters import ParameterInfo
@@ -80,6 +82,8 @@ def find_products(
     products_of_layers: dict[Product, None] = {}
     for path, info in infos.items():
         layer, name = path.startswith(("dense_layers.", "moe_layers.")), path.split(".")[-2]
+        if info.packed > 1:  # its kernels have no table
+            continue
         if not (layer and path.endswith(".weight") and name in ("q", "q_a", "q_b", "kv_a", "o", "gate_up", "down")):
             continue
         split = rules.spec(info.logical_axes)
@@ -150,7 +154,7 @@ def tune(table: TileTable, todo: Iterable[Product], path: Path, timer: Timer) ->
             timed = timer(product, tiles)
             if timed is not None and timed < min(seconds, NEAR * default_seconds):
                 best, seconds = tiles, timed
-        sizes = tuple(sorted((name, size) for name, size in vars(best).items() if name != "spread"))
+        sizes = tuple(sorted((name, size) for name, size in vars(best).items() if name not in ("spread", "pieces")))
         table = table.with_entry(Tuned(product, sizes, seconds, default_seconds))
         table.write(path)
     return table
@@ -162,6 +166,12 @@ def device_timer(
     """Times kernels on the first device, with random values. dtype: of computation; experts: physical ones of a device."""
     kept: dict[Product, tuple] = {}
 
+    cores = Cores.of(jax.local_devices()[0])
+
+    def sizes(product: Product, tiles: Tiles) -> dict[str, Any]:
+        """The default sizes are those that the device has room for, which the kernel chooses itself."""
+        return {"tiles": None if tiles == default_tiles(product) else tiles, "cores": cores}
+
     def attend(product: Product, tiles: AttentionTiles) -> float | None:
         inputs, start, length = kept[product]
 
@@ -169,7 +179,7 @@ def device_timer(
             q_latent, q_rope, cache, tables = inputs
             out = attention.latent_attention(
                 q_latent, q_rope, cache, setting.cache_dtype, layer, start, length, tables,
-                scale=setting.config.softmax_scale, interpret=interpret, tiles=tiles,
+                scale=setting.config.softmax_scale, interpret=interpret, **sizes(product, tiles),
             )  # fmt: skip
             return total + out.reshape(-1)[0].astype(jnp.float32)
 
@@ -192,7 +202,10 @@ def device_timer(
         if product.kernel == ATTENTION:
             return attend(product, tiles)
         weight, scale, x, groups = kept[product]
-        kind, options = product.kernel.removesuffix("_fp8"), {"dtype": dtype, "interpret": interpret, "tiles": tiles}
+        kind, options = (
+            product.kernel.removesuffix("_fp8"),
+            {"dtype": dtype, "interpret": interpret, **sizes(product, tiles)},
+        )
 
         def apply(inputs, layer, total):
             weight, scale, x = inputs

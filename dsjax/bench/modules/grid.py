@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from dsjax.bench.modules.attention import attention_cases
@@ -12,6 +13,7 @@ from dsjax.bench.modules.options import ModuleGrid
 from dsjax.bench.modules.routed import default_experts, exchange_cases, expert_cases
 from dsjax.bench.modules.run import ModuleCase
 from dsjax.bench.modules.setting import Setting, free_memory
+from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.model.forms import reads
 from dsjax.model.parameter_counts import expert_parameters
 from sharding import MeshSpec
@@ -50,7 +52,7 @@ def rank_experts(setting: Setting, asked: int | None) -> int:
     config = setting.config
     if not config.is_moe:
         return 0
-    size = expert_parameters(config) * {"f32": 4, "fp8": 1}.get(setting.weights, 2)
+    size = math.ceil(expert_parameters(config) * WEIGHT_FORMATS[setting.weights].expert_bytes)
     memory = free_memory(setting.step.mesh.devices.flat[0])
     return min(config.n_routed_experts, asked or default_experts(config, memory, size))
 
@@ -65,7 +67,7 @@ def _attention(setting: Setting, grid: ModuleGrid, rows: list[int], tokens: list
     verify = [(count, 1 + grid.drafts, context) for count in rows for context in contexts] if grid.drafts else []
     prefill = [(1, chunk, context) for chunk in chunks for context in sorted({0, *contexts})]
     for form in grid.form_names:
-        if grid.forms is None and not reads(form, setting.step.cache_dtype):
+        if grid.forms is None and not reads(form, setting.step.cache_dtype, setting.config):
             continue
         # The step's own forms are timed for their own phase; the others for both.
         quick = grid.quick and {setting.step.decode_form: "decode", setting.step.prefill_form: "prefill"}.get(form)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.options import Checked, OptionError, option
 
 MODULES = (
@@ -30,7 +31,9 @@ class ModelOptions(Checked):
     model: str = option("deepseek-v3", "bundled name, or a directory with config.json; weights are not read")
     dtype: str = option("auto", "of computation; auto: as dsjax serve", choices=("auto", "float32", "bfloat16"))
     weights: str = option(
-        "auto", "how matrices are kept; auto: as dsjax serve", choices=("auto", "f32", "bf16", "mixed", "fp8")
+        "auto",
+        "how matrices are kept; auto: as dsjax serve",
+        choices=("auto", *WEIGHT_FORMATS),
     )
     activation_scheme: str = option("auto", "as of dsjax serve, with FP8 weights", choices=("auto", "dynamic", "none"))
     kv_cache_dtype: str = option(

@@ -18,6 +18,7 @@ from dsjax.bench.modules.options import ModelOptions
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig, load_config
+from dsjax.config.weights import SERVED
 from dsjax.engine.device.process import available_bytes, enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
@@ -155,6 +156,10 @@ def random_parameter(info: ParameterInfo, seed: int) -> jax.Array:
     else:
         count = min(_BLOCK, math.prod(info.shape))
         block = np.random.default_rng(seed).standard_normal(count, np.float32) * np.float32(scale)
+    if info.init == "packed":
+        block = np.random.default_rng(seed).integers(0, 256, min(_BLOCK, math.prod(info.shape)), np.uint8)
+    elif info.init == "scale" and info.dtype.itemsize == 1:  # of a packed format: 1 in e4m3, 2^-7 in e8m0
+        block = np.full(1, 1.0 if info.dtype != np.uint8 else 120)
     stored = np.resize(block.astype(info.dtype), info.shape)
     return jax.device_put(stored.view(info.storage_dtype))
 
@@ -192,7 +197,7 @@ def make_setting(options: ModelOptions) -> Setting:
     args = EngineArgs(
         model=options.model,
         dtype=options.dtype,
-        weights="fp8" if options.weights == "fp8" else "auto",
+        weights=options.weights if options.weights in SERVED else "auto",
         activation_scheme=options.activation_scheme,
         kv_cache_dtype=options.kv_cache_dtype,
         kernels=options.kernels,

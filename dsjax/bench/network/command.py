@@ -45,13 +45,13 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     import jax.numpy as jnp
 
     from dsjax.bench.modules.ceilings import Device
-    from dsjax.bench.network.programs import device_groups
+    from dsjax.bench.network.programs import device_groups, device_pairs
     from dsjax.bench.network.report import show, to_json
     from dsjax.bench.network.run import cases, check_cluster, run_cases
 
     mesh = spec.build()
     processes.check_shares(spec, mesh)
-    groups = device_groups(spec, mesh)
+    groups = [*device_groups(spec, mesh), *device_pairs(mesh)]
     if cluster:
         check_cluster(cluster, mesh.devices)
     first = mesh.devices.flat[0]

@@ -4,8 +4,9 @@ import re
 from dataclasses import dataclass
 
 from dsjax.options import Checked, OptionError, option
-from dsjax.plan.measured_network import COLLECTIVES
+from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE
 
+_ALL = (*COLLECTIVES, SEND_RECEIVE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -17,7 +18,8 @@ class CollectiveGrid(Checked):
     sizes: str = option(
         "1K,16K,256K,4M,64M", "bytes that leave a device in one collective; K, M and G are powers of 1,024"
     )
-    only: str | None = option(None, f"collectives, separated by commas: {', '.join(COLLECTIVES)}")
+    pair_sizes: str = option("64,4K,64K,1M,16M,256M,1G", "bytes of a message from one device to another (send_receive)")
+    only: str | None = option(None, f"collectives, separated by commas: {', '.join(_ALL)}")
     dtype: str = option(
         "auto", "of the values; auto: float32 on a CPU, else bfloat16", choices=("auto", "float32", "bfloat16")
     )
@@ -28,23 +30,32 @@ class CollectiveGrid(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        unknown = [name for name in self.collectives if name not in COLLECTIVES]
+        unknown = [name for name in self.collectives if name not in _ALL]
         if unknown:
-            raise OptionError(f"--only names {', '.join(unknown)}; expected some of {', '.join(COLLECTIVES)}")
-        self.byte_counts  # noqa: B018 (checks it)
+            raise OptionError(f"--only names {', '.join(unknown)}; expected some of {', '.join(_ALL)}")
+        _ = self.byte_counts, self.pair_byte_counts  # each raises for what cannot be
 
     @property
     def collectives(self) -> tuple[str, ...]:
         """Names after `--only`, or all."""
-        return tuple(name.strip() for name in self.only.split(",")) if self.only else COLLECTIVES
+        return tuple(name.strip() for name in self.only.split(",")) if self.only else _ALL
 
     @property
     def byte_counts(self) -> list[int]:
         """`--sizes` in bytes, ascending."""
-        matches = [re.fullmatch(r"(\d+)([KMG]?)", part.strip()) for part in self.sizes.split(",")]
-        if not all(matches) or any(int(match[1]) < 1 for match in matches):
-            raise OptionError(f"--sizes is {self.sizes!r}, expected sizes such as 1K,256K,64M, separated by commas")
-        return sorted({int(match[1]) * _UNITS[match[2]] for match in matches})
+        return _bytes("--sizes", self.sizes)
+
+    @property
+    def pair_byte_counts(self) -> list[int]:
+        """`--pair-sizes` in bytes, ascending."""
+        return _bytes("--pair-sizes", self.pair_sizes)
+
+
+def _bytes(flag: str, text: str) -> list[int]:
+    matches = [re.fullmatch(r"(\d+)([KMG]?)", part.strip()) for part in text.split(",")]
+    if not all(matches) or any(int(match[1]) < 1 for match in matches):
+        raise OptionError(f"{flag} is {text!r}, expected sizes such as 1K,256K,64M, separated by commas")
+    return sorted({int(match[1]) * _UNITS[match[2]] for match in matches})
 
 
 @dataclass(frozen=True)

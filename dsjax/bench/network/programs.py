@@ -29,7 +29,8 @@ class DeviceGroup:
     """Groups of as many devices each, that run the same collective at the same time, as they do in a step.
 
     uses: what such groups are to the mesh: `host` (all devices of a process), `hosts` (one device of each process), `experts` (the ranks
-    that tokens travel between), `tp`. devices: [groups, ranks]. hosts: processes that a group spans.
+    that tokens travel between), `tp`; or `pair` (two devices of a process, or one of each of two). devices: [groups, ranks]. hosts:
+    processes that a group spans.
     """
 
     uses: tuple[str, ...]
@@ -54,6 +55,11 @@ class DeviceGroup:
     def mesh(self) -> Mesh:
         """Make a mesh of the groups, with the axes `group` and `rank`."""
         return Mesh(self.devices, ("group", "rank"))
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether a device of this process is in one of the groups."""
+        return any(device.process_index == jax.process_index() for device in self.devices.flat)
 
     def near(self, domain: int, devices_per_host: int) -> int:
         """Ranks of a group that one rank reaches without the network, itself among them, where the fast link joins `domain` devices."""
@@ -90,6 +96,20 @@ def device_groups(spec: MeshSpec, mesh: Mesh) -> list[DeviceGroup]:
         hosts = len({device.process_index for device in devices[0]})
         groups[key] = DeviceGroup((*known.uses, use) if known else (use,), devices, hosts)
     return list(groups.values())
+
+
+def device_pairs(mesh: Mesh) -> list[DeviceGroup]:
+    """Pairs for messages from one device to another: two devices of each host; the first device of each two hosts.
+
+    The last of an odd number of hosts is in no pair of hosts.
+    """
+    processes: dict[int, list[jax.Device]] = {}
+    for device in mesh.devices.flat:
+        processes.setdefault(device.process_index, []).append(device)
+    hosts = list(processes.values())
+    inside = [devices[:2] for devices in hosts if len(devices) > 1]
+    between = [[one[0], other[0]] for one, other in zip(hosts[::2], hosts[1::2], strict=False)]
+    return [DeviceGroup(("pair",), _array(rows), spans) for rows, spans in ((inside, 1), (between, 2)) if rows]
 
 
 def _along(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
@@ -135,7 +155,13 @@ def all_reduce(x, ranks: int):
     return lax.psum(x, _RANK)
 
 
-_COLLECTIVES = (all_gather, reduce_scatter, all_to_all, ragged_all_to_all, all_reduce)
+def send_receive(x, ranks: int):
+    """Rank 0's values to rank 1, and back again: two messages, one after the other, so that half of the time is one way's."""
+    there = lax.optimization_barrier(lax.ppermute(x, _RANK, [(0, 1)]))
+    return lax.ppermute(there, _RANK, [(1, 0)])
+
+
+_COLLECTIVES = (all_gather, reduce_scatter, all_to_all, ragged_all_to_all, all_reduce, send_receive)
 _APPLY: dict[str, Callable] = {collective.__name__: collective for collective in _COLLECTIVES}
 
 
@@ -143,6 +169,7 @@ class CollectiveProgram:
     """`collective` over each of a group's rows of devices, with operands of about `sent` bytes that leave a device.
 
     Attributes:
+        hops: times that the bytes travel, one after another, in one application: 2 for a message there and back.
         operand_bytes: of one device. sent_bytes: that leave a device: what a ring or a direct exchange of this operand sends.
     """
 
@@ -152,7 +179,8 @@ class CollectiveProgram:
         ranks, size = group.ranks, self._dtype.itemsize
         blocks = {"all_gather": ranks - 1, "all_reduce": 2 * (ranks - 1)}.get(collective, ranks - 1)
         block = max(1, round(sent / blocks / size))
-        self._length = block if collective == "all_gather" else block * ranks
+        self.hops = 2 if collective == "send_receive" else 1
+        self._length = block if collective in ("all_gather", "send_receive") else block * ranks
         self.operand_bytes, self.sent_bytes = self._length * size, block * blocks * size
         self._place = NamedSharding(group.mesh(), _ALL)
         self._global = (group.devices.size * self._length,)
@@ -192,6 +220,8 @@ class CollectiveProgram:
             elif self._collective in ("all_to_all", "ragged_all_to_all"):
                 block_places = me * block + jnp.arange(block)
                 right = jnp.concatenate([value(jnp.int32(rank), block_places) for rank in range(ranks)])
+            elif self._collective == "send_receive":
+                right = jnp.where(me == 0, value(0 * me, here), jnp.zeros_like(result))
             else:
                 block_places = here if self._collective == "all_reduce" else me * block + jnp.arange(block)
                 right = functools.reduce(jnp.add, [value(jnp.int32(rank), block_places) for rank in range(ranks)])

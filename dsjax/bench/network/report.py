@@ -26,7 +26,8 @@ def show(console: Console, results: NetworkResults, cluster: Cluster | None) -> 
     for collective, group, reason in reasons:
         console.print(f"left out: {collective} over {group}: {reason}", highlight=False)
     console.print(
-        "ms: one collective, median of the repeats, the slowest process of each; bytes: that leave a device; GB/s: bytes ÷ time, "
+        "ms: one collective, or one way of a message (send_receive), median of the repeats, the slowest process of each; "
+        "bytes: that leave a device; GB/s: bytes ÷ time, "
         "which nccl-tests calls bus bandwidth.",
         style="dim",
         highlight=False,

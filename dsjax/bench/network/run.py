@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import Counter
@@ -20,6 +21,7 @@ from dsjax.bench.processes import Agree
 from dsjax.errors import UserError
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import exact
+from dsjax.plan.measured_network import SEND_RECEIVE
 from dsjax.plan.network import all_reduce, xla_collective
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
 
@@ -39,7 +41,7 @@ class Expectation:
 
 @dataclass(frozen=True, eq=False)
 class CollectiveCase:
-    """A collective over a group that is to be timed at one size."""
+    """A collective over a group, or a message between two devices, that is to be timed at one size."""
 
     group: DeviceGroup
     collective: str
@@ -53,7 +55,7 @@ class CollectiveCase:
 
 @dataclass(frozen=True, eq=False)
 class CollectiveRow:
-    """A case that was timed. samples: seconds of one application, of the slowest process each time."""
+    """A case that was timed. samples: seconds of one application, or one way of a message, of the slowest process each time."""
 
     case: CollectiveCase
     operand_bytes: int
@@ -125,11 +127,13 @@ class NetworkResults:
 
 
 def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[CollectiveCase]:
-    """Each collective of each group, small messages first."""
+    """Each collective of each group, and of pairs a message from one device to the other; small messages first."""
     for group in groups:
+        pair = "pair" in group.uses
         for collective in options.collectives:
-            for size in options.byte_counts:
-                yield CollectiveCase(group, collective, size)
+            if pair == (collective == SEND_RECEIVE):
+                for size in options.pair_byte_counts if pair else options.byte_counts:
+                    yield CollectiveCase(group, collective, size)
 
 
 def run_cases(
@@ -137,21 +141,23 @@ def run_cases(
 ) -> NetworkResults:
     """Time each case in turn. Ctrl-C in a process that is alone ends the run; what was done is returned."""
     results = NetworkResults()
-    last: dict[tuple, CollectiveRow] = {}
+    before: dict[tuple, list[CollectiveRow]] = {}
     try:
         for case in todo:
             program = CollectiveProgram(case.group, case.collective, case.size, dtype)
             key = (case.group, case.collective)
-            reason = why_not(case, program, last.get(key), options.row_limit, agree)
+            reason = why_not(case, program, before.get(key, []), options.row_limit, agree)
             if reason:
                 results.skipped.append((case, reason))
                 continue
-            correct = all(agree("correct", program.arrives_right()))
-            samples = sample(program.loop(), options.repeats, agree)
+            part = case.group.takes_part
+            correct = all(agree("correct", program.arrives_right() if part else True))
+            samples = sample(program.loop() if part else lambda count: None, options.repeats, agree)
+            samples = tuple(seconds / program.hops for seconds in samples)
             expectation = expect(cluster, case, program.sent_bytes) if cluster else None
             row = CollectiveRow(case, program.operand_bytes, program.sent_bytes, correct, samples, expectation)
             results.rows.append(row)
-            last[key] = row
+            before.setdefault(key, []).append(row)
     except KeyboardInterrupt:
         results.interrupted = True
     return results
@@ -176,19 +182,26 @@ def sample(run: Callable[[int], None], repeats: int, agree: Agree) -> tuple[floa
 
 
 def why_not(
-    case: CollectiveCase, program: CollectiveProgram, before: CollectiveRow | None, limit: float, agree: Agree
+    case: CollectiveCase, program: CollectiveProgram, before: list[CollectiveRow], limit: float, agree: Agree
 ) -> str | None:
-    """A line that says why a case cannot be timed here, the same in all processes; None if it can."""
+    """A line that says why a case cannot be timed here, the same in all processes; None if it can. before: rows of smaller sizes."""
     device = jax.local_devices()[0]
     if case.collective == "ragged_all_to_all" and device.platform not in NATIVE_PLATFORMS:
         return "XLA has it on GPUs and TPUs only; elsewhere serving emulates it by all_to_all"
-    sharing = len(jax.local_devices()) if device.platform == "cpu" else 1
+    here = sum(one.process_index == device.process_index for one in case.group.devices.flat)
+    sharing = max(1, here) if device.platform == "cpu" else 1
     free = min(agree("free", free_memory(device)))
     if program.memory * sharing > _MEMORY_SHARE * free:
         return f"needs {program.memory * sharing / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-    if before is not None and before.median * program.sent_bytes / before.sent_bytes > limit:
+    if before and _seconds_by(before, program.sent_bytes) > limit:
         return f"would take more than --row-limit {limit:g} s, by the size before it"
     return None
+
+
+def _seconds_by(before: list[CollectiveRow], sent: int) -> float:
+    """What a size takes by the last one before it. A message's smallest row is its latency, which does not grow with the bytes."""
+    fixed = before[0].median if before[0].case.collective == SEND_RECEIVE else 0.0
+    return fixed + (before[-1].median - fixed) * sent / before[-1].sent_bytes
 
 
 def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
@@ -203,6 +216,8 @@ def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
         if case.collective == "all_reduce":
             figure = all_reduce(cluster, group.ranks, sent * group.ranks / (2 * (group.ranks - 1)), near)
         else:
+            if case.collective == SEND_RECEIVE:  # alone, so that it has a whole card
+                cluster = dataclasses.replace(cluster, nics_per_host=cluster.devices_per_host)
             figure = xla_collective(cluster, group.ranks, exact(sent / (group.ranks - 1)), near=near)
         seconds, source = figure.value, f"{cluster.name}: its links, as dsjax plan reckons with them"
     return Expectation(seconds, seconds * limits.warning, seconds * limits.failing, source)

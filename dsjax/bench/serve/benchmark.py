@@ -3,20 +3,18 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import aiohttp
-
-from dsjax.bench.serve.client import Client, Target, open_session
+from dsjax.bench.serve.client import open_session
 from dsjax.bench.serve.datasets import Dataset
 from dsjax.bench.serve.load import arrival_times, run_load
 from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
-from dsjax.bench.serve.prompts import PromptSource
+from dsjax.bench.serve.ready_server import WARM_UP_DRAW, ReadyServer
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.bench.serve.report import LoadPoint, PointProgress
 from dsjax.bench.serve.result_files import PointResult
-from dsjax.bench.serve.server_facts import ServerError, ServerFacts, ask_server, read_counters, server_url
-from dsjax.bench.serve.statistics import DraftFigures, summarise
+from dsjax.bench.serve.server_facts import ServerFacts, read_counters
+from dsjax.bench.serve.statistics import DraftFigures, GoodputVerdict, summarise
 from dsjax.options import OptionError
 
 _TOLERANCE = 0.05
@@ -24,8 +22,6 @@ _TOLERANCE = 0.05
 
 _MOST = {"concurrency": 65_536, "rate": 100_000.0}
 _LEAST_RATE = 1 / 1024
-
-_WARM_UP_DRAW = 0
 
 
 @dataclass
@@ -105,23 +101,16 @@ class Benchmark:
             UserError: no server, a refused test request, or a workload that cannot be.
         """
         server, load = self.server, self.load
-        url = server_url(server.base_url)
         own_times = self.workload.dataset_name == "trace"
         if own_times and (load.request_rate or load.sweep_rate or load.search == "rate"):
             raise OptionError("a trace has arrival times of its own; instead of a request rate give --trace-speed")
         if load.search and not self.report.objectives:
             raise OptionError("--search wants objectives; give --goodput, for example --goodput ttft:500 tps:20")
         async with open_session(server.api_key) as session:
-            facts = await ask_server(session, url, server.model, server.ready_check_timeout_sec)
-            source = PromptSource.find(server.tokenizer, server.vocab_size, facts)
-            fields = server.extra_fields()
-            target = Target(
-                url, server.endpoint, facts.model, server.ignore_eos, server.temperature, fields, server.request_timeout
-            )
-            client = Client(session, target, source.token_counter)
-            dataset = await self._first_that_is_taken(client, source, facts.max_model_len)
+            ready = await ReadyServer.connect(session, server)
+            facts, dataset = ready.facts, await ready.dataset(self.workload)
             on_ready(facts)
-            points = _Points(self, client, dataset, facts.max_model_len, stop, session, url)
+            points = _Points(self, ready, dataset, stop)
             await points.warm_up()
             if load.search:
                 await points.search(on_point)
@@ -132,47 +121,30 @@ class Benchmark:
                 on_point(await points.measure(number, rate, concurrency))
         return facts
 
-    async def _first_that_is_taken(self, client: Client, source: PromptSource, max_model_len: int | None) -> Dataset:
-        """The dataset with prompts in the first form that a test request of two tokens is answered in."""
-        refused = ""
-        for prompts in source.forms(self.server.prompt_form, self.server.endpoint):
-            dataset = Dataset(self.workload, prompts, source)
-            requests, _ = dataset.draw(_WARM_UP_DRAW, max_model_len)
-            record = await client.send(replace(requests[0], output_tokens=min(2, requests[0].output_tokens)))
-            if record.succeeded:
-                return dataset
-            refused = record.error or ""
-            if not refused.startswith(("HTTP 400", "HTTP 422")):
-                break
-        raise ServerError(f"the server refuses a test request: {refused}")
-
 
 @dataclass(frozen=True)
 class _Points:
     """The points of a run, over one session with a server that takes the dataset's prompts."""
 
     run: Benchmark
-    client: Client
+    server: ReadyServer
     dataset: Dataset
-    max_model_len: int | None
     stop: asyncio.Event
-    session: aiohttp.ClientSession
-    url: str
 
     async def warm_up(self) -> None:
         """Send the requests that are not counted."""
         count = self.run.load.num_warmups
         if not count:
             return
-        requests, _ = self.dataset.draw(_WARM_UP_DRAW, self.max_model_len, count)
+        requests, _ = self.dataset.draw(WARM_UP_DRAW, self.server.facts.max_model_len, count)
         concurrency = max((n for _, n in self.run.load.points() if n), default=None)
         arrivals = [0.0] * len(requests)
         with self.run.progress("warm-up", len(requests)) as bar:
-            await run_load(self.client, requests, arrivals, concurrency, stop=self.stop, on_done=bar.advance)
+            await run_load(self.server.client, requests, arrivals, concurrency, stop=self.stop, on_done=bar.advance)
 
     async def search(self, on_point: Callable[[PointResult], None]) -> None:
         """Measure the points that lead to the largest load that meets the objectives, and say which that is."""
-        load, wanted, say = self.run.load, self.run.load.search_share, self.run.say
+        load, wanted, say = self.run.load, self.run.load.goodput_share, self.run.say
         search, number = Search(load.search), 0
         while (tried := search.next()) is not None:
             number += 1
@@ -190,24 +162,34 @@ class _Points:
     async def measure(self, number: int, rate: float, concurrency: int | None) -> PointResult:
         """Measure one point."""
         load, report, say = self.run.load, self.run.report, self.run.say
-        requests, left_out = self.dataset.draw(number, self.max_model_len)
+        requests, left_out = self.dataset.draw(number, self.server.facts.max_model_len)
         if left_out:
-            say(f"{left_out} requests are longer than the server's {self.max_model_len:,} tokens and left out")
+            say(
+                f"{left_out} requests are longer than the server's {self.server.facts.max_model_len:,} tokens and left out"
+            )
         arrivals = self._arrivals(requests, rate)
         title = f"point {number}" if load.search else f"point {number} of {len(load.points())}"
         duration = load.duration
-        before = await read_counters(self.session, self.url)
+        before = await read_counters(self.server.session, self.server.url)
         with self.run.progress(title, len(requests)) as bar:
             result = await run_load(
-                self.client, requests, arrivals, concurrency, duration=duration, stop=self.stop, on_done=bar.advance
+                self.server.client,
+                requests,
+                arrivals,
+                concurrency,
+                duration=duration,
+                stop=self.stop,
+                on_done=bar.advance,
             )
-        drafts = DraftFigures.between(before, await read_counters(self.session, self.url))
+        drafts = DraftFigures.between(before, await read_counters(self.server.session, self.server.url))
         if duration is not None and len(result.records) == len(requests) and arrivals[-1] < duration > result.duration:
             say(f"all {len(requests)} requests were answered before --duration {duration:g} s; raise --num-prompts")
         statistics = summarise(result, report.percentiles, report.objectives)
         sent = len(result.records) if duration is not None else len(requests)
         bound = self.dataset.cached_share_bound(len(requests))
-        return PointResult(LoadPoint(sent, rate, load.burstiness, concurrency, bound), result, statistics, drafts)
+        verdict = GoodputVerdict.of(result.records, report.objectives, load.goodput_share)
+        point = LoadPoint(sent, rate, load.burstiness, concurrency, bound)
+        return PointResult(point, result, statistics, drafts, verdict)
 
     def _arrivals(self, requests: list[BenchRequest], rate: float) -> list[float]:
         """When each request is due: at the dataset's own times, or at the rate's."""

@@ -92,6 +92,7 @@ class Client:
         arrival: float = 0.0,
         zero: float = 0.0,
         headers: Mapping[str, str] | None = None,
+        on_start: Callable[[RequestRecord], None] = lambda record: None,
     ) -> RequestRecord:
         """Send a request and read its answer to the end; an error is in the record, not raised.
 
@@ -100,9 +101,11 @@ class Client:
             arrival: when it was due, for the record.
             zero: the clock's reading at the run's start; the record's times count from it.
             headers: of this request alone.
+            on_start: called with the record when the sending begins; it grows while the answer comes.
         """
         payload = json.dumps(self._target.body(request)).encode()
         record = RequestRecord(arrival=arrival, start=self._clock() - zero, prompt_tokens=request.prompt_tokens)
+        on_start(record)
         try:
             await self._exchange(payload, record, zero, headers or {})
         except aiohttp.ConnectionTimeoutError:

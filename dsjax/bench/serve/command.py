@@ -18,6 +18,9 @@ from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
 from dsjax.options import OptionError
 
+_MISSED = 3
+"""The exit code where no point meets the objectives."""
+
 if TYPE_CHECKING:
     from dsjax.bench.serve.benchmark import Benchmark
     from dsjax.bench.serve.result_files import PointResult
@@ -34,7 +37,8 @@ def serve(
 ) -> None:
     """Put load on an OpenAI-compatible server, and print what `vllm bench serve` prints.
 
-    Ctrl-C prints what is done so far; a second one ends at once.
+    Ends with 3 where --goodput is missed; of a sweep or a search, where every point misses it. Ctrl-C prints what is done
+    so far; a second one ends at once.
     """
     report = _with_more_goodput(report, more_goodput or [])
     # Asked before a benchmark of hours rather than after it.
@@ -53,6 +57,8 @@ def serve(
         raise typer.Exit(INTERRUPTED)
     if not any(one.statistics.completed for one in points):
         raise typer.Exit(1)
+    if report.objectives and not any(one.goodput and one.goodput.verdict == "met" for one in points):
+        raise typer.Exit(_MISSED)
 
 
 def _with_more_goodput(report: ReportOptions, words: list[str]) -> ReportOptions:
@@ -73,7 +79,11 @@ async def _measure(benchmark: "Benchmark") -> tuple[list["PointResult"], "Server
 
     def on_point(one: "PointResult") -> None:
         points.append(one)
-        print(render(one.point, one.statistics, report.latencies, devices[0], one.drafts), file=out, flush=True)
+        print(
+            render(one.point, one.statistics, report.latencies, devices[0], one.drafts, one.goodput),
+            file=out,
+            flush=True,
+        )
 
     stop = asyncio.Event()
 

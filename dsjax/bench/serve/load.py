@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,10 @@ class Sender(Protocol):
     async def send(self, request: BenchRequest, *, arrival: float, zero: float) -> RequestRecord:
         """Send one request and read its answer."""
         ...
+
+
+_PAUSE_AFTER_ERROR = 0.5
+"""Seconds for which a session waits after an error: a server that refuses connections would else be asked thousands of times a second."""
 
 
 @dataclass(frozen=True)
@@ -123,3 +127,46 @@ async def run_load(
             task.cancel()
         await asyncio.gather(work, stopped, return_exceptions=True)
     return LoadResult([done[index] for index in sorted(done)], clock() - zero, interrupted)
+
+
+async def run_sessions(
+    sender: Sender,
+    requests: Iterator[BenchRequest],
+    sessions: int,
+    *,
+    until: asyncio.Event,
+    zero: float,
+    on_start: Callable[[RequestRecord], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LoadResult:
+    """Have so many sessions send one request after another, until no more are to be sent; what is under way then is waited for.
+
+    After an error a session waits for half a second.
+
+    Args:
+        sender: sends and reads.
+        requests: what to send; where it ends, so do the sessions.
+        sessions: requests that are under way at once.
+        until: nothing more is sent when it is set.
+        zero: the clock's reading from which the records' times count.
+        on_start: called with the record of each request when its sending begins; the record grows while the answer comes.
+        clock: the one that `sender` reads.
+    """
+    records: list[RequestRecord] = []
+    how = {} if on_start is None else {"on_start": on_start}
+
+    async def session() -> None:
+        while not until.is_set():
+            request = next(requests, None)
+            if request is None:
+                return
+            record = await sender.send(request, arrival=clock() - zero, zero=zero, **how)
+            records.append(record)
+            if record.error is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(until.wait(), _PAUSE_AFTER_ERROR)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(sessions):
+            group.create_task(session())
+    return LoadResult(sorted(records, key=lambda record: record.start), clock() - zero, False)

@@ -107,7 +107,9 @@ class LoadOptions(Checked):
         "find the largest that meets --goodput; --num-prompts and --duration are of each point",
         choices=("concurrency", "rate"),
     )
-    search_share: float = option(0.95, "share of a point's requests that must meet every objective", above=0)
+    goodput_share: float = option(
+        0.95, "share of a point's requests that must meet every objective of --goodput", above=0, alias="--search-share"
+    )
     num_warmups: int = option(0, "requests sent before, and not counted", least=0)
 
     def __post_init__(self):
@@ -123,8 +125,8 @@ class LoadOptions(Checked):
         ):  # fmt: skip
             if one and other:
                 raise OptionError(f"{names} are both given; {advice}")
-        if self.search_share > 1:
-            raise OptionError(f"--search-share is {self.search_share:g}, expected at most 1")
+        if self.goodput_share > 1:
+            raise OptionError(f"--goodput-share is {self.goodput_share:g}, expected at most 1")
         self.points()
 
     @property

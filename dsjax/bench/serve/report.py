@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsjax.bench.serve.records import RequestRecord
-from dsjax.bench.serve.statistics import DraftFigures, Statistics
+from dsjax.bench.serve.statistics import DraftFigures, GoodputVerdict, Statistics
 from dsjax.progress import counting
 
 _WIDTH = 50
@@ -57,6 +57,7 @@ def report(
     latencies: Sequence[str],
     devices: int | None,
     drafts: DraftFigures | None = None,
+    goodput: GoodputVerdict | None = None,
 ) -> str:
     """The block of one point, without a newline at its end.
 
@@ -66,6 +67,7 @@ def report(
         latencies: which of `LATENCIES` to print.
         devices: of the server; None where nobody knows.
         drafts: what came of the server's speculative decoding; None where there is none.
+        goodput: whether enough requests met every objective; None without objectives.
     """
     s = statistics
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
@@ -103,6 +105,7 @@ def report(
     for name in latencies:
         lines += _latency_lines(name, s)
     lines += [] if drafts is None else _draft_lines(drafts)
+    lines += [] if goodput is None else _goodput_lines(goodput)
     lines.append("=" * _WIDTH)
     return "\n".join(lines + _notes(s))
 
@@ -128,6 +131,13 @@ def _draft_lines(drafts: DraftFigures) -> list[str]:
     return lines + [
         _line(f"  Position {i}:", share * 100) for i, share in enumerate(drafts.per_position_acceptance_rates)
     ]
+
+
+def _goodput_lines(goodput: GoodputVerdict) -> list[str]:
+    lines = ["Objectives".center(_WIDTH, "-")]
+    lines += [_line(f"{objective} (% of requests):", share * 100) for objective, share in goodput.by_objective.items()]
+    lines.append(_line("All of them (% of requests):", goodput.share * 100))
+    return [*lines, f"{f'Wanted: {goodput.wanted:.4g} of the requests':<40} {goodput.verdict}"]
 
 
 def _line(label: str, value: float | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.report import LATENCIES, LoadPoint
-from dsjax.bench.serve.statistics import DraftFigures, Statistics
+from dsjax.bench.serve.statistics import DraftFigures, GoodputVerdict, Statistics
 from dsjax.errors import UserError
 
 _FIGURES = (
@@ -42,6 +42,7 @@ class PointResult:
     result: LoadResult
     statistics: Statistics
     drafts: DraftFigures | None = None
+    goodput: GoodputVerdict | None = None
 
 
 def result_json(head: dict[str, Any], one: PointResult, devices: int | None, detailed: bool) -> dict[str, Any]:
@@ -61,6 +62,9 @@ def result_json(head: dict[str, Any], one: PointResult, devices: int | None, det
         "output_throughput_per_device": s.output_throughput / devices if devices else None,
         "output_throughput_per_user": s.tokens_per_second_per_user,
         "error_counts": dict(s.errors),
+        "goodput_verdict": one.goodput and one.goodput.verdict,
+        "goodput_share_wanted": one.goodput and one.goodput.wanted,
+        "objective_shares": one.goodput and one.goodput.by_objective,
     }
     body |= {name: getattr(s, name) for name in _FIGURES}
     body |= {f"spec_decode_{name}": drafts and getattr(drafts, name) for name in _DRAFT_FIGURES}

@@ -55,6 +55,40 @@ def is_good(record: RequestRecord, objectives: dict[str, float]) -> bool:
 
 
 @dataclass(frozen=True)
+class GoodputVerdict:
+    """Whether enough of a point's requests met every objective.
+
+    Attributes:
+        share: requests that met every objective, of all that were sent, failed ones too.
+        wanted: the least share that is enough.
+        by_objective: objective, as `ttft ≤ 500 ms`, to the share of requests that met it.
+    """
+
+    share: float
+    wanted: float
+    by_objective: dict[str, float]
+
+    @classmethod
+    def of(
+        cls, records: Sequence[RequestRecord], objectives: dict[str, float], wanted: float
+    ) -> "GoodputVerdict | None":
+        """Judge a point; None without objectives, or where no request was answered."""
+        good = [record for record in records if record.succeeded]
+        if not objectives or not good:
+            return None
+
+        def share(some: dict[str, float]) -> float:
+            return sum(is_good(record, some) for record in good) / len(records)
+
+        return cls(share(objectives), wanted, {f"{n} ≤ {ms:g} ms": share({n: ms}) for n, ms in objectives.items()})
+
+    @property
+    def verdict(self) -> str:
+        """`met` or `missed`."""
+        return "met" if self.share >= self.wanted else "missed"
+
+
+@dataclass(frozen=True)
 class Distribution:
     """Milliseconds: mean, median, standard deviation (of the population), and percentiles by their number.
 

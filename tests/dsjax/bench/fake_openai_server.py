@@ -24,6 +24,7 @@ class Script:
         fail_after: chunks after which an error event comes.
         drop_after: chunks after which the connection is closed.
         hang: never answer.
+        posts: path to what a JSON body posted there is answered with, a status and a text.
         not_ready: times that `/ready` says 503 before it says that there is no such path.
         metrics: what `/metrics` says, given the number of answered requests; None: there is no such path.
         info: what `/server_info` says; None: there is no such path.
@@ -41,6 +42,7 @@ class Script:
     hang: bool = False
     metrics: Callable[[int], str] | None = None
     info: dict[str, Any] | None = None
+    posts: dict[str, Callable[[dict[str, Any]], tuple[int, str]]] = field(default_factory=dict)
     not_ready: int = 0
     root: str = "tiny"
     max_model_len: int = 4096
@@ -79,6 +81,8 @@ class FakeServer:
         app.router.add_get("/ready", self._is_ready)
         app.router.add_get("/server_info", self._info)
         app.router.add_get("/metrics", self._metrics)
+        for path in self.script.posts:
+            app.router.add_post(path, self._post)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -106,6 +110,11 @@ class FakeServer:
         if self.script.metrics is None:
             raise web.HTTPNotFound
         return web.Response(text=self.script.metrics(len(self.script.bodies)))
+
+    async def _post(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else {}
+        status, text = self.script.posts[request.path]({**body, "authorization": request.headers.get("Authorization")})
+        return web.Response(status=status, text=text)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

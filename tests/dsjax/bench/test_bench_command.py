@@ -223,6 +223,45 @@ def test_ctrl_c_prints_what_is_done(start_fake, tmp_path):
     assert f"Successful requests:                     {body['completed']}" in stdout
 
 
+@pytest.mark.parametrize(
+    ("objectives", "options", "status", "verdict"),
+    [
+        (("ttft:60000", "tpot:60000"), (), 0, "met"),
+        (("ttft:60000", "tpot:0.001"), (), 3, "missed"),
+        (("ttft:0.001",), ("--goodput-share", "1e-9"), 3, "missed"),
+        (("ttft:60000",), ("--sweep-concurrency", "1,2"), 0, "met"),
+        (("ttft:0.001",), ("--sweep-concurrency", "1,2"), 3, "missed"),
+    ],
+)
+def test_the_exit_status_says_whether_the_objectives_were_met(start_fake, objectives, options, status, verdict):
+    done = bench(start_fake(gap=0.005).url, *options, "--json", "-", "--goodput", *objectives)
+    assert done.returncode == status, done.stderr
+    found = json.loads(done.stdout)
+    for point in found.get("points", [found]):
+        assert point["goodput_verdict"] == verdict
+        assert point["good_share"] == min(point["objective_shares"].values())
+
+
+def test_a_share_of_failed_requests_misses_the_objectives_unless_that_much_is_allowed(start_fake):
+    def half_fail():
+        answers = iter([None] + [None, (500, "no")] * 100)
+        return start_fake(refuse=lambda body: next(answers)).url
+
+    done = bench(half_fail(), "--max-concurrency", "1", "--goodput", "e2el:60000")
+    assert done.returncode == 3
+    assert re.search(r"e2el ≤ 60000 ms \(% of requests\): +50.00\n", done.stdout)
+    assert re.search(r"All of them \(% of requests\): +50.00\n", done.stdout)
+    assert re.search(r"Wanted: 0.95 of the requests +missed\n", done.stdout)
+    done = bench(half_fail(), "--max-concurrency", "1", "--search-share", "0.5", "--goodput", "e2el:60000")
+    assert done.returncode == 0, "the option's other name"
+    assert bench(start_fake().url, "--goodput-share", "1.5").stderr.startswith("error: --goodput-share is 1.5")
+
+
+def test_without_objectives_there_is_no_verdict(start_fake):
+    found = json.loads(bench(start_fake().url, "--json", "-").stdout)
+    assert (found["goodput_verdict"], found["objective_shares"], found["goodput_share_wanted"]) == (None, None, None)
+
+
 def test_it_imports_no_jax():
     code = "import dsjax.bench.command, dsjax.bench.serve.benchmark, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -230,7 +269,7 @@ def test_it_imports_no_jax():
 
 def test_a_search_says_the_largest_load_that_meets_the_objectives(start_fake):
     done = bench(start_fake().url, "--search", "concurrency", "--goodput", "ttft:0.001", "tps:1", "--json", "-")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 3, "no point met the objectives"
     assert "no concurrency was found at which 95% of the requests have ttft ≤ 0.001 ms tpot ≤ 1000 ms" in done.stderr
     found = json.loads(done.stdout)
     assert (found["swept"], [point["good_share"] for point in found["points"]]) == ("max_concurrency", [0.0])

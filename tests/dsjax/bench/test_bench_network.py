@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from dsjax.bench.network import programs
 from dsjax.bench.network.options import CollectiveGrid
-from dsjax.bench.network.programs import CollectiveProgram, device_groups
-from dsjax.bench.network.run import CollectiveCase, check_cluster, expect, run_cases, sample
+from dsjax.bench.network.programs import CollectiveProgram, device_groups, device_pairs
+from dsjax.bench.network.run import CollectiveCase, cases, check_cluster, expect, run_cases, sample
 from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.options import OptionError
@@ -86,6 +86,66 @@ def test_groups_are_the_links_and_what_serving_forms_of_them(mesh, found):
     assert {group.uses: group.between_hosts for group in groups} == {uses: "host" not in uses for uses in found}
 
 
+def test_pairs_are_two_devices_of_each_host_and_the_first_of_each_two_hosts():
+    _, mesh = pretended("dp=9", 3)
+    inside, between = device_pairs(mesh)
+    assert (ids(inside), inside.between_hosts) == ([[0, 1], [3, 4], [6, 7]], False)
+    assert (ids(between), between.between_hosts) == ([[0, 3]], True)  # the third host has nobody
+    assert (inside.takes_part, between.takes_part) == (True, True)
+    between.devices[0][0] = between.devices[0][1]
+    assert not between.takes_part  # process 0 has no device left in it
+    assert device_pairs(pretended("dp=2", 2)[1])[0].between_hosts, "hosts of one device have no pair inside"
+
+
+def test_messages_are_of_pairs_and_collectives_of_groups():
+    _, mesh = pretended("dp=4", 2)
+    groups = [*device_groups(*pretended("dp=4", 2)), *device_pairs(mesh)]
+    found = list(cases(groups, CollectiveGrid(sizes="1K", pair_sizes="64,1G")))
+    messages = [(case.group.uses, case.size) for case in found if case.collective == "send_receive"]
+    assert messages == [(("pair",), 64), (("pair",), 1 << 30)] * 2
+    assert not [case for case in found if case.collective != "send_receive" and "pair" in case.group.uses]
+
+
+def test_a_message_s_time_is_half_of_there_and_back(monkeypatch):
+    spec = MeshSpec.parse("dp=2")
+    (pair,) = device_pairs(spec.build())
+    monkeypatch.setattr("dsjax.bench.network.run.sample", lambda run, repeats, agree: (run(1), (4.0,) * repeats)[1])
+    grid = CollectiveGrid(only="send_receive", pair_sizes="64", repeats=2)
+    (row,) = run_cases(cases([pair], grid), grid, jnp.dtype("float32"), None, lambda stage, value: [value]).rows
+    assert (row.samples, row.sent_bytes, row.operand_bytes, row.correct) == ((2.0, 2.0), 64, 64, True)
+    assert row.bandwidth == 32
+
+
+@pytest.mark.parametrize("wrong", ["dropped on the way", "sent to the wrong place"])
+def test_a_message_that_arrives_wrong_is_found(wrong, monkeypatch):
+    (pair,) = device_pairs(MeshSpec.parse("dp=2").build())
+    assert CollectiveProgram(pair, "send_receive", 256, jnp.dtype("bfloat16")).arrives_right()
+    right = programs.send_receive
+    broken = {"dropped on the way": lambda x, ranks: right(x, ranks) * 0, "sent to the wrong place": lambda x, ranks: x}
+    monkeypatch.setitem(programs._APPLY, "send_receive", broken[wrong])
+    assert not CollectiveProgram(pair, "send_receive", 256, jnp.dtype("bfloat16")).arrives_right()
+
+
+def test_a_slow_small_message_does_not_keep_a_large_one_from_being_timed(monkeypatch):
+    (pair,) = device_pairs(MeshSpec.parse("dp=2").build())
+    seconds = iter([4.0, 4.0, 12.0])  # there and back
+    monkeypatch.setattr("dsjax.bench.network.run.sample", lambda run, repeats, agree: (next(seconds),))
+    grid = CollectiveGrid(only="send_receive", pair_sizes="64,4K,8K,64K", row_limit=20)
+    found = run_cases(cases([pair], grid), grid, jnp.dtype("float32"), None, lambda stage, value: [value])
+    assert [row.sent_bytes for row in found.rows] == [64, 4096, 8192]
+    assert "--row-limit" in found.skipped[0][1]  # four seconds above the latency at 8 KiB are 32 at 64
+
+
+def test_a_process_without_a_device_in_a_pair_waits_for_the_others(monkeypatch):
+    (pair,) = device_pairs(MeshSpec.parse("dp=2").build())
+    monkeypatch.setattr(type(pair), "takes_part", False)
+    monkeypatch.setattr(CollectiveProgram, "loop", lambda program: pytest.fail("it has no device there"))
+    grid = CollectiveGrid(only="send_receive", pair_sizes="64", repeats=1)
+    told = {"samples": [[0.0], [6.0]], "correct": [True, True], "each": [1.0], "free": [1e12]}
+    found = run_cases(cases([pair], grid), grid, jnp.dtype("float32"), None, lambda stage, own: told[stage])
+    assert found.rows[0].samples == (3.0,)
+
+
 def test_one_of_each_host_reaches_the_others_over_the_network_unless_a_rack_is_one_domain():
     groups = {group.uses[0]: group for group in device_groups(*pretended("dp=16", 2))}
     assert [groups[use].near(8, 8) for use in ("host", "hosts", "experts")] == [8, 1, 8]
@@ -131,6 +191,8 @@ def test_expectations_are_the_planner_s_or_the_file_s_own(cluster_file):
     away = expect(plain, CollectiveCase(groups["hosts"], "all_to_all", 0), 1 << 30)
     # All goes over the device's half of a card of 100 Gb/s, at the planner's 60 %.
     assert away.expected == pytest.approx((1 << 30) / (0.6 * 6.25e9), rel=1e-3)
+    pair = expect(plain, CollectiveCase(device_pairs(pretended("dp=4", 2)[1])[1], "send_receive", 0), 1 << 30)
+    assert pair.expected == pytest.approx(away.expected / 2, rel=1e-3)  # alone on the card
     inside = expect(plain, CollectiveCase(groups["host"], "all_to_all", 0), 1 << 30)
     assert inside.expected == pytest.approx((1 << 30) / (0.6 * 450e9), rel=0.02)
     assert (inside.warning, inside.failing) == (inside.expected * 1.5, inside.expected * 3)
@@ -208,6 +270,7 @@ def test_the_exit_code_is_the_verdict(cluster_file, tmp_path, us, code, verdict)
     ("options", "message"),
     [
         ({"sizes": "1Q"}, "--sizes is '1Q'"),
+        ({"pair_sizes": "0"}, "--pair-sizes is '0'"),
         ({"only": "broadcast"}, "--only names broadcast"),
         ({"repeats": 0}, "--repeats is 0"),
     ],

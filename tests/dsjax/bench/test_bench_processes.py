@@ -61,7 +61,8 @@ def test_two_processes_measure_between_hosts_and_end_with_one_verdict(both):
     body = json.loads(file.read_text())
     assert len(body["processes"]) == 2
     found = {(row["group"][0], row["between_hosts"], row["hosts"], row["ranks"]) for row in body["rows"]}
-    assert found == {("host", False, 1, 2), ("hosts", True, 2, 2), ("experts", True, 2, 4)}
+    pairs = {("pair", False, 1, 2), ("pair", True, 2, 2)}
+    assert found == {("host", False, 1, 2), ("hosts", True, 2, 2), ("experts", True, 2, 4)} | pairs
     assert all(row["correct"] for row in body["rows"])
     assert "experts: 1 × 4 ranks, between 2 hosts" in output[0]
     assert "ranks, between" not in output[1]  # one process reports

@@ -1,0 +1,137 @@
+"""`dsjax accept`: the command. The HTTP client and the tokenizers are imported when it runs."""
+
+import importlib.util
+import secrets
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dsjax.bench.accept.options import ListOptions, TestBedOptions
+from dsjax.bench.serve.options import ServerOptions
+from dsjax.cli.options import options_of
+from dsjax.cli.output import INTERRUPTED, report_console
+from dsjax.errors import UserError
+
+if TYPE_CHECKING:
+    from dsjax.bench.accept.criteria import Checklist
+    from dsjax.bench.accept.report import Report
+
+_DROPPED_WITH_VALUE = ("--only", "--api-key", "--admin-api-key")
+_DROPPED = ("--fresh", "--list", "--progress", "--no-progress")
+
+
+@options_of(what=ListOptions, server=ServerOptions, others=TestBedOptions)
+def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> None:
+    """Run the acceptance checklist of a deployment plan against an OpenAI-compatible server.
+
+    Ends with 0 where every criterion is met, 3 where one is missed, 4 where none is missed but one could not be tested. After Ctrl-C
+    the same command goes on where it stopped.
+    """
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UserError("dsjax accept needs aiohttp, which is not installed: pip install 'dsjax[bench]'")
+    from dsjax.bench.accept.criteria import load_checklist
+    from dsjax.bench.accept.hooks import parse_hooks
+    from dsjax.bench.accept.results import exit_status
+    from dsjax.bench.serve.client import run
+
+    whole = load_checklist(what.criteria, quick=what.quick)
+    checklist = whole.selected(what.only)
+    hooks = parse_hooks(others.hook or (), whole.hooks)
+    network = _network(others.network)
+    try:
+        report = run(_accept(what, server, others, checklist, hooks, network))
+    except KeyboardInterrupt:
+        print(f"interrupted: the same command goes on from {what.results}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    if report is None:
+        return
+    report_console().print(report.table())
+    print(f"{what.results}/report.md, report.json, report.xml")
+    if code := exit_status(report.judged):
+        raise typer.Exit(code)
+
+
+async def _accept(
+    what: ListOptions,
+    server: ServerOptions,
+    others: TestBedOptions,
+    checklist: "Checklist",
+    hooks: dict[str, str],
+    network: dict[str, Any] | None,
+) -> "Report | None":
+    """Measure and report; None where only the list was asked for."""
+    from dsjax.bench.accept.report import Report
+    from dsjax.bench.accept.results import Results
+    from dsjax.bench.accept.run import expected, run_measurements, time_text
+    from dsjax.bench.accept.test_bed import TestBed
+    from dsjax.bench.serve.client import open_session
+    from dsjax.bench.serve.ready_server import ReadyServer
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    async with open_session(server.api_key) as session:
+        ready = await ReadyServer.connect(session, server)
+        bed = TestBed.of(ready, others, network, hooks, secrets.randbits(31), Console(stderr=True), what.progress)
+        seconds = {name: expected(one, bed) for name, one in checklist.measurements.items()}
+        if what.show_list:
+            report_console().print(_list(checklist, bed, seconds))
+            return None
+        folder = Path(what.results)
+        results = Results.read(folder, ready.url, fresh=what.fresh)
+        say(
+            f"{ready.facts.model} at {ready.url}: {len(seconds)} measurements, about {time_text(sum(seconds.values()))}"
+        )
+        command = typed(sys.argv[1:])
+        report = Report(checklist, results.by_name, ready.url, ready.facts.model, what.criteria, what.quick, command)
+        report.write(folder)  # so that a folder that cannot be written is known before an hour of load
+        await run_measurements(
+            checklist, bed, results, fresh=what.fresh, say=say, on_result=lambda: report.write(folder)
+        )
+        report.write(folder)
+    return report
+
+
+def _network(path: str | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    from dsjax.plan.measured_network import read_network
+
+    return dict(read_network(path).body)
+
+
+def _list(checklist: "Checklist", bed: Any, seconds: dict[str, float]) -> Table:
+    from dsjax.bench.accept.run import time_text
+
+    title = f"{checklist.name}: about {time_text(sum(seconds.values()))}"
+    table = Table(title=title, title_justify="left")
+    for name in ("measurement", "takes"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "takes" else "left")
+    table.add_column("what")
+    table.add_column("criteria")
+    for name, one in checklist.measurements.items():
+        criteria = [f"{c.value} {c.bound_text}" for c in checklist.criteria if c.measurement == name]
+        why = one.why_not(bed)
+        said = f"{one.title}; not testable: {why}" if why else one.title
+        table.add_row(name, time_text(seconds[name]), said, "; ".join(criteria) or "reported only")
+    return table
+
+
+def typed(words: Sequence[str]) -> str:
+    """The command as typed, without keys and without what a run of one criterion has otherwise."""
+    kept, skip = [], False
+    for word in words:
+        flag = word.partition("=")[0]
+        if skip:
+            skip = False
+        elif flag in _DROPPED_WITH_VALUE:
+            skip = "=" not in word
+        elif flag not in _DROPPED:
+            kept.append(word)
+    return shlex.join(["dsjax", *([] if kept[:1] == ["accept"] else ["accept"]), *kept])

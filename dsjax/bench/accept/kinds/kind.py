@@ -1,0 +1,118 @@
+"""`Measurement`: something that is measured once, and gives values that criteria are held against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from dsjax.bench.serve.options import WorkloadOptions
+
+if TYPE_CHECKING:
+    from dsjax.bench.accept.test_bed import TestBed
+
+Verdict = Literal["met", "missed", "not tested"]
+
+
+class NotTestedError(Exception):
+    """A measurement, or some of its values, cannot be had here; the message says why, and what would make it testable."""
+
+
+@dataclass
+class Measured:
+    """What came of a measurement.
+
+    Attributes:
+        values: name to number, in the units of the kind's `UNITS`.
+        absent: name of a value that there is not to (verdict of its criteria, why).
+        notes: sentences that a reader must know.
+        samples: requests or samples behind the values; None where that says nothing.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    absent: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    samples: int | None = None
+
+    def enter(self, name: str, value: float | None, why_not: str, verdict: Verdict = "not tested") -> None:
+        """Add a value, or why there is none."""
+        if value is None or not math.isfinite(value):
+            self.absent[name] = (verdict, why_not)
+        else:
+            self.values[name] = float(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """A measurement as a criteria file describes it; its fields are those of the file's table.
+
+    Attributes:
+        name: in the file.
+        title: what a report calls it.
+    """
+
+    UNITS: ClassVar[Mapping[str, str]] = {}
+    """Name of each value that the kind gives to its unit; empty for a ratio."""
+
+    name: str
+    title: str
+
+    def expected_seconds(self) -> float:
+        """How long it takes, as far as that can be known before."""
+        raise NotImplementedError
+
+    def why_not(self, bed: TestBed) -> str | None:
+        """Why it cannot be measured on this test bed, where that is known before; else None."""
+        return None
+
+    async def measure(self, bed: TestBed) -> Measured:
+        """Measure it.
+
+        Raises:
+            NotTestedError: it cannot be measured here.
+        """
+        raise NotImplementedError
+
+    def depends_on(self, bed: TestBed) -> tuple[str, ...]:
+        """What the values depend on beside the fields and the server: hooks, files."""
+        return ()
+
+    def by_hand(self, bed: TestBed) -> str | None:
+        """The command of `dsjax bench` that comes closest to it, without `dsjax accept`; None where there is none."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomLengths(Measurement):
+    """A measurement whose load has prompts and answers of random lengths.
+
+    Attributes:
+        input_tokens, output_tokens: mean lengths.
+        spread: lengths lie evenly within mean × (1 ± spread).
+    """
+
+    input_tokens: int = 220
+    output_tokens: int = 200
+    spread: float = 0.5
+
+    def workload(self, bed: TestBed) -> WorkloadOptions:
+        """The load's requests: of a ShareGPT file where the user gave one."""
+        if bed.options.dataset_path is not None:
+            return WorkloadOptions(
+                dataset_name="sharegpt", dataset_path=bed.options.dataset_path, num_prompts=5000, seed=bed.seed
+            )
+        return WorkloadOptions(
+            num_prompts=64,
+            seed=bed.seed,
+            random_input_len=self.input_tokens,
+            random_output_len=self.output_tokens,
+            random_range_ratio=self.spread,
+        )
+
+    def lengths_by_hand(self, bed: TestBed) -> list[str]:
+        """Give these lengths as options of `dsjax bench serve`."""
+        if bed.options.dataset_path is not None:
+            return ["--dataset-name", "sharegpt", "--dataset-path", bed.options.dataset_path]
+        lengths = ["--random-input-len", str(self.input_tokens), "--random-output-len", str(self.output_tokens)]
+        return [*lengths, "--random-range-ratio", f"{self.spread:g}"]

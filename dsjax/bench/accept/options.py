@@ -1,0 +1,56 @@
+"""The options of `dsjax accept` beside those of the server, which are `dsjax bench serve`'s."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsjax.options import Checked, OptionError, option
+
+
+@dataclass(frozen=True)
+class ListOptions(Checked):
+    """What is held against the server."""
+
+    criteria: str = option("h20-32", "bundled name (configs/acceptance) or a TOML file")
+    only: str | None = option(None, "criteria or measurements, separated by commas; * stands for anything")
+    quick: bool = option(False, "the same list with the short durations of the file: five minutes for h20-32")
+    show_list: bool = option(
+        False, "show what would be measured and how long it takes, then end", flag="--list", switch=True
+    )
+    results: str = option("acceptance", "folder of the reports; a run that was ended goes on from there")
+    fresh: bool = option(False, "measure again what the folder has results of")
+    progress: bool = option(True, "show a progress bar")
+
+
+@dataclass(frozen=True)
+class TestBedOptions(Checked):
+    """What else can be measured."""
+
+    __test__ = False  # pytest takes classes that are called Test… for its own
+
+    network: str | None = option(None, "JSON of dsjax bench network on these hosts")
+    hook: list[str] | None = option(
+        None, "NAME=COMMAND that makes a fault, and NAME-end=COMMAND; give it several times"
+    )
+    admin_api_key: str | None = option(
+        None, "of a dsjax server: to record experts' load, and for scale: hooks", envvar="DSJAX_ADMIN_API_KEY"
+    )
+    device_metrics: list[str] | None = option(
+        None, "further /metrics with devices' memory: of followers, of a dcgm-exporter; give it several times"
+    )
+    without_eplb_url: str | None = option(None, "a server like this one without --enable-eplb, to compare with")
+    dataset_path: str | None = option(
+        None, "ShareGPT file for the loads; default: random prompts of the file's lengths"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        for url in (*self.metrics_urls, *([self.without_eplb_url] if self.without_eplb_url else [])):
+            if not url.startswith(("http://", "https://")):
+                raise OptionError(f"found {url!r}, expected an address such as http://HOST:PORT/metrics")
+        if self.dataset_path is not None and not Path(self.dataset_path).is_file():
+            raise OptionError(f"--dataset-path is {self.dataset_path}, which is no file; give a ShareGPT file")
+
+    @property
+    def metrics_urls(self) -> tuple[str, ...]:
+        """Addresses of `--device-metrics`."""
+        return tuple(self.device_metrics or ())

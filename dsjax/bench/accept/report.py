@@ -1,0 +1,212 @@
+"""The report of a run: Markdown, JSON, JUnit XML, and the table on the console. Fields of the JSON: `docs/accept.md`."""
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from rich.table import Table
+
+from dsjax.bench.accept.criteria import Checklist, figure
+from dsjax.bench.accept.results import FORMAT, REPORT, Judged, Result, exit_status, judge, worst
+from dsjax.cli.output import writing
+from dsjax.versions import installed_version
+
+_STYLES = {"met": "green", "missed": "bold red", "not tested": "yellow"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run has come to.
+
+    Attributes:
+        checklist: what was asked.
+        results: what was measured, by the measurements' names.
+        base_url, model: of the server.
+        criteria_file: as `--criteria` has it; quick: whether durations were short.
+        command: as typed, without keys and `--only`.
+    """
+
+    checklist: Checklist
+    results: Mapping[str, Result]
+    base_url: str
+    model: str
+    criteria_file: str
+    quick: bool
+    command: str
+
+    @property
+    def judged(self) -> list[Judged]:
+        """Each criterion with its verdict."""
+        return [judge(c, self.results.get(c.measurement)) for c in self.checklist.criteria]
+
+    @property
+    def partial(self) -> bool:
+        """Whether measurements are still to come."""
+        return any(name not in self.results for name in self.checklist.measurements)
+
+    def alone(self, name: str) -> str:
+        """The command that shows one criterion alone."""
+        return f"{self.command} --only {name} --fresh"
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        judged = self.judged
+        return {
+            "format": FORMAT,
+            "command": self.command,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": {"dsjax": installed_version("dsjax", missing="unknown"), "python": platform.python_version()},
+            "base_url": self.base_url,
+            "model": self.model,
+            "criteria_file": self.criteria_file,
+            "name": self.checklist.name,
+            "quick": self.quick,
+            "verdict": worst(judged),
+            "exit_status": exit_status(judged),
+            "partial": self.partial,
+            "criteria": [self._criterion_json(one) for one in judged],
+            "measurements": {name: result.to_json() for name, result in self.results.items()},
+        }
+
+    def _criterion_json(self, one: Judged) -> dict[str, Any]:
+        c = one.criterion
+        return {
+            "id": c.id,
+            "measurement": c.measurement,
+            "value_name": c.value,
+            "value": one.value,
+            "unit": c.unit,
+            "bound": c.bound_text,
+            "verdict": one.verdict,
+            "grade": one.grade,
+            "reason": one.reason,
+            "source": c.source,
+            "note": c.note,
+            "command": self.alone(c.id),
+        }
+
+    def markdown(self) -> str:
+        """The report for people."""
+        judged, name = self.judged, self.checklist.name
+        counts = ", ".join(f"{sum(o.verdict == v for o in judged)} {v}" for v in ("met", "missed", "not tested"))
+        how = ", with the short durations of `--quick`, which accepts nothing" if self.quick else ""
+        lines = [
+            f"# Acceptance by {name}: {worst(judged)}",
+            "",
+            f"{self.checklist.description}. The server: `{self.model}` at {self.base_url}{how}. {counts}, of {len(judged)} criteria.",
+            "",
+            "```",
+            self.command,
+            "```",
+            "",
+        ]
+        if self.partial:
+            lines += ["The run has not ended: measurements are still to come.", ""]
+        lines += ["| criterion | value | bound | verdict | from |", "|---|---|---|---|---|"]
+        for one in judged:
+            c = one.criterion
+            value = "" if one.value is None else figure(one.value, c.unit)
+            verdict = f"**{one.verdict}**" if one.verdict == "missed" else one.verdict
+            verdict += f" (beyond the plan's {one.grade} value)" if one.grade else ""
+            cells = (f"`{c.id}`", value, c.bound_text, verdict, c.source)
+            lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+        lines += ["", f"One criterion alone: `{self.alone('CRITERION')}`", ""]
+        lines += self._notes(judged) + self._measured()
+        return "\n".join(lines).rstrip() + "\n"
+
+    def _notes(self, judged: Sequence[Judged]) -> list[str]:
+        reasons: dict[str, list[str]] = {}
+        for one in judged:
+            if one.reason:
+                reasons.setdefault(f"{one.verdict}: {one.reason}", []).append(f"`{one.criterion.id}`")
+        notes = [(f"`{one.criterion.id}`", one.criterion.note) for one in judged if one.criterion.note]
+        lines = ["## Without a value", ""] if reasons else []
+        lines += [f"- {', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
+        lines += ["", "## Notes on the criteria", "", *(f"- {name}: {note}" for name, note in notes)] if notes else []
+        return [*lines, ""]
+
+    def _measured(self) -> list[str]:
+        lines = ["## What was measured", ""]
+        for name in self.checklist.measurements:
+            result = self.results.get(name)
+            if result is None or result.measured is None:
+                continue
+            units = self.checklist.measurements[name].UNITS
+            found = result.measured
+            values = ", ".join(f"{key} {figure(value, units.get(key, ''))}" for key, value in found.values.items())
+            sampled = "" if found.samples is None else f", {found.samples:,} samples"
+            lines += [
+                f"**{result.title}** (`{name}`, {result.seconds:.0f} s{sampled}, {result.started}): {values}.",
+                "",
+            ]
+            lines += [" ".join(found.notes), ""] if found.notes else []
+            lines += [f"    {result.by_hand}", ""] if result.by_hand else []
+        return lines
+
+    def junit(self) -> str:
+        """The report for a build server: a suite for each measurement, a case for each criterion."""
+        judged = self.judged
+        root = ElementTree.Element("testsuites", _counts(judged) | {"name": self.checklist.name})
+        for name in dict.fromkeys(one.criterion.measurement for one in judged):
+            cases = [one for one in judged if one.criterion.measurement == name]
+            result = self.results.get(name)
+            seconds = f"{result.seconds:.3f}" if result else "0"
+            suite = ElementTree.SubElement(root, "testsuite", _counts(cases) | {"name": name, "time": seconds})
+            for one in cases:
+                c = one.criterion
+                case = ElementTree.SubElement(suite, "testcase", {"classname": name, "name": c.id, "time": "0"})
+                if one.verdict == "missed":
+                    said = one.reason or f"{figure(one.value, c.unit)}, expected {c.bound_text}"
+                    failure = ElementTree.SubElement(case, "failure", {"message": said, "type": one.grade or "missed"})
+                    failure.text = f"{c.source}\n{self.alone(c.id)}"
+                elif one.verdict == "not tested":
+                    ElementTree.SubElement(case, "skipped", {"message": one.reason})
+        ElementTree.indent(root)
+        return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Write all three; the JSON, from which a run goes on, is never half written.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        text = json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            new = folder / f"{REPORT}.new"
+            new.write_text(text, encoding="utf-8")
+            os.replace(new, folder / REPORT)
+            (folder / "report.md").write_text(self.markdown(), encoding="utf-8")
+            (folder / "report.xml").write_text(self.junit(), encoding="utf-8")
+
+    def table(self) -> Table:
+        """The verdicts for the console."""
+        table = Table(title=f"{self.checklist.name}: {worst(self.judged)}", title_justify="left")
+        table.add_column("criterion", no_wrap=True)
+        table.add_column("value", justify="right", no_wrap=True)
+        table.add_column("bound", justify="right", no_wrap=True)
+        table.add_column("verdict")
+        for one in self.judged:
+            c = one.criterion
+            value = "" if one.value is None else figure(one.value, c.unit)
+            said = one.verdict + (f" ({one.grade})" if one.grade else "") + (f": {one.reason}" if one.reason else "")
+            table.add_row(c.id, value, c.bound_text, said, style=_STYLES[one.verdict])
+        return table
+
+
+def _counts(judged: Sequence[Judged]) -> dict[str, str]:
+    return {
+        "tests": str(len(judged)),
+        "failures": str(sum(one.verdict == "missed" for one in judged)),
+        "skipped": str(sum(one.verdict == "not tested" for one in judged)),
+    }
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,145 @@
+"""`Results`: what was measured, kept in a folder so that a run can go on; and the verdicts that follow from it."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsjax.bench.accept.criteria import Criterion
+from dsjax.bench.accept.kinds.kind import Measured, Measurement, Verdict
+from dsjax.bench.accept.test_bed import TestBed
+from dsjax.errors import UserError, why_unreadable
+
+FORMAT = "dsjax accept 1"
+REPORT = "report.json"
+MISSED, NOT_TESTED = 3, 4
+
+
+@dataclass
+class Result:
+    """One measurement that was made, or tried.
+
+    Attributes:
+        kind, title: the measurement's.
+        fingerprint: of everything that the values depend on.
+        started: UTC, ISO 8601; seconds: that it took.
+        measured: what came of it; None where it could not be made.
+        reason: why not.
+        by_hand: the command of `dsjax bench` that comes closest to it.
+    """
+
+    kind: str
+    title: str
+    fingerprint: str
+    started: str
+    seconds: float
+    measured: Measured | None
+    reason: str = ""
+    by_hand: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        measured = dataclasses.asdict(self.measured or Measured())
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "measured"}
+        return head | {"tested": self.measured is not None} | measured
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> "Result":
+        """What `to_json` has written."""
+        measured = None
+        if body["tested"]:
+            absent = {name: (verdict, why) for name, (verdict, why) in body["absent"].items()}
+            measured = Measured(dict(body["values"]), absent, list(body["notes"]), body["samples"])
+        names = [f.name for f in dataclasses.fields(cls) if f.name != "measured"]
+        return cls(measured=measured, **{name: body[name] for name in names})
+
+
+@dataclass
+class Results:
+    """All results of a folder, by the measurements' names."""
+
+    by_name: dict[str, Result] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path, base_url: str, *, fresh: bool) -> "Results":
+        """What a folder holds; nothing where it is new. fresh: what another server's report holds is forgotten.
+
+        Raises:
+            UserError: it holds a report that cannot be read, or another server's.
+        """
+        path = folder / REPORT
+        if not path.exists():
+            return cls()
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+            if body.get("format") != FORMAT:
+                raise ValueError(f"its format is {body.get('format')!r}, expected {FORMAT!r}")
+            found = cls({name: Result.from_json(one) for name, one in body["measurements"].items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"cannot go on from {path}: {why_unreadable(error)}; give another --results") from error
+        if body["base_url"] != base_url:
+            if fresh:
+                return cls()
+            raise UserError(
+                f"{path} has results of {body['base_url']}, and --base-url is {base_url}; give another --results, or --fresh"
+            )
+        return found
+
+    def done(self, name: str, fingerprint: str) -> bool:
+        """Whether a measurement was made, and nothing that it depends on has changed."""
+        result = self.by_name.get(name)
+        return result is not None and result.measured is not None and result.fingerprint == fingerprint
+
+
+def fingerprint(kind: str, measurement: Measurement, bed: TestBed) -> str:
+    """What a measurement's values depend on: its fields, the server, how it is asked, hooks and files."""
+    options = bed.server.options
+    parts = {
+        "kind": kind,
+        "fields": dataclasses.asdict(measurement),
+        "server": [bed.server.url, bed.server.facts.model, options.endpoint, options.ignore_eos, options.extra_body],
+        "others": measurement.depends_on(bed),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A criterion with its verdict. value: None where there is none; reason: why."""
+
+    criterion: Criterion
+    verdict: Verdict
+    value: float | None = None
+    reason: str = ""
+
+    @property
+    def grade(self) -> str | None:
+        """Which of the plan's further bounds a missed value is beyond."""
+        return None if self.verdict != "missed" or self.value is None else self.criterion.grade(self.value)
+
+
+def judge(criterion: Criterion, result: Result | None) -> Judged:
+    """Hold a criterion against what was measured; None: nothing yet."""
+    if result is None:
+        return Judged(criterion, "not tested", reason="not measured yet")
+    if result.measured is None:
+        return Judged(criterion, "not tested", reason=result.reason)
+    value = result.measured.values.get(criterion.value)
+    if value is None:
+        verdict, why = result.measured.absent.get(criterion.value, ("not tested", "the measurement gave no such value"))
+        return Judged(criterion, verdict, reason=why)
+    return Judged(criterion, "met" if criterion.is_met_by(value) else "missed", value)
+
+
+def worst(judged: Iterable[Judged]) -> Verdict:
+    """Missed before not tested before met."""
+    verdicts = {one.verdict for one in judged}
+    return next((verdict for verdict in ("missed", "not tested") if verdict in verdicts), "met")
+
+
+def exit_status(judged: Sequence[Judged]) -> int:
+    """0: all met; 3: one missed; 4: none missed, one not tested."""
+    return {"met": 0, "missed": MISSED, "not tested": NOT_TESTED}[worst(judged)]

@@ -1,0 +1,74 @@
+"""`ReadyServer`: a server that has said what it serves, and in which form it takes prompts."""
+
+from dataclasses import dataclass, replace
+
+import aiohttp
+
+from dsjax.bench.serve.client import Client, Target
+from dsjax.bench.serve.datasets import Dataset
+from dsjax.bench.serve.options import ServerOptions, WorkloadOptions
+from dsjax.bench.serve.prompts import PromptSource
+from dsjax.bench.serve.server_facts import ServerError, ServerFacts, ask_server, server_url
+
+WARM_UP_DRAW = 0
+"""The draw of a workload that test requests and warm-up have."""
+
+
+@dataclass(frozen=True)
+class ReadyServer:
+    """A server that answers.
+
+    Attributes:
+        options: how it is asked.
+        session: an open one, with the key.
+        url: without `/v1`.
+        facts: what it says of itself.
+        source: what prompts for it can be made from.
+        client: sends requests to it.
+    """
+
+    options: ServerOptions
+    session: aiohttp.ClientSession
+    url: str
+    facts: ServerFacts
+    source: PromptSource
+    client: Client
+
+    @classmethod
+    async def connect(cls, session: aiohttp.ClientSession, options: ServerOptions) -> "ReadyServer":
+        """Ask a server what it serves.
+
+        Raises:
+            UserError: no server, a refused key, no such model, or no tokenizer where one was named.
+        """
+        url = server_url(options.base_url)
+        facts = await ask_server(session, url, options.model, options.ready_check_timeout_sec)
+        source = PromptSource.find(options.tokenizer, options.vocab_size, facts)
+        target = Target(
+            url,
+            options.endpoint,
+            facts.model,
+            options.ignore_eos,
+            options.temperature,
+            options.extra_fields(),
+            options.request_timeout,
+        )
+        return cls(options, session, url, facts, source, Client(session, target, source.token_counter))
+
+    async def dataset(self, workload: WorkloadOptions) -> Dataset:
+        """The workload with prompts in the first form that a test request of two tokens is answered in.
+
+        Raises:
+            UserError: every request is too long for the server, or it refuses the test request in every form.
+        """
+        refused = ""
+        for prompts in self.source.forms(self.options.prompt_form, self.options.endpoint):
+            dataset = Dataset(workload, prompts, self.source)
+            requests, _ = dataset.draw(WARM_UP_DRAW, self.facts.max_model_len)
+            record = await self.client.send(replace(requests[0], output_tokens=min(2, requests[0].output_tokens)))
+            if record.succeeded:
+                return dataset
+            refused = record.error or ""
+            if not refused.startswith(("HTTP 400", "HTTP 422")):
+                break
+        raise ServerError(f"the server refuses a test request: {refused}")

@@ -1,0 +1,215 @@
+"""Criteria files of `dsjax accept`: what they may hold, what a value is held against, and that h20-32 has the plan's numbers."""
+
+import pytest
+
+from dsjax.bench.accept.criteria import Criterion, bundled_checklists, figure, load_checklist
+from dsjax.bench.accept.kinds.kind import Measured
+from dsjax.bench.accept.results import Result, exit_status, judge, worst
+from dsjax.errors import UserError
+from dsjax.options import OptionError
+
+FILE = """
+name = "mine"
+description = "ours"
+
+[measurements.first]
+kind = "ttft"
+title = "First"
+input_tokens = 16
+requests = 9
+quick = {requests = 2}
+
+[measurements.second]
+kind = "load"
+title = "Second"
+sessions = 2
+seconds = 60
+
+[[criteria]]
+id = "fast"
+measurement = "first"
+value = "ttft_p99"
+below = 1.5
+source = "§1"
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def made(text):
+        path = tmp_path / "criteria.toml"
+        path.write_text(text)
+        return str(path)
+
+    return made
+
+
+def criterion(kind, bound, **others):
+    return Criterion("c", "m", "v", "s", kind, bound, "§1", **others)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound", "met", "missed"),
+    [
+        ("below", 2.0, 1.9, 2.0),
+        ("at_most", 2.0, 2.0, 2.1),
+        ("above", 2.0, 2.1, 2.0),
+        ("at_least", 2.0, 2.0, 1.9),
+        ("between", (1.0, 3.0), 3.0, 3.1),
+        ("between", (1.0, 3.0), 1.0, 0.9),
+    ],
+)
+def test_a_value_is_within_its_bound_or_not(kind, bound, met, missed):
+    one = criterion(kind, bound)
+    assert one.is_met_by(met)
+    assert not one.is_met_by(missed)
+
+
+def result(**measured):
+    return Result("load", "t", "f", "2026", 1.0, Measured(**measured))
+
+
+def test_a_verdict_is_of_the_value_or_says_why_there_is_none():
+    one = criterion("below", 2.0, warning=3.0, failing=5.0)
+    found = {value: judge(one, result(values={"v": value})) for value in (1.0, 2.5, 4.0, 6.0)}
+    assert {value: (each.verdict, each.grade) for value, each in found.items()} == {
+        1.0: ("met", None),
+        2.5: ("missed", None),
+        4.0: ("missed", "warning"),
+        6.0: ("missed", "failing"),
+    }
+    assert criterion("above", 20.0, warning=18.0, failing=15.0).grade(16.0) == "warning"
+    absent = judge(one, result(absent={"v": ("missed", "none was answered")}))
+    assert (absent.verdict, absent.reason) == ("missed", "none was answered")
+    assert judge(one, Result("load", "t", "f", "2026", 0.0, None, "no hook")).reason == "no hook"
+    assert judge(one, None).verdict == "not tested"
+
+
+def test_a_missed_criterion_outweighs_one_that_was_not_tested():
+    one = criterion("below", 2.0)
+    met, missed, untested = judge(one, result(values={"v": 1})), judge(one, result(values={"v": 3})), judge(one, None)
+    assert [exit_status(each) for each in ([met], [met, untested], [met, untested, missed], [])] == [0, 4, 3, 0]
+    assert worst([untested, met]) == "not tested"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('kind = "ttft"', 'kind = "speed"', "kind is 'speed', expected one of server, ttft"),
+        ("requests = 9", "request = 9", "unknown request"),
+        ("requests = 9", 'requests = "9"', "requests is '9', expected a whole number"),
+        ("seconds = 60", "seconds = -60", "seconds is -60, expected 0 or more"),
+        ("input_tokens = 16", "", "missing input_tokens"),
+        ("quick = {requests = 2}", "quick = {request = 2}", "quick: unknown request"),
+        ("quick = {requests = 2}", "quick = 2", "expected a table"),
+        ("sessions = 2", "sessions = 2\nrequest_rate = 1.0", "expected sessions or request_rate"),
+        ("sessions = 2", "", "expected sessions or request_rate"),
+        ('measurement = "first"', 'measurement = "third"', "there is no measurement 'third'"),
+        ('value = "ttft_p99"', 'value = "ttft_p98"', "gives no 'ttft_p98'; it gives ttft_p50"),
+        ("below = 1.5", "", "found no bound"),
+        ("below = 1.5", "below = 1.5\nabove = 1", "found below and above"),
+        ("below = 1.5", "between = [3, 1]", "the smaller number first"),
+        ("below = 1.5", "between = 3", "expected two numbers"),
+        ("below = 1.5", "below = true", "below is True, expected a number"),
+        ('source = "§1"', "", "missing source"),
+        ("below = 1.5", "under = 1.5", "unknown under"),
+        ('name = "mine"', "", "missing name"),
+        ("[measurements.first]", "[measurements.first", "not valid TOML"),
+    ],
+)
+def test_a_mistake_in_a_file_is_found_before_anything_is_measured(write, old, new, message):
+    assert old in FILE
+    with pytest.raises(UserError, match=message.replace("[", r"\[")):
+        load_checklist(write(FILE.replace(old, new, 1)))
+
+
+def test_two_criteria_of_one_name_are_refused(write):
+    with pytest.raises(UserError, match="several criteria are called fast"):
+        load_checklist(write(FILE + FILE[FILE.index("[[criteria]]") :]))
+
+
+def test_a_file_that_is_not_there_is_told_with_the_bundled_names():
+    with pytest.raises(UserError, match="expected a TOML file, or one of h20-32"):
+        load_checklist("h20-33")
+
+
+def test_quick_takes_the_short_values_and_keeps_the_others(write):
+    whole, quick = (load_checklist(write(FILE), quick=each) for each in (False, True))
+    assert (whole.measurements["first"].requests, quick.measurements["first"].requests) == (9, 2)
+    assert whole.measurements["second"] == quick.measurements["second"]
+    assert whole.criteria == quick.criteria
+
+
+def test_only_takes_criteria_and_measurements_by_name(write):
+    whole = load_checklist(write(FILE))
+    kept = {only: whole.selected(only) for only in ("fast", "f*", "second", "second,fast")}
+    assert {only: (list(c.measurements), [one.id for one in c.criteria]) for only, c in kept.items()} == {
+        "fast": (["first"], ["fast"]),
+        "f*": (["first"], ["fast"]),
+        "second": (["second"], []),
+        "second,fast": (["first", "second"], ["fast"]),
+    }
+    with pytest.raises(OptionError, match="--only has 'fest', which names no criterion and no measurement"):
+        whole.selected("fast,fest")
+
+
+@pytest.mark.parametrize("name", bundled_checklists())
+def test_bundled_files_are_whole_and_their_quick_list_takes_five_minutes(name):
+    quick = load_checklist(name, quick=True)
+    whole = load_checklist(name)
+    assert list(quick.measurements) == list(whole.measurements)
+    assert quick.criteria == whole.criteria
+    assert sum(one.expected_seconds() for one in quick.measurements.values()) <= 300
+    for short, long in zip(quick.measurements.values(), whole.measurements.values(), strict=True):
+        assert short.expected_seconds() <= long.expected_seconds()
+
+
+def test_h20_32_has_the_plan_s_numbers():
+    """As the plan's sections 3.1, 4.4, 4.5, 7.1 and 7.2 have them."""
+    found = {c.id: (c.kind, c.bound) for c in load_checklist("h20-32").criteria}
+    plan = {
+        "context": ("at_least", 32768),
+        "ttft-512-p50": ("below", 0.8),
+        "ttft-512-p95": ("below", 1.2),
+        "ttft-512-p99": ("below", 1.5),
+        "ttft-4096-p99": ("below", 2.0),
+        "sessions-at-once": ("at_least", 200),
+        "sessions-throughput": ("at_least", 35_000),
+        "sessions-throughput-goal": ("at_least", 50_000),
+        "sessions-p99": ("below", 3.0),
+        "sessions-errors": ("below", 0.001),
+        "sessions-memory": ("below", 0.9),
+        "balance-ranks": ("below", 0.2),
+        "balance-rebalances": ("between", (1, 3)),
+        "balance-pause": ("below", 0.1),
+        "eplb-throughput": ("at_least", 0.03),
+        "eplb-p99": ("at_least", 0.1),
+        "host-lost-throughput": ("at_most", 0.25),
+        "host-lost-recovery": ("at_most", 30),
+        "delay-5ms-ttft": ("at_most", 0.05),
+        "delay-100ms-throughput": ("at_most", 0.5),
+        "bandwidth-5g-throughput": ("at_most", 0.65),
+        "congestion-90-throughput": ("at_most", 0.675),
+        "pair-between-64b-latency": ("below", 10),
+        "pair-between-1m-bandwidth": ("above", 20),
+        "pair-between-1g-bandwidth": ("above", 22),
+        "pair-inside-64b-latency": ("below", 2),
+        "pair-inside-1m-bandwidth": ("above", 400),
+        "all-to-all-1k-latency": ("below", 50),
+        "all-to-all-1k-latency-short": ("below", 20),
+        "all-to-all-1m-bandwidth": ("above", 15),
+        "all-to-all-1m-aggregate": ("above", 80),
+    }
+    assert {name: found[name] for name in plan} == plan
+    graded = {c.id: (c.warning, c.failing) for c in load_checklist("h20-32").criteria if c.failing is not None}
+    assert graded["pair-between-64b-latency"] == (15, 25)
+    assert graded["all-to-all-1m-latency"] == (750, 1000)
+    assert all(c.source.startswith(("§", "ours", "derived")) for c in load_checklist("h20-32").criteria)
+    sessions = load_checklist("h20-32").measurements["sessions"]
+    assert (sessions.sessions, sessions.seconds) == (200, 900)
+    stability = load_checklist("h20-32").measurements["stability"]
+    assert (stability.request_rate, stability.seconds) == (3.33, 3600)
+
+
+def test_figures_keep_what_tells_them_apart():
+    assert [figure(value, "s") for value in (0.0234, 3.0, 1234.5, -1.216)] == ["0.0234 s", "3 s", "1,234 s", "-1.22 s"]

@@ -1,0 +1,322 @@
+"""The values of `dsjax accept`'s measurements, from records, counters and rows whose answers can be reckoned by hand."""
+
+import asyncio
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+
+from dsjax.bench.accept.hooks import Hooks, parse_hooks
+from dsjax.bench.accept.kinds.balance import BalanceMeasurement, variation
+from dsjax.bench.accept.kinds.fault import FaultMeasurement, FaultTimes
+from dsjax.bench.accept.kinds.kind import Measured, NotTestedError
+from dsjax.bench.accept.kinds.link import LinkMeasurement
+from dsjax.bench.accept.kinds.load import LoadMeasurement, LoadRun, drift, tokens_between
+from dsjax.bench.accept.watch import ServerWatch
+from dsjax.bench.serve.load import LoadResult
+from dsjax.bench.serve.records import RequestRecord
+from dsjax.options import OptionError
+from dsjax.top.reading import Exposition
+
+
+def record(start, times, *, tokens=None, error=None, prompt=10):
+    """A request sent at `start`, with a chunk at each of `times`."""
+    end = times[-1] if times else 0.0
+    return RequestRecord(start, start, prompt, list(times), end, tokens or len(times), error=error)
+
+
+def test_tokens_of_a_time_are_those_of_chunks_that_came_in_it():
+    whole = record(0, [1.0, 2.0, 3.0], tokens=6)  # two tokens a chunk
+    broken = record(0, [1.5, 2.5], error="it broke off")
+    assert tokens_between([whole], 0, 2.5) == 4
+    assert tokens_between([whole, broken], 2, 3) == 2 + 1
+    assert tokens_between([whole], 3, 3) == 0
+
+
+def test_drift_is_growth_over_the_run_and_one_bad_part_does_not_make_it():
+    times = [0.5 + k for k in range(10)]
+    rising = [1.0 + 0.02 * k for k in range(10)]
+    assert drift(times, rising, 10, 10) == pytest.approx(0.2 / 1.09)
+    assert drift(times, [1.0] * 4 + [50.0] + [1.0] * 5, 10, 10) == 0
+    assert drift(times[:2], rising[:2], 10, 10) is None
+    assert drift(times, [0.0] * 10, 10, 10) is None
+
+
+def test_variation_is_the_standard_deviation_over_the_mean():
+    assert variation([3, 5]) == pytest.approx(0.25)
+    assert variation([4.0, 4.0]) == 0
+    assert (variation([1.0]), variation([0.0, 0.0])) == (None, None)
+
+
+def metrics(tokens, *, started=None, used=None, more=""):
+    lines = ["# TYPE vllm:generation_tokens counter", f"vllm:generation_tokens_total {tokens}"]
+    lines += [f"process_start_time_seconds {started}"] if started is not None else []
+    for device, (now, limit) in enumerate(used or ()):
+        lines.append(f'dsjax_device_memory_used_bytes{{device="{device}"}} {now}')
+        lines.append(f'dsjax_device_memory_limit_bytes{{device="{device}"}} {limit}')
+    return Exposition("\n".join(lines) + "\n" + more)
+
+
+@pytest.mark.parametrize(
+    ("seen", "restarts"),
+    [
+        ([metrics(1), metrics(5), metrics(9)], 0),
+        ([metrics(5), metrics(1), metrics(9)], 1),
+        ([metrics(5, started=100), metrics(6, started=200)], 1),
+        ([metrics(5)], None),
+        ([Exposition(""), Exposition("")], None),
+    ],
+)
+def test_counters_that_begin_anew_are_a_restart(seen, restarts):
+    watch = ServerWatch(None, "", (), 1.0, counters=seen)
+    assert watch.restarts == restarts
+
+
+def test_memory_is_the_fullest_device_s_of_dsjax_and_of_dcgm_exporter():
+    watch = ServerWatch(None, "", (), 1.0)
+    watch._zero = 0.0
+    dcgm = [f'DCGM_FI_DEV_FB_{name}{{gpu="0",Hostname="a"}} {mib}' for name, mib in (("USED", 900), ("FREE", 100))]
+    watch._read_memory([metrics(1, used=[(10, 100), (40, 100)]), Exposition("\n".join(dcgm) + "\n")])
+    ((_, share, used),) = watch.memory
+    assert (share, used) == (0.9, 50 + 900 * 2**20)
+    watch._read_memory([metrics(1)])
+    assert len(watch.memory) == 1
+
+
+def test_an_outage_is_counted_once_however_long_it_is(start_fake):
+    async def look_while(url, close):
+        async with aiohttp.ClientSession() as session:
+            watch = ServerWatch(session, url, [f"{url}/metrics"], 60.0)
+            async with watch:
+                answered = watch.outages
+                await asyncio.to_thread(close)
+                for _ in range(3):
+                    await watch._look()
+            return answered, watch
+
+    server = start_fake(
+        metrics=lambda answered: (
+            'dsjax_device_memory_used_bytes{device="0"} 3\ndsjax_device_memory_limit_bytes{device="0"} 4\n'
+        )
+    )
+    answered, watch = asyncio.run(look_while(server.url, server.close))
+    assert (answered, watch.outages) == (0, 1)
+    assert [share for _, share, _ in watch.memory] == [0.75], "the address of --device-metrics is asked as well"
+    assert len(watch.counters) == 1
+
+
+BED = SimpleNamespace(why_none=lambda statistics: "no request was answered")
+
+
+def test_a_load_s_rate_is_of_its_seconds_and_its_share_of_errors_of_what_was_sent():
+    load = LoadMeasurement(name="l", title="L", sessions=2, seconds=10.0, windows=5)
+    good = [record(start, [start + 0.5, start + 1.0, start + 1.5], prompt=7) for start in (0.0, 2.0, 4.0, 6.0, 9.0)]
+    bad = record(8.0, [], error="HTTP 500: no")
+    watch = ServerWatch(None, "", (), 1.0, counters=[metrics(1), metrics(2)], memory=[(1.0, 0.5, 5), (2.0, 0.7, 5)])
+    found = load.evaluate(BED, LoadRun(LoadResult([*good, bad], 12.0, False), 0.0, watch))
+    assert found.values["output_tokens_per_s"] == 1.3  # two of the last request's tokens came after the tenth second
+    assert found.values["total_tokens_per_s"] == pytest.approx(1.3 + 5 * 7 / 10)
+    assert found.values["error_share"] == pytest.approx(1 / 6)
+    assert found.values["generation_p99"] == pytest.approx(1.0)
+    assert (found.values["ttft_p50"], found.values["tpot_p50"]) == (0.5, 0.5)
+    assert (found.values["restarts"], found.values["memory_share"], found.values["ttft_drift"]) == (0, 0.7, 0)
+    assert found.absent["memory_drift"][0] == "not tested"
+    assert "1 × HTTP 500: no" in found.notes
+
+
+def test_the_first_wave_is_not_measured_but_its_errors_count():
+    load = LoadMeasurement(name="l", title="L", sessions=2, seconds=4.0, windows=4)
+    wave = [record(0.0, [1.9, 2.1], prompt=5), record(0.0, [], error="HTTP 503: full")]
+    after = [record(2.0 + k, [2.5 + k, 2.75 + k], prompt=5) for k in range(4)]
+    found = load.evaluate(BED, LoadRun(LoadResult([*wave, *after], 7.0, False), 2.0, ServerWatch(None, "", (), 1)))
+    assert found.values["output_tokens_per_s"] == 9 / 4  # the wave's last token came in the measured time
+    assert (found.values["ttft_p99"], found.samples) == (0.5, 4)
+    assert found.values["error_share"] == 1 / 5
+    assert found.values["ttft_drift"] == 0
+
+
+def test_a_server_that_answers_nothing_misses_its_latencies():
+    load = LoadMeasurement(name="l", title="L", sessions=1, seconds=5.0)
+    bed = SimpleNamespace(why_none=lambda statistics: f"none of {statistics.failed}")
+    found = load.evaluate(
+        bed, LoadRun(LoadResult([record(0, [], error="refused")], 5.0, False), 0.0, ServerWatch(None, "", (), 1))
+    )
+    assert found.absent["ttft_p99"] == found.absent["generation_p99"] == ("missed", "none of 1")
+    assert (found.values["output_tokens_per_s"], found.values["error_share"]) == (0, 1)
+    assert found.absent["memory_share"][0] == found.absent["restarts"][0] == "not tested"
+
+
+FAULT = FaultMeasurement(name="f", title="F", hook="h", sessions=1, settle=0.0, before=10.0, hold=10.0, watch=20.0)
+TIMES = FaultTimes(steady=0.0, begun=10.0, broken=11.0, mending=21.0, mended=22.0, over=42.0)
+
+
+def streaming(begin, end, each):
+    return [begin + each * k for k in range(1, round((end - begin) / each) + 1)]
+
+
+def test_a_fault_s_values_are_before_against_during_and_until_it_is_as_before():
+    # A hundred tokens a second before; one in a tenth of a second during; nothing for 4 s after; then as before.
+    before, during = streaming(0, 9.99, 0.01), streaming(11, 20.9, 0.1)
+    after = streaming(26, 42, 0.01)
+    records = [record(0.0, before), record(11.0, during), record(21.5, after), record(12.0, [], error="refused")]
+    found = FAULT.evaluate(records, TIMES)
+    assert found.values["throughput_loss"] == pytest.approx(0.9, abs=0.01)
+    assert found.values["ttft_growth"] == pytest.approx(0.1 / 0.01 - 1)
+    assert found.values["silence"] == pytest.approx(26.01 - 20.9)
+    # A window of two seconds holds nine tenths of the tokens when it begins 0.2 s before they are back.
+    assert found.values["recovery"] == pytest.approx(3.8, abs=0.25)
+    assert found.values["error_share"] == 0.25
+    assert "before 99.9 tokens/s" in found.notes[-1]
+
+
+def test_a_rate_that_does_not_come_back_is_the_time_that_was_watched():
+    records = [record(0.0, streaming(0, 9.9, 0.01)), record(23.0, streaming(23, 42, 1.0))]
+    found = FAULT.evaluate(records, TIMES)
+    assert found.values["recovery"] == 20
+    assert "did not come back to 90% within the 20 s" in found.notes[0]
+
+
+def test_a_server_that_was_silent_before_the_fault_misses_all():
+    found = FAULT.evaluate([record(0.0, [], error="refused")], TIMES)
+    assert found.absent["throughput_loss"] == found.absent["recovery"] == ("missed", "no token came before the fault")
+    assert found.values["silence"] == 32
+
+
+BALANCE = BalanceMeasurement(name="b", title="B", sessions=1, seconds=1.0)
+
+
+def balance(steps, rebalances=None, tokens=(), window=()):
+    lines = ["# TYPE dsjax_step_seconds histogram", f'dsjax_step_seconds_bucket{{le="+Inf"}} {steps}']
+    lines += [f"dsjax_step_seconds_count {steps}", f"dsjax_step_seconds_sum {steps}"]
+    lines += ["# TYPE dsjax_expert_tokens counter"]
+    lines += [f'dsjax_expert_tokens_total{{expert="{k}",ep_rank="{k // 2}"}} {n}' for k, n in enumerate(tokens)]
+    lines += [f'dsjax_eplb_rank_tokens{{ep_rank="{k}"}} {n}' for k, n in enumerate(window)]
+    if rebalances is not None:
+        for name, value in (
+            ("rebalances", rebalances),
+            ("exchange_seconds", rebalances * 0.05),
+            ("rebalance_seconds", rebalances * 2),
+        ):
+            lines += [f"# TYPE dsjax_eplb_{name} counter", f"dsjax_eplb_{name}_total {value}"]
+    return Exposition("\n".join(lines) + "\n")
+
+
+def test_balance_is_of_ranks_and_experts_and_rebalances_of_the_load_s_steps():
+    found = Measured()
+    BALANCE._enter_load(found, balance(0, tokens=(1, 2, 3, 2)))
+    assert found.values["rank_variation"] == pytest.approx(0.25)
+    assert found.values["expert_variation"] == pytest.approx(0.5**0.5 / 2)
+    assert found.values["balancedness"] == pytest.approx(4 / 5)
+    BALANCE._enter_rebalances(found, balance(1000, 1), balance(3000, 5), 2000)
+    assert found.values["rebalances_per_1000_steps"] == 2
+    assert found.values["rebalance_pause"] == pytest.approx(0.05)
+    assert found.values["rebalance_seconds"] == pytest.approx(2)
+
+
+def test_balance_without_a_record_is_the_last_window_s_and_without_both_is_not_tested():
+    found = Measured()
+    BALANCE._enter_load(found, balance(0, window=(3, 5)))
+    assert (found.values["rank_variation"], "expert_variation" in found.absent) == (0.25, True)
+    found = Measured()
+    BALANCE._enter_load(found, balance(0))
+    BALANCE._enter_rebalances(found, balance(0), balance(500), 500)
+    assert {verdict for verdict, _ in found.absent.values()} == {"not tested"}
+    assert "--enable-eplb" in found.absent["rebalance_pause"][1]
+
+
+def test_few_steps_tell_no_frequency_and_no_rebalance_no_pause():
+    found = Measured()
+    BALANCE._enter_rebalances(found, balance(0, 0), balance(50, 0), 50)
+    assert "50 steps" in found.absent["rebalances_per_1000_steps"][1]
+    assert "no rebalance ended" in found.absent["rebalance_pause"][1]
+
+
+def row(collective, sent, median, *, between=True, ranks=32, hosts=4, group=("experts",)):
+    return {
+        "group": list(group), "collective": collective, "between_hosts": between, "ranks": ranks, "hosts": hosts,
+        "sent_bytes": sent, "median_s": median, "samples_s": [median],
+    }  # fmt: skip
+
+
+def link(rows, **fields):
+    one = LinkMeasurement(
+        name="l",
+        title="L",
+        **{"group": "experts", "collective": "all_to_all", "between_hosts": True, "bytes": 1 << 20} | fields,
+    )
+    bed = SimpleNamespace(network={"rows": rows, "date": "2026", "device": {"name": "d"}, "mesh": "dp=32"})
+    return asyncio.run(one.measure(bed))
+
+
+def test_a_link_s_values_are_those_of_its_row_the_slower_of_two():
+    rows = [
+        row("all_to_all", 1_048_544, 1e-3),
+        row("all_to_all", 1_048_544, 2e-3, group=("x", "experts")),
+        row("all_to_all", 1000, 1e-6),
+    ]
+    found = link(rows)
+    assert found.values["latency_us"] == pytest.approx(2000)
+    assert found.values["gb_per_s"] == pytest.approx(0.524272)
+    assert found.values["gbit_per_s"] == pytest.approx(4.194176)
+    # 24 of the 31 others of each of 32 ranks are on other hosts.
+    assert found.values["aggregate_gbit_per_s"] == pytest.approx(32 * 4.194176 * 24 / 31)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"collective": "send_receive"}, "no send_receive over a group 'experts' between hosts"),
+        ({"between_hosts": False}, "inside a host"),
+        ({"bytes": 4096}, "of 1,048,576 bytes, and none of 4,096"),
+    ],
+)
+def test_a_row_that_is_not_there_is_not_tested(fields, message):
+    with pytest.raises(NotTestedError, match=message):
+        link([row("all_to_all", 1 << 20, 1e-3)], **fields)
+
+
+def test_an_exchange_inside_a_host_leaves_none():
+    found = link([row("all_to_all", 1 << 20, 1e-3, between=False, hosts=1)], between_hosts=False)
+    assert found.absent["aggregate_gbit_per_s"][1] == "the group is within one host"
+
+
+def hooks(scale=None, timeout=60.0, **commands):
+    async def asked(mesh):
+        return scale(mesh) if scale else None
+
+    return Hooks({name.replace("_", "-"): command for name, command in commands.items()}, asked, timeout)
+
+
+def test_a_hook_gets_its_value_and_one_that_fails_says_what_it_said(tmp_path):
+    made = hooks(delay=f"echo {{value}} > {tmp_path / 'said'}", delay_end="echo no link eth9 >&2; exit 7")
+    assert made.why_not("delay") is None
+    asyncio.run(made.run("delay", "20"))
+    assert (tmp_path / "said").read_text() == "20\n"
+    with pytest.raises(NotTestedError, match=r"--hook delay-end \(.*\) ended with 7: no link eth9"):
+        asyncio.run(made.run("delay-end", "20"))
+
+
+def test_a_hook_that_hangs_is_ended():
+    with pytest.raises(NotTestedError, match="did not end within"):
+        asyncio.run(hooks(delay="sleep 60", timeout=0.2).run("delay", ""))
+
+
+def test_a_mesh_is_scaled_by_the_server_itself():
+    asked = []
+    asyncio.run(hooks(asked.append, lost="scale:dp=2").run("lost", ""))
+    assert asked == ["dp=2"]
+    with pytest.raises(NotTestedError, match=r"scale:dp=3.*impossible"):
+        asyncio.run(hooks(lambda mesh: "impossible", lost="scale:dp=3").run("lost", ""))
+
+
+def test_hooks_that_are_missing_or_unknown_are_told():
+    assert "--hook delay=COMMAND and --hook delay-end=COMMAND are not given" in hooks().why_not("delay")
+    assert "--hook delay-end=COMMAND is not given" in hooks(delay="true").why_not("delay")
+    assert parse_hooks(["a=x=y", "a-end=z"], ["a"]) == {"a": "x=y", "a-end": "z"}
+    for word, message in (
+        ("a", "expected NAME=COMMAND"),
+        ("a=", "expected NAME=COMMAND"),
+        ("b=x", "expected one of a, a-end"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            parse_hooks([word], ["a"])
