@@ -30,7 +30,8 @@ _DIES = {"h200": "GH100", "b200": "GB100"}
 class Hardware:
     """One device's figures, decimal: bytes, bytes a second, operations a second (dense). Figures are the vendors'.
 
-    platform: `cuda` or `tpu`. memory_bandwidth: of the device's own memory. fp8_flops: bf16's where there is no FP8 unit.
+    platform: `cuda` or `tpu`. memory_bytes: as the vendor's datasheet has it; driver_bytes: as the device's driver reports it
+    (`nvidia-smi`), None where nobody said. memory_bandwidth: of the device's own memory. fp8_flops: bf16's where there is no FP8 unit.
     scale_up_bandwidth: to devices of the same scale-up domain (NVLink, ICI), each way; scale_up_devices: how many it joins.
     scale_out_gbps: network of one device to other domains, each way, in gigabits a second; a cluster usually says otherwise.
     xla: what the compiler is told of the device (see `dsjax.dryrun.topology`); empty where a file has none, which a plan does not
@@ -42,6 +43,7 @@ class Hardware:
     name: str
     platform: str
     memory_bytes: int
+    driver_bytes: int | None = None
     memory_bandwidth: float
     bf16_flops: float
     fp8_flops: float
@@ -57,6 +59,11 @@ class Hardware:
     die: str = ""
     price_per_hour: float | None = None
 
+    @property
+    def visible_bytes(self) -> int:
+        """Memory as the driver reports it, of which `dsjax plan --fit` judges; the datasheet's where that is not known."""
+        return self.driver_bytes or self.memory_bytes
+
     @cached_property
     def same_die(self) -> bool:
         """Whether the tables that speak of this device were measured on its own die."""
@@ -68,9 +75,19 @@ class Hardware:
         return self.die in ("GH100", "GH100, cut down")
 
     @property
+    def is_hopper_cut_down(self) -> bool:
+        """Whether it is a Hopper with few operations for each byte (H20)."""
+        return self.die == "GH100, cut down"
+
+    @property
     def is_blackwell(self) -> bool:
         """Whether it multiplies FP8 caches as such."""
         return self.die == "GB100"
+
+    @property
+    def links_hosts(self) -> bool:
+        """Whether NVLink joins the devices of several hosts (GB200 and GB300 in a rack)."""
+        return self.platform == "cuda" and self.scale_up_devices > self.devices_per_host
 
     @property
     def scale_out_bandwidth(self) -> float:

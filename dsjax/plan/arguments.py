@@ -56,6 +56,11 @@ class PlanArgs:
     concurrency: float | None = option(None, "Requests in flight; default: as many as pays.")
     rate: float | None = option(None, "Requests a second that must be kept up with.")
     prefix_hit: float = option(0.0, "Share of prompt tokens found in the cache.")
+    working_set: float | None = option(
+        None, "Tokens of prompts that come back: what share of them the best deployment's cache and tiers have."
+    )
+    host_cache_gb: float = option(0.0, "--working-set: host memory for pages, of each host.")
+    disk_cache_gb: float = option(0.0, "--working-set: disk for pages, of each host.")
     ttft_ms: float | None = option(None, "Objective: mean time to first token.")
     tpot_ms: float | None = option(None, "Objective: mean time per output token.")
     throughput: float | None = option(None, "Objective: output tokens a second, all together.")
@@ -64,7 +69,8 @@ class PlanArgs:
         None, "JSON of dsjax bench network: its times of collectives in place of assumptions about links."
     )
     precision: str = option(
-        "auto", "fp8, bf16, int8, nvfp4 or nvfp4-bf16 (bf16 attention); auto: fp8, or what --measured was taken with."
+        "auto",
+        "fp8, bf16, int8, nvfp4, mxfp4; with bf16 attention nvfp4-bf16, mxfp4-bf16; auto: fp8, or what --measured was taken with.",
     )
     kv_cache_dtype: str = option("auto", "Latent cache: auto, bf16 or fp8.")
     mtp: int = option(0, "Tokens drafted by the MTP module a step.")
@@ -97,7 +103,20 @@ class PlanArgs:
     mode: str = option("both", "aggregated, separated, both; or static, static_ctx, static_gen: one batch.")
     batch: int | None = option(None, "Static modes: requests of a DP rank; default: all that fit.", min=1)
     context: int | None = option(
-        None, "--mode static_gen: cached tokens of every request; default: as --input and --output make them.", min=1
+        None,
+        "--mode static_gen: cached tokens of every request; --fit: tokens of the longest. Default: as --input and --output make them.",
+        min=1,
+    )
+    fit: bool = option(
+        False,
+        "Say whether --mesh fits into memory with --engine, --prefill-tokens and --context, and with which memory fractions; "
+        "exit status 3 where it does not.",
+        switch=True,
+    )
+    memory_fraction: float | None = option(
+        None,
+        "--fit: the engine's share of memory: --gpu-memory-utilization, --mem-fraction-static or free_gpu_memory_fraction. "
+        "Default: the engine's.",
     )
     prefill_tokens: int = option(16384, "Most prompt tokens of a DP rank in a step.")
     mesh: str | None = option(None, "Plan with instances of this mesh only: dp=32, or dp=4,tp=8.")
@@ -127,6 +146,10 @@ class PlanArgs:
     warmup: int | None = option(
         None, "--simulate: requests left out at the start. Default: none with --request-rate inf, else a stay's.", min=0
     )
+    random_range_ratio: float | None = option(
+        None,
+        "--simulate: lengths evenly from this share of --input and --output to all of them, as InferenceX's benchmarks draw them.",
+    )
     burstiness: float = option(1.0, "--simulate: 1 is Poisson, less is burstier, as vllm bench serve has it.")
     seed: int = option(0, "--simulate: of lengths and arrivals.", min=0)
     rows: int = option(8, "Rows of the table.", min=1)
@@ -150,6 +173,8 @@ class PlanArgs:
                 raise UserError(f"--explain is {self.explain!r}, expected one of {', '.join(EXPLAINED)}")
         self._check_arrivals()
         self._check_batch()
+        self._check_fit()
+        self._check_reuse()
         if self.plots and not self.sweep:
             raise UserError(
                 "--plots draws sweeps, and there is none; give --sweep latency or another, or --pareto FILE.png for the front"
@@ -158,6 +183,16 @@ class PlanArgs:
             raise UserError("--explain is for reading, --json writes data in its place; give one of them")
         if self.classes and (self.input_tokens or self.output_tokens):
             raise UserError("--class has lengths of its own, in place of --input and --output; give one or the other")
+
+    def _check_reuse(self) -> None:
+        for name in ("host_cache_gb", "disk_cache_gb"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise UserError(f"{_flag(name)} is {value:g}, expected a number of at least 0")
+            if value and self.working_set is None:
+                raise UserError(f"{_flag(name)} is of --working-set; give it too")
+        if self.working_set is not None and not 0 < self.working_set < math.inf:
+            raise UserError(f"--working-set is {self.working_set:g}, expected a number of tokens above 0")
 
     def _check_arrivals(self) -> None:
         if not 0 < self.burstiness < math.inf:
@@ -172,22 +207,38 @@ class PlanArgs:
             )
         if (self.request_rate or self.warmup is not None) and not self.simulate:
             raise UserError("--request-rate and --warmup are of --simulate; give it too")
+        ratio = self.random_range_ratio
+        if ratio is not None and (not 0 < ratio <= 1 or not self.simulate or self.classes):
+            raise UserError(
+                f"--random-range-ratio is {ratio:g}, expected a number above 0 and at most 1, with --simulate, --input and --output"
+            )
         if self.request_rate and self.rate is not None:
             raise UserError("--request-rate inf starts a fixed number of users at once; give --concurrency, not --rate")
+
+    def _check_fit(self) -> None:
+        if not self.fit:
+            if self.memory_fraction is not None:
+                raise UserError("--memory-fraction is of --fit; give it too")
+            return
+        if self.mesh is None:
+            raise UserError("--fit is about one layout; give it, such as --mesh tp=8")
+        given = next((name for name in _OF_A_SERVICE if not _is_absent(getattr(self, name))), None)
+        if given or self.is_static:
+            what = f"--mode {self.mode}" if given is None else _flag(given)
+            raise UserError(f"{what} asks for a plan, --fit about the memory of one layout; give one of them")
 
     def _check_batch(self) -> None:
         mode = self.mode
         if self.batch is not None and not self.is_static:
             raise UserError(f"--batch is for --mode {', '.join(STATIC_MODES)}; with --mode {mode} give --concurrency")
-        if self.context is not None and mode != "static_gen":
+        if self.context is not None and mode != "static_gen" and not self.fit:
             raise UserError(
-                f"--context is of decode steps alone, --mode {mode} follows from --input and --output; give --mode static_gen"
+                f"--context is of decode steps alone, --mode {mode} follows from --input and --output; give --mode static_gen, or --fit"
             )
         given = next((name for name in _OF_A_SERVICE if not _is_absent(getattr(self, name))), None)
         if self.is_static and given:
-            flag = "--recipe" if given == "recipe_file" else f"--{given.replace('_', '-')}"
             raise UserError(
-                f"{flag} is of a service, --mode {mode} is one batch of every layout; give aggregated, separated or both"
+                f"{_flag(given)} is of a service, --mode {mode} is one batch of every layout; give aggregated, separated or both"
             )
 
     @property
@@ -205,7 +256,7 @@ class PlanArgs:
         from dsjax.plan.engine import find_engine
         from dsjax.plan.measured import read_measured
         from dsjax.plan.operator_tables import operator_tables
-        from dsjax.plan.own_cluster import find_cluster, with_tables
+        from dsjax.plan.own_cluster import find_cluster
         from dsjax.plan.question import Question
         from dsjax.plan.recipe import check_recipe
         from dsjax.plan.sweep import read_sweep
@@ -218,8 +269,6 @@ class PlanArgs:
         config = load_config(self.model)
         measured = read_measured(self.measured, config) if self.measured else None
         cluster, tables = find_cluster(self.cluster, measured), operator_tables(self.operators)
-        if measured is None:
-            cluster, tables = with_tables(cluster, tables)
         cluster, workload = self._priced(self._timed(cluster)), self._workload()
         objective = Objective(self.ttft_ms and self.ttft_ms / 1e3, self.tpot_ms and self.tpot_ms / 1e3, self.throughput)
         if self.context is not None:
@@ -263,7 +312,10 @@ class PlanArgs:
         if self.classes:
             return Workload.of_classes([RequestClass.parse(text) for text in self.classes], **load)
         prompt = Lengths.parse(self.input_tokens or "2000", "--input")
-        return Workload(prompt, Lengths.parse(self.output_tokens or "500", "--output"), **load)
+        output = Lengths.parse(self.output_tokens or "500", "--output")
+        if self.random_range_ratio is not None:
+            prompt, output = (each.ranged(self.random_range_ratio) for each in (prompt, output))
+        return Workload(prompt, output, **load)
 
     def _options(self, engine: Engine, measured: Measured | None, tables: OperatorTables) -> PlanOptions:
         from dsjax.plan.compiled import read_dry_run
@@ -302,9 +354,13 @@ class PlanArgs:
 
 _OF_A_SERVICE = (
     "explain", "pareto", "sweep", "recipe_file", "slo", "concurrency", "rate", "ttft_ms", "tpot_ms", "throughput", "prefill_mesh",
-    "decode_mesh", "prefill_instances", "decode_instances", "price_per_hour", "simulate",
+    "decode_mesh", "prefill_instances", "decode_instances", "price_per_hour", "simulate", "working_set",
 )  # fmt: skip
 """Options that one batch of every layout does not have."""
+
+
+def _flag(name: str) -> str:
+    return "--recipe" if name == "recipe_file" else f"--{name.replace('_', '-')}"
 
 
 def _is_absent(value: Any) -> bool:

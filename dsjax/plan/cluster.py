@@ -13,7 +13,7 @@ from typing import Any
 
 from dsjax.errors import UserError, check_fields, why_unreadable
 from dsjax.hardware import Hardware, load_hardware
-from dsjax.plan.measured_network import COLLECTIVES, MeasuredNetwork
+from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE, MeasuredNetwork
 from dsjax.plan.tiers import Wiring, read_wiring
 
 RESOURCES = ("compute", "memory bandwidth", "scale-up", "network", "latency")
@@ -276,9 +276,9 @@ def _acceptance(key: str, values: Mapping[str, Any]) -> Acceptance:
         return table
 
     fields("acceptance", values, ("warning", "failing", *_PLACES))
-    expected = {}
+    expected, known = {}, (*COLLECTIVES, SEND_RECEIVE)
     for place in _PLACES:
-        for collective, bounds in fields(f"acceptance.{place}", values.get(place, {}), COLLECTIVES).items():
+        for collective, bounds in fields(f"acceptance.{place}", values.get(place, {}), known).items():
             name = f"acceptance.{place}.{collective}"
             bounds = fields(name, bounds, ("latency_us", "gb_per_s"))
             if len(bounds) < 2:

@@ -22,7 +22,11 @@ def refusal(run: DryRun, config: ModelConfig, cluster: Cluster, precision: Preci
     if run.target != token:
         return f"it was compiled for {run.target}, the cluster has {token}"
     weights = {FP8_BLOCK: "fp8", BF16: "bfloat16"}.get(precision.linear)
-    if run.weights != weights or precision.expert != precision.linear:
+    if precision.widens_fp4 and precision.expert < 1:
+        weights = precision.name
+    elif precision.expert != precision.linear:
+        weights = None
+    if run.weights != weights:
         return f"its weights are {run.weights}, the plan's precision is {precision.name}"
     if run.kv_cache_dtype != ("bfloat16" if precision.cache == BF16 else "float8_e4m3fn"):
         return f"its cache is {run.kv_cache_dtype}, the plan's has {precision.cache:g} bytes a value"

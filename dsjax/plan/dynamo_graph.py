@@ -336,13 +336,17 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
     )
 
 
+_NOT_A_WORKERS = ("--model", "--disaggregation-mode", "--api-server-count")
+"""Options that the graph says in its own words, or that Dynamo's frontend stands for."""
+
+
 def _side(service: Mapping[str, Any], cluster: Cluster) -> Side:
     """Describe one side of a recipe's service."""
     hosts = _hosts(service, cluster)
     devices = math.ceil(service["devices_each"] / hosts)
     return Side(
         service["role"] if service["role"] in ("prefill", "decode") else "worker",
-        {flag: value for flag, value in service["options"].items() if flag not in ("--model", "--disaggregation-mode")},
+        {flag: value for flag, value in service["options"].items() if flag not in _NOT_A_WORKERS},
         service["instances"],
         hosts,
         devices,
@@ -350,7 +354,7 @@ def _side(service: Mapping[str, Any], cluster: Cluster) -> Side:
             cluster.hardware.platform,
             devices,
             rdma=uses_rdma(cluster, hosts),
-            domain=needs_compute_domain(cluster.hardware.key, hosts),
+            domain=needs_compute_domain(cluster.hardware, hosts),
         ),
     )
 

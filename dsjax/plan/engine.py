@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dsjax.errors import UserError
 from dsjax.plan.precision import BF16, FP8_CACHE, Precision
@@ -13,11 +14,13 @@ from dsjax.plan.precision import BF16, FP8_CACHE, Precision
 @dataclass(frozen=True)
 class Engine:
     """balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode.
-    drafts: with the MTP module. fp4: loads FP4 experts. int8: loads block-wise INT8 weights. fp8_cache: bytes a
-    value of its FP8 latent cache, None without one.
+    drafts: with the MTP module. fp4: loads FP4 experts; widens_fp4: multiplies by them in bf16. int8: loads block-wise INT8 weights.
+    fp8_cache: bytes a value of its FP8 latent cache, None without one.
     dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step one by one, and each pass of the
     MTP module by itself; otherwise one compiled program has all of them.
-    most_drafts: tokens that it drafts a step at most, None where no bound is known.
+    most_drafts: tokens that it drafts a step at most, None where no bound is known. shared_beside: decode computes the shared expert
+    beside the routed ones, on a second stream. fp8_mla: decode multiplies an FP8 cache as FP8 on an H20. credits: capability → the option
+    or file of the engine that has it; what is not in it is not credited.
     """
 
     name: str
@@ -31,6 +34,10 @@ class Engine:
     eager: bool
     int8: bool = False
     most_drafts: int | None = None
+    widens_fp4: bool = False
+    shared_beside: bool = False
+    fp8_mla: bool = False
+    credits: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def check(
         self,
@@ -42,11 +49,21 @@ class Engine:
         fp8_cache: bool,
         dispatch: str,
         int8: bool = False,
+        mxfp4: bool = False,
     ) -> None:
         """Raise `UserError` where something is asked for that this engine cannot do."""
+        if mxfp4 and not self.widens_fp4:
+            raise UserError(
+                f"--precision mxfp4 or mxfp4-bf16 is asked for, but experts of {self.name} are priced in NVFP4 only; give --precision "
+                "nvfp4 or nvfp4-bf16, or --engine dsjax"
+            )
         asked = (
             (separated and not self.transfers, "--mode separated", "does not move caches between instances"),
-            (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
+            (
+                overlap and not self.overlaps,
+                "--two-batch-overlap on",
+                "is priced without its --enable-dbo" if self.name == "dsjax" else "does not overlap two half batches",
+            ),
             (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
             (
                 drafts > (self.most_drafts or drafts),
@@ -66,19 +83,85 @@ class Engine:
                 )
 
     def precision(self, chosen: Precision) -> Precision:
-        """What was chosen, with an FP8 cache as this engine keeps it."""
+        """What was chosen, with an FP8 cache as this engine keeps it, and FP4 where it has it."""
+        if chosen.expert < 1 and self.widens_fp4:
+            chosen = chosen.only_experts_in_fp4()
         if chosen.cache >= BF16 or self.fp8_cache is None:
             return chosen
         return dataclasses.replace(chosen, cache=self.fp8_cache)
 
 
-PUBLISHED = Engine("published", True, True, True, True, True, 1.0, "deepep", eager=True, int8=True)
-"""SGLang and TensorRT-LLM with the kernels and overlaps that they publish."""
-_OTHERS = {
-    "vllm": dataclasses.replace(PUBLISHED, name="vllm", int8=False),
-    "sglang": dataclasses.replace(PUBLISHED, name="sglang"),
-    "tensorrt-llm": dataclasses.replace(PUBLISHED, name="tensorrt-llm", overlaps=False, int8=False),
+CAPABILITIES = ("balances", "overlaps", "transfers", "drafts", "fp4", "fp8_cache", "int8", "shared_beside")
+"""Fields of `Engine` that make a plan better, and that something must be named for."""
+_CREDITS = {
+    "vllm": {
+        "balances": "--enable-eplb, --eplb-config",
+        "overlaps": "--enable-dbo",
+        "transfers": "--kv-transfer-config",
+        "drafts": "--speculative-config",
+        "fp4": "--quantization modelopt_fp4, read from the checkpoint",
+        "fp8_cache": "--kv-cache-dtype fp8",
+        "shared_beside": "VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD: up to 256 tokens, on a stream of their own",
+    },
+    "sglang": {
+        "balances": "--enable-eplb",
+        "overlaps": "--enable-two-batch-overlap",
+        "transfers": "--disaggregation-mode",
+        "drafts": "--speculative-algorithm NEXTN",
+        "fp4": "--quantization modelopt_fp4",
+        "fp8_cache": "--kv-cache-dtype fp8_e4m3",
+        "int8": "--quantization, read from the checkpoint (meituan/DeepSeek-R1-Block-INT8)",
+        "shared_beside": "sglang/srt/models/deepseek_v2.py, alt_stream",
+    },
+    "tensorrt-llm": {
+        "balances": "moe_config.load_balancer",
+        "transfers": "cache_transceiver_config",
+        "drafts": "speculative_config",
+        "fp4": "moe_config.backend, with an NVFP4 checkpoint",
+        "fp8_cache": "kv_cache_config.dtype",
+        "shared_beside": "tensorrt_llm/_torch/models/modeling_deepseekv3.py, aux_stream",
+    },
 }
+_OURS = {
+    "balances": "--enable-eplb",
+    "overlaps": "--enable-dbo",
+    "transfers": "--disaggregation-mode, --prefill-mesh",
+    "drafts": "--speculative-config",
+    "fp4": "--weights nvfp4",
+    "fp8_cache": "--kv-cache-dtype fp8",
+}
+"""What `dsjax serve` would have each capability by; only those that it has become credits."""
+
+
+def _one(name: str) -> Engine:
+    credits = _CREDITS[name]
+    able = {capability: capability in credits for capability in CAPABILITIES if capability != "fp8_cache"}
+    return Engine(
+        name, fp8_cache=1.0 if "fp8_cache" in credits else None, dispatch="deepep", eager=True, credits=credits, **able
+    )
+
+
+_OTHERS = {name: _one(name) for name in _CREDITS}
+_ALL = {
+    what: "; ".join(f"{name}: {each[what]}" for name, each in _CREDITS.items() if what in each) for what in CAPABILITIES
+}
+PUBLISHED = Engine(
+    "published",
+    True,
+    True,
+    True,
+    True,
+    True,
+    1.0,
+    "deepep",
+    eager=True,
+    int8=True,
+    shared_beside=True,
+    fp8_mla=True,
+    credits=_ALL,
+)
+"""SGLang and TensorRT-LLM with the kernels and overlaps that they publish; fp8_mla: FlashMLA's pull request 82, which the image
+`ghcr.io/antgroup/sglang:h20-blog-release` has and SGLang's releases have not."""
 """One engine of them: the published kernels, the layouts that it can be asked for (`launch.unfit`), and its own commands."""
 
 
@@ -90,10 +173,10 @@ def dsjax_engine() -> Engine:
 
     fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     cache = fields["kv_cache_dtype"].metadata.get("choices") or ()
-    return Engine(
+    made = Engine(
         "dsjax",
         balances="enable_eplb" in fields,
-        overlaps="enable_dbo" in fields or "two_batch_overlap" in fields,
+        overlaps=False,  # it has --enable-dbo, which the estimates do not price: they know no padding of a half, and no ragged exchange
         transfers="kv_transfer_config" in fields or "prefill_mesh" in fields or "disaggregation_mode" in fields,
         drafts="speculative_config" in fields,
         fp4="nvfp4" in (fields["weights"].metadata.get("choices") or ()),
@@ -101,9 +184,32 @@ def dsjax_engine() -> Engine:
         dispatch="auto",
         eager=False,
         most_drafts=MOST_DRAFTS,
+        widens_fp4=True,
     )
+    return dataclasses.replace(made, credits={what: _OURS[what] for what in CAPABILITIES if getattr(made, what)})
 
 
+def credit_table() -> str:
+    """Markdown: what each engine is credited with, and by what."""
+    names = ("dsjax", *_OTHERS)
+    lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for what in CAPABILITIES:
+        cells = (find_engine(name).credits.get(what, "no") for name in names)
+        lines.append(f"| {WORDS[what]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+WORDS = {
+    "balances": "experts placed by their load",
+    "overlaps": "two half batches overlap",
+    "transfers": "prefill apart from decode",
+    "drafts": "drafts by the MTP module",
+    "fp4": "FP4 experts",
+    "fp8_cache": "FP8 cache",
+    "int8": "block-wise INT8",
+    "shared_beside": "shared expert beside the routed ones, in decode",
+}
+"""`CAPABILITIES` for a reader."""
 ENGINES = ("dsjax", "published", *_OTHERS)
 
 

@@ -105,6 +105,8 @@ class Instance:
                     operators=options.operators,
                     host=HOST_TIMES[options.host],
                     eager=options.engine.eager,
+                    shared_beside=options.engine.shared_beside,
+                    fp8_mla=options.engine.fp8_mla,
                     balancing=self.places_by_load,
                     middle=self.only_middle,
                 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.errors import UserError
+from dsjax.hardware import Hardware
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.memory import weight_bytes
@@ -62,12 +63,12 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
                 cluster.hardware.platform,
                 devices,
                 uses_rdma(cluster, hosts),
-                needs_compute_domain(cluster.hardware.key, hosts),
+                needs_compute_domain(cluster.hardware, hosts),
             ),
         },
     ]
     pod = "/spec/leaderWorkerTemplate/workerTemplate/spec"
-    domain = needs_compute_domain(cluster.hardware.key, hosts)
+    domain = needs_compute_domain(cluster.hardware, hosts)
     if uses_rdma(cluster, hosts):
         group.append({"op": "replace", "path": f"{container}/securityContext", "value": _LOCKS_MEMORY})
     if domain:
@@ -162,9 +163,9 @@ def uses_rdma(cluster: Cluster, hosts: int) -> bool:
     return is_beyond and cluster.hardware.platform == "cuda" and cluster.network in _RDMA
 
 
-def needs_compute_domain(hardware: str, hosts: int) -> bool:
+def needs_compute_domain(hardware: Hardware, hosts: int) -> bool:
     """Say whether an engine's pods share memory over NVLink between hosts, for which NVIDIA's driver wants a ComputeDomain."""
-    return hosts > 1 and hardware.startswith("gb")
+    return hosts > 1 and hardware.links_hosts
 
 
 def compute_domain(name: str, nodes: int) -> str:

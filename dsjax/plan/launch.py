@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsjax.hardware import Hardware
 from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout
@@ -23,6 +24,13 @@ from dsjax.plan.precision import Precision
 LAUNCHED = ("vllm", "sglang", "tensorrt-llm")
 """Engines whose commands a recipe can hold."""
 HEAD = "$HEAD"
+"""Address of an instance's first host, which a shell fills in."""
+ADDRESS = "$ADDRESS"
+"""The host's own address, on which an engine listens: no engine of these asks all that reach a host who they are by default."""
+KEY = "$API_KEY"
+"""The key that clients must show, for engines that know one; it is in the environment and in no file."""
+KEY_ENVIRONMENT = {"vllm": "VLLM_API_KEY"}
+"""Where an engine reads the key from the environment itself."""
 PORTS = {"prefill and decode": 8000, "prefill": 8001, "decode": 8002}
 
 
@@ -38,6 +46,7 @@ class LaunchCommand:
     """One instance of a service in another engine's words.
 
     flags: flag → value, the same on all its hosts; a flag without a value is "". each_host: those that differ, one mapping a host.
+    environment: variable → value, on all hosts.
     config: the configuration file that TensorRT-LLM reads beside its flags. lacks: what the estimate counts on and the command cannot say.
     """
 
@@ -49,6 +58,7 @@ class LaunchCommand:
     devices: int
     flags: dict[str, str] = field(default_factory=dict)
     each_host: list[dict[str, str]] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     lacks: list[str] = field(default_factory=list)
 
@@ -57,6 +67,12 @@ class LaunchCommand:
         if flag not in documented(self.engine)["flags"]:
             raise KeyError(f"{flag} is not a documented flag of {self.engine}")
         (self.flags if host is None else self.each_host[host])[flag] = str(value)
+
+    def put_variable(self, name: str, value: object) -> None:
+        """One more environment variable."""
+        if name not in documented(self.engine).get("environment", {}):
+            raise KeyError(f"{name} is not a documented environment variable of {self.engine}")
+        self.environment[name] = str(value)
 
     def key(self, path: str, value: object) -> None:
         """One more entry of the configuration file: `moe_config.backend`."""
@@ -74,14 +90,16 @@ class LaunchCommand:
         return f"{self.role.split()[0]}.yaml"
 
     def commands(self) -> list[str]:
-        """One line for a shell on each host of one instance; `$HEAD` is the address of its first host."""
+        """One line for a shell on each host of one instance; `HEAD`, `ADDRESS` and `KEY` are for the shell to fill in."""
         hosts = self.each_host or [{}]
         program = shlex.split(documented(self.engine)["program"])
         target = [] if "--model-path" in self.flags else [self.model]
         lines = []
         for more in hosts:
             words = [*program, *target, *(word for pair in (self.flags | more).items() for word in pair if word)]
-            line = " ".join(f'"{word}"' if HEAD in word else shlex.quote(word) for word in words)
+            variables = [f"{name}={value}" for name, value in self.environment.items()]
+            words = ["env", *variables, *words] if variables else words
+            line = " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
             lines.append(line if self.engine != "tensorrt-llm" or self.hosts == 1 else self._under_slurm(line))
         return lines
 
@@ -102,10 +120,10 @@ class LaunchCommand:
         }
 
 
-def unfit(engine: str, layout: InstanceLayout, host: int, hardware: str, precision: Precision) -> str | None:
+def unfit(engine: str, layout: InstanceLayout, host: int, hardware: Hardware, precision: Precision) -> str | None:
     """Why an engine cannot run a layout, as far as its documentation says; None where it can.
 
-    host: devices of one. hardware: key of the device, on which TensorRT-LLM's expert kernels depend.
+    host: devices of one. hardware: the device, on which TensorRT-LLM's expert kernels depend.
     """
     mesh = layout.unit.mesh
     hybrid = mesh.splits_expert_width and mesh.ep_size > 1
@@ -117,7 +135,7 @@ def unfit(engine: str, layout: InstanceLayout, host: int, hardware: str, precisi
         return None
     if mesh.tp_size > 1 and mesh.dp_size > 1:
         return f"{layout.mesh}: attention is data parallel over all devices of a TensorRT-LLM instance, or over none"
-    wide = hardware.startswith("gb") and precision.expert < 1
+    wide = hardware.links_hosts and precision.expert < 1
     if layout.redundant and not wide:
         return f"{layout}: TensorRT-LLM's guide has redundant experts (WIDEEP with a load balancer) for NVFP4 on GB200 only"
     return None
@@ -133,6 +151,7 @@ class Limits:
             for k in work.kinds
         )
         self.length = min(math.ceil(max(longest)) + 1, instance.config.max_position_embeddings)
+        self.step_tokens = math.ceil(tokens)
         self.prompt = math.ceil(max(k.input.mean * (1 + 3 * k.input.variation) for k in work.kinds))
         self.seqs = max(1, math.ceil(tokens / work.computed if role == "prefill" else batch))
         self.tokens = 0 if role == "decode" else math.ceil(tokens)
@@ -166,11 +185,11 @@ def front(engine: str, launches: list[LaunchCommand]) -> str | None:
     if engine == "sglang":
         words = [f'--{role} "http://{url}"' for role, all_of in urls.items() for url in all_of]
         return " ".join(
-            ["python3 -m sglang_router.launch_router --pd-disaggregation", *words, "--host 0.0.0.0 --port 8000"]
+            ["python3 -m sglang_router.launch_router --pd-disaggregation", *words, f'--host "{ADDRESS}" --port 8000']
         )
     if engine == "tensorrt-llm":
         names = {"prefill": "context_servers", "decode": "generation_servers"}
-        lines = ["hostname: 0.0.0.0", "port: 8000", "backend: pytorch"]
+        lines = [f"hostname: {ADDRESS}", "port: 8000", "backend: pytorch"]
         for role, all_of in urls.items():
             lines += [f"{names[role]}:", f"  num_instances: {len(all_of)}", "  urls:"]
             lines += [f'    - "{url}"' for url in all_of]
@@ -179,12 +198,25 @@ def front(engine: str, launches: list[LaunchCommand]) -> str | None:
     return None
 
 
+def _key_lines(engine: str, launches: list[LaunchCommand]) -> tuple[str, list[str]]:
+    """A comment for the script, and the lines that refuse to start an engine without a key where it can ask for one."""
+    variable = KEY_ENVIRONMENT.get(engine)
+    if not variable and all(KEY not in one.flags.values() for one in launches):
+        return (
+            "# This engine asks nobody for a key here: give an ADDRESS that only the cluster's own hosts and your gateway reach.",
+            [],
+        )
+    needed = ': "${API_KEY:?give the key that clients must show, for instance what openssl rand -hex 32 prints}"'
+    export = [f'export {variable}="$API_KEY"'] if variable else []
+    return "# API_KEY: the key that clients must show.", [needed, *export]
+
+
 def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], command: str) -> str:
     """A recipe as one shell script: `sh FILE.sh ROLE [HOST]` starts one host of one instance, `sh FILE.sh front` what joins the sides.
 
     made: the recipe. command: what it was planned with.
     """
-    about = documented(engine)
+    about, (about_keys, keys) = documented(engine), _key_lines(engine, launches)
     lines = [
         "#!/bin/sh",
         f"# {command}",
@@ -192,8 +224,11 @@ def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], 
         *(f"#   {source}" for source in about["sources"].values()),
         *(f"# Note: {note}" for note in made["notes"]),
         "# HEAD: address of an instance's first host. HOST: its number among the instance's hosts, from 0.",
+        "# ADDRESS: this host's own address, on which the engine listens; loopback if it is not given.",
+        about_keys,
         "set -eu",
         'HEAD="${HEAD:-127.0.0.1}"',
+        'ADDRESS="${ADDRESS:-127.0.0.1}"',
         'case "${1:-} ${2:-0}" in',
     ]
     for one in launches:
@@ -206,7 +241,7 @@ def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], 
             lines.append(f"'{one.role.split()[0]} {number}')" if len(launches) > 1 else f"'serve {number}')")
             if config:  # JSON is YAML too
                 lines += [f"cat > {one.file} <<'EOF'", config, "EOF"]
-            lines += [f"exec {line}", ";;"]
+            lines += [*keys, f"exec {line}", ";;"]
     joins = front(engine, launches)
     if joins:
         lines += ["'front 0')", joins, ";;"]

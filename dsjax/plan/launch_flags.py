@@ -6,11 +6,19 @@ import json
 import math
 from collections.abc import Iterator
 
+from dsjax.plan.balancing import STEP_INTERVAL
 from dsjax.plan.instance import Instance
-from dsjax.plan.launch import HEAD, PORTS, LaunchCommand, Limits, unfit
+from dsjax.plan.launch import ADDRESS, HEAD, KEY, PORTS, LaunchCommand, Limits, unfit
 from dsjax.plan.precision import BF16
 
-_BLACKWELL = ("b200", "gb200", "gb300")
+_WINDOW = 1000
+"""Steps whose loads a balancer looks at: vLLM's default, and what the published recipes for DeepSeek-R1 give."""
+_DBO_DECODE, _DBO_PREFILL = 32, 512
+"""Tokens of a rank from which vLLM halves a batch: its defaults, and what the published recipes give."""
+_BOOTSTRAP = 30001
+"""Port at which SGLang's decode servers ask a prefill server for a request's pages, as in the published recipes."""
+_MANY_STREAMS, _STREAM_INTERVAL = 512, 20
+"""From so many streams on, tokens are sent so many at a time, as in the published recipe for GB200."""
 
 
 def launch(
@@ -25,7 +33,7 @@ def launch(
     hosts = math.ceil(layout.devices / cluster.devices_per_host)
     made = LaunchCommand(engine, model, role, instances * instance.layout.mesh.expert_copies, hosts, layout.devices)
     limits = Limits(instance, batch, tokens, role)
-    reason = unfit(engine, instance.layout, cluster.devices_per_host, cluster.hardware.key, instance.options.precision)
+    reason = unfit(engine, instance.layout, cluster.devices_per_host, cluster.hardware, instance.options.precision)
     if reason:
         made.lacks.append(reason)
     {"vllm": _vllm, "sglang": _sglang, "tensorrt-llm": _tensorrt}[engine](made, instance, limits)
@@ -54,7 +62,7 @@ def _common(made: LaunchCommand, instance: Instance) -> Iterator[str]:
 def _vllm(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
     mesh, options = instance.layout.unit.mesh, instance.options
     dp, tp, host = mesh.dp_size, mesh.tp_size, instance.cluster.devices_per_host
-    made.put("--host", "0.0.0.0")
+    made.put("--host", ADDRESS)
     made.put("--port", PORTS[made.role])
     made.put("--tensor-parallel-size", tp)
     if dp > 1:
@@ -75,27 +83,41 @@ def _vllm(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
                 made.put("--master-addr", HEAD, rank)
             if rank:
                 made.put("--headless", host=rank)
+            elif dp > 1:
+                made.put("--api-server-count", min(host, dp), rank)
+    elif dp > 1:
+        made.put("--api-server-count", dp)
+    if options.host == "overlapped":
+        made.put("--async-scheduling")
+    if options.precision.linear < BF16 and instance.cluster.hardware.platform == "cuda":
+        made.put_variable("VLLM_USE_DEEP_GEMM", 1)
     spread = mesh.ep_size == made.devices > 1
     if spread:
         made.put("--enable-expert-parallel")
     if spread and dp > 1:
         backend = "deepep_low_latency" if made.role == "decode" else "deepep_high_throughput"
         made.put("--all2all-backend", backend)
+        made.put_variable("VLLM_RANDOMIZE_DP_DUMMY_INPUTS", 1)
         if made.role == "prefill and decode":
             made.lacks.append(
                 "DeepEP's normal kernels are priced for prompts and its low-latency kernels for decodes; vLLM takes one for both."
             )
     if limits.overlaps:
         made.put("--enable-dbo")
+        made.put("--dbo-decode-token-threshold", _DBO_DECODE)
+        made.put("--dbo-prefill-token-threshold", _DBO_PREFILL)
     if instance.layout.redundant:
         made.put("--enable-eplb")
-        made.put("--eplb-config", json.dumps({"num_redundant_experts": instance.layout.redundant}))
+        balancing = {"window_size": _WINDOW, "step_interval": STEP_INTERVAL, "log_balancedness": False}
+        made.put("--eplb-config", json.dumps({"num_redundant_experts": instance.layout.redundant} | balancing))
     made.put("--max-model-len", limits.length)
     made.put("--max-num-seqs", limits.seqs)
     verified = limits.seqs * (1 + options.drafts)
     made.put("--max-num-batched-tokens", max(verified, limits.tokens + (0 if made.role == "prefill" else verified)))
     if made.role != "prefill":
         made.put("--max-cudagraph-capture-size", verified)
+    if made.role == "decode":
+        made.put("--compilation-config", json.dumps({"cudagraph_mode": "FULL_DECODE_ONLY"}))
     made.put("--gpu-memory-utilization", f"{limits.share:g}")
     made.lacks.append(
         "--gpu-memory-utilization is what weights and caches take in the estimate; vLLM takes a step's temporaries out of it too, so that "
@@ -118,12 +140,13 @@ def _sglang(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
     mesh, options = instance.layout.unit.mesh, instance.options
     dp = mesh.dp_size
     made.put("--model-path", made.model)
-    made.put("--host", "0.0.0.0")
+    made.put("--host", ADDRESS)
     made.put("--port", PORTS[made.role])
     made.put("--tp-size", made.devices)
+    if made.role == "prefill and decode":
+        made.put("--api-key", KEY)
     if dp > 1:
-        made.put("--dp-size", dp)
-        made.put("--enable-dp-attention")
+        made.put("--attn-dp-size", dp)
         made.put("--enable-dp-lm-head")
         if mesh.tp_size == 1:
             made.put("--moe-dense-tp-size", 1)
@@ -148,7 +171,8 @@ def _sglang(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
     if instance.layout.redundant:
         made.put("--enable-eplb")
         made.put("--ep-num-redundant-experts", instance.layout.redundant)
-        made.put("--eplb-rebalance-num-iterations", 3000)
+        made.put("--eplb-rebalance-num-iterations", STEP_INTERVAL)
+        made.put("--expert-distribution-recorder-buffer-size", _WINDOW)
     if not instance.layout.fused:
         made.put("--disable-shared-experts-fusion")
     made.put("--context-length", limits.length)
@@ -165,7 +189,7 @@ def _sglang(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
             "computes them in steps of their own."
         )
     if made.role != "prefill":
-        made.put("--cuda-graph-max-bs", limits.seqs)
+        made.put("--cuda-graph-max-bs-decode", limits.seqs)
     made.put("--mem-fraction-static", f"{limits.share:g}")
     if options.precision.cache < BF16:
         made.put("--kv-cache-dtype", "fp8_e4m3")
@@ -178,11 +202,13 @@ def _sglang(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
         made.put("--speculative-num-draft-tokens", options.drafts + 1)
     if made.role != "prefill and decode":
         made.put("--disaggregation-mode", made.role)
+        made.put("--disaggregation-transfer-backend", "nixl")
+        made.put("--disaggregation-bootstrap-port", _BOOTSTRAP)
 
 
 def _tensorrt(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
-    mesh, options, hardware = instance.layout.unit.mesh, instance.options, instance.cluster.hardware.key
-    made.put("--host", "0.0.0.0")
+    mesh, options, hardware = instance.layout.unit.mesh, instance.options, instance.cluster.hardware
+    made.put("--host", ADDRESS)
     made.put("--port", PORTS[made.role])
     made.put("--backend", "pytorch")
     made.put("--tp_size", made.devices)
@@ -192,7 +218,8 @@ def _tensorrt(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
     made.put("--max_batch_size", limits.seqs)
     verified = limits.seqs * (1 + options.drafts)
     made.put("--max_num_tokens", max(verified, limits.tokens + (0 if made.role == "prefill" else verified)))
-    made.put("--max_seq_len", limits.length)
+    # A prefill worker makes the first token and no more.
+    made.put("--max_seq_len", limits.prompt + 1 if made.role == "prefill" else limits.length)
     if limits.cuts:
         made.put("--enable_chunked_prefill")
     made.put("--extra_llm_api_options", made.file)
@@ -200,10 +227,12 @@ def _tensorrt(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
     if made.role != "prefill":
         made.key("cuda_graph_config.enable_padding", True)
         made.key("cuda_graph_config.max_batch_size", limits.seqs)
+    else:
+        made.key("cuda_graph_config", None)
     made.key("kv_cache_config.dtype", "fp8" if options.precision.cache < BF16 else "auto")
     made.key("kv_cache_config.free_gpu_memory_fraction", limits.free)
-    fp4, wide = options.precision.expert < 1, hardware.startswith("gb") and mesh.ep_size > 8
-    backend = "WIDEEP" if wide else "DEEPGEMM" if hardware in _BLACKWELL and not fp4 else "CUTLASS"
+    fp4, wide = options.precision.expert < 1, hardware.links_hosts and mesh.ep_size > 8
+    backend = "WIDEEP" if wide else "DEEPGEMM" if hardware.is_blackwell and not fp4 else "CUTLASS"
     made.key("moe_config.backend", backend)
     if instance.layout.redundant:
         made.key("moe_config.load_balancer.num_slots", instance.config.n_routed_experts + instance.layout.redundant)
@@ -221,10 +250,21 @@ def _tensorrt(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
         made.lacks.append(
             "The shared expert is a routed one in the estimate; TensorRT-LLM's documentation has no such option."
         )
-    if not hardware.startswith(("h", *_BLACKWELL)):
-        made.lacks.append(f"TensorRT-LLM's table of expert kernels does not name {instance.cluster.hardware.name}.")
+    if not (hardware.is_hopper or hardware.is_blackwell):
+        made.lacks.append(f"TensorRT-LLM's table of expert kernels does not name {hardware.name}.")
     if made.role != "prefill and decode":
         made.key("cache_transceiver_config.backend", "NIXL")
-        made.key("cache_transceiver_config.max_tokens_in_buffer", limits.prompt)
+        made.key("cache_transceiver_config.max_tokens_in_buffer", max(limits.prompt, limits.step_tokens))
+    if made.role != "prefill" and limits.seqs * mesh.dp_size >= _MANY_STREAMS:
+        made.key("stream_interval", _STREAM_INTERVAL)
+        made.lacks.append(
+            f"Streams are sent {_STREAM_INTERVAL} tokens at a time (stream_interval), which keeps {limits.seqs * mesh.dp_size:,} of them "
+            "from taking the host's time; take it out where single tokens must be seen."
+        )
+    if hardware.links_hosts and mesh.ep_size > 1:
+        for name in ("NCCL_MNNVL_ENABLE", "NCCL_CUMEM_ENABLE", "TRTLLM_ENABLE_PDL"):
+            made.put_variable(name, 1)
+        if wide:
+            made.put_variable("TRTLLM_MOE_ENABLE_ALLTOALL_WITHOUT_ALLGATHER", 1)
     if made.role == "prefill":
         made.key("disable_overlap_scheduler", True)

@@ -17,6 +17,8 @@ from dsjax.plan.measured import opened
 FORMAT = "dsjax network 1"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ragged_all_to_all", "all_reduce")
 """All that a step's program sends, by `jax.lax`'s names (`psum_scatter` is a reduce-scatter, `psum` an all-reduce)."""
+SEND_RECEIVE = "send_receive"
+"""A message from one device to another, which no step sends; `dsjax bench network` times it beside the collectives."""
 _FIELDS = {"collective", "between_hosts", "ranks", "sent_bytes", "median_s", "low_s", "high_s"}
 
 

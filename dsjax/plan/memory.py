@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
+from dsjax.model.mla_costs import index_key_bytes
 from dsjax.model.parameter_counts import parameter_counts, router_bias_parameters
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, assumed, exact, largest
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.precision import FP8_BLOCK, Precision
+from dsjax.plan.precision import FP4_BLOCK, FP8_BLOCK, Precision
 
 
 def weight_bytes(
@@ -32,14 +33,18 @@ def weight_bytes(
     attention += [(query, heads * per_query), (width, rank + config.qk_rope_head_dim)]
     attention += [(width, query)] if config.query_compressed else []
     norms = 2 * width + rank + (config.q_lora_rank or 0)
+    if config.index_topk is not None:
+        index = config.index_head_dim
+        attention += [(query, config.index_n_heads * index), (width, index)]
+        norms += 2 * index + width * config.index_n_heads  # the heads' weights are bf16, too
     slots = (config.n_routed_experts + layout.redundant) // mesh.ep_size if config.is_moe else 0
     of_shared = mesh.expert_width_shards if layout.fused else tp
     sizes = {
         "attention": layers * (_bytes(attention, precision.linear) + norms * 2),
-        "dense MLP": dense_layers * _mlp(width, config.intermediate_size // tp, precision.expert),
+        "dense MLP": dense_layers * _mlp(width, config.intermediate_size // tp, precision.mlp),
         "experts": moe_layers * slots * expert_bytes(config, mesh.expert_width_shards, precision),
         "shared experts": moe_layers
-        * _mlp(width, config.n_shared_experts * config.moe_intermediate_size // of_shared, precision.expert),
+        * _mlp(width, config.n_shared_experts * config.moe_intermediate_size // of_shared, precision.mlp),
         "router": moe_layers * (counts["router"] * 2 + router_bias_parameters(config) * 4),
         "embedding and head": (counts["embedding"] + counts["head"]) * 2 // tp + width * 2,
     }
@@ -56,7 +61,8 @@ def expert_bytes(config: ModelConfig, shards: int, precision: Precision) -> int:
 def _bytes(matrices: list[tuple[int, int]], itemsize: float) -> int:
     if itemsize == FP8_BLOCK:
         return sum(k * n + 4 * math.ceil(k / 128) * math.ceil(n / 128) for k, n in matrices)
-    return round(sum(k * n * itemsize for k, n in matrices))
+    wholes = 4 * len(matrices) if itemsize == FP4_BLOCK else 0  # NVFP4 has a float32 scale for each matrix
+    return round(sum(k * n * itemsize for k, n in matrices)) + wholes
 
 
 def _mlp(width: int, hidden: int, itemsize: float) -> int:
@@ -66,7 +72,8 @@ def _mlp(width: int, hidden: int, itemsize: float) -> int:
 def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
     """Bytes of one token in all layers of the latent cache, on each device of its replica; the MTP module's layer has its own."""
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
-    return round(layers * (config.kv_lora_rank + config.qk_rope_head_dim) * precision.cache)
+    latent = (config.kv_lora_rank + config.qk_rope_head_dim) * precision.cache
+    return round(layers * (latent + index_key_bytes(config, precision.cache)))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dsjax.plan.operations import (
     low_latency_fit,
     normal_shares,
 )
-from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables, as_filed
+from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, NORMAL_DEVICE, OperatorTables, as_filed
 from sharding.dispatch import choose_method, default_capacity
 
 _REFERENCE_LATENCY = 2e-6
@@ -57,15 +57,18 @@ def _timed_inside(
     slowest: Figure,
     name: str,
     operators: OperatorTables,
+    timed_on: str,
 ) -> Figure | None:
     """Seconds within one scale-up domain by a table of 8 ranks of a host; None where there is none for such a device.
 
     share: bytes that leave a device ÷ those that did when the table was made. The fixed part stays; the rest goes with the link.
+    timed_on: key of the device that the table was made on.
     """
     hardware = cluster.hardware
-    if curve is None or ranks > cluster.domain or not hardware.same_die or hardware.key == "h800":
+    tabled = (hardware.operators or hardware.key) in operators.devices
+    if curve is None or ranks > cluster.domain or not (tabled and hardware.same_die) or hardware.key == "h800":
         return None
-    there = operators.device(hardware.operators or hardware.key).scale_up_bandwidth
+    there = operators.device(timed_on).scale_up_bandwidth
     fixed = curve.seconds[0]
     moving = max(0.0, curve(tokens) - fixed) * share * there / hardware.scale_up_bandwidth
     return measured(1.0, 0.93, 1.07, name, AICONFIGURATOR) * (exact(moving) * slowest + fixed)
@@ -91,8 +94,9 @@ def low_latency_exchange(
         return exact(0.0)
     usual = COMBINE_ROW_BYTES if combine else DISPATCH_ROW_BYTES
     share = row_bytes / usual * (ranks - 1) / ranks / (7 / 8)
-    curve = operators.low_latency(cluster.hardware.operators or cluster.hardware.key, combine)
-    timed = _timed_inside(cluster, ranks, share, curve, tokens, slowest, "low-latency kernels in one host", operators)
+    timed_on = cluster.hardware.operators or cluster.hardware.key
+    curve, name = operators.low_latency(timed_on, combine), "low-latency kernels in one host"
+    timed = _timed_inside(cluster, ranks, share, curve, tokens, slowest, name, operators, timed_on)
     if timed:
         return timed
     known = {} if known is None else known
@@ -158,6 +162,7 @@ def normal_exchange(
         slowest,
         "normal kernels in one host",
         operators,
+        NORMAL_DEVICE,
     )
     if timed:
         return timed

@@ -24,6 +24,8 @@ from dsjax.plan.curves import Curve
 
 GEMM, PREFILL, DECODE = "gemm", "mla_context", "mla_generation"
 WIDE, FUSED, LOW_LATENCY, NORMAL = "experts_wide_ep", "experts_fused", "deepep_low_latency", "deepep_normal_h200"
+NORMAL_DEVICE = "h200"
+"""The device that DeepEP's normal kernels were timed on."""
 TABLES = (GEMM, PREFILL, DECODE, WIDE, FUSED, LOW_LATENCY, NORMAL)
 
 AICONFIGURATOR = "operator tables of aiconfigurator, configs/operators/SOURCES.md"

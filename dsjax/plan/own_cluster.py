@@ -40,7 +40,7 @@ def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
     if name in (None, THIS_MACHINE):
         return _of_device(measured)
     cluster = load_cluster(name)
-    if device["hardware"] != cluster.hardware.key:
+    if cluster.hardware.key != device["hardware"] and cluster.hardware.name != device["name"]:
         raise UserError(
             f"--measured {measured.path} was taken on {device['name']}, and {cluster.name} has {cluster.hardware.name}; "
             "leave --cluster out to plan for the device that was measured, or measure on one of the cluster's"
@@ -69,6 +69,8 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
     if chip.key in bundled_hardware():
         return cluster, tables
     if chip.key in tables.devices:
+        if any(known.key == chip.key for known in tables.own_hardware):  # as it was timed, before a sweep changed it
+            return cluster, tables
         return cluster, dataclasses.replace(tables, own_hardware=(*tables.own_hardware, chip))
     chip = dataclasses.replace(chip, operators=chip.operators or "h200")
     alike = (known.key for known in map(load_hardware, bundled_hardware()) if _timed_alike(known) == _timed_alike(chip))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from dsjax.errors import UserError
+from dsjax.fp4.formats import MXFP4, NVFP4
 from dsjax.hardware import Hardware
 
 FP8_BLOCK = 1 + 4 / (128 * 128)
 """Bytes of an FP8 weight with its share of the block's float32 scale."""
-FP4_BLOCK = 0.5 + 1 / 16
-"""Bytes of an NVFP4 weight with its share of the FP8 scale of 16 values."""
+FP4_BLOCK, MXFP4_BLOCK = NVFP4.bytes_per_value, MXFP4.bytes_per_value
+"""Bytes of a weight in NVFP4 and in MXFP4 with its share of the block's scale."""
 BF16 = 2.0
 FP8_CACHE = 656 / 576
 """Bytes a value of dsjax's FP8 cache, V3's widths: 512 e4m3 latents, their four float32 scales, 64 rotary values in bf16, as
@@ -21,7 +23,8 @@ FlashMLA has them. Other engines' FP8 caches are taken as one byte a value with 
 class Precision:
     """Bytes a value of expert and dense-MLP weights, of the other linear weights, of the cache, and of a dispatched value.
 
-    Embedding, head, router and norms are bf16; the way back from the experts is bf16.
+    Embedding, head, router and norms are bf16; the way back from the experts is bf16. mlp_bytes: of dense-MLP and shared-expert weights;
+    None: as the routed experts'. widens_fp4: FP4 weights are multiplied in bf16, which every device can.
     """
 
     name: str
@@ -29,6 +32,24 @@ class Precision:
     linear: float
     cache: float = BF16
     wire: float = FP8_BLOCK
+    mlp_bytes: float | None = None
+    widens_fp4: bool = False
+
+    @property
+    def mlp(self) -> float:
+        """Bytes of a dense-MLP or shared-expert weight."""
+        return self.expert if self.mlp_bytes is None else self.mlp_bytes
+
+    @property
+    def expert_unit(self) -> str:
+        """Which of a device's units multiplies by the experts' weights."""
+        if self.expert < 1 and not self.widens_fp4:
+            return "fp4"
+        return "fp8" if 1 <= self.expert < BF16 else "bf16"
+
+    def only_experts_in_fp4(self) -> Precision:
+        """With FP4 as dsjax has it (docs/fp4.md): routed experts only, widened to bf16, and rows sent to them in FP8."""
+        return dataclasses.replace(self, wire=_WIRE_FP8, mlp_bytes=self.linear, widens_fp4=True)
 
     def peak(self, chip: Hardware, expert: bool) -> float:
         """Operations a second of the unit that multiplies by such weights.
@@ -41,6 +62,8 @@ class Precision:
             raise UserError(
                 f"--precision int8: {chip.name} has no INT8 unit as fast as its FP8 one; choose fp8 or bf16"
             )
+        if itemsize < 1 and self.widens_fp4:
+            return chip.bf16_flops
         if itemsize < 1:
             if chip.fp4_flops is None:
                 raise UserError(f"--precision {self.name}: {chip.name} has no FP4 unit; choose fp8 or bf16")
@@ -55,11 +78,14 @@ PRECISIONS = {
     "bf16": Precision("bf16", BF16, BF16, wire=BF16),
     "nvfp4": Precision("nvfp4", FP4_BLOCK, FP8_BLOCK, cache=1.0, wire=FP4_BLOCK),
     "nvfp4-bf16": Precision("nvfp4-bf16", FP4_BLOCK, BF16, cache=1.0, wire=FP4_BLOCK),
+    "mxfp4": Precision("mxfp4", MXFP4_BLOCK, FP8_BLOCK, cache=1.0, wire=_WIRE_FP8),
+    "mxfp4-bf16": Precision("mxfp4-bf16", MXFP4_BLOCK, BF16, cache=1.0, wire=_WIRE_FP8),
     "int8": Precision("int8", FP8_BLOCK, FP8_BLOCK, wire=BF16),
 }
 """`fp8`: DeepSeek's own checkpoint. `nvfp4`: experts and dense MLP in FP4, attention FP8, FP8 cache, FP4 dispatch; `nvfp4-bf16`: the same
-with attention in bf16, as NVIDIA's DeepSeek-R1-0528-FP4 is. `int8`: block-wise INT8 as meituan/DeepSeek-R1-Block-INT8, at FP8's speed:
-their units are as fast on Hopper, Ada and B200, and bf16 is dispatched."""
+with attention in bf16, as NVIDIA's DeepSeek-R1-0528-FP4 is. `mxfp4`, `mxfp4-bf16`: MXFP4 in their place, dispatched in FP8. dsjax itself
+keeps only routed experts in FP4 (`Precision.only_experts_in_fp4`). `int8`: block-wise INT8 as meituan/DeepSeek-R1-Block-INT8, at FP8's
+speed: their units are as fast on Hopper, Ada and B200, and bf16 is dispatched."""
 
 
 def precision(name: str, cache: str = "auto") -> Precision:
@@ -75,4 +101,4 @@ def precision(name: str, cache: str = "auto") -> Precision:
     chosen = PRECISIONS[name]
     if cache == "auto":
         return chosen
-    return Precision(chosen.name, chosen.expert, chosen.linear, {"bf16": BF16, "fp8": 1.0}[cache], chosen.wire)
+    return dataclasses.replace(chosen, cache={"bf16": BF16, "fp8": 1.0}[cache])

@@ -11,6 +11,7 @@ from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout
+from dsjax.plan.own_cluster import with_tables
 from dsjax.plan.workload import Objective, PlanOptions, Workload
 
 if TYPE_CHECKING:
@@ -24,13 +25,27 @@ SHOWN = 60
 
 @dataclass(frozen=True)
 class Question:
-    """All that a plan is asked."""
+    """All that a plan is asked.
+
+    Devices of the user's own files are told what tables of operations speak of them where a question is made, so that every mode prices
+    them like bundled ones.
+
+    Raises:
+        UserError: a device names tables of operations that there are not.
+    """
 
     config: ModelConfig
     cluster: Cluster
     workload: Workload
     objective: Objective
     options: PlanOptions
+
+    def __post_init__(self):
+        cluster, tables = with_tables(self.cluster, self.options.operators)
+        if cluster is not self.cluster:
+            object.__setattr__(self, "cluster", cluster)
+        if tables is not self.options.operators:
+            object.__setattr__(self, "options", dataclasses.replace(self.options, operators=tables))
 
     @property
     def devices(self) -> int:

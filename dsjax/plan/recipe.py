@@ -20,6 +20,7 @@ from dsjax.plan.launch import LAUNCHED, LaunchCommand, script
 from dsjax.plan.launch_flags import launch
 from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
+from dsjax.plan.recovery import recovery
 
 REPOSITORIES = {
     "deepseek-r1": "deepseek-ai/DeepSeek-R1",
@@ -27,6 +28,9 @@ REPOSITORIES = {
     "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
     "deepseek-v3.1": "deepseek-ai/DeepSeek-V3.1",
+    "deepseek-v3.2": "deepseek-ai/DeepSeek-V3.2",
+    "deepseek-v3.2-exp": "deepseek-ai/DeepSeek-V3.2-Exp",
+    "deepseek-v3.2-speciale": "deepseek-ai/DeepSeek-V3.2-Speciale",
     "kimi-k2": "moonshotai/Kimi-K2-Instruct",
     "moonlight": "moonshotai/Moonlight-16B-A3B-Instruct",
 }
@@ -38,6 +42,15 @@ _MOST = 0.98
 _BESIDE_DECODES = EngineArgs.prefill_chunk
 """Prompt tokens that a step of a decode worker has room for: the end of a prompt, at most a page, or a chunk where prefill is lost. What a
 larger one needs while it runs would be missing from the cache, and was not priced."""
+
+_ONE_PROCESS, _FRONT_END, _MOST_FRONT_ENDS = 15_000.0, 15_750.0, 66_600.0
+"""Events a second of `dsjax serve`: of one process that does all; of each front end beside an engine process (two: 31,500); and of the
+engine process behind any number of them. By arithmetic from processor times: docs/measurements/2026-11-22-epyc-2-cores.md."""
+
+
+def front_ends(rate: float) -> int:
+    """Processes that speak HTTP which so many output tokens a second of one server need; 1 is the engine's own."""
+    return 1 if rate <= _ONE_PROCESS else math.ceil(min(rate, _MOST_FRONT_ENDS) / _FRONT_END)
 
 
 def serve_options(
@@ -71,7 +84,9 @@ def serve_options(
         chosen["--gpu-memory-utilization"] = f"{share:g}"
     if options.drafts:
         chosen["--speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": options.drafts})
-    if options.precision.linear == FP8_BLOCK:
+    if options.precision.expert < 1:
+        chosen["--weights"] = options.precision.name
+    elif options.precision.linear == FP8_BLOCK:
         chosen["--weights"] = "fp8"
     if options.precision.cache < BF16:
         chosen["--kv-cache-dtype"] = "fp8"
@@ -79,6 +94,8 @@ def serve_options(
         chosen["--dispatch-wire"] = "fp8"
     if options.dispatch != "deepep":
         chosen["--dispatch"] = options.dispatch
+    if instance.step_models()[0].absorbs(work.computed, work.cached, work.cached + (work.computed + 1) / 2):
+        chosen["--mla-prefill"] = EngineArgs.mla_decode
     if instance.layout.fused:
         chosen["--enable-shared-experts-fusion"] = ""
     if instance.layout.redundant and instance.places_by_load and dsjax_engine().balances:
@@ -124,9 +141,16 @@ def notes(candidate: Candidate) -> list[str]:
                 f"Prefill belongs on the hosts of {sides[0]} and decode on those of {sides[1]}: start them there."
             )
     if candidate.decode.overlapped(candidate.batch) and not able.overlaps:
-        remarks.append("The estimate overlaps two half batches, which is not an option of dsjax serve.")
+        remarks.append(
+            "The estimate overlaps two half batches; dsjax serve does so with --enable-dbo, which is not priced."
+        )
     if candidate.decode.options.drafts and not able.drafts:
         remarks.append("The estimate drafts with the MTP module, which is not an option of dsjax serve.")
+    if candidate.mode == "aggregated" and (rate := candidate.throughput.high / candidate.count) > _MOST_FRONT_ENDS:
+        remarks.append(
+            f"An engine process hands {_MOST_FRONT_ENDS:,.0f} tokens a second to its front ends at most, and this instance makes up to "
+            f"{rate:,.0f}: give --stream-interval 8, which sends them together."
+        )
     if candidate.decode.layout.redundant and not able.balances and candidate.decode.options.engine.balances:
         remarks.append("The estimate places experts by their load, which is not an option of dsjax serve.")
     if candidate.decode.options.precision.expert < 1 and not able.fp4:
@@ -191,6 +215,10 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     engine = question.options.engine.name
     services = [_service(model, *service) for service in _roles(candidate)]
     _exchange_alike(services)
+    needed = front_ends(candidate.throughput.high / candidate.count)
+    if candidate.mode == "aggregated" and needed > 1:
+        services[0]["options"]["--api-server-count"] = str(needed)
+        services[0]["command"] = command(services[0]["options"])
     said = notes(candidate)
     together = one_process(services, candidate) if engine not in LAUNCHED else None
     others = LAUNCHED if engine == "published" else (engine,) if engine in LAUNCHED else ()
@@ -244,6 +272,7 @@ def _service(model: str, instance: Instance, batch: float, tokens: float, role: 
         "options": options,
         "weight_bytes_per_host": host_bytes(instance),
         "cold_start_s": cold_start(instance).to_json(),
+        "recovery": (lost := recovery(instance)) and lost.to_json(),
     }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dsjax.plan.calibration import calibrated
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.dry_runs import DryRunUsage
@@ -27,7 +28,7 @@ def to_json(
     plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Sequence[SimulationOutcome] = ()
 ) -> dict[str, Any]:
     """`{"cluster", "devices", "layouts_considered", "layouts_too_large", "ranked", "missed", "frontier", "frontier_late",
-    "forbidden", "winner", "sweeps", "simulation", "compiled"}`."""
+    "forbidden", "winner", "calibrated", "sweeps", "simulation", "compiled"}`."""
     question, shared = plan.question, {}
     return {
         "model": model,
@@ -54,6 +55,7 @@ def to_json(
             for f in forbidden(plan)
         ],
         "winner": recipe(model, question, plan.winner) if plan.winner else None,
+        "calibrated": calibrated(plan.winner) if plan.winner else None,
         "sweeps": [s.to_json() for s in sweeps],
         "simulation": [o.to_json() for o in outcomes],
         "compiled": [u.to_json() for u in plan.usages],
@@ -194,6 +196,15 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
             f"a million output tokens cost {cost.value:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour",
             highlight=False,
         )
+    held = calibrated(winner)
+    rate, tpot, ttft = (held[name] for name in ("output_tokens_per_s", "tpot_s", "ttft_s"))
+    console.print(
+        f"9 of 10 measurements that nobody had looked at lie in: {rate['low']:,.0f} … {rate['high']:,.0f} tokens/s, TPOT "
+        f"{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f} ms, TTFT {ttft['low']:,.2f} … {ttft['high']:,.2f} s "
+        f"(calibrated by {rate['predictions']}, {tpot['predictions']} and {ttft['predictions']} blind predictions: {rate['by']}; "
+        f"{tpot['by']}; {ttft['by']})",
+        highlight=False,
+    )
     moves = [str(b) for b in bottlenecks(winner) if b.gain > 1.01][:3]
     console.print(
         "twice as much of one thing would give: " + ("; ".join(moves) or "nothing alone, by more than 1 %"),
@@ -217,11 +228,23 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
             f"[{start['low']:,.0f} … {start['high']:,.0f}] ({start['kind']}); programs are compiled beside that",
             highlight=False,
         )
+        if service["recovery"] and plan.question.options.engine.name == "dsjax":
+            console.print("  " + _recovery(service["recovery"]), highlight=False)
     if made["one_process"] is not None:
         console.print("or all of it in one process of one host:", highlight=False)
         console.print(Text("  " + made["one_process"]["command"], "green"), soft_wrap=True)
     for note in made["notes"]:
         console.print(Text("note: " + note, "yellow"))
+
+
+def _recovery(lost: Mapping[str, Any]) -> str:
+    """What the loss of a host costs an instance of several, in words."""
+    time, compiling = lost["seconds"], lost["compiling_s"]
+    return (
+        f"a lost host: silent for {time['value']:,.0f} s [{time['low']:,.0f} … {time['high']:,.0f}], and {compiling['value']:,.0f} more "
+        f"[{compiling['low']:,.0f} … {compiling['high']:,.0f}] without --compile-ahead; at most "
+        f"{lost['bytes_read']['value'] / 1e9:,.0f} GB are read and {lost['bytes_received']['value'] / 1e9:,.0f} GB sent from host to host"
+    )
 
 
 def sentence(reason: Forbidden) -> str:

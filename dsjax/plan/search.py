@@ -110,7 +110,7 @@ def _runnable(question: Question, layouts: list[InstanceLayout]) -> list[Instanc
     if options.engine.name not in LAUNCHED:
         return layouts
     reasons = {
-        layout: unfit(options.engine.name, layout, cluster.devices_per_host, cluster.hardware.key, options.precision)
+        layout: unfit(options.engine.name, layout, cluster.devices_per_host, cluster.hardware, options.precision)
         for layout in layouts
     }
     kept = [layout for layout in layouts if reasons[layout] is None]

@@ -23,6 +23,7 @@ from dsjax.plan.precision import BF16, Precision
 from dsjax.plan.program import excess, nearest, tensor_parallel_sums
 from dsjax.plan.routed import routed_experts
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
+from dsjax.plan.sparse import index_projections, sparse_attention
 
 _COMMUNICATION = ("dispatch", "combine")
 
@@ -37,8 +38,9 @@ class StepModel:
     published, or one of dsjax's own methods. dry_runs: programs of this layout that price their own exchanges, sums and products.
     operators: tables of operations. host: what a step waits for its host. eager: the kernels of prefill steps are started one by one
     from Python, and each pass of the MTP module by itself, as SGLang and TensorRT-LLM do; otherwise one compiled program has each of
-    the two. middle: only middle values are worked out.
-    shared: results that layouts on one cluster and precision have in common; give the same dict to all of them.
+    the two. shared_beside: decode computes the shared expert beside the routed ones. fp8_mla: as of
+    `Chip`. middle: only middle values are worked out. shared: results that layouts on one cluster and precision have in common; give the
+    same dict to all of them.
     """
 
     config: ModelConfig
@@ -54,15 +56,18 @@ class StepModel:
     operators: OperatorTables = BUNDLED
     host: HostTime = OVERLAPPED
     eager: bool = True
+    shared_beside: bool = True
+    fp8_mla: bool = False
     middle: bool = False
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
 
     def __post_init__(self):
-        key = ("chip", id(self.operators), self.middle)
+        key = ("chip", id(self.operators), self.middle, self.fp8_mla)
         if key not in self.shared:
             known = self.shared.setdefault(tables_of(self.operators), {})
-            self.shared[key] = Chip(self.cluster.hardware, self.precision, self.operators, self.middle, known)
+            chip = Chip(self.cluster.hardware, self.precision, self.operators, self.middle, known, self.fp8_mla)
+            self.shared[key] = chip
         object.__setattr__(self, "chip", self.shared[key])
 
     @property
@@ -263,7 +268,8 @@ class StepModel:
         config, tp = self.config, self.layout.mesh.tp_size
         dense = config.num_dense_layers if dense is None else dense
         moe = layers - dense
-        seconds_of = dict(self._shared(tokens, read, decode, layers, dense))
+        absorbed = decode or self.absorbs(tokens, read, context)
+        seconds_of = dict(self._shared(tokens, read, decode, layers, dense, absorbed))
         # The rank with the longest contexts reads as much as more rows of the mean one would.
         attention = self.attention(tokens * wait.value, read * wait.value, context, decode) * layers
         seconds_of["attention"] = attention.made_of(wait)
@@ -278,19 +284,49 @@ class StepModel:
         if not moe:
             return seconds_of
         seconds_of |= routed_experts(self, tokens, decode, moe, busy)
-        if decode and "shared experts" in seconds_of and not self.overlap:
+        if decode and self.shared_beside and "shared experts" in seconds_of and not self.overlap:
             seconds_of["shared experts"] = seconds_of["shared experts"] * self.beside_routed()
         return seconds_of
 
-    def _shared(self, tokens: float, read: float, decode: bool, layers: int, dense: int) -> dict[str, Figure]:
+    def absorbs(self, tokens: float, read: float, context: float) -> bool:
+        """Whether prompts behind cached positions are faster absorbed than with every cached latent expanded, as a few tokens behind many
+        are, by published times of both kinds of kernels; the recipe says so to the engine. read, context: as of `attention`.
+        """
+        if read <= 0 or self.config.index_topk is not None:
+            return False
+        key = ("absorbs", self.layout.mesh.tp_size, tokens, read, context)
+        if key not in self.shared:
+            ways = (
+                self._projections(tokens, read, way) + self._prompt_attention(tokens, read, context, way)
+                for way in (False, True)
+            )
+            naive, absorbed = (way.value for way in ways)
+            self.shared[key] = absorbed < naive
+        return self.shared[key]
+
+    def _prompt_attention(self, tokens: float, read: float, context: float, absorbed: bool) -> Figure:
+        """Seconds in one layer of prompts, in either form. read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
+        config = self.config
+        heads, rank = config.num_attention_heads // self.layout.mesh.tp_size, config.kv_lora_rank
+        prompt = max(1.0, (context - 0.5) / (read / tokens + 0.5))
+        if absorbed:
+            latent = rank + config.qk_rope_head_dim
+            return self.chip.decode_attention(heads * prompt, tokens / prompt, context, latent, rank)
+        return self.chip.prefill_attention(
+            heads, tokens, tokens / prompt, context, config.qk_head_dim + config.v_head_dim
+        )
+
+    def _shared(
+        self, tokens: float, read: float, decode: bool, layers: int, dense: int, absorbed: bool
+    ) -> dict[str, Figure]:
         """The parts, without attention, that are the same in all layouts of a replica's width, computed once for them."""
         config, chip, mesh = self.config, self.chip, self.layout.mesh
         tp, moe, streamed = mesh.tp_size, layers - dense, self._streamed(tokens, decode)
-        key = (tp, tokens, read, decode, layers, dense, streamed, self.layout.fused, self.middle)
+        key = (tp, tokens, read, decode, absorbed, layers, dense, streamed, self.layout.fused, self.middle)
         if key in self.shared:
             return self.shared[key]
         seconds_of = {
-            "projections": self._projections(tokens, read, decode) * layers,
+            "projections": self._projections(tokens, read, absorbed) * layers,
             "element-wise": chip.stream(streamed) * layers,
         }
         if decode:
@@ -313,8 +349,8 @@ class StepModel:
         self.shared[key] = seconds_of
         return seconds_of
 
-    def _projections(self, tokens: float, read: float, decode: bool) -> Figure:
-        """Query and latent projections and the output; decode also absorbs, prefill also expands keys and values."""
+    def _projections(self, tokens: float, read: float, absorbed: bool) -> Figure:
+        """Query and latent projections and the output, and the absorbed products, or the expansion of keys and values."""
         config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
         heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
         per_query, both = config.qk_head_dim, config.qk_nope_head_dim + config.v_head_dim
@@ -323,7 +359,9 @@ class StepModel:
         time = chip.product(tokens, latent + (query if config.query_compressed else 0), width)
         time = time + chip.product(tokens, heads * per_query, query)
         time = time + chip.product(tokens, width, heads * config.v_head_dim)
-        if decode:
+        if config.index_topk is not None:
+            time = time + index_projections(chip, config, tokens)
+        if absorbed:
             return time + chip.bf16_product(tokens, heads * both, rank)
         return time + chip.product(tokens + read, heads * both, rank)
 
@@ -332,12 +370,11 @@ class StepModel:
         config = self.config
         heads = config.num_attention_heads // self.layout.mesh.tp_size
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+        # Of a prompt's tokens, whose mean is `context`, half see more.
+        if config.index_topk is not None and context * (1 if decode else 2) > config.index_topk:
+            return sparse_attention(self.chip, config, heads, tokens, read, context, decode)
         if not decode:
-            # The prompts that the tokens are of: read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2.
-            prompt = max(1.0, (context - 0.5) / (read / tokens + 0.5))
-            return self.chip.prefill_attention(
-                heads, tokens, tokens / prompt, context, config.qk_head_dim + config.v_head_dim
-            )
+            return self._prompt_attention(tokens, read, context, self.absorbs(tokens, read, context))
         # Drafts of a request are further query rows on the same cached positions.
         rows = read / context if context else tokens
         return self.chip.decode_attention(heads * max(1.0, tokens / max(rows, 1e-9)), rows, context, rank + rope, rank)

@@ -24,10 +24,18 @@ DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged")
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts or outputs: mean, and coefficient of variation (standard deviation ÷ mean)."""
+    """Tokens of prompts or outputs: mean, and coefficient of variation (standard deviation ÷ mean).
+
+    even: drawn evenly around the mean, as benchmarks with a range draw them, and not log-normal.
+    """
 
     mean: float
     variation: float = 0.0
+    even: bool = False
+
+    def ranged(self, ratio: float) -> Lengths:
+        """Lengths from `ratio` to 1 times this mean, evenly: what benchmarks make of a length and a `--random-range-ratio`."""
+        return Lengths(self.mean * (1 + ratio) / 2, (1 - ratio) / (1 + ratio) / math.sqrt(3), True)
 
     @classmethod
     def parse(cls, text: str, option: str) -> Lengths:
@@ -277,6 +285,7 @@ class PlanOptions:
             fp8_cache=self.precision.cache < 2,
             dispatch=self.dispatch,
             int8=self.precision.name == "int8",
+            mxfp4=self.precision.name.startswith("mxfp4"),
         )
         longest = max(one.input.mean + one.output.mean for one in workload.kinds)
         if longest > config.max_position_embeddings:

@@ -61,8 +61,11 @@ def _gap(load: OfferedLoad, times: np.random.Generator) -> float:
 
 
 def _length(lengths: Lengths, source: np.random.Generator) -> int:
-    """Log-normal with the given mean and coefficient of variation; at least 1."""
+    """Log-normal, or even, with the given mean and coefficient of variation; at least 1."""
     if not lengths.variation:
         return max(1, round(lengths.mean))
+    if lengths.even:
+        half = math.sqrt(3) * lengths.variation * lengths.mean
+        return max(1, round(source.uniform(lengths.mean - half, lengths.mean + half)))
     spread = math.log(1 + lengths.variation**2)
     return max(1, round(source.lognormal(math.log(lengths.mean) - spread / 2, math.sqrt(spread))))

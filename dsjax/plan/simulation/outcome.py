@@ -92,7 +92,8 @@ class SimulationOutcome:
     ttft, tpot: over requests; itl: over tokens, the time of the step that made each; None where outputs have one token.
     requests_per_s: that ended from the first measured one's arrival to the last one's end. tokens_per_s: output tokens. goodput:
     requests a second that kept every objective; kept: their share. mean_ttft, mean_tpot: the mean-value answer at the same load.
-    e2e: from asking to the last token. classes: of each class of the workload that was asked for, by name.
+    e2e: from asking to the last token. classes: of each class of the workload that was asked for, by name. steady: where all users
+    began at once, of the requests after each user's first two; None elsewhere, or where there are none.
     """
 
     load: OfferedLoad
@@ -107,6 +108,7 @@ class SimulationOutcome:
     mean_tpot: Figure
     e2e: Spread
     classes: dict[str, Waits]
+    steady: Waits | None = None
 
     @property
     def goodput(self) -> float:
@@ -137,6 +139,7 @@ class SimulationOutcome:
             "itl_s": self.itl and self.itl.to_json(),
             "e2e_s": self.e2e.to_json(),
             "classes": {name: waits.to_json() for name, waits in self.classes.items()},
+            "steady_state": self.steady and self.steady.to_json(),
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.tokens_per_s,
             "goodput_requests_per_s": self.goodput,
@@ -147,9 +150,16 @@ class SimulationOutcome:
 
 
 def outcome(
-    load: OfferedLoad, instances: int, played: Played, objective: Objective, candidate: Candidate
+    load: OfferedLoad,
+    instances: int,
+    played: Played,
+    objective: Objective,
+    candidate: Candidate,
+    settled: int | None = None,
 ) -> SimulationOutcome:
-    """Sum up. instances: how many do the same as the one that was played."""
+    """Sum up. instances: how many do the same as the one that was played. settled: number of the request from which a start of all
+    users at once is no longer felt; None without one.
+    """
     measured, gaps = played.measured, played.gaps
     began, ended = measured[0].arrival, max(served.finished for served in measured)
     steps = [(seconds, decodes) for begin, seconds, decodes in gaps if began <= begin]
@@ -171,6 +181,7 @@ def outcome(
         answer.tpot,
         every.e2e,
         {name: Waits.of(served) for name, served in kinds.items() if served},
+        Waits.of(after) if (after := [s for s in measured if settled is not None and s.number >= settled]) else None,
     )
 
 

@@ -86,11 +86,24 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
             f"{one.kept:.0%}",
         )
     console.print(table)
+    for one in outcomes:
+        if one.steady:
+            _show_benchmark(console, one)
     if outcomes[0].classes:
         _show_classes(console, outcomes)
     for one in outcomes:
         for text in one.disagreements():
             console.print(f"{one.load}: {text}", style="yellow", highlight=False)
+
+
+def _show_benchmark(console: Console, one: SimulationOutcome) -> None:
+    """TTFT as a benchmark that begins with all users at once reports it, and once that start is no longer felt."""
+    for name, waits in (("as such a benchmark reports it", one), ("in steady state", one.steady)):
+        found = waits.ttft
+        mean, median, last = (f"{value * 1e3:,.0f}" for value in (found.mean, found.p50, found.p99))
+        console.print(
+            f"TTFT of {waits.requests:,} requests, {name}: mean {mean}, median {median}, P99 {last} ms", highlight=False
+        )
 
 
 def _show_classes(console: Console, outcomes: list[SimulationOutcome]) -> None:

@@ -62,7 +62,7 @@ def simulate(
     warm = math.ceil(_WARM * (users or stay * share.rate)) if warmup is None else round(warmup / instances)
     longest = candidate.decode.config.max_position_embeddings
     played = _play(candidate, share, longest, 0.0 if at_once else stay, warm, num_requests, seed, progress)
-    return outcome(load, instances, played, objective, candidate)
+    return outcome(load, instances, played, objective, candidate, 2 * (users or 0) if at_once else None)
 
 
 def _play(

@@ -18,7 +18,8 @@ from dsjax.errors import UserError
 from dsjax.plan.dynamo_graph import planned_graph
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.kubernetes import overlay
-from dsjax.plan.recipe import recipe
+from dsjax.plan.precision import precision
+from dsjax.plan.recipe import front_ends, notes, recipe
 from dsjax.plan.search import search
 from dsjax.plan.workload import Objective, Pins, PlanOptions
 from sharding.mesh import MeshSpec
@@ -97,6 +98,8 @@ def given_by(command):
     for flag, value in itertools.pairwise([*shlex.split(command)[2:], "--end"]):
         if flag.startswith("--"):
             name = flag.removeprefix("--").replace("-", "_")
+            if name == "api_server_count":  # of the server, not of its engine
+                continue
             numeric = fields[name].metadata["least"] is not None
             given[name] = True if value.startswith("--") else int(value) if numeric else value
     if "gpu_memory_utilization" in given:
@@ -300,13 +303,24 @@ def test_what_dsjax_serve_cannot_do_is_refused_or_told_beside():
     assert "engine dsjax" in output
     assert "published: Engines with published kernels" in output
     if not engine.overlaps:
-        with pytest.raises(UserError, match="does not overlap two half batches"):
+        with pytest.raises(UserError, match="dsjax serve is priced without its --enable-dbo"):
             run("--two-batch-overlap", "on")
-    if not engine.fp4:
-        with pytest.raises(UserError, match="does not load FP4 experts"):
-            run("--precision", "nvfp4", "--cluster", "b200-8")
+    with pytest.raises(UserError, match=r"--precision mxfp4 .* experts of vllm are priced in NVFP4 only"):
+        run("--precision", "mxfp4", "--cluster", "b200-8", "--engine", "vllm")
     with pytest.raises(UserError, match=f"--mtp {MOST_DRAFTS + 1} is asked for, .* at most {MOST_DRAFTS} tokens"):
         run("--mtp", str(MOST_DRAFTS + 1))
+
+
+@pytest.mark.parametrize(("cluster", "weights"), [("b200-8", "nvfp4"), ("h200-8", "mxfp4-bf16")])
+def test_a_plan_with_fp4_experts_is_one_that_dsjax_serves(ask, cluster, weights):
+    engine = dsjax_engine()
+    options = PlanOptions(
+        engine=engine, precision=engine.precision(precision(weights)), modes=("aggregated",), dispatch="auto"
+    )
+    question = ask(cluster, options=options)
+    winner = search(question).winner
+    assert recipe("deepseek-v3", question, winner)["services"][0]["options"]["--weights"] == weights
+    assert not [note for note in notes(winner) if "FP4" in note]
 
 
 def test_no_more_is_credited_than_the_engine_can(ask):
@@ -387,3 +401,22 @@ def test_a_sweep_at_no_possible_points_is_refused(text, reason):
     found = CliRunner().invoke(app, [*BASE, "--mesh", "tp=8,ep=1", "--sweep", *text.split()])
     assert isinstance(found.exception, UserError)
     assert reason in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("rate", "count"), [(100, 1), (15_000, 1), (15_001, 1), (20_000, 2), (31_500, 2), (60_000, 4), (1e6, 5)]
+)
+def test_a_server_gets_the_front_ends_that_its_tokens_take(rate, count):
+    assert front_ends(rate) == count
+
+
+def test_a_fast_instance_is_served_by_several_front_ends_and_a_slow_one_by_none(ask):
+    options = PlanOptions(modes=("aggregated",), mesh=MeshSpec.parse("dp=32"), redundant=32)
+    for load, several in (({}, True), ({"concurrency": 32}, False)):
+        question = ask("h200-32", prompt=500, output=500, options=options, **load)
+        made = recipe("deepseek-v3", question, search(question).winner)
+        given = shlex.split(made["services"][0]["command"])
+        assert ("--api-server-count" in given) == several
+        assert not several or int(given[given.index("--api-server-count") + 1]) > 1
+        graph = planned_graph("name", "deepseek-v3", question, search(question).winner, "dsjax plan").text()
+        assert "--api-server-count" not in graph, "Dynamo's frontend speaks HTTP"

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dsjax.config.weights import PACKED
 from dsjax.model.parameter_counts import parameter_counts
+from dsjax.model.transformer import abstract_parameters
+from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import cache_bytes_per_token, memory, weight_bytes
 from dsjax.plan.precision import PRECISIONS
@@ -69,6 +72,14 @@ def test_fp8_weights_of_one_device_are_those_of_the_real_checkpoint_to_the_byte(
         total += _ITEMSIZE[dtype] * math.prod(shape)
     found = weight_bytes(v3, parse_layout("dp=1", 0, v3), PRECISIONS["fp8"])
     assert sum(found.values()) == total
+
+
+@pytest.mark.parametrize("weights", PACKED)
+def test_fp4_weights_of_one_device_are_those_of_the_programs_parameters_to_the_byte(v3, weights):
+    kept = dsjax_engine().precision(PRECISIONS[weights])
+    found = weight_bytes(v3, parse_layout("dp=1", 0, v3), kept)
+    infos = abstract_parameters(v3, weights=weights, platform="any", mtp=False)
+    assert sum(found.values()) == sum(info.nbytes for info in infos.values())
 
 
 def test_the_cache_takes_1152_bytes_a_token_and_layer(v3):

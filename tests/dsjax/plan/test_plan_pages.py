@@ -74,7 +74,7 @@ def test_the_studys_tables_are_what_the_model_says_now(study):
     assert study.written_decode() in page
     assert study.memory_rows() in page
     assert study.other_claims() in page
-    assert study.slower_network() in page
+    assert study.claims_table() in page
 
 
 def test_the_page_of_32_boards_at_home_is_what_the_model_says_now():
@@ -82,5 +82,5 @@ def test_the_page_of_32_boards_at_home_is_what_the_model_says_now():
 
 
 def test_pictures_of_the_study_are_there():
-    for name in ("front", "latency", "bandwidth", "loss-of-hosts", "hosts", "concurrency"):
+    for name in ("front", "figures", "latency", "bandwidth", "loss-of-hosts", "hosts", "concurrency"):
         assert (ROOT / "docs" / "h20-32" / f"{name}.png").stat().st_size > 10_000

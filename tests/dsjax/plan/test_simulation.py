@@ -1,8 +1,10 @@
 """Arrivals on virtual time: prices are the step model's, requests are conserved, and queues behave as queues do."""
 
 import dataclasses
+import itertools
 import json
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -289,3 +291,36 @@ def test_the_mean_value_answer_knows_that_prefill_waits_for_the_longest_prompts(
     one = simulate(found, OfferedLoad(rate, None), Objective(), num_requests=400)
     # Normal variables stand for log-normal prompts: within 40 %, where an even mean was off six times at variation 1.
     assert 0.6 < one.ttft.mean / one.mean_ttft.value < 1.4
+
+
+def test_lengths_of_a_range_are_even_between_its_ends_and_have_its_moments():
+    drawn = Lengths(1024).ranged(0.8)
+    assert drawn.mean == pytest.approx(921.6)
+    load, work = OfferedLoad(None, 1), Workload(drawn, drawn)
+    asked = [one.prompt for one in itertools.islice(requests(load, work, 10_000, 0), 4000)]
+    assert min(asked) >= 819
+    assert max(asked) <= 1024
+    assert statistics.mean(asked) == pytest.approx(drawn.mean, rel=0.01)
+    assert statistics.stdev(asked) / statistics.mean(asked) == pytest.approx(drawn.variation, rel=0.03)
+    assert sum(one < drawn.mean for one in asked) / len(asked) == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_benchmark_s_ttft_has_the_start_and_the_steady_state_has_not(candidate):
+    found = candidate(batch=32, output=400, variation=0.2)
+    played = simulate(found, OfferedLoad(None, 32), Objective(), num_requests=320, warmup=0, at_once=True)
+    steady = simulate(found, OfferedLoad(None, 32), Objective(), num_requests=320)
+    assert played.steady.requests == 320 - 64
+    assert played.ttft.mean > 1.1 * played.steady.ttft.mean
+    assert played.ttft.p99 > 1.5 * played.steady.ttft.p99
+    assert played.steady.ttft.mean == pytest.approx(steady.ttft.mean, rel=0.25)
+    assert steady.steady is None
+
+
+def test_the_command_plays_a_published_loop_and_refuses_half_of_one():
+    base = ["plan", "--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated", "--engine", "published"]
+    base += ["--input", "256", "--output", "64", "--concurrency", "8", "--random-range-ratio", "0.8"]
+    loop = ["--simulate", "--request-rate", "inf", "--num-prompts", "80"]
+    done = CliRunner().invoke(app, [*base, *loop], catch_exceptions=False)
+    assert "TTFT of 80 requests, as such a benchmark reports it: mean" in done.output
+    assert "TTFT of 64 requests, in steady state" in done.output
+    assert "0.8, expected a number above 0" in str(CliRunner().invoke(app, base).exception)

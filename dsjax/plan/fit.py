@@ -1,0 +1,337 @@
+"""`dsjax plan --fit`: whether one layout starts and serves in its devices' memory, by the rule with which its engine divides it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dsjax.errors import UserError
+from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
+from dsjax.plan.precision import BF16
+
+if TYPE_CHECKING:
+    from dsjax.config import ModelConfig
+    from dsjax.plan.layout import InstanceLayout
+    from dsjax.plan.precision import Precision
+    from dsjax.plan.question import Question
+
+PROFILED, STATIC, FREE = "profiled", "static", "free"
+RULES = {
+    "dsjax": (PROFILED, 0.90),
+    "published": (PROFILED, 0.90),
+    "vllm": (PROFILED, 0.90),
+    "sglang": (STATIC, 0.85),
+    "tensorrt-llm": (FREE, 0.90),
+}
+"""Engine → (what its memory fraction is of, the fraction if none is given).
+
+`profiled`: of the device, for everything but captured graphs, a step's peak among it (vLLM's `--gpu-memory-utilization`); the cache must
+hold the longest request. `static`: of what is free at the start, for weights and cache alone, so that a step and graphs take the rest
+(SGLang's `--mem-fraction-static`). `free`: of what is free beside weights and a step's peak, for the cache
+(TensorRT-LLM's `free_gpu_memory_fraction`)."""
+_MOST_EXPERT_TOKENS = 32768
+"""Engines compute the routed experts of at most so many tokens at once (vLLM: `VLLM_FUSED_MOE_CHUNK_SIZE`)."""
+_LOW_LATENCY_TOKENS = 128
+"""Tokens of a rank for which DeepEP's decode kernels keep buffers, as in its README."""
+
+
+DOES_NOT_FIT = 3
+"""Exit status of `dsjax plan --fit` where a launch does not fit."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an engine is started. device_bytes: of a device, as its driver reports; fraction: None for the engine's default of `RULES`.
+
+    prefill_tokens: most prompt tokens of a DP rank in a step. longest: tokens of the longest request. sampled: rows of a step that sample.
+    graphs: whether decode steps are captured. deepep: buffers of DeepEP's decode kernels. mtp: the MTP module is loaded.
+    """
+
+    engine: str
+    device_bytes: int
+    fraction: float | None = None
+    prefill_tokens: int = 8192
+    longest: int = 4096
+    sampled: int = 256
+    graphs: bool = True
+    deepep: bool = False
+    mtp: bool = False
+
+    def __post_init__(self):
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise UserError(
+                f"--memory-fraction is {self.fraction:g}, expected a number above 0 and at most 1, such as 0.9"
+            )
+
+    @property
+    def share(self) -> float:
+        """The fraction that holds."""
+        return RULES[self.engine][1] if self.fraction is None else self.fraction
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What must lie in a room. name: of what is needed. Bytes."""
+
+    name: str
+    needed: Figure
+    room: Figure
+
+    @property
+    def left(self) -> Figure:
+        """Room that is left; below 0 where it does not fit."""
+        return self.room - self.needed
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields; figures as `Figure.to_json`."""
+        return {"what": self.name, "needed": self.needed.to_json(), "room": self.room.to_json()}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a launch fits. cache_tokens: of a DP rank. fractions: the least and the greatest memory fraction that would fit, or None."""
+
+    launch: Launch
+    layout: InstanceLayout
+    parts: tuple[Figure, ...]
+    conditions: tuple[Condition, ...]
+    cache_tokens: Figure
+    fractions: tuple[float, float] | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the middle estimates fit."""
+        return all(condition.left.value >= 0 for condition in self.conditions)
+
+    @property
+    def sure(self) -> bool:
+        """Whether no end of the ranges would say otherwise."""
+        if self.fits:
+            return all(condition.left.low >= 0 for condition in self.conditions)
+        return any(condition.left.high < 0 for condition in self.conditions)
+
+    @property
+    def words(self) -> str:
+        """`fits`, `does not fit`, or either with `probably`."""
+        return ("" if self.sure else "probably ") + ("fits" if self.fits else "does not fit")
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields; figures as `Figure.to_json`."""
+        return {
+            "fits": self.fits,
+            "sure": self.sure,
+            "mesh": str(self.layout.mesh),
+            "redundant_experts": self.layout.redundant,
+            "memory_fraction": self.launch.share,
+            "device_bytes": self.launch.device_bytes,
+            "parts": {part.name: part.to_json() for part in self.parts},
+            "conditions": [condition.to_json() for condition in self.conditions],
+            "cache_tokens_per_dp_rank": self.cache_tokens.to_json(),
+            "fractions_that_fit": list(self.fractions) if self.fractions else None,
+        }
+
+
+def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> Verdict:
+    """Judge a launch."""
+    parts = _parts(config, layout, precision, launch)
+    per_token = cache_bytes_per_token(config, precision, launch.mtp)
+    conditions, cache = _judge(launch, launch.share, parts, per_token)
+    tried = [n / 100 for n in range(30, 100)]
+    good = [f for f in tried if all(c.left.value >= 0 for c in _judge(launch, f, parts, per_token)[0])]
+    tokens = (cache / per_token).named("cache tokens", "tokens")
+    tokens.low, tokens.value, tokens.high = (max(0.0, end) for end in (tokens.low, tokens.value, tokens.high))
+    return Verdict(launch, layout, tuple(parts.values()), conditions, tokens, (good[0], good[-1]) if good else None)
+
+
+def asked(question: Question, mesh: str, fraction: float | None, longest: int | None) -> Verdict:
+    """Judge the layout that `dsjax plan --fit` is asked about.
+
+    Raises:
+        UserError: more devices than the cluster has, or a fraction out of range.
+        MeshError: a mesh that does not parse, or does not fit the model.
+    """
+    options, cluster = question.options, question.cluster
+    layout = parse_layout(mesh, options.redundant, question.config)
+    layout = dataclasses.replace(layout, fused=options.fused)
+    if layout.devices > cluster.num_devices:
+        raise UserError(
+            f"--mesh {layout.mesh} has {layout.devices} devices, and {cluster.name} has {cluster.num_devices}; give a smaller mesh, or "
+            "--hosts"
+        )
+    launch = Launch(
+        engine=options.engine.name,
+        device_bytes=cluster.hardware.visible_bytes,
+        fraction=fraction,
+        prefill_tokens=options.prefill_tokens,
+        longest=longest or math.ceil(question.workload.held),
+        graphs=options.engine.name != "dsjax",
+        deepep=options.dispatch == "deepep" and layout.mesh.dp_size > 1,
+        mtp=options.drafts > 0,
+    )
+    return fit(question.config, layout, options.precision, launch)
+
+
+def _judge(
+    launch: Launch, share: float, parts: dict[str, Figure], per_token: int
+) -> tuple[tuple[Condition, ...], Figure]:
+    """What must fit, and the bytes of the cache."""
+    device = exact(launch.device_bytes, "device", "B")
+    weights, step, graphs, outside = (parts[name] for name in ("weights", "step", "graphs", "outside"))
+    rule = RULES[launch.engine][0]
+    if rule == STATIC:
+        available = device - outside
+        if "draft" in parts:
+            weights, step = weights - parts["draft"].value, step + parts["draft"] + graphs
+        cache = available * share - weights
+        return (
+            Condition(
+                "weights and the cache of one step of prompts",
+                weights + launch.prefill_tokens * per_token,
+                available * share,
+            ),
+            Condition(
+                "a step and captured graphs, in what the fraction leaves", step + graphs, available * (1 - share)
+            ),
+        ), cache
+    if rule == FREE:
+        cache = (device - outside - weights - step) * share
+        return (
+            Condition("weights, a step and what lies outside the framework", weights + step + outside, device),
+            Condition(
+                "captured graphs, in what the fraction leaves",
+                graphs,
+                (device - outside - weights - step) * (1 - share),
+            ),
+        ), cache
+    held = launch.longest * per_token
+    cache = device * share - weights - step - outside
+    return (
+        Condition(
+            f"weights, a step and the cache of one request of {launch.longest:,} tokens",
+            weights + step + outside + held,
+            device * share,
+        ),
+        Condition("captured graphs, in what the fraction leaves", graphs, device * (1 - share)),
+    ), cache
+
+
+def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> dict[str, Figure]:
+    """Weights, a step's peak, captured graphs, and what lies outside the framework.
+
+    SGLang loads the draft model after it has given the main one its static share, so that the draft's weights and graphs lie in what the
+    fraction leaves (sgl-project/sglang issue 6875; builds of 2026 count them, SemiAnalysisAI/InferenceX issue 2128).
+    """
+    found = {
+        "weights": exact(_weights(config, layout, precision, launch), "weights", "B"),
+        "step": _step(config, layout, launch),
+        "graphs": _graphs(launch),
+        "outside": _outside(config, layout, launch),
+    }
+    if launch.mtp and RULES[launch.engine][0] == STATIC:
+        without = _weights(config, layout, precision, dataclasses.replace(launch, mtp=False))
+        found["draft"] = exact(found["weights"].value - without, "draft", "B")
+    return found
+
+
+def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> int:
+    """All weights of a device, and with other engines than dsjax the absorbed matrices, which they keep beside `kv_b_proj` in bf16."""
+    total = sum(weight_bytes(config, layout, precision, launch.mtp).values())
+    if launch.engine == "dsjax":
+        return total
+    layers = config.num_hidden_layers + (config.num_nextn_predict_layers if launch.mtp else 0)
+    heads = config.num_attention_heads // layout.mesh.tp_size
+    absorbed = heads * config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+    return total + round(layers * absorbed * BF16)
+
+
+def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> Figure:
+    """The most that a prefill step holds at once, in bf16: queries, keys, values and outputs of one layer's attention, or each chosen
+    expert's row before and after; the residual stream and its copies; float32 logits of the rows that sample.
+
+    V3.2's indexer scores each token of the step against every position of the longest request (sgl-project/sglang issue 35201).
+    Without DeepEP, DP ranks gather each other's tokens, and each device has rows for all of them; with it, about as many as its own.
+    """
+    mesh, tokens, width = layout.mesh, launch.prefill_tokens, config.hidden_size
+    heads = config.num_attention_heads // mesh.tp_size
+    projected = config.qk_nope_head_dim + config.v_head_dim
+    attention = tokens * heads * (2 * config.qk_head_dim + 2 * config.v_head_dim + projected)
+    if config.index_topk is not None:  # absorbed, behind an indexer with a float32 score for each token and position
+        latent = 2 * config.kv_lora_rank + config.qk_rope_head_dim
+        attention = tokens * heads * (latent + config.qk_head_dim + config.v_head_dim) + 2 * tokens * launch.longest
+    gathered = tokens if launch.deepep else min(tokens * mesh.dp_size, max(tokens, _MOST_EXPERT_TOKENS))
+    rows = min(gathered, _MOST_EXPERT_TOKENS) * (config.num_experts_per_tok if config.is_moe else 0)
+    cut = mesh.tp_size if launch.deepep else mesh.num_devices
+    experts = rows * (width + 3 * config.moe_intermediate_size // cut)
+    stream = 4 * tokens * width + (2 * gathered * width if gathered > tokens else 0)
+    values = (max(attention, experts) + stream) * BF16
+    logits = 3 * 4 * launch.sampled * config.vocab_size
+    return assumed(
+        values + logits,
+        0.6 * (values + logits),
+        2.0 * (values + logits),
+        "step",
+        "the largest arrays of a prefill step; allocators keep more, and kernels reuse some",
+        "B",
+    )
+
+
+def _graphs(launch: Launch) -> Figure:
+    if not launch.graphs:
+        return exact(0, "graphs", "B")
+    return assumed(1.5e9, 0.5e9, 4e9, "graphs", "captured decode steps of all batch sizes, with workspaces", "B")
+
+
+def _outside(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> Figure:
+    """The driver's share, contexts and communication buffers: with DeepEP's decode kernels twice a sent and a received row of bf16 for
+    each expert and token, as its `get_low_latency_rdma_size_hint` counts."""
+    many = layout.devices > 1
+    base = assumed(
+        2.2e9 if many else 1.2e9,
+        1.2e9 if many else 0.7e9,
+        4.0e9 if many else 2.0e9,
+        "driver, contexts, communication",
+        "the driver keeps 0.5 to 0.8 GB of what it reports; contexts, NCCL and libraries",
+        "B",
+    )
+    if not launch.deepep:
+        return base.named("outside", "B")
+    buffers = 2 * 2 * _LOW_LATENCY_TOKENS * (config.n_routed_experts + layout.redundant) * config.hidden_size * 2
+    return (base + exact(buffers, "DeepEP's buffers", "B")).named("outside", "B")
+
+
+def show(verdict: Verdict, name: str, device: str) -> str:
+    """The verdict for a reader."""
+    launch, mesh = verdict.launch, verdict.layout
+    lines = [
+        f"{name} on {device}, {mesh} ({mesh.kind}), {launch.engine}, memory fraction {launch.share:g}: {verdict.words}",
+        "",
+    ]
+    for figure in verdict.parts:
+        lines.append(f"  {figure.name:<10} {_gb(figure)}" + (f"   {figure.source}" if figure.source else ""))
+    for condition in verdict.conditions:
+        left = condition.left
+        said = f"{left.value / 1e9:.1f} GB left" if left.value >= 0 else f"lacks {-left.value / 1e9:.1f} GB"
+        lines.append(
+            f"  {condition.name}: {_gb(condition.needed)} of {_gb(condition.room)}, {said} "
+            f"({left.low / 1e9:.1f} – {left.high / 1e9:.1f})"
+        )
+    tokens = verdict.cache_tokens
+    lines.append(f"  cache of a DP rank: {tokens.value:,.0f} tokens ({tokens.low:,.0f} – {tokens.high:,.0f})")
+    if verdict.fractions:
+        low, high = verdict.fractions
+        lines.append(f"  memory fractions that fit: {low:g} to {high:g}")
+    else:
+        lines.append(
+            "  no memory fraction fits; use more devices, fewer bytes a weight, a smaller --prefill-tokens or a shorter --context"
+        )
+    return "\n".join(lines)
+
+
+def _gb(figure: Figure) -> str:
+    if figure.low == figure.high:
+        return f"{figure.value / 1e9:.1f} GB"
+    return f"{figure.value / 1e9:.1f} ({figure.low / 1e9:.1f} – {figure.high / 1e9:.1f}) GB"

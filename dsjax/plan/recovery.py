@@ -1,0 +1,99 @@
+"""How long `dsjax serve` is silent after a host of a mesh is lost, before the smaller mesh goes on (docs/many-hosts.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.plan.cold_start import storage_rate
+from dsjax.plan.figure import Figure, assumed, exact, measured
+from dsjax.plan.instance import Instance
+
+_MANY_HOSTS = "docs/many-hosts.md, Measured: ten processes of four killed on emulated devices"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """After the loss of one host. read: bytes of experts that only it held, from the checkpoint; received: bytes that the others send
+    each other; seconds: without compiling; compiling: seconds more unless the smaller mesh was compiled ahead.
+    """
+
+    read: Figure
+    received: Figure
+    seconds: Figure
+    compiling: Figure
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields; figures as `Figure.to_json`."""
+        names = ("read", "received", "seconds", "compiling")
+        fields = ("bytes_read", "bytes_received", "seconds", "compiling_s")
+        return {field: getattr(self, name).to_json() for name, field in zip(names, fields, strict=True)}
+
+
+def moved_shares(hosts: int, lost: int = 1) -> tuple[Figure, Figure]:
+    """(read from the checkpoint, received from other hosts), as shares of the experts, which all hosts hold in equal parts, each once.
+
+    What the lost ones held is read. A survivor keeps what lies in its old and its new part: by chance 1 of `hosts` in all, as the order of
+    devices changes with each generation, and at most what contiguous parts in the old order have in common.
+    """
+    left = hosts - lost
+    gone = exact(lost / hosts, "experts of the lost host")
+    if left == 1:  # there is nobody to send anything
+        return gone, exact(0.0)
+    most = max(_kept_in_order(hosts, first, lost) for first in range(left + 1))
+    by_chance = 1 / hosts
+    received = assumed(
+        left / hosts - by_chance,
+        max(0.0, left / hosts - most),
+        left / hosts,
+        "experts that change hosts",
+        "the order of devices after a loss is another one",
+    )
+    return gone, received
+
+
+def _kept_in_order(hosts: int, first: int, lost: int) -> float:
+    """Share of the experts that stays where it is if survivors keep their order."""
+    survivors = [host for host in range(hosts) if not first <= host < first + lost]
+    width = 1 / len(survivors)
+    return sum(
+        max(0.0, min((place + 1) * width, (host + 1) / hosts) - max(place * width, host / hosts))
+        for place, host in enumerate(survivors)
+    )
+
+
+def recovery(instance: Instance) -> Recovery | None:
+    """What the loss of one host costs an instance of several. None: it has one host, whose loss is the instance's (`cold_start`)."""
+    cluster, layout = instance.cluster, instance.layout
+    hosts = layout.devices // cluster.devices_per_host
+    if hosts < 2:
+        return None
+    experts = exact(instance.memory.weights.get("experts", 0) * layout.devices, "experts of the instance", "B")
+    gone, moved = moved_shares(hosts)
+    if layout.mesh.expert_copies > 1:  # another copy has them
+        gone, moved = exact(0.0), moved + gone
+    read, received = (experts * gone).named("read", "B"), (experts * moved).named("received", "B")
+    left = hosts - 1
+    cards = cluster.network_bandwidth * cluster.devices_per_host
+    share = assumed(
+        0.3, 0.05, 0.7, "share of a host's cards", "weights go over the host's memory and one connection each"
+    )
+    notice = measured(0.3, 0.1, 0.9, "noticing a process that died", _MANY_HOSTS, "s")
+    meeting = measured(
+        0.5, 0.4, 1.0, "meeting, a new generation", "docs/measurements/2026-11-22-host-losses.csv, --ahead", "s"
+    )
+    seconds = notice + meeting
+    if read.value:
+        seconds = seconds + read / (storage_rate(cluster) * left)
+    if received.value:
+        seconds = seconds + received / (share * (cards * left))
+    seconds = seconds.named("silence after a loss", "s")
+    compiling = assumed(
+        60,
+        10,
+        300,
+        "compiling",
+        "nobody has compiled this model's step beside a service; --compile-ahead leaves it out",
+        "s",
+    )
+    return Recovery(read, received, seconds, compiling)

@@ -1,0 +1,100 @@
+"""What prompts that come back find cached, by the tier that has it, for `--prefix-hit`: on the devices, in host memory, on the disk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dsjax.plan.figure import Figure, assumed, exact
+
+if TYPE_CHECKING:
+    from dsjax.plan.candidate import Candidate
+
+
+_ROOM, _WHY = (0.75, 0.9, 1.0), "answers that nobody asks for again are pages, too"
+"""Share of the cache beside requests in flight that pages of prompts have: low, middle, high."""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """device, host, disk: shares of the returning tokens that each tier has; loading: seconds in which a prompt's pages come from the
+    host or the disk, of a mean prompt."""
+
+    device: Figure
+    host: Figure
+    disk: Figure
+    loading: Figure
+
+    @property
+    def found(self) -> float:
+        """Share found in any tier, for `--prefix-hit`."""
+        return min(1.0, self.device.value + self.host.value + self.disk.value)
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields; figures as `Figure.to_json`."""
+        return {
+            "device": self.device.to_json(),
+            "host": self.host.to_json(),
+            "disk": self.disk.to_json(),
+            "found": self.found,
+            "loading_s": self.loading.to_json(),
+        }
+
+    def __str__(self) -> str:
+        shares = ", ".join(
+            f"{name} {100 * figure.value:.0f} ({100 * figure.low:.0f} – {100 * figure.high:.0f}) %"
+            for name, figure in (("devices", self.device), ("host memory", self.host), ("disk", self.disk))
+            if figure.value
+        )
+        return (
+            f"prompts that come back find: {shares or 'nothing'}; a prompt's pages are loaded in {self.loading.value * 1e3:.0f} ms "
+            f"({self.loading.low * 1e3:.0f} – {self.loading.high * 1e3:.0f}). Plan with --prefix-hit {min(self.found, 0.99):.2f}"
+        )
+
+
+def tier_shares(
+    working_set: float, cache: float, held: float, host: float, disk: float
+) -> tuple[Figure, Figure, Figure]:
+    """(device, host memory, disk): shares of a working set, drawn at random, that each tier has; all in tokens.
+
+    The least recently used pages go first, so that a cache of which requests in flight hold `held` has the rest of itself of the set.
+    Answers and other prompts take up to a quarter of that. A page lies in the highest tier that has room.
+    """
+    found = []
+    for room in _ROOM:
+        device = min(1.0, room * max(0.0, cache - held) / working_set)
+        in_host = min(1 - device, host / working_set)
+        found.append((device, in_host, min(1 - device - in_host, disk / working_set)))
+    names = ("found on the devices", "found in host memory", "found on the disk")
+    ends = zip(names, zip(*found, strict=True), strict=True)
+    device, in_host, on_disk = (assumed(each[1], min(each), max(each), name, _WHY) for name, each in ends)
+    return device, in_host, on_disk
+
+
+def reuse(candidate: Candidate, working_set: float, host_bytes: float, disk_bytes: float) -> Reuse:
+    """What a deployment's tiers find. working_set: tokens of prompts that come back, of the whole service, which sends each prompt to the
+    rank that has its beginning. host_bytes, disk_bytes: of each host.
+    """
+    instance = candidate.decode
+    ranks = instance.layout.mesh.dp_size * candidate.count
+    hosts = math.ceil(instance.layout.devices * candidate.count / instance.cluster.devices_per_host)
+    size, work = instance.memory.cache_per_token, instance.workload
+    device, host, disk = tier_shares(
+        working_set,
+        ranks * instance.memory.cache_tokens.value,
+        ranks * candidate.batch * work.context,
+        hosts * host_bytes / size,
+        hosts * disk_bytes / size,
+    )
+    link = assumed(
+        25e9, 8e9, 55e9, "from the host to a device", "PCIe 5.0 x16 gives 55 GB/s, pinned copies of pages less", "B/s"
+    )
+    reading = assumed(3e9, 1e9, 7e9, "one NVMe disk", "shared by all ranks of a host", "B/s")
+    bytes_each = work.input.mean * size
+    loading = exact(0.0)
+    for share, rate in ((host, link), (disk, reading)):
+        if share.value > 0:
+            loading = loading + bytes_each * share / rate
+    loading = loading.named("loading", "s")
+    return Reuse(device, host, disk, loading)

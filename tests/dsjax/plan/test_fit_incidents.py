@@ -1,0 +1,44 @@
+"""What `dsjax plan --fit` says of public launches: verdicts as they were committed, and what became of them."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from tools.plan_data.fit_incidents import judge, right, rows, score
+
+PAGE = Path(__file__).parents[3] / "docs" / "plan-validation.md"
+
+
+def test_questions_and_verdicts_are_those_that_were_committed_before_the_outcomes():
+    """Commit 6d98e61a; a verdict that is changed afterwards is no prediction."""
+    asked = [[value for name, value in row.items() if name not in ("fitted", "happened")] for row in rows()]
+    assert hashlib.sha256(repr(asked).encode()).hexdigest()[:16] == "647eeaa62ca73b3f"
+    assert len(asked) == 28
+
+
+def test_most_verdicts_are_right_and_no_launch_that_fitted_was_called_too_large():
+    found = score()
+    assert found["committed, all"] == (19, 25)
+    assert found["committed, yes"] == (16, 16)
+    assert found["today, yes"] == (16, 16)
+    assert found["today, all"][0] >= 19
+
+
+def test_outcomes_are_said_for_each_and_counted_where_known():
+    for row in rows():
+        assert row["fitted"] in ("yes", "no", "")
+        assert row["happened"]
+        assert row["fitted"] or "not counted" in row["happened"]
+
+
+@pytest.mark.parametrize("key", ["M8", "M16", "M26"])
+def test_launches_near_to_the_edge_are_told_apart(key):
+    """16 L40 hold the weights and no step; H20 of 96 GB hold no attention replica each; 4 B200 hold all at a fraction of 0.95."""
+    row = next(row for row in rows() if row["key"] == key)
+    assert right(row, judge(row).words)
+
+
+def test_the_page_has_the_score():
+    text = PAGE.read_text(encoding="utf-8")
+    assert "**19 verdicts are right**: 16 of 16 that fitted, 3 of 9 that did not" in " ".join(text.split())

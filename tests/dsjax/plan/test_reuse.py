@@ -1,0 +1,78 @@
+"""What tiers of the cache find of prompts that come back, beside what `tools/bench_tiers.py` measured."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.plan.reuse import tier_shares
+
+SET, CACHE = 8192, 2048
+HELD = 256 + 4 + 3 + 100
+"""That run holds so many tokens: the prompt that is asked with its answer, and the other request, half-way through 200 tokens."""
+BIG = 10.0 * SET
+
+
+def test_the_devices_find_what_was_measured():
+    """docs/cache-tiers.md: 17.8 % without tiers, 17.3 and 17.8 % with them, of a working set of four times the cache."""
+    device, host, disk = tier_shares(SET, CACHE, HELD, 0, 0)
+    assert device.value == pytest.approx(0.178, abs=0.01)
+    assert device.low < 0.173 < 0.178 < device.high
+    assert host.value == disk.value == 0
+
+
+def test_a_tier_with_room_for_all_finds_what_the_devices_have_not():
+    """Measured: 81.9 % in host memory, 82.3 % on the disk."""
+    device, host, disk = tier_shares(SET, CACHE, HELD, BIG, 0)
+    assert host.low < 0.819 < host.high
+    assert device.value + host.value == pytest.approx(1)
+    _, none, disk = tier_shares(SET, CACHE, HELD, 0, BIG)
+    assert disk.low < 0.823 < disk.high
+    assert none.value == 0
+
+
+def test_what_fits_into_a_higher_tier_is_not_found_twice():
+    device, host, disk = tier_shares(SET, CACHE, HELD, SET / 2, SET / 2)
+    assert (host.value, device.value + host.value + disk.value) == (0.5, pytest.approx(1))
+    assert [one.value for one in tier_shares(100, CACHE, HELD, BIG, BIG)] == [1, 0, 0]
+    assert tier_shares(SET, CACHE, 2 * CACHE, 0, 0)[0].value == 0
+
+
+def _plan(*options):
+    base = [
+        "plan",
+        "--cluster",
+        "h200-8",
+        "--mesh",
+        "tp=8,ep=1",
+        "--mode",
+        "aggregated",
+        "--concurrency",
+        "16",
+        "--input",
+        "4000",
+    ]
+    return CliRunner().invoke(app, [*base, *options])
+
+
+def test_the_command_says_what_to_plan_with():
+    found = _plan("--working-set", "5e6", "--host-cache-gb", "100", "--json", "-")
+    body = json.loads(found.output)["reuse"]
+    assert 0 < body["device"]["value"] < 1
+    assert body["host"]["value"] == pytest.approx(100e9 / 70272 / 5e6, rel=0.01)
+    assert 0 < body["loading_s"]["low"] < body["loading_s"]["value"] < body["loading_s"]["high"] < 0.1
+    assert "Plan with --prefix-hit" in _plan("--working-set", "5e6").output
+    assert json.loads(_plan("--json", "-").output)["reuse"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--host-cache-gb", "5"], "--host-cache-gb is of --working-set; give it too"),
+        (["--working-set", "-1"], "--working-set is -1, expected a number of tokens above 0"),
+        (["--working-set", "5", "--disk-cache-gb", "-2"], "--disk-cache-gb is -2, expected a number of at least 0"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(options, said):
+    assert said in str(_plan(*options).exception)

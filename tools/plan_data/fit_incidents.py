@@ -1,0 +1,99 @@
+"""Public launches of DeepSeek models, some of which ran out of memory, beside what `dsjax plan --fit` says of them.
+
+The rule (`dsjax/plan/fit.py`) was committed before the launches were looked for, and its verdict on each (`said`, `left_gb`) before its
+outcome (`fitted`, `happened`) was entered. Columns of the CSV: `thread` below https://github.com/; `device` of `DEVICES`; `precision` of
+the planner or `w4afp8`; `prefill_tokens` of a DP rank in a step; `longest` request; `sampled`, `graphs`, `deepep`, `mtp` as `Launch` has
+them. Left out are launches whose options are not given, versions of vLLM before 0.7.1 with long requests (their cache is not the latent
+one), other engines, AWQ and GGUF.
+"""
+
+import csv
+import dataclasses
+from pathlib import Path
+
+from dsjax.config import load_config
+from dsjax.plan.fit import Launch, Verdict, fit
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.precision import BF16, PRECISIONS, Precision
+
+CSV = Path(__file__).with_name("fit_incidents.csv")
+SITE = "https://github.com/"
+DEVICES = {
+    "90 GiB": 92160,
+    "B200": 183359,
+    "H100": 81559,
+    "H20": 97871,
+    "H20-3e": 143771,
+    "H200": 143771,
+    "L40": 46068,
+    "RTX 4090": 24564,
+}
+"""MiB of a device, as nvidia-smi shows them."""
+W4AFP8 = dataclasses.replace(PRECISIONS["fp8"], name="w4afp8", expert=0.5 + 2 / 128, mlp_bytes=PRECISIONS["fp8"].linear)
+"""Routed experts in four bits with a bf16 scale for 128, everything else in FP8."""
+
+
+def rows() -> list[dict[str, str]]:
+    """The launches."""
+    with CSV.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def judge(row: dict[str, str]) -> Verdict:
+    """What the rule says of a launch today."""
+    config = load_config(row["model"])
+    launch = Launch(
+        engine=row["engine"],
+        device_bytes=DEVICES[row["device"]] * 2**20,
+        fraction=float(row["fraction"]),
+        prefill_tokens=int(row["prefill_tokens"]),
+        longest=int(row["longest"]),
+        sampled=int(row["sampled"]),
+        graphs=row["graphs"] == "1",
+        deepep=row["deepep"] == "1",
+        mtp=row["mtp"] == "1",
+    )
+    return fit(config, parse_layout(row["mesh"], 0, config), _precision(row), launch)
+
+
+def _precision(row: dict[str, str]) -> Precision:
+    chosen = W4AFP8 if row["precision"] == W4AFP8.name else PRECISIONS[row["precision"]]
+    return dataclasses.replace(chosen, cache={"bf16": BF16, "fp8": 1.0}[row["cache"]])
+
+
+def right(row: dict[str, str], words: str) -> bool:
+    """Whether a verdict in these words is what happened."""
+    return (row["fitted"] == "yes") == ("not" not in words)
+
+
+def score() -> dict[str, tuple[int, int]]:
+    """(right, counted) of the verdicts that were committed first, and of today's; by outcome too."""
+    counted = [row for row in rows() if row["fitted"]]
+    found = {}
+    for name, said in (("committed", lambda row: row["said"]), ("today", lambda row: judge(row).words)):
+        for which in ("all", "yes", "no"):
+            group = [row for row in counted if which in ("all", row["fitted"])]
+            found[f"{name}, {which}"] = (sum(right(row, said(row)) for row in group), len(group))
+    return found
+
+
+def table() -> str:
+    """Markdown: each launch with the verdict that was committed, today's, and what happened."""
+    lines = ["| # | launch | said | today | what happened |", "|---|---|---|---|---|"]
+    for row in rows():
+        today = judge(row)
+        left = min(condition.left.value for condition in today.conditions) / 1e9
+        mark = "" if not row["fitted"] or right(row, row["said"]) else " ✗"
+        name = row["thread"].removeprefix("SemiAnalysisAI/InferenceX/blob/main/benchmarks/single_node/")
+        name = (
+            name.replace("/issues/", "#").replace("/pull/", "#").partition("/")[2]
+            if "/" in name
+            else f"InferenceX {name}"
+        )
+        drafts = ", MTP" if row["mtp"] == "1" else ""
+        what = f"{row['engine']} {row['version']}, {row['model']} {row['precision']}{drafts}, {row['devices']} × {row['device']}"
+        lines.append(
+            f"| {row['key']} | [{name}]({SITE}{row['thread']}): {what}, `{row['mesh']}`, fraction {row['fraction']} | {row['said']}{mark} "
+            f"| {left:+.1f} GB | {row['happened']} |"
+        )
+    return "\n".join(lines)
