@@ -37,6 +37,7 @@ WORK = (
     "headless server",
     "host watch",
     "leave",
+    "link monitor",
     "listener",
     "load reports",
     "observers",

@@ -152,6 +152,9 @@ def measure(root: Path, checkpoint: Path) -> list[dict]:
                     "change": name,
                     "bytes_read": sum(read),
                     **moved,
+                    "seconds_weights": max(
+                        map(float, re.findall(r"checkpoint's [\d,]+ bytes in ([\d.]+) s", "".join(news)))
+                    ),
                     "seconds_loading": float(seconds.get("loading", 0)),
                     "seconds_releasing": float(seconds.get("releasing", 0)),
                     "resident_before": resident,
@@ -197,8 +200,8 @@ def main() -> None:
 
 def print_table(results: dict[str, list[dict]], total: int) -> None:
     """Print the rows as Markdown, in GB."""
-    print("| code | change | read | kept | moved | received | loading, s | resident before | at most |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| code | change | read | kept | moved | received | weights, s | loading, s | resident before | at most |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for code, rows in results.items():
         for row in rows:
             parts = [
@@ -208,7 +211,8 @@ def print_table(results: dict[str, list[dict]], total: int) -> None:
                 " + ".join(f"{n / 1e9:.2f}" for n in row[name]) for name in ("resident_before", "resident_most")
             ]
             print(
-                f"| {code} | {row['change']} | {' | '.join(parts)} | {row['seconds_loading']:.1f} | {' | '.join(resident)} |"
+                f"| {code} | {row['change']} | {' | '.join(parts)} | {row['seconds_weights']:.1f} | {row['seconds_loading']:.1f} | "
+                f"{' | '.join(resident)} |"
             )
 
 

@@ -47,6 +47,10 @@ def by_rank(metric: str) -> list[Query]:
     return [(f"{metric}{{{OF_MODEL}}}", "rank {{engine}}")]
 
 
+LOST = "rate(dsjax_link_segments_retransmitted_total[1h]) / (rate(dsjax_link_segments_total[1h]) > 0)"
+"""Share of a link's packets that were lost; an hour of probes has some thousand."""
+
+
 # Row title to panels: (title, what it means, unit, queries).
 ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
     "Work": [
@@ -441,6 +445,45 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             [
                 (rate("dsjax_eplb_exchange_seconds_total"), "in exchanges"),
                 (rate("dsjax_eplb_rebalance_seconds_total"), "from decisions to the last layer"),
+            ],
+        ),
+    ],
+    "Links between the processes of a mesh": [
+        (
+            "Round trip",
+            "Between a packet to another process and its acknowledgement, smoothed by the kernel; and until the process answers.",
+            "s",
+            [
+                ("dsjax_link_round_trip_seconds", "{{instance}} to process {{peer}}"),
+                ("dsjax_link_answer_seconds", "{{instance}} to process {{peer}}, answered"),
+            ],
+        ),
+        (
+            "Bandwidth of a message of 4 MiB",
+            "One connection with authentication, sampled seldom: less than the link's.",
+            "Bps",
+            [("dsjax_link_bytes_per_second", "{{instance}} to process {{peer}}")],
+        ),
+        (
+            "Lost",
+            "Share of the segments that were sent again in an hour; looks without an answer, a minute.",
+            "percentunit",
+            [
+                (LOST, "{{instance}} to process {{peer}}"),
+                (f"60 * rate(dsjax_link_probes_unanswered_total{RATE})", "{{instance}} to process {{peer}}, no answer"),
+                (f"60 * rate(dsjax_link_probes_total{RATE})", "{{instance}} to process {{peer}}, looks"),
+            ],
+        ),
+        (
+            "Use of network cards",
+            "Bytes a second ÷ what the card can.",
+            "percentunit",
+            [
+                (
+                    f"rate(dsjax_network_bytes_total{RATE})"
+                    " / on (instance, interface) group_left () dsjax_network_speed_bytes_per_second",
+                    "{{instance}} {{interface}} {{direction}}",
+                )
             ],
         ),
     ],

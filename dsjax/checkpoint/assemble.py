@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dsjax.checkpoint.names import SCALE_SUFFIX, TensorNames, TensorPiece, scaled_weight
+from dsjax.checkpoint.names import PACKED_SCALE_SUFFIX, SCALE_SUFFIX, TensorNames, TensorPiece, scaled_weight
 from dsjax.checkpoint.quantise import FP8, block_scales, dequantise, quantise
 from dsjax.model.parameters import BLOCK
 
@@ -120,6 +120,9 @@ class Assembler:
         if scaled_weight(path, self.names.parameters) is not None:
             yield from self._scale_strips(name, rows, columns)
             return
+        if not name.endswith(".weight"):  # scales of packed matrices, as they are
+            yield from self._read(name, rows, columns)
+            return
         tensor = self.tensors[name]
         scale = self._scale(name) if tensor.dtype == FP8 else None
         if dtype == FP8 and scale is None:
@@ -177,7 +180,9 @@ class Assembler:
         """Look at values that were read: all are, once each."""
         with self._lock:
             self._bytes_read += values.nbytes
-        if not all_finite(values):
+        if not all_finite(values) or (
+            values.dtype == np.uint8 and name.endswith(PACKED_SCALE_SUFFIX) and (values == 0xFF).any()
+        ):
             self._report(name, "has values that are not finite (NaN or infinity)")
 
     def _report(self, name: str, what: str) -> None:

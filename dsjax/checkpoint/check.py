@@ -46,8 +46,9 @@ def check_structure(
     for name, shape in expected.items():
         if name in specs:
             is_matrix = places[name][1].transposed
-            problems += _mismatches(name, shape, specs[name], is_matrix)
-            if specs[name].dtype == FP8 and is_matrix:
+            wanted = names.parameters[places[name][0]].dtype
+            problems += _mismatches(name, shape, specs[name], is_matrix, wanted)
+            if specs[name].dtype == FP8 and is_matrix and name.endswith(".weight"):
                 scales.add(name + SCALE_SUFFIX)
                 problems += _scale_mismatches(name, specs, unreadable)
         elif name not in unreadable:
@@ -98,12 +99,14 @@ def settle_mtp(source: object, config: ModelConfig, present: Iterable[str]) -> M
     return dataclasses.replace(config, num_nextn_predict_layers=0)
 
 
-def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: bool) -> list[str]:
-    """Wrong shape or dtype of one tensor."""
+def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: bool, wanted: np.dtype) -> list[str]:
+    """Wrong shape or dtype of one tensor. wanted: dtype of the parameter; bytes of a packed format come as they are wanted."""
     problems = []
     if spec.shape != shape:
         problems.append(f"{name}: shape {list(spec.shape)}, expected {list(shape)}")
     allowed = (*_FLOATS, FP8.name) if is_matrix else _FLOATS
+    if wanted == np.uint8:
+        allowed = (wanted.name,)
     if spec.dtype.name not in allowed:
         problems.append(f"{name}: dtype {spec.dtype.name}, expected one of {', '.join(allowed)}")
     return problems

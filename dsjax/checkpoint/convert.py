@@ -14,6 +14,7 @@ import numpy as np
 from dsjax.checkpoint.assemble import Assembler
 from dsjax.checkpoint.check import check_copies, check_structure
 from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.fp4_tensors import as_wanted
 from dsjax.checkpoint.load import to_hf_tensors
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, Manifest, config_hash, write_manifest, write_params
@@ -22,14 +23,17 @@ from dsjax.checkpoint.publish import publish
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, write_folder
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
-from dsjax.config import ModelConfig, QuantizationConfig
+from dsjax.config import ModelConfig
+from dsjax.config.fp4_quantization import hf_quant_config
+from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.model.parameters import Weights
 from dsjax.model.transformer import abstract_parameters
 
 Form = Literal["orbax", "hf"]
 MAX_SHARD_BYTES = 5 * 10**9
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", "")
-_NOT_COPIED = ("config.json", INDEX_NAME, MANIFEST_NAME)
+_QUANT_CONFIG = "hf_quant_config.json"
+_NOT_COPIED = ("config.json", INDEX_NAME, MANIFEST_NAME, _QUANT_CONFIG)
 
 
 def convert_checkpoint(
@@ -37,7 +41,7 @@ def convert_checkpoint(
     destination: str | Path,
     *,
     to: Form,
-    weights: Literal["auto", "bf16", "f32", "fp8"] = "auto",
+    weights: Weights | Literal["auto"] = "auto",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: bool = False,
@@ -122,6 +126,8 @@ def _write(
 ) -> Path:
     # A platform other than CPU: files hold the dtypes that are meant, not those that XLA's CPU backend likes.
     names = TensorNames(checkpoint.config, abstract_parameters(checkpoint.config, weights=weights, platform="any"))
+    changed = weights != checkpoint.stored_weights
+    checkpoint = as_wanted(names, checkpoint)
     check_structure(
         checkpoint.directory,
         names,
@@ -132,7 +138,7 @@ def _write(
     check_copies(checkpoint.directory, names, checkpoint.tensors)
     assembler = Assembler(names, checkpoint.tensors)
     copies = tuple(name for name in names.copies() if name in checkpoint.specs or name in checkpoint.copies)
-    narrow = _widened(checkpoint, names) if weights == checkpoint.stored_weights else {}
+    narrow = _widened(checkpoint, names) if not changed else {}
     total = sum(info.nbytes for info in names.parameters.values())
     with (
         publish(destination, overwrite=overwrite) as folder,
@@ -148,8 +154,11 @@ def _write(
         for companion in companions:
             shutil.copyfile(companion, folder / companion.name)
         # What makes a directory one that loads comes last.
-        config = _config_for(config_fields, weights, changed=weights != checkpoint.stored_weights)
+        config = _config_for(config_fields, weights, changed=changed)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        quantization = hf_quant_config(config.get("quantization_config") or {})
+        if quantization is not None:
+            (folder / _QUANT_CONFIG).write_text(json.dumps(quantization, indent=2) + "\n", encoding="utf-8")
         if to == "orbax":
             write_manifest(folder, Manifest(weights, config_hash(folder), copies, narrow), names.parameters)
     return destination
@@ -217,10 +226,11 @@ def _companions(directory: Path) -> list[Path]:
 def _config_for(fields: Mapping, weights: Weights, *, changed: bool) -> dict:
     """``config.json`` for these weights: what it says of quantisation and dtype must be what the files hold."""
     fields = dict(fields)
-    if weights != "fp8":
+    written = WEIGHT_FORMATS[weights].quantization_config(fields.get("first_k_dense_replace") or 0)
+    if written is None:
         fields.pop("quantization_config", None)
-    elif fields.get("quantization_config") is None:
-        fields["quantization_config"] = QuantizationConfig().to_dict()
+    elif changed or fields.get("quantization_config") is None:
+        fields["quantization_config"] = written
     if changed:
         fields["dtype" if "dtype" in fields else "torch_dtype"] = "float32" if weights == "f32" else "bfloat16"
     return fields

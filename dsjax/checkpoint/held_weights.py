@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array
 
 from dsjax.checkpoint.names import TensorNames
+from dsjax.checkpoint.place import aligned_empty
 from dsjax.model.parameters import ParameterInfo
 from dsjax.model.step import ModelStep
 from sharding.layer_placement import LayerPlacements
@@ -31,6 +32,9 @@ Box = tuple[tuple[int, int], ...]
 
 NO_EXPERT = -1
 """The expert of a parameter that belongs to none."""
+
+_READER_SECONDS = 10.0
+"""How long memory of a device is kept for somebody who still reads it."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,11 @@ class Extent:
         if not same or (self.experts is None) != (other.experts is None):
             return False
         return self.experts is None or np.array_equal(self.experts, other.experts)
+
+    @property
+    def values_a_layer(self) -> int:
+        """Values of a shard in each of its layers."""
+        return box_size(self.box) * (1 if self.experts is None else self.experts.shape[1])
 
     def plain(self) -> list[Any]:
         """As MessagePack can have it."""
@@ -231,6 +240,7 @@ class HeldWeights:
         self._on_host = on_host
         self._shards: dict[str, list[HeldShard]] = {}
         self._lock = threading.RLock()
+        self._read = threading.Condition(self._lock)
 
     def keep(self, step: ModelStep, params: Mapping[str, Array], placements: LayerPlacements | None) -> None:
         """Take parameters over, all that the devices still have of them. Nobody else may use them from now on.
@@ -277,6 +287,12 @@ class HeldWeights:
         held = (shard.arrays.get(device) for shards in self._shards.values() for shard in shards)
         return sum(array.nbytes for array in held if array is not None)
 
+    def free_bytes(self, device: jax.Device) -> int | None:
+        """Bytes of a device that nothing takes up; None where it does not say."""
+        stats = device.memory_stats() or {}
+        limit = stats.get("bytes_limit")
+        return None if limit is None else limit - stats["bytes_in_use"]
+
     def shards(self, path: str) -> list[HeldShard]:
         """The shards of a parameter."""
         with self._lock:
@@ -291,6 +307,16 @@ class HeldWeights:
         """Hold a shard no longer."""
         with self._lock:
             self._shards[path] = [one for one in self._shards.get(path, ()) if one is not shard]
+
+    def move_to_host(self, path: str, shard: HeldShard) -> None:
+        """Hold a shard in host memory from now on, and free it on its devices, which have one layer of it twice meanwhile."""
+        extent, values = shard.extent, aligned_empty(shard.values.shape, np.dtype(shard.values.dtype))
+        for layer in range(extent.layers) if extent.is_stacked else [...]:
+            values[layer] = np.asarray(shard.values[layer])
+        moved = HeldShard(extent, values, {}, shard.is_there.copy())
+        with self._read:
+            self._shards[path] = [moved if one is shard else one for one in self._shards.get(path, ())]
+            self._read.wait_for(lambda: not shard.readers, _READER_SECONDS)
 
     def give_back(self, path: str, layer: int, keeping: Sequence[HeldShard]) -> None:
         """Free a layer of all shards but some, and of what nothing of is left the rest. What somebody reads stays."""
@@ -325,6 +351,7 @@ class HeldWeights:
             with self._lock:
                 for piece in pieces:
                     piece.shard.readers -= 1
+                self._read.notify_all()
 
     def inventory(self) -> dict[str, Any]:
         """What is here, in plain values. A shard of which some layers are missing is told of run by run of layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -18,13 +19,16 @@ from dsjax.checkpoint.assemble import Assembler, Tensor
 from dsjax.checkpoint.check import check_copies, check_structure
 from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.fingerprint import fingerprint
+from dsjax.checkpoint.fp4_tensors import as_wanted
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.place import Region, local_bytes, place, progress_bar
-from dsjax.checkpoint.recover import Peers, place_held
+from dsjax.checkpoint.recover import place_held
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
+from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
+from dsjax.config.weights import PACKED
 from dsjax.model.parameters import Weights
 from dsjax.model.transformer import abstract_parameters
 from sharding.cores import most_threads
@@ -90,6 +94,7 @@ def load(
         shared_apart=placement is None or placement.n_logical <= config.n_routed_experts,
     )
     names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
+    checkpoint = as_wanted(names, checkpoint)
     check_structure(
         checkpoint.directory,
         names,
@@ -146,7 +151,12 @@ def _identify(held: HeldWeights, identity: str) -> None:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has had resident; 0 where the system does not say."""
+    """The most memory that this process has had resident; 0 where the system does not say.
+
+    Linux's `ru_maxrss` begins with what the parent held when it started this process, so VmHWM is asked first.
+    """
+    with contextlib.suppress(OSError, StopIteration, ValueError), open("/proc/self/status") as status:
+        return 1024 * int(next(line for line in status if line.startswith("VmHWM:")).split()[1])
     try:
         import resource
     except ImportError:  # no POSIX system
@@ -177,9 +187,10 @@ def from_hf_tensors(
     )
     names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
     source = "in memory"
-    check_structure(
-        source, names, {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
-    )
+    specs = {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+    checkpoint = as_wanted(names, Checkpoint(Path(source), "memory", config, tensors, specs))
+    tensors = checkpoint.tensors
+    check_structure(source, names, checkpoint.specs, problems=checkpoint.problems)
     assembler = Assembler(names, tensors)
     filled = {}
     for path, info in names.parameters.items():
@@ -189,6 +200,17 @@ def from_hf_tensors(
         raise CheckpointError(source, assembler.problems)
     check_copies(source, names, tensors)
     return filled
+
+
+def _kept_packed(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Array]) -> Weights | None:
+    """The packed weights that parameters are of, by their names and shapes; None where they are of none."""
+    mtp = any(path.startswith("mtp.") for path in params)
+    shapes = {path: tuple(value.shape) for path, value in params.items()}
+    for weights in PACKED:
+        infos = TensorNames(config, abstract_parameters(config, weights=weights, platform="any", mtp=mtp)).parameters
+        if {path: info.shape for path, info in infos.items()} == shapes:
+            return weights
+    return None
 
 
 def to_hf_tensors(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Array]) -> dict[str, np.ndarray]:
@@ -201,6 +223,8 @@ def to_hf_tensors(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Arr
         CheckpointError: parameters that are not the configuration's: missing, too many, or of another shape.
     """
     kept: Weights = "fp8" if any(value.dtype.itemsize == 1 for value in params.values()) else "bf16"
+    if any(path.endswith(".experts.down.weight") and value.dtype == np.uint8 for path, value in params.items()):
+        kept = _kept_packed(config, params) or kept
     if params and all(value.dtype == np.float32 for value in params.values()):
         kept = "f32"
     mtp = any(path.startswith("mtp.") for path in params)

@@ -17,6 +17,8 @@ from dsjax.config import ModelConfig
 from dsjax.model.parameters import ParameterInfo
 
 SCALE_SUFFIX = "_scale_inv"
+PACKED_SCALE_SUFFIX, PACKED_GLOBAL_SUFFIX = "_scale", "_scale_2"
+"""ModelOpt's, and Quark's. Other conventions are given these names first, when a checkpoint is read."""
 
 # Our path within the whole model → Hugging Face's name.
 _MODEL = {
@@ -36,6 +38,11 @@ _LAYER = {
     "attn.kv_a_bias": ("self_attn.kv_a_proj_with_mqa.bias",),
     "attn.kv_a_norm.scale": ("self_attn.kv_a_layernorm.weight",),
     "attn.kv_b.weight": ("self_attn.kv_b_proj.weight",),
+    "attn.indexer.query.weight": ("self_attn.indexer.wq_b.weight",),
+    "attn.indexer.key.weight": ("self_attn.indexer.wk.weight",),
+    "attn.indexer.key_norm.scale": ("self_attn.indexer.k_norm.weight",),
+    "attn.indexer.key_norm.bias": ("self_attn.indexer.k_norm.bias",),
+    "attn.indexer.head_weights.weight": ("self_attn.indexer.weights_proj.weight",),
     "attn.o.weight": ("self_attn.o_proj.weight",),
     "attn.o_bias": ("self_attn.o_proj.bias",),
     "mlp_norm.scale": ("post_attention_layernorm.weight",),
@@ -221,6 +228,12 @@ def _source(config: ModelConfig, path: str, parameters: Mapping[str, ParameterIn
         source = _source(config, weight, parameters)
         names = tuple(template + SCALE_SUFFIX for template in source.templates)
         return _Source(names, source.first_layer, source.transposed)
+    for part, suffix in (("scale", PACKED_SCALE_SUFFIX), ("global_scale", PACKED_GLOBAL_SUFFIX)):
+        weight = path.removesuffix(f".{part}") + ".weight"
+        if path.endswith(f".{part}") and weight in parameters and parameters[weight].packed > 1:
+            source = _source(config, weight, parameters)
+            names = tuple(template + suffix for template in source.templates)
+            return _Source(names, source.first_layer, source.transposed and part == "scale")
     matrix = path.endswith(".weight") and path != "embed.weight"
     if path in _MODEL:
         return _Source((_MODEL[path],), None, matrix)

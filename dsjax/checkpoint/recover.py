@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,38 +23,15 @@ from dsjax.checkpoint.held_weights import (
     HeldShard,
     HeldWeights,
     Part,
-    box_size,
-    cover,
-    difference,
+    Piece,
     inside,
     read_inventory,
 )
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.place import Advance, Fill, aligned_empty, local_shards
+from dsjax.checkpoint.wanted_weights import Asked, Peers, Wanted, is_within
 from dsjax.model.parameters import ParameterInfo
 from sharding.rules import Rules
-
-Wants = dict[int, dict[str, dict[int, list[Part]]]]
-"""What is to come from other processes: by process, path and layer."""
-
-
-class Peers(Protocol):
-    """The other processes that change their mesh together with this one."""
-
-    def inventories(self, inventory: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Exchange what each holds; give the others' by process."""
-
-    def begin(self, wants: Wants) -> None:
-        """Tell everybody what is wanted of whom."""
-
-    def fetch(self, process: int, path: str, parts: Sequence[Part], out: Sequence[np.ndarray]) -> int:
-        """Fill arrays with parts that a process holds. How many of them, the first ones, are right; the others' content is anything."""
-
-    def wait_until_taken(self, path: str, layer: int) -> None:
-        """Wait until no other process will ask for parts of this layer any more, or for as long as that is worth it."""
-
-    def check(self) -> None:
-        """Raise where the mesh that is being made is given up."""
 
 
 def place_held(
@@ -67,7 +47,9 @@ def place_held(
     """Make every parameter as ``place`` does, from what is held here, then from what other processes hold, then with ``fill``.
 
     A shard that has the same parts as a held one is that one. Others are put together layer by layer, and what the old shards have of a
-    layer is freed when nobody needs it any more; on accelerators, where arrays are stacks of layers, parameter by parameter. ``held`` has
+    layer is freed when nobody needs it any more. On accelerators an array is a stack of layers, which is freed as a whole: where a device
+    has no room for the new one beside the old one, the old one goes to host memory first. Parameters of which a device will have less
+    come first. So nowhere is more than what lay there before or will lie there afterwards, and one layer of one parameter. ``held`` has
     the new shards as well in the end; where this raises, what there is of both.
 
     Raises:
@@ -81,17 +63,25 @@ def place_held(
         ]
         for path, info in parameters.items()
     }
-    others = {} if peers is None else peers.inventories(held.inventory())
-    work = _Work(held, peers, fill, advance, _usable(others, held.identity))
+    inventory = held.inventory()
+    others = _usable({} if peers is None else peers.inventories(inventory), held.identity)
+    wanted = Wanted(held, peers, others)
+    work = _Work(held, peers, wanted, fill, advance)
     for path, info in parameters.items():
         work.plan(path, info, targets[path])
     if peers is not None:
-        peers.begin(work.wants)
-    placed = {}
-    for path, info in parameters.items():
-        arrays = work.make(path, info, targets[path])
-        placed[path] = jax.make_array_from_single_device_arrays(info.shape, shardings[path], arrays)
-    return placed
+        peers.begin(wanted.wants)
+    before = _most_values([read_inventory(inventory), *others.values()])
+    after = {path: math.prod(shardings[path].shard_shape(info.shape)) for path, info in parameters.items()}
+    arrays = {}
+    with closing(wanted):
+        # The same order in all processes: they wait for each other.
+        for path in sorted(parameters, key=lambda path: after[path] > before.get(path, 0)):
+            arrays[path] = work.make(path, targets[path])
+    return {
+        path: jax.make_array_from_single_device_arrays(info.shape, shardings[path], arrays[path])
+        for path, info in parameters.items()
+    }
 
 
 @dataclass(eq=False)
@@ -109,6 +99,16 @@ class _Target:
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.region)
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one of its layers."""
+        return self.extent.values_a_layer * self.info.storage_dtype.itemsize
+
+    @property
+    def layers(self) -> range:
+        """Its layers, of the stack's."""
+        return range(self.extent.first_layer, self.extent.first_layer + self.extent.layers)
+
     def region_of(self, layer: int, slot: int, box: Box) -> tuple[slice, ...]:
         """Where a part lies in the parameter."""
         index = self.extent.index(layer, slot, box)
@@ -119,14 +119,18 @@ class _Target:
 
 @dataclass(eq=False)
 class _Work:
-    """Makes the shards of one process."""
+    """Makes the shards of one process.
+
+    Attributes:
+        room: bytes that may lie here twice: those of the largest layer of a parameter that has to be made.
+    """
 
     held: HeldWeights
     peers: Peers | None
+    wanted: Wanted
     fill: Fill
     advance: Advance
-    others: dict[int, dict[str, list[tuple[str, Extent]]]]
-    wants: Wants = field(default_factory=dict)
+    room: int = 0
 
     def plan(self, path: str, info: ParameterInfo, targets: Sequence[_Target]) -> None:
         """Find the shards that there are already, and whom to ask for what is not here."""
@@ -135,34 +139,16 @@ class _Work:
             alike = [shard for shard in held if target.extent.is_like(shard.extent) and shard.is_there.all()]
             target.like = max(alike, key=lambda shard: len(shard.arrays.keys() & set(target.devices)), default=None)
         asked: set[Part] = set()
-        for target in targets:
-            if target.like is not None:
-                continue
-            for layer in range(target.extent.first_layer, target.extent.first_layer + target.extent.layers):
+        new = [target for target in targets if target.like is None]
+        self.room = max(self.room, sum(target.layer_bytes for target in new))
+        for target in new:
+            for layer in target.layers:
                 for _, part in target.extent.parts(layer):
                     if part not in asked:
                         asked.add(part)
-                        self._ask_for(path, info, part)
+                        self.wanted.plan(path, info, part)
 
-    def _ask_for(self, path: str, info: ParameterInfo, part: Part) -> None:
-        """Divide what is not here of a part among the processes that have it, another one first for each part."""
-        left = self.held.look_up(path, part)[1]
-        ids = sorted(self.others)
-        if not left or not ids:
-            return
-        turn = (part.layer + max(part.expert, 0)) % len(ids)
-        shards = [
-            (process, extent)
-            for process in ids[turn:] + ids[:turn]
-            for dtype, extent in self.others[process].get(path, ())
-            if dtype == str(info.storage_dtype)
-        ]
-        for box in left:
-            for process, _, piece in cover(Part(part.layer, part.expert, box), shards)[0]:
-                layers = self.wants.setdefault(process, {}).setdefault(path, {})
-                layers.setdefault(part.layer, []).append(Part(part.layer, part.expert, piece))
-
-    def make(self, path: str, info: ParameterInfo, targets: Sequence[_Target]) -> list[Array]:
+    def make(self, path: str, targets: Sequence[_Target]) -> list[Array]:
         """Make the arrays of a parameter on this process's devices, and free what is left of the old ones."""
         for target in targets:
             if target.like is not None:
@@ -176,18 +162,20 @@ class _Work:
 
     def _keep(self, path: str, target: _Target) -> None:
         """Have a held shard for a target, without a copy where devices share their memory or have it already."""
-        old = target.like
+        old, values = target.like, target.like.values
         arrays = {}
         for device in target.devices:
             array = old.arrays.get(device)
             if array is None:
-                array = jax.device_put(old.values, device, may_alias=True)
-                if not isinstance(old.values, np.ndarray):
-                    self.held.counts.moved += old.values.nbytes
+                array = jax.device_put(values, device, may_alias=True)
+                if not self.held.is_on_host(device):
+                    self.held.counts.moved += values.nbytes
             arrays[device] = array
-        self.held.counts.kept += old.values.nbytes
-        self.advance(old.values.nbytes)
-        target.shard = HeldShard(target.extent, old.values, arrays, np.ones(target.extent.layers, bool))
+        if not self.held.is_on_host(target.devices[0]):
+            values = arrays[target.devices[0]]
+        self.held.counts.kept += values.nbytes
+        self.advance(values.nbytes)
+        target.shard = HeldShard(target.extent, values, arrays, np.ones(target.extent.layers, bool))
         self.held.add(path, target.shard)
         self.held.remove(path, old)
 
@@ -196,68 +184,56 @@ class _Work:
             values = aligned_empty(target.shape, target.info.storage_dtype)
             target.shard = HeldShard(target.extent, values, {}, np.zeros(target.extent.layers, bool))
             self.held.add(path, target.shard)
-        keeping, waiting = [target.shard for target in all_targets], []
+        keeping, waiting = [target.shard for target in all_targets], deque()
         for layer in self._layers(path, all_targets):
             self._check()
-            missing: dict[Part, np.ndarray] = {}
-            there: dict[Part, tuple[HeldShard, int]] = {}
-            unread: list[tuple[_Target, int, Part]] = []
-            for target in targets:
-                if not target.extent.first_layer <= layer < target.extent.first_layer + target.extent.layers:
-                    continue
-                for slot, part in target.extent.parts(layer):
-                    if part in there:  # a second copy on this process
-                        unread.append((target, slot, part))
-                        continue
-                    there[part] = target.shard, slot
-                    self._copy(path, target, slot, part, missing)
-            self._complete(path, targets, missing, there)
-            for target, slot, part in unread:
-                first, place = there[part]
-                view = target.shard.values[target.extent.index(layer, slot, part.box)]
-                view[...] = first.read(layer, place, part.box)
-                self._count("moved", view.nbytes)
-            for target in targets:
-                if target.extent.first_layer <= layer < target.extent.first_layer + target.extent.layers:
-                    target.shard.is_there[layer - target.extent.first_layer] = True
-            waiting.append(layer)
-            if len(waiting) > 1:
-                self._give_back(path, waiting.pop(0), keeping)
+            now = [target for target in targets if layer in target.layers]
+            nbytes = sum(target.layer_bytes for target in now)
+            while waiting and nbytes + sum(size for _, size in waiting) > self.room:
+                self._give_back(path, waiting.popleft()[0], keeping)
+            self._make_layer(path, layer, now)
+            waiting.append((layer, nbytes))
         for target in targets:
             target.shard.values.flags.writeable = False
             for device in target.devices:
                 target.shard.arrays[device] = jax.device_put(target.shard.values, device, may_alias=True)
-        for layer in waiting:
+        for layer, _ in waiting:
             self._give_back(path, layer, keeping)
 
-    def _copy(self, path: str, target: _Target, slot: int, part: Part, missing: dict[Part, np.ndarray]) -> None:
-        """Copy what is here of a part, and note the views for what is not, by the part that they are."""
-        pieces, left = self.held.look_up(path, part)
-        extent, values = target.extent, target.shard.values
-        for piece in pieces:
-            view = values[extent.index(part.layer, slot, piece.box)]
-            view[...] = piece.shard.read(part.layer, piece.slot, piece.box)
+    def _make_layer(self, path: str, layer: int, targets: Sequence[_Target]) -> None:
+        """Fill a layer of new shards in host memory. What is here is copied while other processes give what is not."""
+        here: list[tuple[np.ndarray, Piece]] = []
+        missing: dict[Part, np.ndarray] = {}
+        there: dict[Part, tuple[_Target, int]] = {}
+        copies: list[tuple[np.ndarray, Part]] = []
+        for target in targets:
+            for slot, part in target.extent.parts(layer):
+                view = target.shard.values[target.extent.index(layer, slot, part.box)]
+                if part in there:  # a second copy on this process
+                    copies.append((view, part))
+                    continue
+                there[part] = target, slot
+                pieces, left = self.held.look_up(path, part)
+                here += [(view[inside(piece.box, part.box, view.ndim)], piece) for piece in pieces]
+                for box in left:
+                    missing[Part(layer, part.expert, box)] = view[inside(box, part.box, view.ndim)]
+        asked = self.wanted.ask(path, missing)
+        for view, piece in here:
+            view[...] = piece.shard.read(layer, piece.slot, piece.box)
             self._count("moved", view.nbytes)
-        for box in left:
-            missing[Part(part.layer, part.expert, box)] = values[extent.index(part.layer, slot, box)]
+        self._read(path, self._receive(missing, asked), there)
+        for view, part in copies:
+            target, slot = there[part]
+            view[...] = target.shard.read(layer, slot, part.box)
+            self._count("moved", view.nbytes)
+        for target in targets:
+            target.shard.is_there[layer - target.extent.first_layer] = True
 
-    def _complete(
-        self,
-        path: str,
-        targets: Sequence[_Target],
-        missing: dict[Part, np.ndarray],
-        there: Mapping[Part, tuple[HeldShard, int]],
-    ) -> None:
-        """Fill what is not here: from other processes, and what they do not give, from the checkpoint."""
-        if not missing:
-            return
-        left = self._fetch(path, missing)
-        slots = {id(target.shard): target for target in targets}
+    def _read(self, path: str, parts: Sequence[Part], there: Mapping[Part, tuple[_Target, int]]) -> None:
+        """Fill parts of new shards in host memory from the checkpoint."""
         runs: list[tuple[_Target, int, int, Part]] = []  # neighbouring slots are read together
-        for part in left:
-            whole = next(one for one in there if _is_within(part, one))
-            shard, slot = there[whole]
-            target = slots[id(shard)]
+        for part in parts:
+            target, slot = there[next(one for one in there if is_within(part, one))]
             last = runs[-1] if runs else None
             if last and last[0] is target and last[2] == slot and last[3].box == part.box:
                 runs[-1] = (target, last[1], slot + 1, part)
@@ -275,42 +251,20 @@ class _Work:
             self.fill(view, path, region)
             self._count("read", view.nbytes)
 
-    def _fetch(self, path: str, missing: dict[Part, np.ndarray]) -> list[Part]:
-        """Take from other processes what they were asked for; give the parts that are still missing."""
-        layer = next(iter(missing)).layer
-        if self.peers is None:
-            return list(missing)
-        done: dict[Part, list[Box]] = {}
-        for process, paths in self.wants.items():
-            parts, views = [], []
-            for part in paths.get(path, {}).get(layer, ()):
-                for whole, view in missing.items():
-                    if _is_within(part, whole):
-                        parts.append(part)
-                        views.append(view[inside(part.box, whole.box, view.ndim)])
-            if not parts:
-                continue
-            for part, view in list(zip(parts, views, strict=True))[: self.peers.fetch(process, path, parts, views)]:
-                whole = next(one for one in missing if _is_within(part, one))
-                done.setdefault(whole, []).append(part.box)
-                self._count("received", view.nbytes)
-        left = []
-        for part in missing:
-            boxes = [part.box]
-            for got in done.get(part, ()):
-                boxes = [rest for box in boxes for rest in _without(box, got)]
-            left += [Part(part.layer, part.expert, box) for box in boxes]
+    def _receive(self, missing: Mapping[Part, np.ndarray], asked: Sequence[Asked]) -> list[Part]:
+        left, nbytes = self.wanted.receive(missing, asked)
+        self._count("received", nbytes)
         return left
 
     def _make_on_devices(self, path: str, targets: Sequence[_Target], all_targets: Sequence[_Target]) -> None:
         """Put shards together on their devices, as a host holds no second copy of them."""
+        self._make_room(path, targets, [target.shard for target in all_targets if target.shard is not None])
         for target in targets:
-            self._check()
             device = target.devices[0]
             values = _zeros(target.shape, target.info.storage_dtype, device)
-            for layer in range(target.extent.first_layer, target.extent.first_layer + target.extent.layers):
-                for slot, part in target.extent.parts(layer):
-                    values = self._put_part(path, target, values, slot, part)
+            for layer in target.layers:
+                self._check()
+                values = jax.block_until_ready(self._put_layer(path, target, values, layer))
             arrays = {device: values} | {other: jax.device_put(values, other) for other in target.devices[1:]}
             jax.block_until_ready(list(arrays.values()))
             target.shard = HeldShard(target.extent, values, arrays, np.ones(target.extent.layers, bool))
@@ -319,25 +273,42 @@ class _Work:
         for layer in self._layers(path, all_targets):
             self._give_back(path, layer, keeping)
 
-    def _put_part(self, path: str, target: _Target, values: Array, slot: int, part: Part) -> Array:
-        pieces, left = self.held.look_up(path, part, target.devices[0])
-        extent = target.extent
-        for piece in pieces:
-            moved = jax.device_put(piece.shard.read(part.layer, piece.slot, piece.box), target.devices[0])
-            values = _write(values, moved, _starts(extent.index(part.layer, slot, piece.box)))
-            self._count("moved", moved.nbytes)
-        missing = {
-            Part(part.layer, part.expert, box): np.empty(extent.piece_shape(box), target.info.storage_dtype)
-            for box in left
-        }
-        unread = set(self._fetch(path, missing)) if missing else set()
-        for whole, buffer in missing.items():
-            for rest in [one for one in unread if _is_within(one, whole)]:
-                view = buffer[inside(rest.box, whole.box, buffer.ndim)]
-                self.fill(view, path, target.region_of(part.layer, slot, rest.box))
-                self._count("read", view.nbytes)
-            sent = jax.device_put(buffer, target.devices[0])
-            values = _write(values, sent, _starts(extent.index(part.layer, slot, whole.box)))
+    def _make_room(self, path: str, targets: Sequence[_Target], keeping: Sequence[HeldShard]) -> None:
+        """Move old shards to host memory from devices that cannot have the new ones, and a layer to put together, beside them."""
+        needed: dict[jax.Device, int] = {}
+        for target in targets:
+            for device in target.devices:
+                needed[device] = needed.get(device, target.layer_bytes) + target.layer_bytes * target.extent.layers
+        free = {device: self.held.free_bytes(device) for device in needed}
+        short = {device for device, nbytes in needed.items() if free[device] is not None and free[device] < nbytes}
+        for shard in self.held.shards(path):
+            if shard not in keeping and not short.isdisjoint(shard.arrays):
+                self.held.move_to_host(path, shard)
+
+    def _put_layer(self, path: str, target: _Target, values: Array, layer: int) -> Array:
+        extent, device = target.extent, target.devices[0]
+        missing: dict[Part, np.ndarray] = {}
+        places: dict[Part, list[int]] = {}
+        for slot, part in extent.parts(layer):
+            pieces, left = self.held.look_up(path, part, device)
+            for piece in pieces:
+                moved = jax.device_put(piece.shard.read(layer, piece.slot, piece.box), device)
+                values = _write(values, moved, _starts(extent.index(layer, slot, piece.box)))
+                self._count("moved", moved.nbytes)
+            for box in left:
+                lacking = Part(layer, part.expert, box)
+                places.setdefault(lacking, []).append(slot)
+                if lacking not in missing:
+                    missing[lacking] = np.empty(extent.piece_shape(box), target.info.storage_dtype)
+        for part in self._receive(missing, self.wanted.ask(path, missing)):
+            whole = next(one for one in missing if is_within(part, one))
+            view = missing[whole][inside(part.box, whole.box, missing[whole].ndim)]
+            self.fill(view, path, target.region_of(layer, places[whole][0], part.box))
+            self._count("read", view.nbytes)
+        for part, buffer in missing.items():
+            sent = jax.device_put(buffer, device)
+            for slot in places[part]:
+                values = _write(values, sent, _starts(extent.index(layer, slot, part.box)))
         return values
 
     def _layers(self, path: str, targets: Sequence[_Target]) -> list[int]:
@@ -370,15 +341,14 @@ def _usable(
     }
 
 
-def _is_within(part: Part, whole: Part) -> bool:
-    same = (part.layer, part.expert) == (whole.layer, whole.expert)
-    return same and all(a >= c and b <= d for (a, b), (c, d) in zip(part.box, whole.box, strict=True))
-
-
-def _without(box: Box, taken: Box) -> list[Box]:
-    """A box without what it shares with another."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, taken, strict=True))
-    return difference(box, common) if box_size(common) > 0 and all(a < b for a, b in common) else [box]
+def _most_values(inventories: Iterable[Mapping[str, Sequence[tuple[str, Extent]]]]) -> dict[str, int]:
+    """Values in the largest shard that a process holds of each parameter."""
+    most: dict[str, int] = {}
+    for inventory in inventories:
+        for path, shards in inventory.items():
+            sizes = [extent.values_a_layer * extent.layers for _, extent in shards]
+            most[path] = max([most.get(path, 0), *sizes])
+    return most
 
 
 def _starts(index: Sequence[slice]) -> tuple[np.int32, ...]:

@@ -10,6 +10,7 @@ from typing import Literal
 from dsjax.checkpoint.assemble import Tensor
 from dsjax.checkpoint.check import settle_mtp
 from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.fp4_tensors import stored_format
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors, read_manifest
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import TensorSpec
@@ -49,6 +50,9 @@ class Checkpoint:
     @property
     def stored_weights(self) -> Weights:
         """How the checkpoint itself keeps matrices."""
+        fp4 = stored_format(self.specs)
+        if fp4 is not None:
+            return fp4
         if any(spec.dtype == FP8 for spec in self.specs.values()):
             return "fp8"
         return self.natural_weights

@@ -1,4 +1,4 @@
-"""`HostGroup`: this process's face of a started group: who is alive, which generation it is, and what all in it agree on."""
+"""`HostGroup`: this process's face of a started group: who is alive, and which generation it is."""
 
 from __future__ import annotations
 
@@ -9,33 +9,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from dsjax.background import contained, start_thread
 from dsjax.hosts import announcement, coordination
+from dsjax.hosts.agreement import Agreement
 from dsjax.hosts.announcement import Announcement, Announcements
+from dsjax.hosts.comers import Comers
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.gloo.collectives import Collectives
+from dsjax.hosts.leavers import Leavers
+from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.links import Answerer, Links
 from dsjax.hosts.options import HostOptions
 from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, located, meet
 
-Result = TypeVar("Result")
-
 _LOOK_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
-_JOIN_SECONDS = 30.0
-_LEAVING = "dsjax/leaving/"
-
-
-class Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a process says to a question: a plain value, or why it cannot go on."""
-
-    value: Any = None
-    error: str | None = None
 
 
 class HostGroup:
@@ -50,12 +43,15 @@ class HostGroup:
         present: those of the generation of now.
         generation: keys in the store begin with it. It changes when the mesh does.
         lost: members that are gone, with what is said of them.
-        excused: process 0's: processes that have asked to leave, and that no further generation counts on.
-        needs_all: process 0's: whether nobody is spared any more, because the group ends when what runs is done.
+        membership: the lock around `members`, `lost`, `ended` and who is excused. ended: ids of processes that have gone or leave, and
+            whose groups of devices are to be given up.
+        agreement: what all in it say. leavers: who has asked to go. comers: who comes back.
+        seen: notified when it was looked who lives. unseen: ids of those that gave no sign of life when they were looked for last.
         on_change: process 0's: called in another thread when a member has gone (with the error) or come back (with None).
         announcements: of generations, for every other process.
         collectives: this process's connections for them.
-        links: whom of them it reaches. credentials: by which this process shows that it belongs to them.
+        links: whom of them it reaches. monitor: how its links to them are; None where nobody looks.
+        credentials: by which this process shows that it belongs to them.
     """
 
     def __init__(
@@ -71,27 +67,21 @@ class HostGroup:
         self.generation = 0
         self.on_change: Callable[[GroupError | None], None] | None = None
         self.lost: dict[int, GroupError] = {}
-        self.excused: set[JoinRequest] = set()
-        self.needs_all = False
+        self.agreement, self.leavers, self.comers = Agreement(self), Leavers(self), Comers(self)
         self.store = store or coordination.Store()
         self.announcements: Announcements | None = None
         self.collectives = Collectives()
-        self.links = Links(self, self._drop)
+        self.links = Links(self, self.drop)
         self._answerer: Answerer | None = None
+        self.monitor: LinkMonitor | None = None
         self._rendezvous = rendezvous
-        self._unseen: set[int] = set()  # gave no sign of life when they were looked for last
-        self._seen = threading.Condition()
-        self._membership = threading.Lock()  # around `members`, `lost`, `excused` and the two that follow
-        self._leavers: list[JoinRequest] = []  # have asked, and are not decided on
-        self._ended: set[int] = (
-            set()
-        )  # the ids of processes that have gone or leave, and whose groups of devices are to be given up
-        self._asked_lately = False
-        self._coming: set[JoinRequest] = set()  # let in at the listener, and not joined yet
+        self.unseen: set[int] = set()
+        self.seen = threading.Condition()
+        self.membership = threading.Lock()
+        self.ended: set[int] = set()
         self.leaving = False
         self._watching: threading.Thread | None = None
         self._alone = threading.Event()
-        self._told: dict[str, int] = {}
         self._end: Callable[[str | None], None] | None = None
 
     @classmethod
@@ -115,14 +105,19 @@ class HostGroup:
         coordination.join(options, rendezvous.service, group.collectives)
         group.generation = rendezvous.generation
         if group.is_leader:
-            rendezvous.listener.watch(group._left, group._may_come)
+            rendezvous.listener.watch(group._left, group.comers.let_in)
         else:
             coordination.on_abort(group._end_on_abort)
             group.hear(max(1, rendezvous.generation))
         group._watching = start_thread("host watch", group._watch, name="dsjax-hosts", restarts=True)
+        if options.link_monitor_interval:
+            group.monitor = LinkMonitor(group, options.link_monitor_interval)
+            group.monitor.start()
         atexit.register(group.leave)
         if rendezvous.generation == 0:
-            group.run("links", lambda: group.links.check([member.process_id for member in rendezvous.members]))
+            group.agreement.run(
+                "links", lambda: group.links.check([member.process_id for member in rendezvous.members])
+            )
         return group
 
     @property
@@ -138,8 +133,10 @@ class HostGroup:
     @property
     def live(self) -> list[JoinRequest]:
         """Who can be in the next generation; outside process 0, who seems to be able to."""
-        gone = self.lost if self.is_leader else self._unseen
-        return [member for member in self.members if member.process_id not in gone and member not in self.excused]
+        gone = self.lost if self.is_leader else self.unseen
+        return [
+            member for member in self.members if member.process_id not in gone and member not in self.leavers.excused
+        ]
 
     @property
     def live_ids(self) -> list[int]:
@@ -155,6 +152,11 @@ class HostGroup:
     def wanted(self) -> str:
         """The mesh that was asked for last, for a process that came back; empty: that of the start."""
         return self._rendezvous.wanted if self._rendezvous is not None else ""
+
+    @property
+    def me(self) -> JoinRequest:
+        """This process, as the others know it. A process id of the system would not do: in containers each process may have the same."""
+        return next(member for member in self.members if member.process_id == self.options.process_id)
 
     def key(self, *parts: object) -> str:
         """A key of the generation of now."""
@@ -178,137 +180,32 @@ class HostGroup:
         """Be in a generation: its questions and its stream are new."""
         self.generation = news.number
         self.present = [member for member in self.members if member.process_id in news.process_ids]
-        self._told = {}
+        self.agreement.begin()
 
     def connect(self, device_ids: Sequence[int]) -> None:
         """Agree, with all processes of the generation, on where its collectives' connections will be. device_ids: of its mesh, in order."""
-        endpoints = self.ask("collectives", self.collectives.endpoint)
+        endpoints = self.agreement.ask("collectives", self.collectives.endpoint)
         self.collectives.begin(self.generation, device_ids, map(_endpoint, endpoints))
 
-    def say_prepared(self) -> None:
-        """Say, as a process that comes back, that this one can be in the next generation without keeping the others waiting."""
-        self.store.set(_prepared_key(self.me), b"1")
-
-    # Leaving in order.
-
-    @property
-    def me(self) -> JoinRequest:
-        """This process, as the others know it. A process id of the system would not do: in containers each process may have the same."""
-        return next(member for member in self.members if member.process_id == self.options.process_id)
-
-    def ask_to_leave(self) -> None:
-        """Ask process 0 to go on without this process. The answer is a generation without it, or what `answer_to_leaver` gives."""
-        self.store.set(_leaving_key(self.me), msgspec.msgpack.encode(self.me))
-
-    def answer_to_leaver(self, seconds: float) -> str | None:
-        """Wait for process 0's word: why this process cannot be spared; empty: it has no part, and may go. None where there is no word."""
-        key = _answer_key(self.me)
-        said = self.store.get(key, seconds)
-        if said is not None:
-            self.store.delete(key)
-        return None if said is None else said.decode()
-
-    @property
-    def has_leavers(self) -> bool:
-        """Whether a process has asked to leave, and was not decided on. Process 0 knows."""
-        return bool(self._leavers)
-
-    def take_leavers(self) -> list[JoinRequest]:
-        """Process 0's: take those that have asked to leave, each once; it is `excuse` or `keep` that follows."""
-        with self._membership:
-            leavers, self._leavers = self._leavers, []
-        return leavers
-
-    def excuse(self, member: JoinRequest) -> None:
-        """Process 0's: count on a process no more. It goes when a generation without it has begun, or now if it has no part in this one."""
-        with self._membership:
-            self.excused.add(member)
-            self._ended.add(member.process_id)
-        if member not in self.present:
-            self.store.set(_answer_key(member), b"")
-
-    def keep(self, member: JoinRequest, reason: str) -> None:
-        """Process 0's: tell a process that has asked to leave why it cannot be spared."""
-        self.store.set(_answer_key(member), reason.encode())
+    # Who is lost.
 
     def take_ended(self) -> set[int]:
         """Process 0's: the ids of processes that have gone or leave since this was asked last."""
-        with self._membership:
-            ended, self._ended = self._ended, set()
+        with self.membership:
+            ended, self.ended = self.ended, set()
         return ended
-
-    def _hear_leavers(self) -> None:
-        """Look who has asked to leave. The engine is told when nobody has since the last time, so that many at once make one change."""
-        asked = self.store.list(_LEAVING)
-        for key, value in asked:
-            self.store.delete(key)
-            with self._membership:
-                self._leavers.append(msgspec.msgpack.decode(value, type=JoinRequest))
-        lately, self._asked_lately = self._asked_lately, bool(asked)
-        if lately and not asked and self.on_change is not None:
-            self.on_change(None)
-
-    # Agreement.
-
-    def run(self, stage: str, act: Callable[[], Result]) -> Result:
-        """Do something that all present processes do; give its result when all have done it.
-
-        Raises:
-            GroupError: it failed elsewhere, or somebody is gone. What `act` itself raises is raised here, and told to the others.
-        """
-        try:
-            result = act()
-        except BaseException as error:
-            self.tell(stage, error=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
-            raise
-        self.ask(stage)
-        return result
-
-    def tell(self, stage: str, value: Any = None, error: str | None = None) -> None:
-        """Say a plain value, or why this process cannot go on, to whoever asks for it."""
-        number = self._told[stage] = self._told.get(stage, -1) + 1
-        said = msgspec.msgpack.encode(Said(value, error))
-        self.store.set(self.key("agree", stage, number, self.options.process_id), said)
-
-    def ask(self, stage: str, value: Any = None) -> list[Any]:
-        """Tell all present processes a plain value; give everybody's, in the order of their ids. All ask the same in the same order.
-
-        Raises:
-            GroupError: somebody says that it cannot go on, or is gone; or, not in process 0, another generation has begun.
-        """
-        self.tell(stage, value)
-        values = []
-        for member in self.present:
-            said = self._hear(stage, member)
-            if said.error is not None:
-                raise GroupError(f"{member.name}: {said.error}")
-            values.append(said.value)
-        return values
-
-    def alike(self, stage: str, what: str, value: Any) -> None:
-        """Make sure that all have the same value of `what`.
-
-        Raises:
-            GroupError: one has another.
-        """
-        values = self.ask(stage, value)
-        for member, members_value in zip(self.present, values, strict=True):
-            if members_value != values[0]:
-                raise GroupError(
-                    f"{member.name} has {what} {members_value}, process 0 has {values[0]}; install all hosts alike"
-                )
 
     def loss_of(self, member: JoinRequest) -> GroupError | None:
         """Why nothing more is to be expected of a member; None: it is not known to be gone. Another one may have its id by now."""
-        with self._membership:
+        with self.membership:
             error = self.lost.get(member.process_id)
             return error or (None if member in self.members else GroupError(gone(member)))
 
     def give_up(self, process_id: int, error: GroupError) -> None:
         """Process 0's: go on without a process that lives."""
-        with self._membership:
+        with self.membership:
             self.lost[process_id] = error
-            self._ended.add(process_id)
+            self.ended.add(process_id)
 
     def check(self, failure: BaseException | None = None) -> None:
         """Raise the `GroupError` of a member of this generation that is gone. failure: what has come of that."""
@@ -332,6 +229,23 @@ class HostGroup:
                 return error
             time.sleep(0.05)
         return None
+
+    def replace(self, member: JoinRequest) -> None:
+        """Process 0's: count on a process that has come back in the place of the one that had its id."""
+        with self.membership:
+            self.members = [member if each.process_id == member.process_id else each for each in self.members]
+            self.lost.pop(member.process_id, None)
+            self.leavers.welcome(member)
+            self.links.left_out.pop(member.process_id, None)
+
+    def is_connected(self, member: JoinRequest) -> bool:
+        """Process 0's: whether a process's connection to the listener has not ended."""
+        return self._rendezvous.listener.has(member)
+
+    def drop(self, process_id: int) -> None:
+        """Process 0's: end a process's connection to the listener."""
+        if self._rendezvous is not None:
+            self._rendezvous.listener.drop(process_id)
 
     # The end.
 
@@ -362,22 +276,12 @@ class HostGroup:
             coordination.leave()
             if self._rendezvous is not None:
                 self._rendezvous.close()
+            if self.monitor is not None:
+                self.monitor.close()
             if self._answerer is not None:
                 self._answerer.close()
         except Exception as error:  # at the end of a process nothing else is to be done about it
             print(f"dsjax: {error}", file=sys.stderr)
-
-    def _hear(self, stage: str, member: JoinRequest) -> Said:
-        key, generation = self.key("agree", stage, self._told[stage], member.process_id), self.generation
-        while True:
-            value = self.store.get(key, _LOOK_SECONDS)
-            if value is not None:
-                return msgspec.msgpack.decode(value, type=Said)
-            self.check()
-            if 0 in self.lost:
-                raise self.lost[0]
-            if self.announcements is not None and self.announcements.latest > generation:
-                raise GroupError(f"generation {generation} was given up while {member.name} was waited for")
 
     # Who is there.
 
@@ -392,9 +296,9 @@ class HostGroup:
                 return
             if alive == {self.options.process_id}:
                 self._alone.set()
-            with self._seen:
-                self._unseen = set(ids) - alive
-                self._seen.notify_all()
+            with self.seen:
+                self.unseen = set(ids) - alive
+                self.seen.notify_all()
             if not self.leaving:
                 self._look(alive)
             elif not self.is_leader or self._alone.is_set():
@@ -404,94 +308,26 @@ class HostGroup:
     def _look(self, alive: set[int]) -> None:
         if not self.is_leader:
             return  # process 0 says who is to go on
-        with self._seen:
-            coming = {request.process_id for request in self._coming}  # let in, and not alive before it has joined
+        coming = self.comers.ids
         for member in list(self.members):
             if member.process_id not in alive:
                 if member.process_id not in coming:
-                    self._drop(member.process_id)
+                    self.drop(member.process_id)
                 self._lose(member)
-        self._hear_leavers()
+        self.leavers.hear()
 
     def _left(self, member: JoinRequest) -> None:
         """A member's connection has ended, in a thread of the listener."""
-        with self._seen:
-            self._coming.discard(member)
-            self._seen.notify_all()
+        self.comers.forget(member)
         if not self.leaving:
             self._lose(member)
 
-    def _may_come(self, request: JoinRequest) -> int | None:
-        """Wait until the coordination service has forgotten the process that had this id; then it may be joined."""
-        with self._seen:
-            self._coming.add(request)
-            self._seen.wait_for(lambda: request.process_id in self._unseen or self.leaving)
-        if self.leaving:
-            return None
-        refuse = lambda error: self._refuse(request)  # noqa: E731
-        start_thread("welcome", self._welcome, request, name="dsjax-welcome", on_failure=refuse)
-        return self.generation + 1
-
-    def _refuse(self, request: JoinRequest) -> None:
-        """Have a process that could not be welcomed come again, and let those that come with it go on."""
-        with self._seen:
-            self._coming.discard(request)
-            self._seen.notify_all()
-            others = bool(self._coming)
-        self._drop(request.process_id)
-        if self.on_change is not None and not self.leaving and not others:
-            self.on_change(None)
-
-    def _welcome(self, request: JoinRequest) -> None:
-        """Wait until a process that comes back has joined, and has its programs. The mesh changes once for several that come together."""
-        patience = 2 * self.options.heartbeat_timeout + _JOIN_SECONDS
-        with self._seen:
-            joined = self._seen.wait_for(
-                lambda: request.process_id not in self._unseen or self.leaving or request not in self._coming,
-                timeout=patience,
-            )
-            joined = joined and request in self._coming
-        joined = joined and self._is_prepared(request)
-        with self._seen:
-            self._coming.discard(request)
-            if joined and not self.leaving:
-                with self._membership:
-                    self.members = [
-                        request if member.process_id == request.process_id else member for member in self.members
-                    ]
-                    self.lost.pop(request.process_id, None)
-                    self.excused = {each for each in self.excused if each.process_id != request.process_id} | (
-                        self.excused & {request}
-                    )
-                    self.links.left_out.pop(request.process_id, None)
-            others = bool(self._coming)
-        if self.on_change is not None and not self.leaving and not others:
-            self.on_change(None)
-
-    def _is_prepared(self, request: JoinRequest) -> bool:
-        """Wait until a process that has joined says so, for as long as it lives: compilation may take its time. False: it is gone again."""
-        key = _prepared_key(request)
-        while not self.leaving and request.process_id not in self._unseen:
-            try:
-                if self.store.get(key, _LOOK_SECONDS) is not None:
-                    self.store.delete(key)
-                    return self._rendezvous.listener.has(request)
-            except ConnectionError:
-                return False
-            if not self._rendezvous.listener.has(request):
-                return False
-        return False
-
-    def _drop(self, process_id: int) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.listener.drop(process_id)
-
     def _lose(self, member: JoinRequest) -> None:
-        with self._membership:  # the listener's thread and the one that watches may see it in the same moment
+        with self.membership:  # the listener's thread and the one that watches may see it in the same moment
             if member.process_id in self.lost or member not in self.members:
                 return  # it is known; or it is of a process in whose place another one is by now
             error = self.lost[member.process_id] = GroupError(gone(member))
-            self._ended.add(member.process_id)
+            self.ended.add(member.process_id)
         if any(each.process_id == member.process_id for each in self.present):
             # Its thread may wait for that process in one, or for another that does.
             with contained("host watch", "A collective without that process is waited for until its own limit."):
@@ -518,23 +354,6 @@ class HostGroup:
 
 def _endpoint(said: Any) -> tuple[str, int] | None:
     return None if said is None else (said[0], said[1])
-
-
-def _leaving_key(member: JoinRequest) -> str:
-    return f"{_LEAVING}{_identity(member)}"
-
-
-def _answer_key(member: JoinRequest) -> str:
-    return f"dsjax/leaving-answers/{_identity(member)}"
-
-
-def _prepared_key(member: JoinRequest) -> str:
-    return f"dsjax/prepared/{_identity(member)}"
-
-
-def _identity(member: JoinRequest) -> str:
-    """What tells a process from another one under its id. In containers both may have the same pid, and the port is whatever was free."""
-    return f"{member.process_id}/{member.pid}/{member.port}"
 
 
 def gone(member: JoinRequest) -> str:

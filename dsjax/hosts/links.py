@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dsjax.errors import UserError
+from dsjax.hosts import link_monitor
 from dsjax.hosts.announcement import Announcement, key
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.rendezvous import GroupError
@@ -38,7 +39,10 @@ _MOST_AT_ONCE = 64
 
 
 class Answerer:
-    """Answers the greeting of whoever belongs to the deployment, until it is closed. port: 0 where it cannot listen: nobody looks then."""
+    """Answers the greeting of whoever belongs to the deployment, and a `LinkMonitor`, until it is closed.
+
+    port: 0 where it cannot listen: nobody looks then.
+    """
 
     def __init__(self, address: str, credentials: Credentials):
         self.port = 0
@@ -46,7 +50,8 @@ class Answerer:
         listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
             listener.bind((address, 0))
-            self._listener = SecureListener(listener, credentials, {_SERVICE: SecureChannel.close}, "dsjax-links")
+            services = {_SERVICE: SecureChannel.close, link_monitor.SERVICE: link_monitor.answer_probes}
+            self._listener = SecureListener(listener, credentials, services, "dsjax-links")
             self.port = self._listener.port
         except OSError:
             listener.close()

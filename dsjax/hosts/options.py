@@ -28,6 +28,7 @@ class HostOptions:
         address: of this host, as an IP address: what listens in this process listens there. Empty: the coordinator's name is not known yet.
         start_timeout: seconds in which all processes must have come.
         heartbeat_timeout: seconds after which a process that gives no sign of life is taken for dead.
+        link_monitor_interval: seconds between two looks at the links to the other processes; 0: nobody looks.
         credentials: where the cluster key and the certificates are.
     """
 
@@ -37,6 +38,7 @@ class HostOptions:
     address: str
     start_timeout: int = 300
     heartbeat_timeout: int = 10
+    link_monitor_interval: int = 0
     credentials: CredentialOptions = CredentialOptions()
 
     @property
@@ -66,6 +68,7 @@ class HostOptions:
         host_address: str | None = None,
         start_timeout: int = 300,
         heartbeat_timeout: int = 10,
+        link_monitor_interval: int = 0,
         **credentials: str | None,
     ) -> HostOptions | None:
         """What the options say; what they leave open, LeaderWorkerSet's variables say, or whatever JAX knows. None: one process.
@@ -107,6 +110,7 @@ class HostOptions:
             address,
             start_timeout,
             heartbeat_timeout,
+            link_monitor_interval,
             CredentialOptions(**credentials),
         )
         options.read_credentials()  # what is wrong with them is said now

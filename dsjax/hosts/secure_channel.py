@@ -11,6 +11,7 @@ import secrets
 import select
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -23,7 +24,7 @@ PROTOCOL = b"dsjaxsc1"
 """Name and version of the protocol; the first bytes of both sides."""
 GREETING_SECONDS = 5.0
 """In which the whole greeting must be over."""
-SERVICES = ("rendezvous", "links", "pages", "chunks", "weights")
+SERVICES = ("rendezvous", "links", "probes", "pages", "chunks", "weights")
 BLOCK_BYTES = 1 << 20
 """Bytes of large data that have one MAC."""
 
@@ -33,6 +34,7 @@ _MOST_REFUSAL = 2048
 _TOGETHER = 1 << 16
 _MESSAGE, _BLOCK = b"m", b"b"
 _RETRY_SECONDS = 0.02
+_LINUX = sys.platform == "linux"
 
 
 class ProtocolError(ConnectionError):
@@ -152,6 +154,13 @@ class SecureChannel:
                 self._connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         if unacknowledged and hasattr(socket, "TCP_USER_TIMEOUT"):
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+
+    def tcp_info(self) -> bytes:
+        """What the kernel knows of the connection: Linux's `struct tcp_info`; empty on another system, or of a closed connection."""
+        try:
+            return self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) if _LINUX else b""
+        except OSError:
+            return b""
 
     def wait_for_end(self) -> None:
         """Wait until the other side goes away; one that speaks instead is closed."""

@@ -48,6 +48,11 @@ class JoinRequest(msgspec.Struct, frozen=True, tag="join_request"):
         """For messages."""
         return f"process {self.process_id} ({self.host}, pid {self.pid})"
 
+    @property
+    def identity(self) -> str:
+        """What tells it from another process under its id. In containers both may have the same pid, and the port is whatever was free."""
+        return f"{self.process_id}/{self.pid}/{self.port}"
+
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """What must be alike in all processes, by name as messages have it; or why this process cannot start."""

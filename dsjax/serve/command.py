@@ -185,7 +185,7 @@ def serve_model(
     def prepare_end() -> None:
         engine.wait_for_no_mesh()
         if group is not None:
-            group.needs_all = True  # what runs is to end, and a change of the mesh would only keep it waiting
+            group.leavers.needs_all = True  # what runs is to end, and a change of the mesh would only keep it waiting
 
     how = {
         "on_signal": prepare_end,
@@ -206,7 +206,7 @@ def metrics_of(model: "LLM", name: str) -> "Metrics":
     from dsjax.serve.metrics import Metrics
     from dsjax.serve.metrics_parts import device_memory
 
-    facts = model.facts
+    facts, group = model.facts, getattr(model, "group", None)
     return Metrics(
         name,
         facts.dp_ranks,
@@ -218,4 +218,5 @@ def metrics_of(model: "LLM", name: str) -> "Metrics":
         generations=model.parts.core.generations,
         parked=model.parts.core.parked,
         prefills=model.parts.prefill_engines,
+        links=None if group is None or group.monitor is None else lambda: group.monitor.links,
     )

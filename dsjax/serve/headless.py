@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -13,9 +14,12 @@ from dsjax.background import start_thread
 from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
+from dsjax.hosts.interfaces import read_interfaces
+from dsjax.hosts.link_monitor import LinkState
 from dsjax.serve.connections import JsonResponse, affordable_connections, bounded_connections
 from dsjax.serve.guards import OPEN_PATHS, Keys
 from dsjax.serve.metrics_families import Registry, exposition
+from dsjax.serve.metrics_links import add_link_metrics
 from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics, device_memory
 from dsjax.serve.options import ServeOptions
 
@@ -23,13 +27,14 @@ from dsjax.serve.options import ServeOptions
 class Headless:
     """One process of a group that follows process 0, with `/health`, `/ready` and `/metrics` of its own.
 
-    `/metrics` wants a key where `http` has any, as on the server of process 0.
+    Args:
+        http: as of the server of process 0; `/metrics` wants one of its keys where it has any.
 
     Attributes:
         phase: what it is doing: rendezvous, loading, warming up, ready, shutting down.
     """
 
-    def __init__(self, options: HostOptions, http: ServeOptions = ServeOptions()):
+    def __init__(self, options: HostOptions, http: ServeOptions):
         self.options, self._http = options, http
         self._follower = None
         self.registry = registry = Registry(process=str(options.process_id))
@@ -40,8 +45,13 @@ class Headless:
             registry.total(name, documentation, lambda count=count: float(getattr(self._follower, count, 0)))
         registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))
         add_background_metrics(registry)
+        add_link_metrics(registry, self._links, read_interfaces)
         # To ask for devices before the group is there would start JAX alone.
         add_memory_metrics(registry, lambda: device_memory() if self.phase in ("warming up", "ready") else ())
+
+    def _links(self) -> Mapping[int, LinkState]:
+        monitor = getattr(getattr(self._follower, "group", None), "monitor", None)
+        return {} if monitor is None else monitor.links
 
     @property
     def phase(self) -> str:

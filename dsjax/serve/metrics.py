@@ -17,8 +17,10 @@ from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import StepStats
 from dsjax.engine.text.output_processor import error_kind
 from dsjax.engine.text.outputs import RequestOutput
+from dsjax.hosts.interfaces import Interface, read_interfaces
 from dsjax.serve import metrics_parts
 from dsjax.serve.metrics_families import Counter, Family, Histogram, Labels, Registry, exposition, one_two_five
+from dsjax.serve.metrics_links import Links, add_link_metrics
 from dsjax.serve.schemas import HistoryBody
 
 if TYPE_CHECKING:  # it brings JAX in
@@ -63,6 +65,7 @@ class Metrics:
         page_bytes: of a page of the cache, on all devices of a DP rank.
         generations: of the mesh; None where it never changes. parked: then, the requests that wait for a larger one.
         prefills: engines of this process that compute prompts for those whose ranks these are.
+        links: to the group's other processes; None for a process that is alone. interfaces: then, the host's network cards.
         clock: seconds, of the same clock as `Request.arrival_time`.
     """
 
@@ -80,6 +83,8 @@ class Metrics:
         generations: "Generations | None" = None,
         parked: ParkedRequests | None = None,
         prefills: "Sequence[PrefillEngine]" = (),
+        links: Links | None = None,
+        interfaces: Callable[[], Iterable[Interface]] = read_interfaces,
     ):
         self.registry = registry = Registry(model_name=model_name)
         self._state = state = metrics_parts.LatestState(num_ranks, experts_per_device, page_bytes)
@@ -117,6 +122,8 @@ class Metrics:
         )
         metrics_parts.add_background_metrics(registry)
         metrics_parts.add_memory_metrics(registry, device_memory)
+        if links is not None:
+            add_link_metrics(registry, links, interfaces)
         registry.gauge(
             "dsjax_exchange_time_share",
             "Share of the devices' time in operations that exchanges between them took, in the last profile.",

@@ -41,10 +41,12 @@ from dsjax.engine.tiers import disk_pages, event_publisher, page_files, page_fol
 from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_channel, page_chunks, page_network
 from dsjax.hosts import HostOptions, announcement, coordination, group, secure_listener
 from dsjax.hosts.credentials import local_credentials
+from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.wire import JoinRequest
 from dsjax.serve import connections, headless
 from dsjax.serve.front_ends import processes
 from dsjax.serve.metrics import Metrics
+from dsjax.serve.options import ServeOptions
 
 ROOT = Path(__file__).parents[2]
 STARTS = {
@@ -433,15 +435,25 @@ def fail_host_watch(monkeypatch):
     assert failure_counts()["host watch"] >= 2
 
 
+def fail_link_monitor(monkeypatch):
+    """The next look sees the links."""
+    made = LinkMonitor(group_of_two(), 0.01)
+    looked = threading.Event()
+    monkeypatch.setattr(made, "look", once(BROKEN, lambda members, credentials: looked.set()))
+    made.start()
+    assert looked.wait(20)
+    made.close()
+
+
 def fail_welcome(monkeypatch):
     """A process that could not be welcomed keeps no other one from coming back."""
     made, changes = group_of_two(), []
     made.on_change = changes.append
-    made._unseen = {1}
-    monkeypatch.setattr(made, "_welcome", once(BROKEN))
-    assert made._may_come(member(1, 11)) == 1
+    made.unseen = {1}
+    monkeypatch.setattr(made.comers, "_welcome", once(BROKEN))
+    assert made.comers.let_in(member(1, 11)) == 1
     until(lambda: changes)
-    assert made._coming == set()
+    assert made.comers.ids == set()
 
 
 class Engine:
@@ -532,7 +544,7 @@ def fail_headless_server(monkeypatch):
 
     monkeypatch.setattr(headless, "join_group", once(JoinedError()))
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(JoinedError):
-        headless.Headless(OPTIONS).serve(None, listener, SimpleNamespace(print=lambda *a, **k: None))
+        headless.Headless(OPTIONS, ServeOptions()).serve(None, listener, SimpleNamespace(print=lambda *a, **k: None))
 
 
 def fail_load_reports(monkeypatch):

@@ -204,7 +204,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
         "wrong answers": (len(wrong), 0, not wrong),
         "answers": (counts["completed"], "> 0", counts["completed"] > 0),
         "kills": (counts["kills"], "> 0", counts["kills"] > 0),
-        "transfers completed": (done := incoming.counts.completed, "> 0", done > 0),
+        "transfers completed": (done := incoming.transfer_counts.completed, "> 0", done > 0),
         "pages in use on the decode side": (pages := sum(load.used_pages for load in loads), 0, pages == 0),
         "transfers under way": (incoming.num_under_way, 0, incoming.num_under_way == 0),
         "kept on the prefill side": (kept, "nothing", kept == {"jobs": 0, "chunks": 0, "pages": 0}),
@@ -220,7 +220,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
     }
     return {
         "counts": dict(counts),
-        "transfers": incoming.counts._asdict(),
+        "transfers": incoming.transfer_counts._asdict(),
         "hits": [load.hits for load in loads],
         "prefill starts": prefill.starts,
         "samples of seconds, resident bytes, threads, open files": [(round(s[0] - began, 1), *s[1:]) for s in samples],

@@ -72,9 +72,9 @@ class Follower:
         self._leaves.set()
         _log.info("This process leaves: process 0 is asked to go on without it. A second signal ends it now.")
         try:
-            self.group.ask_to_leave()
+            self.group.leavers.ask()
             while not (self.group.leaving or self._over.is_set()):
-                reason = self.group.answer_to_leaver(_LOOK_SECONDS)
+                reason = self.group.leavers.answer(_LOOK_SECONDS)
                 if reason == "":
                     self.left = True
                     self.group.announcements.end()
@@ -167,7 +167,7 @@ class Follower:
         """
         announcement = None
         if self.group.generation > 0:
-            self.group.say_prepared()
+            self.group.comers.say_prepared()
             announcement = self.group.announcements.next(None)
         while announcement is None or not announcement.ended:
             executor, failure = None, None
@@ -346,8 +346,8 @@ class _Work:
         except _OverError:
             return
         except BaseException as error:
-            group.tell("warm-up", error=f"{type(error).__name__}: {error}")
+            group.agreement.tell("warm-up", error=f"{type(error).__name__}: {error}")
             raise
-        group.tell("warm-up")
+        group.agreement.tell("warm-up")
         self._follower.phase, self._follower.has_served = "ready", True
         self._follower._on_warm()

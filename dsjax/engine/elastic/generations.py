@@ -157,7 +157,7 @@ class Generations:
     @property
     def has_leavers(self) -> bool:
         """Whether a process has asked to leave, and was not decided on."""
-        return self._group is not None and self._group.has_leavers
+        return self._group is not None and bool(self._group.leavers)
 
     def has_warmed_up(self) -> None:
         """Compile for the meshes that may come, since the mesh of now can serve."""
@@ -358,9 +358,9 @@ class Generations:
     def _decide_on_leavers(self) -> None:
         """Do without each process that has asked to leave, one after the other, as long as those that stay can hold a mesh."""
         group = self._group
-        for member in group.take_leavers():
+        for member in group.leavers.take():
             reason = None
-            if member in group.present and group.needs_all:
+            if member in group.present and group.leavers.needs_all:
                 reason = "process 0 is ending too, and what runs needs all processes"
             elif member in group.present:
                 staying = [device for device in self._devices() if device.process_index != member.process_id]
@@ -369,15 +369,15 @@ class Generations:
                 except NoMeshError as error:
                     reason = f"without it {error}"
             if reason is None:
-                group.excuse(member)
+                group.leavers.excuse(member)
             else:
                 _log.warning("%s has asked to leave, and cannot be spared: %s.", member.name, reason)
-                group.keep(member, reason)
+                group.leavers.keep(member, reason)
 
     @property
     def _leavers(self) -> list[JoinRequest]:
         """Who is in the generation of now and leaves."""
-        return [member for member in self._group.present if member in self._group.excused]
+        return [member for member in self._group.present if member in self._group.leavers.excused]
 
     @property
     def _is_broken(self) -> bool:

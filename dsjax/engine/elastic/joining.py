@@ -32,6 +32,7 @@ def host_options(args: EngineArgs) -> HostOptions | None:
         args.host_address,
         args.start_timeout,
         args.heartbeat_timeout,
+        args.link_monitor_interval,
         **dataclasses.asdict(args.credentials),
     )
 

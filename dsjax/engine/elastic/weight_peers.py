@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from dsjax.checkpoint.held_weights import HeldWeights, Part, assemble
-from dsjax.checkpoint.recover import Wants
+from dsjax.checkpoint.wanted_weights import Wants
 from dsjax.errors import UserError
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.secure_channel import SecureChannel, connect
@@ -54,10 +54,12 @@ class WeightPeers:
         self._group, self._held, self._givers = group, held, list(givers)
         self._generation = group.generation
         self._seconds = float(group.options.heartbeat_timeout)
-        self._patience = self._seconds  # in all waits for takers together
         self._channels: dict[int, SecureChannel | None] = {}
         self._addresses: dict[int, tuple[str, int]] = {}
-        self._left: dict[int, Counter[tuple[str, int]]] = {}  # parts that each taker has yet to take, by path and layer
+        # Parts of this process that each taker wants and has taken, by path and layer. It may take before it is known here what it wants.
+        self._wanted: dict[int, Counter[tuple[str, int]]] = {}
+        self._taken: dict[int, Counter[tuple[str, int]]] = {}
+        self._dismissed: set[int] = set()  # takers that nobody waits for: they have ended, or take nothing
         self._changed = threading.Condition()
         self._stages: list[str] = [_HELD, _WANTED]
         self._listener = _listen(group, self._give)
@@ -71,7 +73,7 @@ class WeightPeers:
             GroupError: one is gone, or cannot go on.
         """
         self._stages.remove(_HELD)
-        told = dict(zip(self._ids(), self._group.ask(_HELD, self._offer(inventory)), strict=True))
+        told = dict(zip(self._ids(), self._group.agreement.ask(_HELD, self._offer(inventory)), strict=True))
         for process in self._givers:
             said = self._wait_for(_offer_key(self._group, process))
             if said is not None:
@@ -93,15 +95,15 @@ class WeightPeers:
         }
         self._stages.remove(_WANTED)
         here = self._group.options.process_id
-        for process, wanted in zip(self._ids(), self._group.ask(_WANTED, counts), strict=True):
+        for process, wanted in zip(self._ids(), self._group.agreement.ask(_WANTED, counts), strict=True):
             rows = wanted.get(here, ())
             with self._changed:
-                self._left[process] = Counter({(path, layer): count for path, layer, count in rows})
+                self._wanted[process] = Counter({(path, layer): count for path, layer, count in rows})
         for process in wants:
             self._channels[process] = self._connect(process)
 
     def fetch(self, process: int, path: str, parts: Sequence[Part], out: Sequence[np.ndarray]) -> int:
-        """Fill arrays with parts that a process holds; see ``dsjax.checkpoint.recover.Peers``."""
+        """Fill arrays with parts that a process holds; see ``dsjax.checkpoint.wanted_weights.Peers``."""
         channel, done = self._channels.get(process), 0
         if channel is None:
             return 0
@@ -124,13 +126,28 @@ class WeightPeers:
         return done
 
     def wait_until_taken(self, path: str, layer: int) -> None:
-        """Wait until no other process will ask for parts of this layer any more; in all waits together no longer than a heartbeat."""
+        """Wait until no other process will ask for parts of this layer any more, or takes nothing for the heartbeat's timeout."""
         with self._changed:
-            while self._patience > 0 and any(left[path, layer] > 0 for left in self._left.values()):
-                began = time.monotonic()
-                self._changed.wait(min(_LOOK_SECONDS, self._patience))
-                self._patience -= time.monotonic() - began
+            began, before = time.monotonic(), self._total_taken()
+            while waiting := self._waits_for(path, layer):
+                self._changed.wait(_LOOK_SECONDS)
                 self.check()
+                if self._total_taken() != before:
+                    began, before = time.monotonic(), self._total_taken()
+                elif time.monotonic() - began > self._seconds:
+                    _log.warning("Nobody waits any more for processes %s to take weights; they read them.", waiting)
+                    self._dismissed.update(waiting)
+
+    def _waits_for(self, path: str, layer: int) -> list[int]:
+        """Who has yet to take parts of a layer."""
+        return [
+            taker
+            for taker, wanted in self._wanted.items()
+            if taker not in self._dismissed and wanted[path, layer] > self._taken.get(taker, {}).get((path, layer), 0)
+        ]
+
+    def _total_taken(self) -> int:
+        return sum(taken.total() for taken in self._taken.values())
 
     def check(self) -> None:
         """Raise where the generation is given up.
@@ -146,7 +163,7 @@ class WeightPeers:
     def give_up(self, error: BaseException) -> None:
         """Say, where nobody was told what is held or wanted here, that this process cannot go on."""
         for stage in self._stages:
-            self._group.tell(
+            self._group.agreement.tell(
                 stage, error=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             )
         self._stages = []
@@ -216,14 +233,13 @@ class WeightPeers:
                 take = _decode(channel.receive(_MOST_REQUEST))
                 self._give_parts(channel, take)
                 with self._changed:
-                    if taker in self._left:
-                        self._left[taker][take.path, take.layer] -= len(take.parts)
+                    self._taken.setdefault(taker, Counter())[take.path, take.layer] += len(take.parts)
                     self._changed.notify_all()
         except msgspec.MsgspecError as error:
             _log.warning("Process %d asked for weights in a way that this one does not know: %s", taker, error)
         finally:
             with self._changed:
-                self._left.pop(taker, None)
+                self._dismissed.add(taker)
                 self._changed.notify_all()
             channel.close()
 

@@ -1,6 +1,6 @@
 """Dynamo's real frontend and KV router before two dsjax workers: every answer is the engine's own, also when a worker is killed."""
 
-import importlib.util
+import importlib.metadata
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,9 @@ from demo_crowd import CLIENTS, NEW_TOKENS, one_device, options, prompt
 
 pytestmark = [
     pytest.mark.dynamo,
-    pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed"),
+    pytest.mark.skipif(
+        not any(importlib.metadata.distributions(name="ai-dynamo-runtime")), reason="NVIDIA Dynamo is not installed"
+    ),
     pytest.mark.slow,
 ]
 
@@ -150,10 +152,8 @@ def test_a_stream_that_is_closed_gives_its_pages_back(client, deployment):
         )
 
 
-def test_answers_are_the_engines_when_a_worker_is_killed_under_load(alone, client, deployment):
-    """Last, since it leaves one worker: Dynamo's migration goes on with the other."""
-    from deployment import wait_until
-
+def under_load(alone, client, worker, end) -> float:
+    """Have 16 streams run, and a worker ended in their middle; every one is the engine's to its end. Give how many that worker had."""
     prompts = [prompt(index) for index in range(16)]
     params = {"max_tokens": 100, "temperature": 0}
     expected = [output.text for output in alone(prompts, [{**params, "ignore_eos": True}] * 16)]
@@ -167,14 +167,32 @@ def test_answers_are_the_engines_when_a_worker_is_killed_under_load(alone, clien
         all_run.wait(60)
         return first_text + "".join(chunk.choices[0].text for chunk in answer)
 
-    killed, left = deployment[1:]
     with ThreadPoolExecutor(16) as pool:
         answers = [pool.submit(follow, text) for text in prompts]
         all_run.wait(60)
-        ran = sum(killed.metric("vllm:num_requests_running"))
-        killed.end(signal.SIGKILL)
-        texts = [answer.result() for answer in answers]
-    assert ran > 0
-    assert texts == expected
+        ran = sum(worker.metric("vllm:num_requests_running"))
+        end()
+        assert [answer.result() for answer in answers] == expected
+    return ran
+
+
+def test_a_worker_that_is_told_to_end_says_goodbye_and_loses_no_request(alone, client, deployment):
+    from deployment import Worker, wait_until
+
+    leaves = deployment[1]
+    assert under_load(alone, client, leaves, lambda: leaves.process.send_signal(signal.SIGTERM)) > 0
+    assert leaves.process.wait(60) == 0, leaves.log.read_text()[-4000:]
+    wait_until(lambda: deployment[0].num_workers() == 1, 10, "the frontend knows that it has gone")
+    deployment[1] = Worker(leaves.log.parent, "worker-again", *SIZES)
+    wait_until(lambda: deployment[1].is_ready, what="the worker is ready")
+    wait_until(lambda: deployment[0].num_workers() == 2, what="the frontend knows both")
+
+
+def test_answers_are_the_engines_when_a_worker_is_killed_under_load(alone, client, deployment):
+    """Last, since it leaves one worker: Dynamo's migration goes on with the other."""
+    from deployment import wait_until
+
+    killed, left = deployment[1:]
+    assert under_load(alone, client, killed, lambda: killed.end(signal.SIGKILL)) > 0
     wait_until(lambda: sum(left.metric("vllm:num_requests_running")) == 0, 20, "nothing runs")
     assert left.end() == 0, left.log.read_text()[-4000:]

@@ -1,6 +1,6 @@
 """Dynamo's frontend before workers whose meshes span two processes: aggregated, and a prefill and a decode side."""
 
-import importlib.util
+import importlib.metadata
 import json
 import signal
 import urllib.request
@@ -10,9 +10,12 @@ import openai
 import pytest
 from demo_crowd import one_device, options
 
+# By its distribution: this folder of tests is called dynamo too.
 pytestmark = [
     pytest.mark.dynamo,
-    pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed"),
+    pytest.mark.skipif(
+        not any(importlib.metadata.distributions(name="ai-dynamo-runtime")), reason="NVIDIA Dynamo is not installed"
+    ),
     pytest.mark.slow,
 ]
 
@@ -93,6 +96,24 @@ def test_an_aggregated_worker_of_two_processes_makes_them_too(expected, deploy):
     assert ask_all(frontend.url) == expected
     assert phase(worker.follower) == "ready"
     assert worker.end() == [0, 0], worker.last_words()
+
+
+def test_a_process_of_a_worker_that_is_told_to_end_leaves_in_order_and_loses_no_request(expected, deploy):
+    """The mesh goes on without its devices; the worker itself says goodbye in `test_dynamo_frontend.py`."""
+    from deployment import wait_until
+
+    frontend, worker = deploy(worker=())
+    assert ask_all(frontend.url) == expected
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(ask_all, frontend.url)
+        wait_until(lambda: sum(worker.leader.metric("vllm:num_requests_running")) > 0, what="requests run")
+        worker.follower.process.send_signal(signal.SIGTERM)
+        assert answers.result() == expected
+    assert worker.follower.process.wait(60) == 0, worker.last_words()
+    assert "the others go on without this process" in worker.follower.log.read_text()
+    assert "has gone away" not in worker.leader.log.read_text()
+    assert ask_all(frontend.url) == expected
+    assert worker.leader.end() == 0, worker.last_words()
 
 
 def test_a_signal_while_it_compiles_ends_all_processes_of_a_worker(tmp_path):

@@ -54,7 +54,7 @@ def main() -> None:
     found = []
     for generation, (mesh, dispatch, sampled, options) in enumerate(layouts):
         group.generation = generation
-        args = EngineArgs(model=model, mesh=mesh, dispatch=dispatch, **FEW_SHAPES, **options, **given)
+        args = EngineArgs(mesh=mesh, dispatch=dispatch, **FEW_SHAPES, **{"model": model} | options, **given)
         loaded = load_model(args, group)
         if not group.is_leader:
             Follower(group).follow(loaded.executor)

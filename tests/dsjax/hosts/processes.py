@@ -77,7 +77,7 @@ class Group:
         self._threads[index] = self._reader(index)
 
     def _start(self, index: int) -> subprocess.Popen:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(self._arguments[index], cwd=ROOT, env=self._environment, **pipes)
 
     def _reader(self, index: int) -> threading.Thread:
@@ -89,13 +89,18 @@ class Group:
         for line in lines:
             self.output[index] += line
 
-    def wait_for(self, index: int, text: str, seconds: float = 120) -> None:
-        """Wait until a process has printed something."""
+    def wait_for(self, index: int, text: str, seconds: float = 120, *, times: int = 1) -> None:
+        """Wait until a process has printed something, so many times."""
         deadline = time.monotonic() + seconds
-        while text not in self.output[index]:
+        while self.output[index].count(text) < times:
             assert self.processes[index].poll() is None, self.last_words()
             assert time.monotonic() < deadline, self.last_words()
             time.sleep(0.05)
+
+    def write(self, index: int, text: str) -> None:
+        """Have a process read something."""
+        self.processes[index].stdin.write(text)
+        self.processes[index].stdin.flush()
 
     def codes(self, seconds: float) -> list[int]:
         """Exit codes, all within so many seconds."""

@@ -52,8 +52,10 @@ def test_a_mesh_with_fewer_devices_than_processes_is_refused(checkpoint):
 
 
 def test_the_engines_options_name_the_group(monkeypatch):
-    args = EngineArgs(coordinator_address="127.0.0.1:77", num_processes=3, process_id=2, heartbeat_timeout=4)
-    assert host_options(args) == HostOptions(("127.0.0.1", 77), 3, 2, "127.0.0.1", 300, 4)
+    args = EngineArgs(
+        coordinator_address="127.0.0.1:77", num_processes=3, process_id=2, heartbeat_timeout=4, link_monitor_interval=7
+    )
+    assert host_options(args) == HostOptions(("127.0.0.1", 77), 3, 2, "127.0.0.1", 300, 4, 7)
 
 
 @pytest.mark.parametrize(("moment", "code", "said"), [("now", 1, "last words"), ("at the end", 6, "")])

@@ -33,7 +33,7 @@ OPTIONS = {
     "prefill_chunk": 8,
     "page_size": 4,
     "max_model_len": 96,
-    "kernels": "plain",
+    "link_monitor_interval": 1,
 }
 PROMPTS = ["the queue", "def main(", "a b c d e f", "x"]
 CLUSTER_KEY = "a-secret-that-nobody-may-be-shown-0123456789"
@@ -102,6 +102,18 @@ def test_the_cluster_key_is_shown_nowhere(served):
         assert CLUSTER_KEY.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
 
 
+def test_each_process_shows_its_link_to_the_other(served):
+    for address, labels in ((served.leader.removesuffix("/v1"), 'peer="1"'), (served.follower, 'process="1",peer="0"')):
+        deadline, found = time.monotonic() + 60, []
+        while not found:  # the first look is after a second
+            assert time.monotonic() < deadline
+            text = httpx.get(f"{address}/metrics").text
+            found = re.findall(rf"^dsjax_link_answer_seconds{{.*{labels}}} (\S+)$", text, re.MULTILINE)
+            time.sleep(0.1)
+        assert 0 < float(found[0]) < 1
+        assert re.search(rf"^dsjax_link_probes_total{{.*{labels}}} [1-9]", text, re.MULTILINE)
+
+
 def test_completions_are_those_of_one_process(served, alone):
     expected = alone.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6))
     answer = served.complete(prompt=PROMPTS)
@@ -109,14 +121,14 @@ def test_completions_are_those_of_one_process(served, alone):
     assert [choice["text"] for choice in answer.json()["choices"]] == [e.outputs[0].text for e in expected]
 
 
-def test_seeded_samples_with_their_log_probabilities_are_those_of_one_process(served, alone):
+def test_seeded_samples_with_their_log_probabilities_are_those_of_one_process(kernels, served, alone):
     params = SamplingParams(temperature=1, seed=5, max_tokens=5, logprobs=2, n=2)
     expected = alone.generate(PROMPTS[0], params)[0].outputs
     choices = served.complete(prompt=PROMPTS[0], temperature=1, seed=5, max_tokens=5, logprobs=2, n=2).json()["choices"]
     assert [choice["text"] for choice in choices] == [output.text for output in expected]
     for choice, output in zip(choices, expected, strict=True):
         own = [found[token].logprob for token, found in zip(output.token_ids, output.logprobs, strict=True)]
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(own, abs=1e-4)  # float32 sums in another order
+        assert choice["logprobs"]["token_logprobs"] == own
 
 
 def test_prompts_are_scored(served, alone):

@@ -1,5 +1,6 @@
 """Two processes of two devices each compute what one process does, and end together."""
 
+import functools
 import json
 import re
 import sys
@@ -10,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from engine_process import GREEDY, PROMPTS, SAMPLED, continuations
-from layouts import write_checkpoint
+from layouts import MODELS, write_checkpoint
 from processes import Group
 from quick_compilation import FEW_SHAPES
 
@@ -30,25 +31,56 @@ ALL_AT_ONCE = {
 LAYOUTS = [
     ("dp=4", "padded", True, ALL_AT_ONCE),
     ("dp=2,tp=2", "ragged", False, {}),
+    ("dp=2,tp=2", "padded", True, {"model": "v3.2"}),
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True, first_k_dense_replace=0)
+def model_of(layout) -> str:
+    return layout[3].get("model", "v3")
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint):
-    llm = LLM(str(checkpoint), **FEW_SHAPES)
-    yield [continuations(llm.engine, PROMPTS, GREEDY), continuations(llm.engine, PROMPTS[:2], SAMPLED)]
-    llm.shutdown()
+def checkpoints(tmp_path_factory):
+    """The checkpoint of each model, written when it is first asked for."""
+    return functools.cache(
+        lambda model: write_checkpoint(
+            tmp_path_factory.mktemp("tiny"), mtp=True, first_k_dense_replace=0, **MODELS[model]
+        )
+    )
 
 
 @pytest.fixture(scope="module")
-def outputs(checkpoint):
+def checkpoint(checkpoints):
+    return checkpoints("v3")
+
+
+@pytest.fixture(scope="module")
+def alone_of(checkpoints):
+    """What one process makes of each model, greedily and drawn, when it is first asked for."""
+
+    def made(model):
+        llm = LLM(str(checkpoints(model)), **FEW_SHAPES)
+        try:
+            return [continuations(llm.engine, PROMPTS, GREEDY), continuations(llm.engine, PROMPTS[:2], SAMPLED)]
+        finally:
+            llm.shutdown()
+
+    return functools.cache(made)
+
+
+@pytest.fixture(scope="module")
+def alone(alone_of):
+    return alone_of("v3")
+
+
+@pytest.fixture(scope="module")
+def outputs(checkpoint, checkpoints):
     """What each process printed."""
-    command = ["tests/dsjax/hosts/engine_process.py", "--model", str(checkpoint), "--layouts", json.dumps(LAYOUTS)]
+    layouts = [
+        (*layout[:3], layout[3] | ({"model": str(checkpoints(layout[3]["model"]))} if "model" in layout[3] else {}))
+        for layout in LAYOUTS
+    ]
+    command = ["tests/dsjax/hosts/engine_process.py", "--model", str(checkpoint), "--layouts", json.dumps(layouts)]
     group = Group(command, 2)
     try:
         assert group.codes(240) == [0, 0], group.last_words()
@@ -64,9 +96,10 @@ def found(outputs):
     return json.loads(line.removeprefix("found "))
 
 
-def test_every_layout_makes_the_tokens_of_one_process(found, alone):
+def test_every_layout_makes_the_tokens_of_one_process(found, alone_of):
     for layout, one in zip(LAYOUTS, found, strict=True):
-        assert one["greedy"][0] == alone[0], layout
+        alone = alone_of(model_of(layout))
+        assert one["greedy"][-1] == one["greedy"][0] == alone[0], layout
         if layout[2]:
             assert one["sampled"] == alone[1], layout
 
@@ -83,7 +116,8 @@ def test_each_process_reads_what_its_own_devices_hold_and_nothing_else(outputs, 
     experts = sum(size for name, size in layers.items() if ".experts." in name)
     rest = sum(layers.values()) - experts
     for text in outputs:
-        read = re.findall(r"Read ([\d,]+) of the checkpoint's ([\d,]+) bytes", text)
+        told = re.findall(r"Read ([\d,]+) of the checkpoint's ([\d,]+) bytes", text)
+        read, whole = zip(*[[int(number.replace(",", "")) for number in pair] for pair in told], strict=True)
         # Without copies of experts a process of two has half of them, and all else.
-        assert [int(one.replace(",", "")) for one, _ in read[1:]] == [rest + experts // 2]
-        assert {int(whole.replace(",", "")) for _, whole in read} == {sum(sizes.values())}
+        assert read[1] == rest + experts // 2
+        assert [one == sum(sizes.values()) for one in whole] == [model_of(layout) == "v3" for layout in LAYOUTS]

@@ -17,10 +17,13 @@ from watched_server import experts, load, step
 from dsjax.engine.experts.eplb import BalanceStats
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.transfer.remote_prefill import TransferCounts
+from dsjax.hosts.interfaces import Interface
+from dsjax.hosts.link_monitor import LinkState
 from dsjax.serve.metrics import Metrics
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "configs" / "observability"
+RULES = ("alerts.yml", "alerts-h20-32.yml")
 ADDED_BY_PROMETHEUS = {"instance", "job", "le"}
 WORDS = {"by", "without", "on", "ignoring", "and", "or", "unless", "bool", "scalar"}
 
@@ -30,7 +33,16 @@ def exposed():
     """Sample name to its label names, of a server that has answered, refused and recorded."""
     from live_server import LiveServer
 
-    metrics = Metrics("tiny", 4, 128, experts_per_device=2, device_memory=lambda: [("0", 90, 100)])
+    link = LinkState(50e-6, 90e-6, 1e9, 9, 0, 99, 1)
+    metrics = Metrics(
+        "tiny",
+        4,
+        128,
+        experts_per_device=2,
+        device_memory=lambda: [("0", 90, 100)],
+        links=lambda: {1: link},
+        interfaces=lambda: [Interface("eth0", 3, 4, 3e9)],
+    )
     server = LiveServer(
         num_ranks=4,
         max_rows_decode=8,
@@ -60,8 +72,9 @@ def exposed():
 def expressions() -> list[str]:
     dashboard = json.loads((FOLDER / "grafana-dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
-    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text())
-    expressions += [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    for file in RULES:
+        rules = yaml.safe_load((FOLDER / file).read_text())
+        expressions += [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
     assert len(expressions) > 50
     return expressions
 
@@ -148,6 +161,7 @@ def run_promtool(*arguments: str) -> None:
 @promtool
 def test_promtool_accepts_the_configuration_and_every_query(tmp_path):
     run_promtool("check", "config", str(FOLDER / "prometheus.yml"))
+    run_promtool("check", "rules", *(str(FOLDER / file) for file in RULES))
     queries = [each.replace("$__rate_interval", "1m").replace("$model_name", "m") for each in expressions()]
     rules = [{"record": f"query:{index}", "expr": each} for index, each in enumerate(queries)]
     path = tmp_path / "queries.yml"
@@ -157,7 +171,8 @@ def test_promtool_accepts_the_configuration_and_every_query(tmp_path):
 
 @promtool
 def test_alerts_fire_for_their_cause_alone(tmp_path):
-    text = Path(__file__).with_name("alerts_test.yml").read_text().replace("ALERTS", str(FOLDER / "alerts.yml"))
+    files = ", ".join(str(FOLDER / file) for file in RULES)
+    text = Path(__file__).with_name("alerts_test.yml").read_text().replace("ALERTS", files)
     (tmp_path / "alerts_test.yml").write_text(text)
     run_promtool("test", "rules", str(tmp_path / "alerts_test.yml"))
 

@@ -108,7 +108,7 @@ def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_g
 
     def ask():
         try:
-            group.second.ask("loading")
+            group.second.agreement.ask("loading")
         except GroupError as error:
             asked.append(error)
 
@@ -126,9 +126,9 @@ def leaving(group: Group, generations: "SmallGenerations") -> threading.Thread:
     thread = threading.Thread(target=group.follower.leave, daemon=True)
     thread.start()
     group.until(lambda: group.store.list("dsjax/leaving/"))
-    group.leader._hear_leavers()
+    group.leader.leavers.hear()
     assert not group.store.list("dsjax/leaving/"), "it is heard once"
-    group.leader._hear_leavers()
+    group.leader.leavers.hear()
     assert generations.told == [None], "the engine looks at its processes, once"
     generations.told.clear()
     return thread
@@ -190,12 +190,12 @@ def test_a_follower_that_cannot_be_spared_is_told_why_and_goes_on(caplog, mesh_o
     assert "cannot be spared, and goes on: without it 1 devices are left, too few" in caplog.text
     assert group.leader.live == group.leader.members
     assert generations._leavers == []
-    group.leader.needs_all, mesh_of_processes.needed = True, 1
+    group.leader.leavers.needs_all, mesh_of_processes.needed = True, 1
     thread = leaving(group, generations)  # it may ask again
     generations._decide_on_leavers()
     thread.join(60)
     assert "cannot be spared, and goes on: process 0 is ending too" in caplog.text
-    group.leader.needs_all = False
+    group.leader.leavers.needs_all = False
     again = leaving(group, generations)
     generations._decide_on_leavers()
     group.announce(1, 0)
@@ -227,15 +227,15 @@ def test_those_that_ask_to_leave_at_once_make_one_change_and_the_last_that_is_ne
     generations = SmallGenerations(SimpleNamespace(leader=leader))
     mesh_of_processes.needed = 2
     for each in groups[1:]:
-        each.ask_to_leave()
-        leader._hear_leavers()
+        each.leavers.ask()
+        leader.leavers.hear()
         assert generations.told == [], "another one may be about to ask"
-    leader._hear_leavers()
-    leader._hear_leavers()
+    leader.leavers.hear()
+    leader.leavers.hear()
     assert generations.told == [None]
     generations._decide_on_leavers()
     assert generations._leavers == members[1:3]
-    assert groups[3].answer_to_leaver(0) == "without it 1 devices are left, too few"
+    assert groups[3].leavers.answer(0) == "without it 1 devices are left, too few"
     assert leader.live == [members[0], members[3]]
 
 

@@ -2,98 +2,30 @@
 
 import json
 import threading
+import time
+from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from group_in_threads import MemoryStore
-from held_engines import Engine, assert_equal
+from held_engines import Engine
+from held_processes import Processes, groups
 from layouts import write_checkpoint
 
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.config import ModelConfig
 from dsjax.engine.elastic import weight_peers
 from dsjax.engine.elastic.weight_peers import WeightPeers
-from dsjax.hosts import HostOptions
-from dsjax.hosts.announcement import Announcement
-from dsjax.hosts.cluster_key import ClusterKey
-from dsjax.hosts.credentials import Credentials
-from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.rendezvous import JoinRequest
-
-KEY = Credentials(ClusterKey("k" * 32, "the test"))
+from dsjax.hosts.agreement import Agreement
+from dsjax.hosts.group import GroupError
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     directory = write_checkpoint(tmp_path_factory.mktemp("tiny"))
     return directory, ModelConfig.from_dict(json.loads((directory / "config.json").read_text()))
-
-
-def groups(count: int, seconds: int = 5) -> list[HostGroup]:
-    store = MemoryStore()
-    members = [JoinRequest(index, count, "host", 10 + index, "127.0.0.1", "m") for index in range(count)]
-    return [
-        HostGroup(HostOptions(("127.0.0.1", 1), count, index, "127.0.0.1", 1, seconds), members, store, credentials=KEY)
-        for index in range(count)
-    ]
-
-
-class Processes:
-    """Processes of two devices each, which hold their part of one mesh and then each load a mesh of their own devices at once."""
-
-    def __init__(self, checkpoint, count=2, seconds=5, empty=()):
-        self.directory, self.config = checkpoint
-        self.groups = groups(count, seconds)
-        self.held = [HeldWeights() for _ in range(count)]
-        self.results: list = [None] * count
-        self.peers: list[WeightPeers] = []
-        for index, held in enumerate(self.held):
-            if index not in empty:
-                loaded = Engine(self.directory, self.config, f"dp={2 * count}", redundant=-32 % (2 * count), held=held)
-                loaded.release(held, lost=set(range(2 * count)) - {2 * index, 2 * index + 1})
-
-    def run(self, present=None, givers=()):
-        """Have all in the mesh load. givers: stand by."""
-        for group in self.groups:
-            group.enter(Announcement(1, present or list(range(len(self.groups))), givers=list(givers)))
-        self.peers = [
-            WeightPeers(group, held, () if index in givers else givers)
-            for index, (group, held) in enumerate(zip(self.groups, self.held, strict=True))
-        ]
-        threads = [threading.Thread(target=self._run, args=(index, givers)) for index in range(len(self.groups))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
-        for peers in self.peers:
-            peers.close()
-
-    def _run(self, index, givers):
-        try:
-            if index in givers:
-                self.results[index] = self.peers[index].stand_by()
-                return
-            self.results[index] = self.load(index, held=self.held[index], peers=self.peers[index])
-            self.groups[index].ask("weights")
-            self.peers[index].finish()
-        except Exception as error:
-            self.results[index] = error
-            self.peers[index].give_up(error)
-
-    def load(self, index, **options):
-        devices = jax.devices()[2 * index : 2 * index + 2]
-        return Engine(self.directory, self.config, "dp=2", devices=devices, **options).params
-
-    def check(self, index):
-        assert isinstance(self.results[index], dict), self.results[index]
-        assert_equal(self.results[index], self.load(index))
-
-    def expert_bytes(self, index):
-        return sum(array.nbytes for path, array in self.results[index].items() if ".experts." in path)
 
 
 def test_each_takes_what_it_lacks_from_the_other_and_nothing_is_read(checkpoint):
@@ -215,3 +147,68 @@ def test_what_is_said_of_parts_survives_the_way(checkpoint):
         for (dtype, extent), shard in zip(shards, held.shards(path), strict=True):
             assert extent.is_like(shard.extent)
             assert np.dtype(dtype) == shard.values.dtype
+
+
+def test_a_layer_is_given_back_though_it_was_taken_before_it_was_known_who_wants_it(checkpoint, monkeypatch):
+    """A taker may be quicker than the giver, which then has yet to hear what that one wants; nothing waits for a time limit."""
+    ask, late = Agreement.ask, []
+
+    def ask_late(self, stage, value=None):
+        answers = ask(self, stage, value)
+        if stage == "weights wanted" and self._group.is_leader:
+            late.append(True)
+            taken.wait(20)
+        return answers
+
+    taken, give = threading.Event(), WeightPeers._give_parts
+
+    def note(self, channel, take):
+        give(self, channel, take)
+        if self._group.is_leader:
+            taken.set()
+
+    monkeypatch.setattr(Agreement, "ask", ask_late)
+    monkeypatch.setattr(WeightPeers, "_give_parts", note)
+    processes = Processes(checkpoint, seconds=60)
+    began = time.monotonic()
+    processes.run()
+    assert time.monotonic() - began < 40
+    assert late
+    for index in (0, 1):
+        processes.check(index)
+        assert processes.held[index].counts.read == 0
+
+
+def test_givers_are_asked_side_by_side(checkpoint, monkeypatch):
+    """One of three processes lacks what the other two have, and either gives only when the other one was asked too."""
+    both = threading.Barrier(2, timeout=30)
+    give, met = WeightPeers._give_parts, []
+
+    def give_together(self, channel, take):
+        if not met and ".experts." in take.path:
+            both.wait()
+            met.append(True)
+        give(self, channel, take)
+
+    monkeypatch.setattr(WeightPeers, "_give_parts", give_together)
+    processes = Processes(checkpoint, count=3, empty=(2,), seconds=60)
+    for index, held in enumerate(processes.held[:2]):  # these need nothing
+        held.clear()
+        devices = jax.devices()[2 * index : 2 * index + 2]
+        Engine(processes.directory, processes.config, "dp=2", devices=devices, held=held).release(held)
+    processes.run()
+    assert met
+    processes.check(2)
+    assert processes.held[2].counts.read == 0
+
+
+def test_who_takes_nothing_for_the_heartbeats_timeout_is_not_waited_for_again():
+    [group] = groups(1, seconds=1)
+    peers = WeightPeers(group, HeldWeights())
+    peers._wanted[7] = Counter({("a", 0): 1, ("a", 1): 1})
+    began = time.monotonic()
+    peers.wait_until_taken("a", 0)
+    assert time.monotonic() - began > 0.9
+    peers.wait_until_taken("a", 1)
+    assert not peers._waits_for("a", 1)
+    peers.close()

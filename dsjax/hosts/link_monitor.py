@@ -1,0 +1,167 @@
+"""`LinkMonitor`: how the links to a group's other processes are: round trip, packets sent again, and seldom the bandwidth.
+
+Each process keeps a connection to each other one, at the port where `Links` looks who is reached, and sends a few small messages over it
+every few seconds. What the kernel knows of the connection tells the round trip of its packets, and how many it had to send again. A large
+message, which takes some milliseconds of a core on both sides, is sent once in sixty looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from dsjax.background import start_thread
+from dsjax.errors import UserError
+from dsjax.hosts.credentials import Credentials
+from dsjax.hosts.secure_channel import SecureChannel, connect
+from dsjax.hosts.wire import JoinRequest
+
+if TYPE_CHECKING:
+    from dsjax.hosts.group import HostGroup
+
+SERVICE = "probes"
+BANDWIDTH_BYTES = 4 << 20
+BANDWIDTH_LOOKS = 60
+"""A look in so many samples the bandwidth."""
+_PROBE = bytes(64)
+_PROBES = 5
+_SECONDS = 1.0
+"""In which an answer must have come; TCP sends a lost packet again after 0.2 s."""
+_RTT, _RETRANSMITTED, _SEGMENTS = 68, 100, 136
+"""Where `struct tcp_info` of Linux has the smoothed round trip in microseconds, and how many segments were sent again and in all."""
+
+
+class KernelCounts(NamedTuple):
+    """What Linux knows of a connection: seconds of a round trip; segments that were sent, and of those how many were sent again."""
+
+    round_trip: float
+    segments: int
+    retransmitted: int
+
+
+@dataclass
+class LinkState:
+    """A link to another process, as far as it was seen. None: not yet, or not on this system.
+
+    Attributes:
+        round_trip: seconds between a packet and its acknowledgement, smoothed by the kernel.
+        answer: seconds until the other process answered, the least of the last look: with both sides' Python.
+        bandwidth: bytes a second of the last large message, over one connection, authenticated.
+        probes, unanswered: looks; those without an answer.
+        segments, retransmitted: of the connection; the second ÷ the first is the share of packets that were lost.
+    """
+
+    round_trip: float | None = None
+    answer: float | None = None
+    bandwidth: float | None = None
+    probes: int = 0
+    unanswered: int = 0
+    segments: int = 0
+    retransmitted: int = 0
+
+
+def answer_probes(channel: SecureChannel) -> None:
+    """Answer each message with its beginning, until the other side goes away.
+
+    Raises:
+        EOFError, OSError: it has gone.
+    """
+    while True:
+        channel.send(channel.receive(BANDWIDTH_BYTES)[: len(_PROBE)])
+
+
+class LinkMonitor:
+    """Looks at the links of a group in a thread, until it is closed.
+
+    Args:
+        group: whose present processes are looked at.
+        interval: seconds between two looks.
+
+    Attributes:
+        links: process id to the state of the link to it.
+    """
+
+    def __init__(self, group: HostGroup, interval: float):
+        self._group, self._interval = group, interval
+        self.links: dict[int, LinkState] = {}
+        self._channels: dict[JoinRequest, tuple[SecureChannel, KernelCounts | None]] = {}
+        self._looks = 0
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Begin."""
+        start_thread("link monitor", self._watch, name="dsjax-link-monitor", restarts=True)
+
+    def close(self) -> None:
+        """Look no more, and end the connections."""
+        self._closed.set()
+        for member in list(self._channels):
+            self._drop(member)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._interval):
+            others = [m for m in self._group.present if m.process_id != self._group.options.process_id and m.port]
+            self.look(others, self._group.credentials)
+
+    def look(self, members: Sequence[JoinRequest], credentials: Credentials) -> None:
+        """Probe the links to these, one after another, and forget all others."""
+        for member in [one for one in self._channels if one not in members]:
+            self._drop(member)
+        self.links = {one.process_id: self.links.get(one.process_id, LinkState()) for one in members}
+        for member in members:
+            if self._closed.is_set():
+                return
+            state = self.links[member.process_id]
+            state.probes += 1
+            try:
+                self._probe(member, credentials, state)
+            except (OSError, EOFError, UserError):
+                state.unanswered += 1
+                self._drop(member)
+        self._looks += 1
+
+    def _probe(self, member: JoinRequest, credentials: Credentials, state: LinkState) -> None:
+        if member not in self._channels:
+            channel = connect((member.address, member.port), SERVICE, credentials, _SECONDS)
+            channel.settimeout(_SECONDS)
+            self._channels[member] = channel, kernel_counts(channel)
+        channel, before = self._channels[member]
+        state.answer = min(_seconds_of(channel, _PROBE) for _ in range(_PROBES))
+        if self._looks % BANDWIDTH_LOOKS == 0:
+            seconds = _seconds_of(channel, bytes(BANDWIDTH_BYTES)) - state.answer
+            state.bandwidth = BANDWIDTH_BYTES / max(seconds, 1e-9)
+        after = kernel_counts(channel)
+        if before is not None and after is not None:
+            state.round_trip = after.round_trip
+            state.segments += after.segments - before.segments
+            state.retransmitted += after.retransmitted - before.retransmitted
+        self._channels[member] = channel, after
+
+    def _drop(self, member: JoinRequest) -> None:
+        channel, _ = self._channels.pop(member, (None, None))
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.close()
+
+
+def _seconds_of(channel: SecureChannel, message: bytes) -> float:
+    begun = time.perf_counter()
+    channel.send(message)
+    channel.receive(len(_PROBE))
+    return time.perf_counter() - begun
+
+
+def kernel_counts(channel: SecureChannel) -> KernelCounts | None:
+    """What the kernel knows of a channel's connection; None where it is not Linux, or an old one."""
+    info = channel.tcp_info()
+    if len(info) < _SEGMENTS + 4:
+        return None
+    micros, retransmitted, segments = (
+        struct.unpack_from("=I", info, at)[0] for at in (_RTT, _RETRANSMITTED, _SEGMENTS)
+    )
+    return KernelCounts(micros * 1e-6, segments, retransmitted)

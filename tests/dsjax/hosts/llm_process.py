@@ -1,0 +1,34 @@
+"""One process of a group behind `LLM`, for the one that started it: each line that process 0 reads has all prompts generated again."""
+
+import argparse
+import json
+import logging
+import sys
+
+from dsjax import LLM, SamplingParams
+
+PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5, 6, 7], [11] * 9, [30, 2, 77, 12, 60], [3])]
+PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--options", type=json.loads)
+    for name in ("coordinator-address", "num-processes", "process-id", "start-timeout", "heartbeat-timeout"):
+        parser.add_argument(f"--{name}", type=str if name == "coordinator-address" else int)
+    given = vars(parser.parse_args())
+    llm = LLM(**given.pop("options"), **given)  # returns in process 0 alone
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        changes = llm.engine.core.generations.counts.changes
+        print(json.dumps({"tokens": generate(llm), "mesh": llm.facts.mesh, "changes": dict(changes)}), flush=True)
+    llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()

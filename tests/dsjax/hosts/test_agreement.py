@@ -1,0 +1,58 @@
+"""Questions that all processes of a generation answer, here as threads over a store in memory."""
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+from group_in_threads import MemoryStore
+
+from dsjax.hosts import HostOptions
+from dsjax.hosts.announcement import Announcement
+from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.rendezvous import JoinRequest
+
+
+def two() -> list[HostGroup]:
+    store = MemoryStore()
+    members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
+    return [HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, store) for index in (0, 1)]
+
+
+def test_questions_are_answered_by_all_in_the_order_of_their_ids():
+    first, second = two()
+    answers: list = []
+    other = threading.Thread(target=lambda: answers.append(second.agreement.ask("pages", 7)))
+    other.start()
+    assert first.agreement.ask("pages", 9) == [9, 7]
+    other.join(60)
+    assert answers == [[9, 7]]
+
+
+def test_one_that_cannot_go_on_says_why_to_all():
+    first, second = two()
+    with pytest.raises(ValueError, match="damaged"):
+        second.agreement.run("loading", lambda: (_ for _ in ()).throw(ValueError("damaged")))
+    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\): damaged"):
+        first.agreement.run("loading", lambda: 1)
+
+
+def test_who_has_another_value_is_named():
+    first, second = two()
+    second.agreement.tell("kernels", "plain")
+    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\) has kernels plain, process 0 has native"):
+        first.agreement.alike("kernels", "kernels", "native")
+
+
+def test_a_question_of_one_generation_is_not_answered_by_what_was_said_in_another():
+    first, second = two()
+    second.agreement.tell("pages", 7)
+    for group in (first, second):
+        group.enter(Announcement(1, [0, 1]))
+    second.agreement.tell("pages", 8)
+    assert first.agreement.ask("pages", 9) == [9, 8]
+    second.agreement.tell("pages", 5)
+    assert first.agreement.ask("pages", 6) == [6, 5], "it may be asked again"

@@ -1,0 +1,104 @@
+"""How links between processes are watched: over real connections, one of which goes away, and by the host's own counters."""
+
+import contextlib
+import sys
+
+import pytest
+from deployments import KEY, OTHER
+
+from dsjax.hosts import link_monitor
+from dsjax.hosts.interfaces import Interface, read_interfaces
+from dsjax.hosts.link_monitor import BANDWIDTH_BYTES, LinkMonitor, LinkState
+from dsjax.hosts.links import Answerer, unreached
+from dsjax.hosts.wire import JoinRequest
+from dsjax.serve.metrics_families import Registry, exposition
+from dsjax.serve.metrics_links import add_link_metrics
+
+
+def request(process_id: int, port: int, pid: int = 10) -> JoinRequest:
+    return JoinRequest(process_id, 4, "host", pid, "127.0.0.1", "machine", port)
+
+
+@pytest.fixture
+def monitor(monkeypatch):
+    monkeypatch.setattr(link_monitor, "_SECONDS", 20.0)  # a machine that runs the suite may be slow
+    made = LinkMonitor(None, 1.0)
+    yield made
+    made.close()
+
+
+def test_a_link_s_round_trip_bandwidth_and_segments_are_seen(monitor, monkeypatch):
+    monkeypatch.setattr(link_monitor, "BANDWIDTH_LOOKS", 2)
+    with contextlib.closing(Answerer("127.0.0.1", KEY)) as one, contextlib.closing(Answerer("127.0.0.1", KEY)) as other:
+        members = [request(1, one.port), request(2, other.port)]
+        monitor.look(members, KEY)
+        assert set(monitor.links) == {1, 2}
+        first = monitor.links[1]
+        sampled, segments = first.bandwidth, first.segments
+        assert (first.probes, first.unanswered) == (1, 0)
+        assert 0 < first.answer < 20
+        assert sampled > BANDWIDTH_BYTES / 20  # it was answered within the time that a look may take
+        monitor.look(members, KEY)
+        assert monitor.links[1].bandwidth == sampled, "every second look samples it"
+        assert monitor.links[1].probes == 2
+        assert one._listener.num_connections == 1, "the connection is kept"
+        assert unreached(members, KEY) == [], "who is watched is reached as before"
+        if sys.platform == "linux":
+            assert 0 < first.round_trip < 20
+            assert first.retransmitted == 0
+            assert 5 <= segments < monitor.links[1].segments
+
+
+def test_a_process_that_has_gone_is_counted_and_one_that_comes_in_its_place_is_watched(monitor):
+    answerer = Answerer("127.0.0.1", KEY)
+    monitor.look([request(1, answerer.port)], KEY)
+    segments = monitor.links[1].segments
+    answerer._listener.close(connections=True)
+    for _ in range(2):
+        monitor.look([request(1, answerer.port)], KEY)
+    state = monitor.links[1]
+    assert (state.probes, state.unanswered) == (3, 2)
+    assert state.segments >= segments, "a connection that is gone takes none of the counts away"
+    with contextlib.closing(Answerer("127.0.0.1", KEY)) as again:
+        monitor.look([request(1, again.port, pid=11)], KEY)
+        assert (monitor.links[1].probes, monitor.links[1].unanswered) == (4, 2)
+    monitor.look([], KEY)
+    assert (monitor.links, monitor._channels) == ({}, {}), "who is not in the mesh any more is not shown"
+
+
+def test_a_stranger_at_a_process_s_port_is_no_answer(monitor):
+    with contextlib.closing(Answerer("127.0.0.1", OTHER)) as stranger:
+        monitor.look([request(1, stranger.port)], KEY)
+    assert monitor.links[1] == LinkState(probes=1, unanswered=1)
+
+
+def card(root, path, **files):
+    for name, text in files.items():
+        file = root / path / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+
+
+def test_cards_of_known_speed_are_read_those_with_rdma_too(tmp_path):
+    card(tmp_path, "net/eth0", speed=25_000, statistics__tx_bytes=7, statistics__rx_bytes=9)
+    card(tmp_path, "net/lo", statistics__tx_bytes=1, statistics__rx_bytes=1)
+    card(tmp_path, "net/virbr0", speed=-1, statistics__tx_bytes=1, statistics__rx_bytes=1)
+    counters = {"counters__port_xmit_data": 10, "counters__port_rcv_data": 20}
+    card(tmp_path, "infiniband/mlx5_0/ports/1", rate="200 Gb/sec (4X HDR)", **counters)
+    assert list(read_interfaces(tmp_path)) == [Interface("eth0", 7, 9, 3.125e9), Interface("mlx5_0/1", 40, 80, 25e9)]
+    assert list(read_interfaces(tmp_path / "nowhere")) == []
+
+
+def test_metrics_have_what_is_known_and_leave_out_what_is_not():
+    registry = Registry(process="1")
+    links = {0: LinkState(50e-6, 90e-6, 1e9, 9, 1, 200, 3), 2: LinkState(probes=4, unanswered=4)}
+    add_link_metrics(registry, lambda: links, lambda: [Interface("eth0", 5, 6, 7.0)])
+    lines = exposition(registry.families, openmetrics=False).decode().splitlines()
+    shown = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    of = lambda name, peer: f'dsjax_link_{name}{{process="1",peer="{peer}"}}'  # noqa: E731
+    assert shown[of("round_trip_seconds", 0)] == 50e-6
+    assert of("round_trip_seconds", 2) not in shown
+    assert shown[of("probes_unanswered_total", 2)] == 4
+    assert shown[of("segments_retransmitted_total", 0)] == 3
+    assert shown['dsjax_network_bytes_total{process="1",interface="eth0",direction="received"}'] == 6
+    assert shown['dsjax_network_speed_bytes_per_second{process="1",interface="eth0"}'] == 7
