@@ -3,7 +3,8 @@
     python tools/make_deploy.py [NAME …]
 
 Each overlay's first line is its command. Where DeepSeek-V3 does not fit a cluster, the overlay is of DeepSeek-V2. The files of
-`deploy/dynamo` have the layouts of the recipes in circulation for DeepSeek-R1, and are not planned.
+`deploy/dynamo` have the layouts and limits of the published recipes for DeepSeek-R1 (docs/recipes.md says where they differ), and are
+not planned.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dsjax.hardware import load_hardware
 from dsjax.plan.cluster import bundled_clusters, load_cluster
 from dsjax.plan.dynamo_graph import Graph, Side
 from dsjax.plan.kubernetes import needs_compute_domain, pod_resources
@@ -25,9 +27,18 @@ TENSOR = {"--max-num-batched-tokens": "8192", "--prefill-chunk": "4096"}
 PREFILL = TENSOR | {"--mesh": "tp=8", "--dispatch-wire": "fp8", "--max-num-seqs": "64"}
 WIDE = {
     "--dispatch-wire": "fp8",
-    "--max-num-seqs": "256",
+    "--max-num-seqs": "512",
     "--max-num-batched-tokens": "4096",
     "--prefill-chunk": "2048",
+    "--moe-chunk-tokens": "384",
+}
+GB200 = {"--weights": "nvfp4", "--dispatch-wire": "fp8", "--kv-cache-dtype": "fp8", "--max-model-len": "2251"}
+GB200_PREFILL = {"--max-num-seqs": "4", "--max-num-batched-tokens": "4608", "--prefill-chunk": "1227"}
+GB200_DECODE = {
+    "--max-num-seqs": "32",
+    "--max-num-batched-tokens": "288",
+    "--prefill-chunk": "256",
+    "--stream-interval": "20",
 }
 WIDE_PREFILL = TENSOR | {"--dispatch-wire": "fp8", "--max-num-seqs": "16"}
 BALANCED = {
@@ -62,11 +73,18 @@ GRAPHS = {
             ("decode", 1, 2, WIDE | BALANCED | {"--mesh": "dp=16"}),
         ),
     ),
-    "disagg-wide-gb200": (
-        "prefill apart from decode with wide EP on a GB200 NVL72: 5 × DEP8 on two trays each compute prompts, DEP32 on eight makes tokens",
+    "disagg-tep16-dep16": (
+        "prefill apart from decode on 32 Hopper GPUs: TEP16 on two hosts computes prompts, DEP16 on two others makes tokens",
         (
-            ("prefill", 5, 2, WIDE_PREFILL | {"--mesh": "dp=8"}),
-            ("decode", 1, 8, WIDE | BALANCED | {"--mesh": "dp=32"}),
+            ("prefill", 1, 2, PREFILL | {"--mesh": "tp=16"}),
+            ("decode", 1, 2, WIDE | {"--mesh": "dp=16"}),
+        ),
+    ),
+    "disagg-wide-gb200": (
+        "prefill apart from decode with wide EP on 36 GB200: DEP4 on one tray computes prompts, DEP32 on eight makes tokens",
+        (
+            ("prefill", 1, 1, GB200 | GB200_PREFILL | {"--mesh": "dp=4"}),
+            ("decode", 1, 8, GB200 | GB200_DECODE | {"--mesh": "dp=32"}),
         ),
     ),
 }
@@ -82,13 +100,25 @@ def graph(name: str) -> str:
     hardware = "gb200" if name.endswith("gb200") else "h200"
 
     def side(kind: str, engines: int, hosts: int, own: dict[str, str]) -> Side:
-        domain = needs_compute_domain(hardware, hosts)
+        domain = needs_compute_domain(load_hardware(hardware), hosts)
         # Inside a ComputeDomain the pods talk over NVLink; Hopper's hosts talk over InfiniBand.
         resources = pod_resources("cuda", devices, rdma=hosts > 1 and not domain, domain=domain)
         return Side(kind, LENGTHS | own, engines, hosts, devices, resources)
 
     sides = tuple(side(*one) for one in kinds)
     return Graph(f"r1-{name}", lines, MODEL, sides, VOLUME, 1024, 1024).text()
+
+
+def options_of(name: str, role: str) -> dict[str, str]:
+    """Options of `dsjax dynamo` of a file's workers: `prefill`, `decode`, or `prefill and decode` for those that do both."""
+    kinds = {kind: own for kind, _, _, own in GRAPHS[name][1]}
+    both = role == "prefill and decode"
+    return (
+        {"--model": MODEL}
+        | LENGTHS
+        | kinds["worker" if both else role]
+        | ({} if both else {"--disaggregation-mode": role})
+    )
 
 
 def command(name: str) -> list[str]:
