@@ -136,12 +136,13 @@ class MeshSpec:
         expert_width: int = 0,
         dense_widths: dict[str, int] | None = None,
         block: int | None = None,
+        expert_block: int | None = None,
     ) -> None:
         """Raise ``MeshError`` naming every number that does not fit this mesh, and what would.
 
         heads: attention heads; experts, redundant: logical and redundant experts (0 for a dense model); expert_width:
         one expert's width; dense_widths: name → width of MLPs split over ``tp``; block: width of a quantisation
-        block (128 for DeepSeek's FP8) that no split may cut.
+        block (128 for DeepSeek's FP8) that no split may cut; expert_block: that of the experts, where it is another one (16 or 32 for FP4).
         """
         problems = []
         if heads % self.tp_size:
@@ -160,13 +161,15 @@ class MeshSpec:
         if experts:
             split_widths["expert width"] = (expert_width, self.expert_width_shards)
         for name, (width, shards) in split_widths.items():
+            other = expert_block is not None and name == "expert width"
+            size, bits = (expert_block, 4) if other else (block, 8)
             if width % shards:
                 problems.append(f"{name} {width} is not divisible by tp={shards}; tp may be {_divisors(width)}")
-            elif block and shards > 1 and (width // shards) % block:
-                whole = _divisors(width // block) if width % block == 0 else [1]
+            elif size and shards > 1 and (width // shards) % size:
+                whole = _divisors(width // size) if width % size == 0 else [1]
                 problems.append(
                     f"{name} {width} over tp={shards} is {width // shards} a device, which cuts a quantisation block of "
-                    f"{block}; tp may be {whole}, or use weights that are not FP8"
+                    f"{size}; tp may be {whole}, or use weights that are not FP{bits}"
                 )
         if problems:
             raise MeshError(f"mesh {self} does not fit the model: " + "; ".join(problems))

@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-TARGETS = ("experts", "absorbed_attention", "expanded_attention")
+TARGETS = ("experts", "dense", "norm", "absorbed_attention", "expanded_attention", "index_choice")
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,32 @@ class NativeKernels:
         rows: Array,
         ids_NK: Int[Array, "N K"],
         weights_NK: Float[Array, "N K"],
-    ) -> Float[Array, "N D"]:
-        """``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])`` in float32, ids -1 for none.
+        *,
+        pieces: int = 1,
+        apart: bool = False,
+        fp4_block: int = 0,
+        rounds: bool = False,
+        powers: bool = False,
+    ) -> Float[Array, "N D"] | Float[Array, "N K D"]:
+        """``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])`` in float32, ids -1 for none; added in the order of k.
+
+        pieces: into how many the sum over F is cut (``sharding.sums``). apart: give the terms over k, zero for none, not their sums.
 
         stack: ``gate_up.weight [L, X, D, 2, F]`` and ``down.weight [L, X, F, D]`` in float32, or as the bits of bfloat16 or
-            e4m3; for the last also ``gate_up.scale`` and ``down.scale``. rows: ``[N, W]`` of four-byte elements, whose first D
-            columns are float32 (``PackedRows`` are read where they lie).
+            e4m3; for the last also ``gate_up.scale`` and ``down.scale``; or FP4, two values a byte along the depth, with scales, and in
+            NVFP4 ``gate_up.global_scale`` and ``down.global_scale``. fp4_block: values that share a scale in FP4; 0: it is not FP4.
+        rounds: hidden values are rounded to FP8, as ``sharding.fp8`` does; powers: as there. Rows are what the caller made of them.
+        rows: ``[N, W]`` of four-byte elements, whose first D columns are float32 (``PackedRows`` are read where they lie).
         """
         gate_up, down = stack["gate_up.weight"], stack["down.weight"]
         none = jnp.zeros((1,), jnp.float32)
-        scales = (stack.get("gate_up.scale", none), stack.get("down.scale", none))
-        out = jax.ShapeDtypeStruct((ids_NK.shape[0], gate_up.shape[2]), jnp.float32)
+        scales = [
+            stack.get(f"{name}.{part}", none) for part in ("scale", "global_scale") for name in ("gate_up", "down")
+        ]
         _, X, D, _, F = gate_up.shape
-        return self._call("experts", out, (X, D, F, *ids_NK.shape))(
+        D *= 2 if fp4_block else 1
+        out = jax.ShapeDtypeStruct((*ids_NK.shape, D) if apart else (ids_NK.shape[0], D), jnp.float32)
+        return self._call("experts", out, (X, D, F, *ids_NK.shape, gate_up.dtype.itemsize, apart))(
             gate_up,
             down,
             *scales,
@@ -66,15 +79,91 @@ class NativeKernels:
             ids_NK.astype(jnp.int32),
             weights_NK.astype(jnp.float32),
             threads=np.int64(self.threads),
+            pieces=np.int64(pieces),
+            fp4_block=np.int64(fp4_block),
+            rounds=rounds,
+            powers=powers,
         )[0]
+
+    def dense(
+        self,
+        weight: Array,
+        scale: Float[Array, "L ..."] | None,
+        layer: Int[Array, ""],
+        rows: Float[Array, "N K"],
+        *,
+        pieces: int = 1,
+        transposed: bool = False,
+    ) -> Float[Array, "N *columns"]:
+        """Rows times one layer's matrix, in float32: a row's result is the same to the bit whatever the other rows and columns are.
+
+        weight: ``[L, K, J]`` or ``[L, K, 2, J]`` in float32, or as the bits of bfloat16 or e4m3; transposed ``[L, J, K]`` in float32.
+        scale: of e4m3, one for each block of 128 × 128. pieces: into how many the sum over K is cut (``sharding.sums``).
+        """
+        columns = (weight.shape[1],) if transposed else weight.shape[2:]
+        out = jax.ShapeDtypeStruct((rows.shape[0], *columns), jnp.float32)
+        scale = jnp.zeros((1,), jnp.float32) if scale is None else scale
+        return self._call("dense", out, (rows.shape[0],))(
+            weight,
+            scale,
+            layer.astype(jnp.int32),
+            rows,
+            threads=np.int64(self.threads),
+            pieces=np.int64(pieces),
+            transposed=transposed,
+        )[0]
+
+    def norm(
+        self, rows: Float[Array, "N W"], scale: Float[Array, "W"], eps: float, bias: Float[Array, "W"] | None = None
+    ) -> Float[Array, "N W"]:
+        """Root mean square norms of rows: ``scale × (x / sqrt(mean(x²) + eps))``, each row's the same to the bit beside any others.
+
+        With a bias, layer norms: ``x - mean(x)`` takes the place of x, and the bias is added.
+        """
+        out = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
+        settings = {"threads": np.int64(self.threads), "eps": np.float32(eps), "centred": bias is not None}
+        return self._call("norm", out, ())(rows, scale, scale if bias is None else bias, **settings)[0]
 
     def absorbed_attention(self, *arguments, **settings) -> Float[Array, "R C H W"]:
         """Attention in latent space; arguments as ``_attention``. Without weights, queries and results are in latent space."""
         return self._attention("absorbed_attention", *arguments, **settings)
 
     def expanded_attention(self, *arguments, **settings) -> Float[Array, "R C H U"]:
-        """Attention with keys and values expanded for each head, a block of the context at a time; arguments as ``_attention``."""
+        """Attention with keys and values of each head, expanded by blocks of the context, or cached; arguments as ``_attention``."""
         return self._attention("expanded_attention", *arguments, **settings)
+
+    def index_choice(
+        self,
+        query: Float[Array, "R C I A"],
+        weight: Float[Array, "R C I"],
+        cache: Mapping[str, Array],
+        layer: Int[Array, ""],
+        positions: Int[Array, "R C"],
+        tables: Int[Array, "R Pr"],
+        filled: Bool[Array, "P G"] | None,
+        k: int,
+    ) -> tuple[Int[Array, "R C k"], Int[Array, "R C"], UInt32[Array, "R C _"]]:
+        """The ``k`` positions of each query's context with the highest index scores: in ascending order with zeros behind them, how many
+        they are, and the same as one bit for each position.
+
+        cache: ``index [L, P, G, A]`` in float32, as the bits of bfloat16, or of e4m3 with ``index_scale [L, P, G, A / 128]``. filled: as
+        of ``_attention``.
+        """
+        keys = cache["index"]
+        (R, C, I, A), (Pr, G) = query.shape, (tables.shape[1], keys.shape[2])
+        shapes = (((R, C, k), jnp.int32), ((R, C), jnp.int32), ((R, C, -(-Pr * G // 32)), jnp.uint32))
+        outs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        return self._call("index_choice", outs, (R, C, I, A, Pr, G))(
+            query,
+            weight,
+            keys,
+            cache.get("index_scale", jnp.zeros((1,), jnp.float32)),
+            layer.astype(jnp.int32),
+            positions.astype(jnp.int32),
+            tables.astype(jnp.int32),
+            jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
+            threads=np.int64(self.threads),
+        )[:3]
 
     def _attention(
         self,
@@ -88,6 +177,7 @@ class NativeKernels:
         length: Int[Array, "R"],
         tables: Int[Array, "R Pr"],
         filled: Bool[Array, "P G"] | None = None,
+        chosen: UInt32[Array, "R C _"] | None = None,
         *,
         scale: float,
         value_width: int,
@@ -96,15 +186,19 @@ class NativeKernels:
         """Causal attention of each row's queries at ``start …`` over the cache, ``length`` of them; zero for the rest.
 
         cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, or ``joined [L, P, G, M + O]``; float32 or the bits of bfloat16.
-            Or ``latent`` as the bits of e4m3, with ``scale [L, P, G, M / 128]``, and ``rope`` of bfloat16.
+            Or ``latent`` as the bits of e4m3, with ``scale [L, P, G, M / 128]``, and ``rope`` of bfloat16. Expanded attention, without
+            weights, also takes ``key [L, P, G, H, N + O]`` and ``value [L, P, G, H, U]``.
         filled: which cache slots hold something; a query sees those and its own. None: all do.
+        chosen: of expanded attention alone, one bit for each position that a query attends to; None: to all that it sees.
         scale: of the scores. value_width: U, the width of a result; latent_width: M.
         """
-        latent, rope = (cache["joined"],) * 2 if "joined" in cache else (cache["latent"], cache["rope"])
-        width = latent_width if weights is None else value_width
+        by_head = "key" in cache
+        names = ("key", "value") if by_head else ("joined", "joined") if "joined" in cache else ("latent", "rope")
+        latent, rope = (cache[name] for name in names)
+        width = latent_width if weights is None and not by_head else value_width
         out = jax.ShapeDtypeStruct((*q_rope.shape[:3], width), jnp.float32)
         absorbs, bytes_of = weights is not None, latent.dtype.itemsize
-        sizes = (*q_nope.shape, q_rope.shape[3], value_width, latent_width, bytes_of, absorbs)
+        sizes = (*q_nope.shape, q_rope.shape[3], value_width, latent_width, bytes_of, absorbs, by_head)
         return self._call(name, out, sizes)(
             q_nope,
             q_rope,
@@ -117,16 +211,18 @@ class NativeKernels:
             length.astype(jnp.int32),
             tables.astype(jnp.int32),
             jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
+            jnp.ones((1,), jnp.uint32) if chosen is None else chosen,
             threads=np.int64(self.threads),
             latent_width=np.int64(latent_width),
             scale=np.float32(scale),
         )[0]
 
-    def _call(self, kernel: str, out: jax.ShapeDtypeStruct, sizes: tuple[int, ...]):
-        """The custom call ``kernel``, whose second result is its working memory."""
+    def _call(self, kernel: str, out: jax.ShapeDtypeStruct | list[jax.ShapeDtypeStruct], sizes: tuple[int, ...]):
+        """The custom call ``kernel``, whose last result is its working memory."""
         count = getattr(_library(self.path), f"dsjax_{kernel}_scratch")
         scratch = count(*(ctypes.c_int64(size) for size in (*sizes, self.threads)))
-        return jax.ffi.ffi_call(_target(kernel, self.name), (out, jax.ShapeDtypeStruct((scratch,), jnp.uint8)))
+        outs = out if isinstance(out, list) else [out]
+        return jax.ffi.ffi_call(_target(kernel, self.name), (*outs, jax.ShapeDtypeStruct((scratch,), jnp.uint8)))
 
 
 @functools.cache

@@ -15,13 +15,14 @@ from dsjax.errors import UserError
 from dsjax.kernels import build
 from dsjax.kernels.native_calls import NativeKernels
 from dsjax.kernels.pallas import PallasKernels
+from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.pallas.tile_table import TileTable
 from sharding.cores import most_threads
 
 CHOICES = ("auto", "plain", "native", "pallas")
-OPERATIONS = ("decode attention", "prefill attention", "experts", "other products")
-FAST_FORMS = ("CC", "A_CC", "A_CC_ME", "AM_CC_ME")
-"""MLA forms that native and Pallas attention have; ``CD``, which caches keys and values of each head, is plain everywhere."""
+OPERATIONS = ("decode attention", "prefill attention", "index choice", "experts", "other products")
+PALLAS_FORMS = ("CC", "A_CC", "A_CC_ME", "AM_CC_ME")
+"""MLA forms that Pallas attention has: not ``CD``, which caches keys and values of each head. Native attention has all."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +40,32 @@ class Implementation:
 
 TABLE = (
     Implementation("decode attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
-    Implementation("decode attention", "native", ("cpu",), "C++, absorbed MLA, pages read in place; not form CD"),
+    Implementation("decode attention", "native", ("cpu",), "C++, absorbed MLA, pages read in place"),
     Implementation("decode attention", "pallas", ("gpu",), "Triton, absorbed MLA, pages read in place; not form CD"),
     Implementation("decode attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, pages read in place; not form CD"),
     Implementation("prefill attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
-    Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block; not form CD"),
+    Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block, or cached"),
     Implementation("prefill attention", "pallas", ("gpu",), "Triton, absorbed MLA, causal tiles; not form CD"),
     Implementation("prefill attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, causal tiles; not form CD"),
-    Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (GPU), einsum or ragged_dot (TPU)"),
-    Implementation("experts", "native", ("cpu",), "C++, float32, bfloat16 and FP8 weights widened in registers"),
     Implementation(
-        "experts", "pallas", ("gpu",), "Triton, sorted pairs, weights read from the stack; FP8 × FP8, or FP8 widened"
+        "index choice", "plain", None, "JAX, of sparse attention: scores by blocks, the highest by bisection"
+    ),
+    Implementation("index choice", "native", ("cpu",), "C++, of sparse attention: index keys read in place"),
+    Implementation("index choice", "pallas", ("gpu",), "Triton, index scores of sparse attention; the highest in JAX"),
+    Implementation("index choice", "pallas", ("tpu",), "Mosaic, index scores of sparse attention; the highest in JAX"),
+    Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (GPU), einsum or ragged_dot (TPU)"),
+    Implementation("experts", "native", ("cpu",), "C++, float32, bfloat16, FP8 and FP4 weights widened in registers"),
+    Implementation(
+        "experts",
+        "pallas",
+        ("gpu",),
+        "Triton, sorted pairs, weights read from the stack; FP8 × FP8, or FP8 and FP4 widened",
     ),
     Implementation("experts", "pallas", ("tpu",), "Mosaic, sorted pairs, bfloat16 or FP8 weights read from the stack"),
     Implementation(
         "other products", "plain", None, "JAX; FP8 weights dequantised first, or by blocks with FP8 activations"
     ),
+    Implementation("other products", "native", ("cpu",), "C++, read from the stack, each row by itself; norms too"),
     Implementation(
         "other products",
         "pallas",
@@ -71,7 +82,6 @@ class Kernels:
 
     native: the loaded native kernels; pallas: the Pallas kernels; None of both where all is plain.
     left_plain: operations that the kernels leave to the plain form, because they cannot read this cache or these weights.
-    quantises: whether activations are quantised for FP8 products, which native kernels do not.
     note: why nothing faster is used where something exists, or how the native kernels came; one line for people, empty if there is
         nothing to say.
     """
@@ -79,7 +89,6 @@ class Kernels:
     native: NativeKernels | None = None
     pallas: PallasKernels | None = None
     left_plain: tuple[str, ...] = ()
-    quantises: bool = False
     note: str = field(default="", compare=False)
 
     def name(self, operation: str, form: str | None = None) -> str:
@@ -91,9 +100,12 @@ class Kernels:
             return "plain"
         if operation in self.left_plain:
             return "plain"
-        if self.quantises and loaded == "native" and operation == "experts":
-            return "plain"
-        return loaded if form is None or form in FAST_FORMS else "plain"
+        return "plain" if loaded == "pallas" and form is not None and form not in PALLAS_FORMS else loaded
+
+    @property
+    def fixed(self) -> bool:
+        """Whether Pallas kernels are used, in sizes that are the same for every shape (``--batch-invariant``)."""
+        return self.pallas is not None and self.pallas.fixed
 
     def names(self, prefill_form: str, decode_form: str) -> dict[str, str]:
         """Operation → implementation, for reports."""
@@ -113,12 +125,13 @@ def choose_kernels(
     cache: Path | None,
     prebuilt: Path | None = None,
     tiles: Path | None = None,
+    cores: Cores = Cores(),
 ) -> Kernels:
     """The kernels for ``--kernels CHOICE`` on devices of ``platform`` that compute in ``dtype``.
 
     devices: that this process drives; each native kernel gets its share of the cores. cache: folder that keeps what is built.
     prebuilt: a folder that ``dsjax kernels build`` filled (``--kernel-cache``); then nothing is built.
-    tiles: a file that ``dsjax tune`` made (``--kernel-config``), for the Pallas kernels.
+    tiles: a file that ``dsjax tune`` made (``--kernel-config``), for the Pallas kernels. cores: of the GPUs.
 
     Raises:
         UserError: tiles for other kernels, or a file that holds none; ``native`` or ``pallas`` where it cannot be had. With ``auto`` the
@@ -132,7 +145,7 @@ def choose_kernels(
     if choice == "plain":
         return PLAIN
     if choice == "pallas" or (choice == "auto" and platform in ("gpu", "tpu")):
-        return _pallas(choice, platform, dtype, tiles)
+        return _pallas(choice, platform, dtype, tiles, cores)
     if platform != "cpu":
         return _refuse(choice, f"native kernels are for the CPU platform, and these devices are {platform}")
     if dtype != np.float32:
@@ -149,7 +162,7 @@ def choose_kernels(
         )
 
 
-def _pallas(choice: str, platform: str, dtype: np.dtype, tiles: Path | None) -> Kernels:
+def _pallas(choice: str, platform: str, dtype: np.dtype, tiles: Path | None, cores: Cores) -> Kernels:
     """Compiled on GPUs and TPUs. On the CPU platform Pallas's interpreter runs those for GPUs, for tests; nobody would serve with it."""
     if platform not in ("gpu", "tpu", "cpu"):
         return _refuse(choice, f"these kernels are for GPUs and TPUs, and these devices are {platform}")
@@ -162,7 +175,7 @@ def _pallas(choice: str, platform: str, dtype: np.dtype, tiles: Path | None) -> 
     note = "Pallas kernels run by their interpreter on a CPU: right, and very slow" if platform == "cpu" else ""
     table = None if tiles is None else TileTable.read(tiles)
     whose = "tpu" if platform == "tpu" else "gpu"
-    return Kernels(pallas=PallasKernels(whose, interpret=platform == "cpu", tiles=table), note=note)
+    return Kernels(pallas=PallasKernels(whose, interpret=platform == "cpu", tiles=table, cores=cores), note=note)
 
 
 def _refuse(choice: str, reason: str) -> Kernels:

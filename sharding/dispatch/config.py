@@ -22,6 +22,12 @@ class DispatchConfig:
         back is always in the compute dtype.
     chunk_tokens: most tokens of a rank in one exchange; larger inputs go through a ``lax.scan``. None: no bound.
     report: whether ``dispatch`` also returns counts (tokens per expert, rows, rounds).
+    overlapped: whether something else is computed while rows travel. ``auto`` then takes no ``ragged``, beside which XLA's scheduler for
+        GPUs puts nothing (``docs/dryrun.md``), and the default capacity is rounded up to 4 instead of 8, as each half of a batch has
+        its own.
+    by_choice: whether what a token's experts give comes back apart, and is added where the token is, in the order of its choices: then a
+        token's sum has the same bits whatever the method, the mesh and the placement of experts (``docs/exactness.md``). Otherwise a rank
+        adds what its experts give before it answers, which moves fewer rows.
     """
 
     method: Literal["auto", "gather", "padded", "ragged"] = "auto"
@@ -29,6 +35,8 @@ class DispatchConfig:
     wire: Literal["compute", "fp8"] = "compute"
     chunk_tokens: int | None = None
     report: bool = False
+    by_choice: bool = False
+    overlapped: bool = False
 
     def __post_init__(self):
         if self.method not in METHODS:
@@ -41,14 +49,15 @@ class DispatchConfig:
                 raise MeshError(f"dispatch {name}={value}; expected at least 1, or None for the default")
 
 
-def default_capacity(tokens: int, top_k: int, ranks: int) -> int:
+def default_capacity(tokens: int, top_k: int, ranks: int, overlapped: bool = False) -> int:
     """Rows that a rank may send to one other rank per round, when none is configured.
 
     tokens: tokens of the sending rank; ranks: size of the EP group. With even routing a token has an expert on a given
     rank with probability ``p = 1 - (1 - 1/ranks)^top_k``; the rule takes the mean ``tokens * p`` plus four standard
     deviations, so that a further round (two more collectives for the whole group) is rare under even routing, rounds
-    it up to a multiple of 8 and never exceeds ``tokens``, at which no second round is possible.
+    it up to a multiple of 8, or 4 where exchanges are ``overlapped``, and never exceeds ``tokens``, at which no second round is possible.
     """
     p = 1.0 - (1.0 - 1.0 / ranks) ** top_k
     wanted = tokens * p + 4.0 * (tokens * p * (1.0 - p)) ** 0.5
-    return max(1, min(tokens, 8 * -(-int(wanted + 0.999) // 8)))
+    multiple = 4 if overlapped else 8
+    return max(1, min(tokens, multiple * -(-int(wanted + 0.999) // multiple)))

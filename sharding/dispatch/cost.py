@@ -55,14 +55,24 @@ def dispatch_collectives(
     tokens: tokens of one device, that is of a DP rank divided over its ``tp`` ranks, rounded up; width: D; experts: physical
     experts over all ranks; dtype: the compute dtype; rounds: of ``padded``, per chunk (1 unless routing overflows ``capacity``).
     """
-    group = ExpertGroup.of(spec, experts, platform)
-    method, chunk, chunks, capacity = exchange_plan(config, tokens, top_k, group)
-    wire = WireFormat(width, top_k, jnp.dtype(dtype), config.wire == "fp8")
+    group = ExpertGroup.of(spec, experts, platform, config.by_choice)
+    plan = exchange_plan(config, tokens, top_k, group)
+    method, chunks, capacity = plan.method, plan.chunks, plan.capacity
+    chunk, wire = plan.rows, WireFormat(width, plan.choices, jnp.dtype(dtype), config.wire == "fp8")
     there, back = wire.row_bytes, width * np.dtype(dtype).itemsize
     if method == "local":
         return ()
     if method == "gather":
         every = chunk * group.all_ranks
+        if config.by_choice:
+            columns = chunk * min(top_k, group.experts)
+            cells, times = min(columns, capacity), chunks * (1 if columns <= capacity else rounds)
+            return (
+                _all_gather("dispatch", group.all_axes, group.all_ranks, chunk * there, chunks),
+                _spread(
+                    "all_to_all", "combine", group.all_axes, group.all_ranks, group.all_ranks * cells * back, times
+                ),
+            )
         return (
             _all_gather("dispatch", group.all_axes, group.all_ranks, chunk * there, chunks),
             _spread("reduce_scatter", "combine", group.all_axes, group.all_ranks, every * back, chunks),
@@ -77,13 +87,14 @@ def dispatch_collectives(
     if method == "ragged" and group.size > 1:
         sent.append(_all_gather("sizes", group.axes, group.size, 4 * group.size, times))
     if group.size > 1:
-        sent.append(_exchange(exchange, "dispatch", group, arriving, chunk, top_k, there, times))
+        sent.append(_exchange(exchange, "dispatch", group, arriving, chunk, plan.choices, there, times))
     if group.width > 1:
         sent.append(_all_gather("dispatch", group.width_axes, group.width, arriving * there, times))
         pooled = group.width * arriving * back
-        sent.append(_spread("reduce_scatter", "combine", group.width_axes, group.width, pooled, times))
+        kind = "all_to_all" if config.by_choice else "reduce_scatter"
+        sent.append(_spread(kind, "combine", group.width_axes, group.width, pooled, times))
     if group.size > 1:
-        sent.append(_exchange(exchange, "combine", group, arriving, chunk, top_k, back, times))
+        sent.append(_exchange(exchange, "combine", group, arriving, chunk, plan.choices, back, times))
     return tuple(sent)
 
 

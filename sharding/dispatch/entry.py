@@ -1,25 +1,28 @@
-"""``dispatch``: the one call a model makes; opens ``shard_map`` and hands this rank's tokens to the chosen method."""
+"""``dispatch`` and ``Exchange``, its parts: they open ``shard_map`` and hand a rank's tokens to the chosen method."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sharding.dispatch.choice import choose_method
 from sharding.dispatch.config import DispatchConfig, default_capacity
-from sharding.dispatch.gather import gather_dispatch
+from sharding.dispatch.gather import Gather, GatherByChoice
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, LocalExperts, RankExperts
-from sharding.dispatch.padded import padded_dispatch
-from sharding.dispatch.ragged import ragged_dispatch
+from sharding.dispatch.methods import Alone, ByChoice, InChunks
+from sharding.dispatch.padded import Padded
+from sharding.dispatch.ragged import Ragged
+from sharding.dispatch.transit import Method, Transit
 from sharding.dispatch.wire import WireFormat
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
@@ -60,47 +63,157 @@ def dispatch(
     Raises:
         MeshError: tokens that do not divide over the DP ranks; experts that do not divide over the EP group.
     """
-    tokens = x_TD.shape[0]
-    if tokens % spec.dp_size:
-        raise MeshError(
-            f"{tokens} tokens do not divide over dp={spec.dp_size} ranks; pad each rank's tokens to the same number, "
-            "with expert id -1"
-        )
-    experts = _leading_dimension(params) if experts is None else experts
-    if experts % spec.ep_size:
-        raise MeshError(
-            f"{experts} physical experts are not divisible by ep={spec.ep_size}; add {-experts % spec.ep_size} redundant ones"
-        )
-    group = ExpertGroup.of(spec, experts, mesh.devices.flat[0].platform)
-    pad = partial(_pad_per_dp_rank, dp=spec.dp_size, multiple=spec.tp_size)
-    inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK.astype(jnp.float32), fill=0)
-    over_ranks = P(spec.token_axes)
-    with jax.named_scope("dispatch"):
-        y, counts = jax.shard_map(
-            partial(_on_one_rank, group, config, local_experts, home),
-            mesh=mesh,
-            in_specs=(over_ranks, over_ranks, over_ranks, param_specs),
-            out_specs=(over_ranks, over_ranks),
-            check_vma=False,
-        )(*inputs, params)
-    return _unpad_per_dp_rank(y, tokens, spec.dp_size), counts if config.report else None
+    exchange = Exchange.of(
+        spec, mesh, config, x_TD, slots_TK, _leading_dimension(params) if experts is None else experts, home
+    )
+    ranks = ExpertsOfMesh(local_experts, params, param_specs)
+    transit = exchange.compute(exchange.begin(x_TD, slots_TK, weights_TK), ranks)
+    return exchange.finish(transit, ranks)
 
 
-def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: ExpertGroup) -> tuple[str, int, int, int]:
-    """``(method, tokens of a chunk, chunks, capacity)`` that ``config`` means for a rank's ``tokens``.
+class ExpertsOfMesh(NamedTuple):
+    """``local_experts``, ``params`` and ``param_specs`` of ``dispatch``."""
 
-    The method is ``local`` where the group is this rank alone: no collective at all.
+    local_experts: LocalExperts
+    params: Any
+    param_specs: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """One dispatch of so many tokens, in parts: ``dispatch`` is ``begin``, ``compute`` and ``finish``, one after the other.
+
+    ``begin`` is ``prepare`` and then ``send``; ``finish`` is ``answer`` and then ``add``. ``send`` and ``answer`` hold the collectives
+    that carry rows, and nothing else. Between two parts lies a ``Transit`` whose arrays have a leading axis for the rank, over
+    ``spec.token_axes``.
+
+    tokens: of the whole step; the rest is as in ``dispatch``. Make it with ``Exchange.of``.
     """
+
+    spec: MeshSpec
+    mesh: Mesh
+    config: DispatchConfig
+    group: ExpertGroup
+    method: Method
+    tokens: int
+    home: bool
+
+    @classmethod
+    def of(
+        cls, spec: MeshSpec, mesh: Mesh, config: DispatchConfig, x_TD, slots_TK, experts: int, home: bool = False
+    ) -> Exchange:
+        """The exchange of tokens of these shapes. Arguments and errors are ``dispatch``'s."""
+        tokens, top_k = slots_TK.shape
+        if tokens % spec.dp_size:
+            raise MeshError(
+                f"{tokens} tokens do not divide over dp={spec.dp_size} ranks; pad each rank's tokens to the same number, "
+                "with expert id -1"
+            )
+        if experts % spec.ep_size:
+            raise MeshError(
+                f"{experts} physical experts are not divisible by ep={spec.ep_size}; add {-experts % spec.ep_size} redundant ones"
+            )
+        group = ExpertGroup.of(spec, experts, mesh.devices.flat[0].platform, config.by_choice)
+        on_rank = -(-tokens // spec.dp_size // spec.tp_size)
+        method = _method(group, config, home, on_rank, top_k, x_TD.shape[1], x_TD.dtype)
+        return cls(spec, mesh, config, group, method, tokens, home)
+
+    def begin(self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]) -> Transit:
+        """Send the tokens: ``compute`` takes what it gives."""
+        return self.send(self.prepare(x_TD, slots_TK, weights_TK))
+
+    def prepare(
+        self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
+    ) -> Transit:
+        """Pack the tokens for their ways."""
+        pad = partial(_pad_per_dp_rank, dp=self.spec.dp_size, multiple=self.spec.tp_size)
+        inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK.astype(jnp.float32), fill=0)
+        run = self._on_ranks(lambda *inputs: _stacked(self.method.prepare(*inputs)), (self._over_ranks,) * 3)
+        return run(*inputs)
+
+    def send(self, transit: Transit) -> Transit:
+        """Exchange what ``prepare`` packed."""
+        return self._on_ranks(lambda transit: _stacked(self.method.send(_own(transit))), (self._over_ranks,))(transit)
+
+    def compute(self, transit: Transit, experts: ExpertsOfMesh) -> Transit:
+        """Apply the experts to what arrived."""
+
+        def on_rank(transit: Transit, params: Any) -> Transit:
+            return _stacked(self.method.compute(_own(transit), self._experts(experts, params)))
+
+        return self._on_ranks(on_rank, (self._over_ranks, experts.param_specs))(transit, experts.params)
+
+    def finish(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
+        """Bring back what the experts gave, and add it up: what ``dispatch`` returns."""
+        return self.add(self.answer(transit), experts)
+
+    def answer(self, transit: Transit) -> Transit:
+        """Exchange what the experts gave."""
+        return self._on_ranks(lambda transit: _stacked(self.method.answer(_own(transit))), (self._over_ranks,))(transit)
+
+    def add(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
+        """Add what came back, and what comes in further rounds."""
+
+        def on_rank(transit: Transit, params: Any) -> tuple[jax.Array, Counts]:
+            y_TD, counts = self.method.add(_own(transit), self._experts(experts, params))
+            return y_TD, _stacked(counts)
+
+        run = self._on_ranks(on_rank, (self._over_ranks, experts.param_specs))
+        y_TD, counts = run(transit, experts.params)
+        return _unpad_per_dp_rank(y_TD, self.tokens, self.spec.dp_size), counts if self.config.report else None
+
+    def _experts(self, experts: ExpertsOfMesh, params: Any) -> RankExperts:
+        return RankExperts(self.group, experts.local_experts, params, self.config.report, self.home)
+
+    @property
+    def _over_ranks(self) -> P:
+        return P(self.spec.token_axes)
+
+    def _on_ranks(self, part: Callable, in_specs: tuple) -> Callable:
+        run = jax.shard_map(part, mesh=self.mesh, in_specs=in_specs, out_specs=self._over_ranks, check_vma=False)
+        return jax.named_scope("dispatch")(run)
+
+
+def _stacked(tree: Any) -> Any:
+    return jax.tree.map(lambda array: array[None], tree)
+
+
+def _own(tree: Any) -> Any:
+    return jax.tree.map(lambda array: array[0], tree)
+
+
+class ExchangePlan(NamedTuple):
+    """How a rank's tokens are exchanged: the method, tokens of a chunk, chunks, and rows that a rank may send to another in a round.
+
+    method: ``local`` where the group is this rank alone: no collective at all. rows, choices: what is sent of a chunk, and how many of a
+        token's choices a row is for: a token for all of them, or for each of them.
+    """
+
+    method: str
+    chunk: int
+    chunks: int
+    capacity: int
+    rows: int
+    choices: int
+
+
+def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: ExpertGroup) -> ExchangePlan:
+    """What ``config`` means for a rank's ``tokens``, each of which has ``top_k`` choices."""
     chunk = min(tokens, config.chunk_tokens or tokens)
     chunks = -(-tokens // chunk)
     chunk = -(-tokens // chunks)  # even chunks, so that the padding is less than one row a chunk
-    capacity = min(chunk, config.capacity or default_capacity(chunk, top_k, group.size))
+    capacity = min(chunk, config.capacity or default_capacity(chunk, top_k, group.size, config.overlapped))
     if group.all_ranks == 1:
-        return "local", chunk, chunks, capacity
+        return ExchangePlan("local", chunk, chunks, capacity, chunk, top_k)
     method = config.method
     if method == "auto":
-        method = choose_method(chunk, top_k, group.size, group.platform)
-    return method, chunk, chunks, capacity
+        method = choose_method(chunk, top_k, group.size, group.platform, config.overlapped)
+    rows = chunk * top_k
+    if config.by_choice:
+        capacity = min(rows, config.capacity or default_capacity(rows, 1, group.size, config.overlapped))
+    if method == "gather" or not config.by_choice:
+        return ExchangePlan(method, chunk, chunks, capacity, chunk, top_k)
+    return ExchangePlan(method, chunk, chunks, capacity, rows, 1)
 
 
 def resolved_method(
@@ -116,50 +229,30 @@ def resolved_method(
         platform: of the mesh's devices: ``cpu``, ``gpu`` or ``tpu``.
     """
     group = ExpertGroup.of(spec, experts, platform)
-    return exchange_plan(config, -(-tokens // spec.tp_size), top_k, group)[0]
+    return exchange_plan(config, -(-tokens // spec.tp_size), top_k, group).method
 
 
-def _on_one_rank(
-    group: ExpertGroup,
-    config: DispatchConfig,
-    local_experts: LocalExperts,
-    home: bool,
-    x_TD,
-    slots_TK,
-    weights_TK,
-    params,
-) -> tuple[jax.Array, Counts]:
-    tokens, top_k = slots_TK.shape
-    method, chunk, chunks, capacity = exchange_plan(config, tokens, top_k, group)
-    wire = WireFormat(x_TD.shape[1], top_k, x_TD.dtype, config.wire == "fp8")
-    experts = RankExperts(group, local_experts, params, config.report, home)
-
-    def exchange(x_TD, slots_TK, weights_TK) -> tuple[jax.Array, Counts]:
-        if method == "local":
-            if home:
-                own_TK, one_TK = experts.home_slots(slots_TK)
-                slots_TK, weights_TK = (
-                    jnp.concatenate(pair, axis=1) for pair in ((slots_TK, own_TK[:, :1]), (weights_TK, one_TK[:, :1]))
-                )
-            y_TD, seen = experts(x_TD, slots_TK, weights_TK)
-            nothing = jnp.int32(0)
-            return y_TD, seen and seen | {"rows_sent": nothing, "rows_received": nothing, "rounds": nothing}
-        if method == "gather":
-            return gather_dispatch(group, wire, x_TD, slots_TK, weights_TK, experts)
-        if method == "padded":
-            return padded_dispatch(group, wire, capacity, x_TD, slots_TK, weights_TK, experts)
-        return ragged_dispatch(group, wire, x_TD, slots_TK, weights_TK, experts)
-
-    if chunks == 1:
-        y_TD, counts = exchange(x_TD, slots_TK, weights_TK)
+def _method(
+    group: ExpertGroup, config: DispatchConfig, home: bool, tokens: int, top_k: int, width: int, dtype: jnp.dtype
+) -> Method:
+    """How a rank's ``tokens`` tokens of ``width`` are exchanged."""
+    plan = exchange_plan(config, tokens, top_k, group)
+    wire = WireFormat(width, plan.choices, dtype, config.wire == "fp8")
+    inner_home = home and not config.by_choice
+    by_choice = config.by_choice and plan.method != "local"
+    if plan.method == "local":
+        method = Alone(home)
+    elif plan.method == "gather" and by_choice:
+        method = GatherByChoice(group, wire, plan.chunk, top_k, plan.capacity)
+    elif plan.method == "gather":
+        method = Gather(group, wire, plan.chunk, inner_home)
+    elif plan.method == "padded":
+        method = Padded(group, wire, plan.capacity, inner_home)
     else:
-        pad = partial(_pad_rows, rows=chunks * chunk)
-        inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK, fill=0)
-        split = [array.reshape(chunks, chunk, -1) for array in inputs]
-        _, (y, counts) = lax.scan(lambda _, inputs: (None, exchange(*inputs)), None, split)
-        y_TD = y.reshape(chunks * chunk, -1)[:tokens]
-        counts = jax.tree.map(lambda count: jnp.sum(count, axis=0), counts)
-    return y_TD, jax.tree.map(lambda count: count[None], counts)
+        method = Ragged(group, wire, plan.rows, plan.choices, inner_home)
+    if by_choice:
+        method = ByChoice(group, method, apart=plan.method != "gather", home=home, top_k=top_k)
+    return method if plan.chunks == 1 else InChunks(method, tokens, plan.chunk, plan.chunks)
 
 
 def _leading_dimension(params: Any) -> int:
@@ -170,10 +263,6 @@ def _leading_dimension(params: Any) -> int:
             "number given as `experts`"
         )
     return counts.pop()
-
-
-def _pad_rows(array: jax.Array, *, rows: int, fill: int) -> jax.Array:
-    return jnp.pad(array, ((0, rows - array.shape[0]), (0, 0)), constant_values=fill)
 
 
 def _pad_per_dp_rank(array: jax.Array, *, dp: int, multiple: int, fill: int) -> jax.Array:

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from sharding.mesh import AXES, MeshSpec
+from sharding.sums import tree_sum
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ExpertGroup:
         along ``width_axes`` hold the same experts and different tokens.
     experts: physical experts on one rank.
     platform: of the mesh's devices (``cpu``, ``gpu``, ``tpu``), for choices between equal implementations.
+    in_order: whether parts of a width are added in an order that no mesh changes (``sharding.sums``).
     """
 
     axes: tuple[str, ...]
@@ -29,14 +31,17 @@ class ExpertGroup:
     width: int
     experts: int
     platform: str
+    in_order: bool = False
 
     @classmethod
-    def of(cls, spec: MeshSpec, experts: int, platform: str) -> ExpertGroup:
+    def of(cls, spec: MeshSpec, experts: int, platform: str, in_order: bool = False) -> ExpertGroup:
         """The group that ``spec`` lays out, with ``experts`` physical experts in all, a multiple of ``spec.ep_size``."""
         sizes = dict(zip(AXES, spec.shape, strict=True))
         axes = tuple(a for a in spec.expert_axes if sizes[a] > 1)
         width_axes = tuple(a for a in spec.expert_width_axes if sizes[a] > 1)
-        return cls(axes, spec.ep_size, width_axes, spec.expert_width_shards, experts // spec.ep_size, platform)
+        return cls(
+            axes, spec.ep_size, width_axes, spec.expert_width_shards, experts // spec.ep_size, platform, in_order
+        )
 
     @property
     def all_axes(self) -> tuple[str, ...]:
@@ -66,4 +71,6 @@ class ExpertGroup:
         """Undo ``pool_width``: add up the parts, each rank keeping the rows that it brought."""
         if self.width == 1:
             return partial_ND
+        if self.in_order:
+            return tree_sum(partial_ND, self.width_axes, self.width, split=True)
         return lax.psum_scatter(partial_ND, self.width_axes, scatter_dimension=0, tiled=True)

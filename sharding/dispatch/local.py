@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,24 +41,51 @@ class RankExperts:
         self, rows_ND: Rows, slots_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
     ) -> tuple[Float[Array, "N D"], Counts]:
         """Weighted sums over this rank's experts of each row, zero where it uses none; and the counts."""
-        local_NK = slots_NK - self.group.index() * self.group.experts
-        local_NK = jnp.where((slots_NK >= 0) & (local_NK >= 0) & (local_NK < self.group.experts), local_NK, -1)
-        if self.home:
-            local_NK = jnp.where(slots_NK == HOME, self.group.experts, local_NK)
+        ids, weights = fewer_columns(self._local(slots_NK), weights_NK, self.group.experts + self.home)
+        return self.local_experts(self.params, rows_ND, ids, weights), self._seen(ids)
+
+    def terms(
+        self, rows_ND: Rows, slots_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
+    ) -> tuple[Float[Array, "N J D"], Counts]:
+        """What each of this rank's experts gives for each row, with its weight, zero where there is none; and the counts.
+
+        J is K, or the number of experts that the rank has, where that is less: then column j is expert j. Where ``local_experts`` has
+        a method ``terms``, it gives this; otherwise it is called with every row J times.
+        """
+        local_NK = self._local(slots_NK)
         ids, weights = fewer_columns(local_NK, weights_NK, self.group.experts + self.home)
-        out_ND = self.local_experts(self.params, rows_ND, ids, weights)
+        if hasattr(self.local_experts, "terms"):
+            return self.local_experts.terms(self.params, rows_ND, ids, weights), self._seen(ids)
+        N, J = ids.shape
+        repeated = rows_ND.take(jnp.repeat(jnp.arange(N), J), axis=0)
+        out = self.local_experts(self.params, repeated, ids.reshape(N * J, 1), weights.reshape(N * J, 1))
+        return out.reshape(N, J, -1), self._seen(ids)
+
+    @property
+    def without_home(self) -> RankExperts:
+        """The same, as they are for tokens that do not use the one expert more."""
+        return replace(self, home=False)
+
+    def _seen(self, ids: Int[Array, "N J"]) -> Counts:
         if not self.count:
-            return out_ND, {}
+            return {}
         # What is none, -1, counts in the last, dropped; so does the expert for own tokens.
         per_expert = jnp.zeros((self.group.experts + 1,), jnp.int32).at[ids].add(1)
         used_N = jnp.any((ids >= 0) & (ids < self.group.experts), axis=1)
-        return out_ND, {"tokens_per_expert": per_expert[:-1], "rows_received": jnp.sum(used_N)}
+        return {"tokens_per_expert": per_expert[:-1], "rows_received": jnp.sum(used_N)}
 
-    def home_slots(self, slots_TK: Int[Array, "T K"]) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
-        """Slots and weights with which this rank's own tokens use the expert that it has for them: active ones, with weight 1."""
-        first_K = jnp.arange(slots_TK.shape[1]) == 0
-        uses_TK = jnp.any(slots_TK >= 0, axis=1)[:, None] & first_K
-        return jnp.where(uses_TK, HOME, -1), uses_TK.astype(jnp.float32)
+    def _local(self, slots_NK: Int[Array, "N K"]) -> Int[Array, "N K"]:
+        """Slots as numbers of this rank's experts, -1 for what is not here."""
+        local_NK = slots_NK - self.group.index() * self.group.experts
+        local_NK = jnp.where((slots_NK >= 0) & (local_NK >= 0) & (local_NK < self.group.experts), local_NK, -1)
+        return jnp.where(slots_NK == HOME, self.group.experts, local_NK) if self.home else local_NK
+
+
+def home_slots(slots_TK: Int[Array, "T K"]) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+    """Slots and weights with which a rank's own tokens use the expert that it has for them: active ones, with weight 1."""
+    first_K = jnp.arange(slots_TK.shape[1]) == 0
+    uses_TK = jnp.any(slots_TK >= 0, axis=1)[:, None] & first_K
+    return jnp.where(uses_TK, HOME, -1), uses_TK.astype(jnp.float32)
 
 
 def fewer_columns(

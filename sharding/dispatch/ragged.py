@@ -9,65 +9,122 @@ on one rank; ``chunk_tokens`` bounds it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.local import Counts, RankExperts, add_sent
-from sharding.dispatch.route import add_returned, fill_cells, plan_route
+from sharding.dispatch.local import Counts, RankExperts, add_sent, home_slots
+from sharding.dispatch.route import Route, add_returned, fill_cells, plan_route
+from sharding.dispatch.transit import Transit
 from sharding.dispatch.wire import WireFormat
 
 NATIVE_PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
 
 
-def ragged_dispatch(
-    group: ExpertGroup,
-    wire: WireFormat,
-    x_TD: Float[Array, "T D"],
-    slots_TK: Int[Array, "T K"],
-    weights_TK: Float[Array, "T K"],
-    experts: RankExperts,
-) -> tuple[Float[Array, "T D"], Counts]:
-    """Inside ``shard_map``: weighted expert outputs of this rank's T tokens, and counts."""
-    tokens, top_k = slots_TK.shape
-    route = plan_route(group, slots_TK)
-    me = group.index()
-    counts_SG = route.counts_G[None] if group.size == 1 else lax.all_gather(route.counts_G, group.axes)
-    sent_G, received_S = counts_SG[me], counts_SG[:, me]
-    before_G = _exclusive_sums(sent_G)  # where the rows for each rank begin in this rank's send buffer
-    cell_TK = jnp.where(route.sends_TK, before_G[route.rank_TK] + route.place_TK, tokens * top_k)
-    out_rows, in_rows = tokens * min(top_k, group.size), tokens * group.size
-    empty = wire.empty_row(jnp.int32(0))
-    packed = jnp.concatenate([wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0)), empty])
-    arrived = ragged_exchange(
-        group,
-        packed.take(fill_cells(cell_TK, out_rows), axis=0, mode="clip"),
-        jnp.broadcast_to(empty, (in_rows, empty.shape[1])),
-        sent_G,
-        received_S,
-        lands_G=_exclusive_sums(counts_SG, axis=0)[me],
-        most=tokens,
-    )
-    if experts.home:
-        arrived = jnp.concatenate([arrived, wire.pack(x_TD, *experts.home_slots(slots_TK), jnp.int32(0))])
-    rows, slots_NK, weights_NK, _ = wire.unpack(group.pool_width(arrived))
-    sums_ND, seen = experts(rows, slots_NK, weights_NK)
-    sums_ND = group.share_width(sums_ND)
-    returned = ragged_exchange(
-        group,
-        sums_ND[:in_rows],
-        jnp.zeros((out_rows, sums_ND.shape[1]), sums_ND.dtype),
-        received_S,
-        sent_G,
-        lands_G=_exclusive_sums(counts_SG, axis=1)[:, me],
-        most=tokens,
-    )
-    y_TD = add_returned(returned, cell_TK, route.sends_TK)
-    if experts.home:
-        y_TD += sums_ND[in_rows:].astype(jnp.float32)
-    return y_TD.astype(x_TD.dtype), add_sent(group, seen, route.counts_G, 1)
+class _Kept(NamedTuple):
+    """What a rank keeps while its rows are on their way.
+
+    sent_G, received_G: rows to and from each rank. lands_G, back_G: at which row of each rank's buffer they begin there, and those that
+    come back from here. cell_TK: where a choice's row lies among those that go and come back. home: tokens for the expert that the rank
+    has for them, or None. From ``compute`` on, seen: counts. From ``answer`` on, own: what ``home`` gave.
+    """
+
+    route: Route
+    sent_G: Array
+    received_G: Array
+    lands_G: Array
+    back_G: Array
+    cell_TK: Array
+    home: Array | None
+    seen: Counts | None = None
+    own: Array | None = None
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """``Method`` of ``ragged``: every row that there is, and no other. ``prepare`` exchanges the sizes.
+
+    tokens, top_k: of this rank.
+    """
+
+    group: ExpertGroup
+    wire: WireFormat
+    tokens: int
+    top_k: int
+    home: bool
+
+    @property
+    def _rows(self) -> tuple[int, int]:
+        """Most rows that leave a rank, and most that arrive."""
+        return self.tokens * min(self.top_k, self.group.size), self.tokens * self.group.size
+
+    def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
+        """Tell all ranks the sizes, and order this rank's rows by where they go."""
+        route = plan_route(self.group, slots_TK)
+        counts_SG = route.counts_G[None] if self.group.size == 1 else lax.all_gather(route.counts_G, self.group.axes)
+        me = self.group.index()
+        sent_G, received_G = counts_SG[me], counts_SG[:, me]
+        before_G = _exclusive_sums(sent_G)  # where the rows for each rank begin in this rank's send buffer
+        cell_TK = jnp.where(route.sends_TK, before_G[route.rank_TK] + route.place_TK, self.tokens * self.top_k)
+        packed = jnp.concatenate(
+            [self.wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0)), self.wire.empty_row(jnp.int32(0))]
+        )
+        home = self.wire.pack(x_TD, *home_slots(slots_TK), jnp.int32(0)) if self.home else None
+        rows = packed.take(fill_cells(cell_TK, self._rows[0]), axis=0, mode="clip")
+        lands_G, back_G = _exclusive_sums(counts_SG, axis=0)[me], _exclusive_sums(counts_SG, axis=1)[:, me]
+        return Transit(rows, _Kept(route, sent_G, received_G, lands_G, back_G, cell_TK, home))
+
+    def send(self, transit: Transit) -> Transit:
+        """The rows, in one exchange, and the pooling of what arrived over ``tp``."""
+        kept = transit.kept
+        empty = self.wire.empty_row(jnp.int32(0))
+        arrived = ragged_exchange(
+            self.group,
+            transit.rows,
+            jnp.broadcast_to(empty, (self._rows[1], empty.shape[1])),
+            kept.sent_G,
+            kept.received_G,
+            lands_G=kept.lands_G,
+            most=self.tokens,
+        )
+        if kept.home is not None:
+            arrived = jnp.concatenate([arrived, kept.home])
+        return Transit(self.group.pool_width(arrived), kept._replace(home=None))
+
+    def compute(self, transit: Transit, experts: RankExperts) -> Transit:
+        """The weighted sums of this rank's experts."""
+        rows, slots_NK, weights_NK, _ = self.wire.unpack(transit.rows)
+        sums_ND, seen = experts(rows, slots_NK, weights_NK)
+        return Transit(sums_ND, transit.kept._replace(seen=seen))
+
+    def answer(self, transit: Transit) -> Transit:
+        """The sums over parts of a width, and one exchange."""
+        kept = transit.kept
+        out_rows, in_rows = self._rows
+        sums_ND = self.group.share_width(transit.rows)
+        returned = ragged_exchange(
+            self.group,
+            sums_ND[:in_rows],
+            jnp.zeros((out_rows, sums_ND.shape[1]), sums_ND.dtype),
+            kept.received_G,
+            kept.sent_G,
+            lands_G=kept.back_G,
+            most=self.tokens,
+        )
+        return Transit(returned, kept._replace(own=sums_ND[in_rows:] if self.home else None))
+
+    def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
+        """Each token's sum of what came back."""
+        kept = transit.kept
+        y_TD = add_returned(transit.rows, kept.cell_TK, kept.route.sends_TK)
+        if kept.own is not None:
+            y_TD += kept.own.astype(jnp.float32)
+        return y_TD.astype(self.wire.dtype), add_sent(self.group, kept.seen, kept.route.counts_G, 1)
 
 
 def ragged_exchange(

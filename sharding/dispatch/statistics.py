@@ -53,10 +53,12 @@ class DispatchStatistics:
         top_k: int,
         dtype: jnp.dtype,
         platform: str,
+        exchanges: int = 1,
     ) -> DispatchStatistics:
         """Read what ``dispatch`` returned, for one layer or stacked over layers (a scan's output).
 
-        tokens: of one device, as in ``dispatch_collectives``; width: D; dtype: the compute dtype.
+        tokens: of one device, as in ``dispatch_collectives``; width: D; dtype: the compute dtype. exchanges: how many of so many tokens
+        were added up in a layer's counts.
         """
         arrays = {name: np.asarray(value).astype(np.int64) for name, value in counts.items()}
         if arrays["rounds"].ndim == 1:
@@ -65,7 +67,9 @@ class DispatchStatistics:
         per_expert = tokens_per_physical_expert(spec, per_rank)
         shape = {"tokens": tokens, "width": width, "top_k": top_k, "dtype": dtype, "platform": platform}
         shape["experts"] = per_expert.shape[1]
-        wire = WireFormat(width, top_k, jnp.dtype(dtype), config.wire == "fp8")
+        group = ExpertGroup.of(spec, shape["experts"], platform, config.by_choice)
+        choices = exchange_plan(config, tokens, top_k, group).choices
+        wire = WireFormat(width, choices, jnp.dtype(dtype), config.wire == "fp8")
         row_bytes = wire.row_bytes + width * np.dtype(dtype).itemsize
         payload = int(arrays["rows_sent"].sum()) * row_bytes
         return cls(
@@ -75,7 +79,7 @@ class DispatchStatistics:
             rows_received_per_rank=arrays["rows_received"].sum(axis=0),
             rounds=int(arrays["rounds"].max(axis=1).sum()),
             payload_bytes=payload,
-            wire_bytes=_wire_bytes(arrays, spec, config, payload, shape),
+            wire_bytes=_wire_bytes(arrays, spec, config, payload, shape, exchanges),
         )
 
     @property
@@ -104,15 +108,19 @@ def tokens_per_physical_expert(spec: MeshSpec, counts: np.ndarray) -> np.ndarray
 
 
 def _wire_bytes(
-    arrays: Mapping[str, np.ndarray], spec: MeshSpec, config: DispatchConfig, payload: int, shape: dict
+    arrays: Mapping[str, np.ndarray], spec: MeshSpec, config: DispatchConfig, payload: int, shape: dict, exchanges: int
 ) -> int:
     """Bytes that all devices sent: one round's collectives times the rounds that each rank counted."""
     group = ExpertGroup.of(spec, shape["experts"], shape["platform"])
-    method, _, chunks, _ = exchange_plan(config, shape["tokens"], shape["top_k"], group)
+    plan = exchange_plan(config, shape["tokens"], shape["top_k"], group)
+    method, chunks = plan.method, plan.chunks
     collectives = dispatch_collectives(spec, config, **shape)
     if method == "ragged" and shape["platform"] in NATIVE_PLATFORMS and group.width == 1:
         collectives = tuple(c for c in collectives if c.purpose == "sizes")
     else:
         payload = 0
-    once = sum(c.bytes_sent * c.times for c in collectives) // chunks
-    return payload + once * int(arrays["rounds"].sum())
+    rounds = int(arrays["rounds"].sum())
+    # Further rounds of ``gather`` bring terms back; its tokens are gathered once for each chunk.
+    gathers = arrays["rounds"].size * chunks * exchanges if method == "gather" else rounds
+    sent = {"dispatch": gathers, "sizes": rounds, "combine": rounds}
+    return payload + sum(c.bytes_sent * c.times // chunks * sent[c.purpose] for c in collectives)

@@ -68,9 +68,9 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
         size = one.times * bytes_moved(program, one.computation, one.operation)
         moved += size
         bytes_assumed += size if assumed else 0.0
-        known = told or _gemm(one.computation, one.operation) or _grouped(one.operation)
+        known = told or gemm_dimensions(one.computation, one.operation) or grouped_product(one.operation)
         if one.operation.opcode == "custom-call" and not known:
-            name = _target(one.operation)
+            name = call_target(one.operation)
             if name not in ORDERING:
                 uncounted[name] = uncounted.get(name, 0.0) + one.times
     return ProgramCosts(flops, by_dtype, moved, flops_assumed, bytes_assumed, uncounted)
@@ -85,7 +85,7 @@ def bytes_moved(program: Program, computation: Computation, operation: Operation
     told = told_cost(operation)
     if told:
         return round(told.bytes)
-    if opcode == "custom-call" and _target(operation) in ORDERING:
+    if opcode == "custom-call" and call_target(operation) in ORDERING:
         return 0
     if opcode == "fusion":
         if collective_of(program, operation) or is_done(program, operation):
@@ -156,10 +156,10 @@ def products(program: Program, computation: Computation, operation: Operation) -
         yield left.dtype, convolution_flops(operation, left, right)
     elif operation.opcode == "dot":
         contracting = operation.integers("lhs_contracting_dims")
-    elif _grouped(operation):
-        yield _grouped(operation)
+    elif grouped_product(operation):
+        yield grouped_product(operation)
     elif operation.opcode == "custom-call":
-        contracting = _gemm(computation, operation)
+        contracting = gemm_dimensions(computation, operation)
     if contracting is None:
         return
     left = computation.operations[operation.operands[0]].shapes[0]
@@ -192,13 +192,13 @@ def told_cost(operation: Operation) -> ToldCost | None:
     return ToldCost(float(fields["flops"]), float(fields["bytes"]), fields["dtype"], fields["assumed"] == "1")
 
 
-def _target(operation: Operation) -> str:
+def call_target(operation: Operation) -> str:
     """What a custom call calls."""
     target = re.search(r'custom_call_target="([^"]*)"', operation.attributes)
     return target.group(1) if target else "custom-call"
 
 
-def _grouped(operation: Operation) -> tuple[str, int] | None:
+def grouped_product(operation: Operation) -> tuple[str, int] | None:
     """Dtype and operations of XLA's own grouped product for TPUs (``lax.ragged_dot``), as if all its rows belonged to a group: the
     last two operands are rows ``[M, K]`` and groups ``[X, K, N]``. What makes its tables of tiles has none."""
     if operation.opcode != "custom-call" or "ragged" not in operation.attributes:
@@ -213,8 +213,10 @@ def _grouped(operation: Operation) -> tuple[str, int] | None:
     return dtype, 2 * M * K * N
 
 
-def _gemm(computation: Computation, operation: Operation) -> tuple[int, ...] | None:
+def gemm_dimensions(computation: Computation, operation: Operation) -> tuple[int, ...] | None:
     """Contracted dimensions of the left operand, where a custom call is a matrix product that says so."""
+    if operation.opcode == "custom-call" and call_target(operation) == "__cudnn$blockScaledDot":
+        return (len(computation.operations[operation.operands[0]].shapes[0].dims) - 1,)
     dimensions = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', operation.attributes)
     if operation.opcode != "custom-call" or not dimensions:
         return None

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 _ITEM_BITS |= {f"{kind}{bits}": bits for kind in "su" for bits in (4, 8, 16, 32, 64)} | {
     f"f{b}": b for b in (16, 32, 64)
 }
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ?]*)\](?:{[^}]*?S\((\d+)\)[^}]*})?")
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ?]*)\](?:{([\d,]*)[^}]*})?")
+_SPACE = re.compile(r"S\((\d+)\)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _OPERATION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"([\w\-]+)\(")
@@ -31,12 +32,14 @@ class ProgramTextError(ValueError):
 class Shape:
     """One array: XLA's name of its dtype (``bf16``, ``f8e4m3fn``, ``pred``) and its dimensions.
 
-    space: the memory it lies in: 0 is the device's main memory, others are a TPU core's own.
+    space: the memory it lies in: 0 is the device's main memory, others are a TPU core's own. layout: the dimensions from the one whose
+    neighbours are closest in memory to the one whose are farthest; empty where the text does not tell.
     """
 
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
+    layout: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def size(self) -> int:
@@ -210,8 +213,17 @@ def _parse_operation(line: str) -> Operation:
 
 def _shapes(text: str) -> tuple[Shape, ...]:
     shapes = []
-    for dtype, dims, space in _SHAPE.findall(text):
-        shapes.append(Shape(dtype, tuple(int(dim.lstrip("<= ")) for dim in dims.split(",") if dim), int(space or 0)))
+    for match in _SHAPE.finditer(text):
+        dtype, dims, layout = match.groups()
+        space = _SPACE.search(match.group())
+        shapes.append(
+            Shape(
+                dtype,
+                tuple(int(dim.lstrip("<= ")) for dim in dims.split(",") if dim),
+                int(space.group(1)) if space else 0,
+                tuple(int(dim) for dim in (layout or "").split(",") if dim),
+            )
+        )
     return tuple(shapes)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 _V3 = {"model_type": "deepseek_v3"}
 _V2 = {"model_type": "deepseek_v2"}
+_V32 = {"model_type": "deepseek_v32"}
 _YARN = {"rope": "yarn"}
 
 # What is fixed in each case; everything else is drawn. The names of the drawn settings are in `draw`.
@@ -65,6 +66,20 @@ CASES: dict[str, Mapping[str, Any]] = {
     "v2-attention-bias": {**_V2, "attention_bias": True, "query_compressed": True},
     "v2-no-shared": {**_V2, "n_shared_experts": 0},
     "v2-tied-all-dense": {**_V2, "tie_word_embeddings": True, "first_k_dense_replace": 2, "num_hidden_layers": 2},
+    # The goldens' contexts are 20 tokens long.
+    "v32-plain": {**_V32, "rope": "default", "n_group": 1, "index_topk": 6},
+    "v32-groups-yarn": {**_V32, **_YARN, "n_group": 4, "topk_group": 2, "index_topk": 5, "num_attention_heads": 3},
+    "v32-one-index-head": {**_V32, "index_n_heads": 1, "index_topk": 7},
+    "v32-one-token": {**_V32, "index_topk": 1},
+    "v32-topk-of-the-context": {**_V32, "index_topk": 20},
+    "v32-topk-above-the-context": {**_V32, "index_topk": 64},
+    "v32-one-head-biases": {
+        **_V32,
+        "num_attention_heads": 1,
+        "attention_bias": True,
+        "bias_center": -1.5,
+        "index_topk": 9,
+    },
 }
 
 
@@ -85,7 +100,7 @@ def draw(rng: np.random.Generator, fixed: Mapping[str, Any]) -> tuple[dict[str, 
 
     model_type = fixed["model_type"]
     heads = pick("num_attention_heads", 1, 2, 3, 5)
-    v2 = model_type == "deepseek_v2"
+    v2, v32 = model_type == "deepseek_v2", model_type == "deepseek_v32"
     # Transformers' V2 class wants a width that the heads divide, and rotary parts that begin at an even place (it views
     # them as complex numbers). Nothing in the architecture does.
     width = heads * pick("head_multiple", 9, 13) if v2 else pick("hidden_size", 31, 37, 45, 48)
@@ -98,7 +113,7 @@ def draw(rng: np.random.Generator, fixed: Mapping[str, Any]) -> tuple[dict[str, 
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "q_lora_rank": pick("q_lora_rank", 7, 12, 19) if pick("query_compressed", True, False) else None,
+        "q_lora_rank": pick("q_lora_rank", 7, 12, 19) if pick("query_compressed", True, v32) else None,
         "kv_lora_rank": pick("kv_lora_rank", 6, 12 if v2 else 11, 16),
         "qk_nope_head_dim": pick("qk_nope_head_dim", *((4, 6, 8) if v2 else (3, 7, 8))),
         "qk_rope_head_dim": pick("qk_rope_head_dim", 4, 6, 10),
@@ -116,6 +131,12 @@ def draw(rng: np.random.Generator, fixed: Mapping[str, Any]) -> tuple[dict[str, 
     }
     raw |= _experts(pick, model_type)
     raw |= _rope(pick, model_type)
+    if v32:
+        raw |= {
+            "index_topk": pick("index_topk", 3, 6, 11),
+            "index_n_heads": pick("index_n_heads", 1, 2, 5),
+            "index_head_dim": raw["qk_rope_head_dim"] + pick("index_unrotated", 0, 3, 6),
+        }
     return raw, float(pick("bias_center", 0.0))
 
 
@@ -156,7 +177,8 @@ def _rope(pick, model_type: str) -> dict[str, Any]:
         "truncate": pick("truncate", True),
     }
     scaling = {} if kind == "default" else {key: value for key, value in yarn.items() if value is not None}
-    interleave = {} if model_type == "deepseek_v2" else {"rope_interleave": pick("rope_interleave", True, True, False)}
+    fixed = model_type in ("deepseek_v2", "deepseek_v32")
+    interleave = {} if fixed else {"rope_interleave": pick("rope_interleave", True, True, False)}
     if pick("spelling", "original", "transformers-5") == "original":
         return {
             "rope_theta": theta,

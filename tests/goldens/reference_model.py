@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from transformers.modeling_layers import MtpModel
 _CLASSES = {
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "deepseek_v32": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM),
     # Kimi-K2's remote code is DeepSeek-V3's under another name; transformers has no class of that name.
     "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
 }
@@ -32,7 +34,34 @@ def reference_model(raw: Mapping[str, Any], weights: RandomWeights) -> torch.nn.
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)
+    for indexer in _indexers(model):
+        _break_ties_by_position(indexer)
     return model
+
+
+def _indexers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith("self_attn.indexer")]
+
+
+def _break_ties_by_position(indexer: torch.nn.Module) -> None:
+    """Have an indexer choose the lower position of equal scores, which torch's `topk` leaves open, and keep its least `margin`.
+
+    The margin is the distance between the last score that is chosen and the first that is not, where the two differ.
+    """
+    forward, indexer.margin = indexer.forward, float("inf")
+
+    def topk(scores: torch.Tensor, k: int, dim: int):
+        ordered, indices = scores.sort(dim=dim, descending=True, stable=True)
+        if k < scores.shape[-1]:
+            gaps = (ordered[..., k - 1] - ordered[..., k])[ordered[..., k] > -1e30]
+            indexer.margin = min([indexer.margin, *gaps[gaps > 0].flatten().tolist()])
+        return torch.return_types.topk((ordered[..., :k], indices[..., :k]))
+
+    def forward_with_ties(*args, **kwargs):
+        with patch.object(torch.Tensor, "topk", topk):
+            return forward(*args, **kwargs)
+
+    indexer.forward = forward_with_ties
 
 
 def _value(weights: RandomWeights, name: str, value: torch.Tensor) -> np.ndarray:
@@ -91,7 +120,7 @@ def reference_mtp_logits(model: torch.nn.Module, weights: RandomWeights, tokens:
 
 @torch.no_grad()
 def routing_margin(model: torch.nn.Module, tokens: np.ndarray) -> float:
-    """The least distance, over tokens and layers, between a chosen group or expert and the best one not chosen.
+    """The least distance, over tokens and layers, between a chosen group, expert or context token and the best one not chosen.
 
     Where it is of the size of rounding errors, a comparison of logits would compare luck.
     """
@@ -117,7 +146,7 @@ def routing_margin(model: torch.nn.Module, tokens: np.ndarray) -> float:
     model(torch.from_numpy(tokens))
     for handle in handles:
         handle.remove()
-    return min(margins)
+    return min(margins + [indexer.margin for indexer in _indexers(model)])
 
 
 def _gap(scores: torch.Tensor, k: int) -> float:

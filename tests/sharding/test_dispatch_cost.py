@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from sharding import MeshSpec
 from sharding.dispatch import DispatchConfig, DispatchStatistics, dispatch, dispatch_collectives
+from sharding.dispatch.entry import exchange_plan
+from sharding.dispatch.group import ExpertGroup
 
 EXPERTS, TOKENS, WIDTH = 32, 6, 160
 BYTES = {"f32": 4, "bf16": 2, "ui32": 4, "ui16": 2, "ui8": 1, "i32": 4}
@@ -21,6 +23,9 @@ CONFIGS = {
     "padded rounds": DispatchConfig("padded", capacity=2),
     "padded chunks": DispatchConfig("padded", chunk_tokens=3),
     "ragged": DispatchConfig("ragged"),
+    "gather by choice": DispatchConfig("gather", by_choice=True),
+    "padded by choice": DispatchConfig("padded", by_choice=True),
+    "ragged by choice": DispatchConfig("ragged", by_choice=True),
 }
 
 
@@ -57,8 +62,11 @@ def test_collectives_and_their_operands_are_those_of_the_lowered_program(name, d
             spec, config, tokens=TOKENS, width=WIDTH, top_k=K, experts=EXPERTS, dtype=dtype, platform="cpu"
         )
         expected = [(c.kind, c.operand_bytes) for c in predicted]
-        if name == "padded rounds" and predicted:
+        plan = exchange_plan(config, TOKENS, K, ExpertGroup.of(spec, EXPERTS, "cpu"))
+        if plan.method == "padded" and plan.capacity < plan.rows:
             expected *= 2  # the first round, and the body of the loop over further ones
+        if config.by_choice and plan.method == "gather" and plan.capacity < TOKENS * min(K, EXPERTS // spec.ep_size):
+            expected += expected[1:]
         assert lowered(spec, config, dtype) == expected, layout
 
 

@@ -215,6 +215,21 @@ def test_a_tpus_ragged_dot_counts_its_rows_by_its_groups_matrices():
     assert (costs.flops_by_dtype, costs.uncounted) == ({"bf16": 2 * 64 * 16 * 32}, {})
 
 
+def test_cudnns_block_scaled_product_counts_in_fp4_and_its_operands_have_half_a_byte_a_value():
+    program = Program.parse(
+        "HloModule m, is_scheduled=true\n\n"
+        "ENTRY %main.1 (p0: f4e2m1fn[4,128,64], p1: f4e2m1fn[4,32,64], p2: f8e4m3fn[4,128,4], p3: f8e4m3fn[4,32,4]) -> f32[4,128,32] {\n"
+        "  %p0 = f4e2m1fn[4,128,64]{2,1,0:E(4)} parameter(0)\n  %p1 = f4e2m1fn[4,32,64]{2,1,0:E(4)} parameter(1)\n"
+        "  %p2 = f8e4m3fn[4,128,4]{2,1,0} parameter(2)\n  %p3 = f8e4m3fn[4,32,4]{2,1,0} parameter(3)\n"
+        "  %k = (f32[4,128,32]{2,1,0}, u8[0]{0}) custom-call(%p0, %p1, %p2, %p3), "
+        'custom_call_target="__cudnn$blockScaledDot"\n'
+        "  ROOT %r = f32[4,128,32]{2,1,0} get-tuple-element(%k), index=0\n}\n"
+    )
+    costs = program_costs(program)
+    assert (costs.flops_by_dtype, costs.uncounted) == ({"f4e2m1fn": 2 * 4 * 128 * 32 * 64}, {})
+    assert costs.bytes == 4 * (128 * 64 // 2 + 32 * 64 // 2 + 128 * 4 + 32 * 4 + 128 * 32 * 4)
+
+
 def test_a_custom_call_that_tells_its_cost_is_counted_by_that_and_another_is_named():
     told = r'serialized_metadata = "{\22cost_flops\22: \224096\22, \22cost_bytes\22: \22640\22, \22cost_dtype\22: \22bf16\22, '
     told += r'\22cost_assumed\22: \221\22}"'

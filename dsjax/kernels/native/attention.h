@@ -1,4 +1,5 @@
-// Causal MLA attention of rows of queries over the paged latent cache, read in place: absorbed (decode) and expanded (prompts).
+// Causal MLA attention of rows of queries over the paged cache, read in place: absorbed (decode), and expanded (prompts, and caches that hold
+// keys and values of each head).
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,8 @@ constexpr float kUnseen = -3e38f;    // the score of a position that a query doe
 constexpr long kItemQueries = 48;    // queries (tokens x heads) that share a block's transposed context
 
 // The cache of all layers, [layers, pages, G, *]: of each position a latent [M] and a rotary key [O]; both float32, both bfloat16, or
-// the latent e4m3 with a scale for each kScaled of its values ([ceil(M / kScaled)]) and the rotary key bfloat16.
+// the latent e4m3 with a scale for each kScaled of its values ([ceil(M / kScaled)]) and the rotary key bfloat16. Or, `by_head`, keys
+// [H, N + O] in the place of latents and values [H, U] in that of rotary keys, for expanded attention alone.
 struct Cache {
   const void* latent;
   const void* rope;
@@ -21,6 +23,7 @@ struct Cache {
   int bytes;                        // of a value of the latent
   long layer, pages, G;
   const float* scale = nullptr;
+  bool by_head = false;
 };
 constexpr long kScaled = 128;
 
@@ -39,6 +42,8 @@ struct Attention {
   float scale;
   float* out;  // [R, C, H, U], or [R, C, H, M] without weights
   int threads;
+  // [R, C, ceil(Pr G / 32)]: one bit for each position that a query attends to, in expanded attention; null: to all that it sees
+  const uint32_t* chosen = nullptr;
 
  protected:
   static float* floats(char* base, size_t& used, long count) {
@@ -56,23 +61,29 @@ struct Attention {
   // Positions that a row's first `count` queries see together; never more than its table holds.
   long context(long row, long count) const { return std::min<long>(start[row] + count, Pr * cache.G); }
 
+  // Numbers of a latent, or of a head's key, and of a rotary key, or of a head's value.
+  long latent_width() const { return cache.by_head ? N + O : M; }
+  long rope_width() const { return cache.by_head ? U : O; }
+
   // Pointers to latents and rotary keys of positions [first, first + count) of a row: into the cache where that is float32,
-  // else into `copy`, where they are widened to ([kBlock, M] and [kBlock, O]).
-  void find(long row, long first, long count, const float** latent, const float** rope, float* copy) const {
+  // else into `copy`, where they are widened to ([kBlock, M] and [kBlock, O]). Where the cache is by head, to the head's keys and values.
+  void find(long row, long first, long count, const float** latent, const float** rope, float* copy, long head = 0) const {
+    const long from_latent = cache.by_head ? head * (N + O) : 0, from_rope = cache.by_head ? head * U : 0;
     long page = first / cache.G, slot = first % cache.G;
     for (long i = 0; i < count; i++, slot++) {
       if (slot == cache.G) page++, slot = 0;
       const long at = (cache.layer * cache.pages + tables[row * Pr + page]) * cache.G + slot;
       if (cache.bytes == 4) {
-        latent[i] = static_cast<const float*>(cache.latent) + at * cache.latent_stride;
-        rope[i] = static_cast<const float*>(cache.rope) + at * cache.rope_stride;
+        latent[i] = static_cast<const float*>(cache.latent) + at * cache.latent_stride + from_latent;
+        rope[i] = static_cast<const float*>(cache.rope) + at * cache.rope_stride + from_rope;
       } else {
-        float* own = copy + i * M;
+        float* own = copy + i * latent_width();
         if (cache.bytes == 1)
           latent[i] = dequantise(static_cast<const uint8_t*>(cache.latent) + at * M, cache.scale + at * ((M + kScaled - 1) / kScaled), own);
         else
-          latent[i] = widen(static_cast<const uint16_t*>(cache.latent) + at * cache.latent_stride, own, M);
-        rope[i] = widen(static_cast<const uint16_t*>(cache.rope) + at * cache.rope_stride, copy + kBlock * M + i * O, O);
+          latent[i] = widen(static_cast<const uint16_t*>(cache.latent) + at * cache.latent_stride + from_latent, own, latent_width());
+        rope[i] = widen(static_cast<const uint16_t*>(cache.rope) + at * cache.rope_stride + from_rope,
+                        copy + kBlock * latent_width() + i * rope_width(), rope_width());
       }
     }
   }
@@ -224,7 +235,7 @@ struct AbsorbedAttention : Attention {
     // W^UK of the head transposed, [N, M]: its rows run along the latent then.
     for (long m = 0; m < M; m++)
       for (long n = 0; n < N; n++) o.key[n * M + m] = weights[(m * H + head) * (N + U) + n];
-    product(count, o.a, 1, Matrix<Float32>{o.key, M}, 0, M, N, const_cast<float**>(o.c), false);
+    product(count, o.a, 1, Matrix<Float32>{o.key, M}, 0, M, N, const_cast<float**>(o.c), Sums::replace);
   }
 
   void absorb_value(const Layout& at, long head, int worker) const {
@@ -232,7 +243,7 @@ struct AbsorbedAttention : Attention {
     const long count = all_queries(at.heads, head, M, o.a);
     all_queries(out, head, U, o.c);
     const Matrix<Float32> value{weights + head * (N + U) + N, H * (N + U)};
-    product(count, o.a, 1, value, 0, U, M, const_cast<float**>(o.c), false);
+    product(count, o.a, 1, value, 0, U, M, const_cast<float**>(o.c), Sums::replace);
   }
 
   void attend(const Layout& at, long row, long part, int worker) const {
@@ -260,8 +271,8 @@ struct AbsorbedAttention : Attention {
       find(row, s, block, o.latent, o.rope, o.copy);
       float** scores = const_cast<float**>(o.c);
       for (long i = 0; i < block; i++) scores[i] = o.scores + i * lanes;
-      product(block, o.latent, 1, Matrix<Float32>{o.query, lanes}, 0, lanes, M, scores, false);
-      product(block, o.rope, 1, Matrix<Float32>{o.query + M * lanes, lanes}, 0, lanes, O, scores, true);
+      product(block, o.latent, 1, Matrix<Float32>{o.query, lanes}, 0, lanes, M, scores, Sums::replace);
+      product(block, o.rope, 1, Matrix<Float32>{o.query + M * lanes, lanes}, 0, lanes, O, scores, Sums::add);
       int32_t hole[kBlock];
       const long holes_here = holes(row, s, block, hole);
       for (long h = 0; h < holes_here; h++)
@@ -277,7 +288,7 @@ struct AbsorbedAttention : Attention {
         for (long lane = 0; s > 0 && lane < kLanes && q + lane < count; lane++)
           if (shrink[lane] != 1.0f) multiply(results[q + lane], M, shrink[lane]);
       }
-      product(count, o.a, lanes, Scattered{o.latent}, 0, M, block, results, true);
+      product(count, o.a, lanes, Scattered{o.latent}, 0, M, block, results, Sums::add);
     }
     for (long q = 0; q < count; q++) multiply(heads + (row * C * H + first + q) * M, M, 1.0f / o.total[q]);
   }
@@ -311,7 +322,8 @@ struct AbsorbedAttention : Attention {
   }
 };
 
-// With keys and values of each head, expanded from the latents a block at a time: for the many queries of a prompt.
+// With keys and values of each head, expanded from the latents a block at a time: for the many queries of a prompt. Or as the cache keeps
+// them, by head: the same numbers where it keeps them in float32, and so the same results.
 struct ExpandedAttention : Attention {
   size_t scratch_bytes() const { return own(nullptr).bytes * std::max(threads, 1); }
 
@@ -335,8 +347,8 @@ struct ExpandedAttention : Attention {
     Own o;
     size_t used = 0;
     o.query = floats(base, used, C * (N + O));
-    o.context = floats(base, used, M * kBlock);
-    o.copy = floats(base, used, cache.bytes == 4 ? 0 : (M + O) * kBlock);
+    o.context = floats(base, used, cache.by_head ? 0 : M * kBlock);
+    o.copy = floats(base, used, cache.bytes == 4 ? 0 : (latent_width() + rope_width()) * kBlock);
     o.keys = floats(base, used, (N + O) * kBlock);
     o.values = floats(base, used, U * kBlock);
     o.scores = floats(base, used, kItemQueries * kBlock);
@@ -353,17 +365,30 @@ struct ExpandedAttention : Attention {
 
   // Keys [N + O, kBlock] and values [kBlock, U] of one head and block.
   void expand(const Own& o, long head, long block, long rounded) const {
+    if (cache.by_head) {
+      transposed(o.latent, block, N + O, o.keys);
+      for (long i = 0; i < block; i++) std::copy(o.rope[i], o.rope[i] + U, o.values + i * U);
+      return;
+    }
     transposed(o.latent, block, M, o.context);
     float** to = const_cast<float**>(o.to);
     for (long n = 0; n < N; n++) {
       o.from[n] = weights + head * (N + U) + n;
       to[n] = o.keys + n * kBlock;
     }
-    product(N, o.from, H * (N + U), Matrix<Float32>{o.context, kBlock}, 0, rounded, M, to, false);
+    product(N, o.from, H * (N + U), Matrix<Float32>{o.context, kBlock}, 0, rounded, M, to, Sums::replace);
     transposed(o.rope, block, O, o.keys + N * kBlock);
     for (long i = 0; i < block; i++) to[i] = o.values + i * U;
     const Matrix<Float32> up_value{weights + head * (N + U) + N, H * (N + U)};
-    product(block, o.latent, 1, up_value, 0, U, M, to, false);
+    product(block, o.latent, 1, up_value, 0, U, M, to, Sums::replace);
+  }
+
+  long words() const { return (Pr * cache.G + 31) / 32; }
+
+  // Scores of a block's first `seen` positions that were not chosen.
+  static void leave_out(const uint32_t* word, long seen, float* scores) {
+    for (long i = 0; i < seen; i++)
+      if (!(word[i / 32] >> (i % 32) & 1)) scores[i] = kUnseen;
   }
 
   void attend(long row, long head, const Own& o) const {
@@ -386,7 +411,7 @@ struct ExpandedAttention : Attention {
     const long end = context(row, all);
     for (long s = 0; s < end; s += kBlock) {
       const long block = std::min(kBlock, end - s), rounded = (block + kLanes - 1) / kLanes * kLanes;
-      find(row, s, block, o.latent, o.rope, o.copy);
+      find(row, s, block, o.latent, o.rope, o.copy, head);
       int32_t hole[kBlock];
       const long holes_here = holes(row, s, block, hole);
       expand(o, head, block, rounded);
@@ -397,17 +422,18 @@ struct ExpandedAttention : Attention {
           a[q] = o.query + (first + q) * (N + O);
           results[q] = out + ((row * C + first + q) * H + head) * U;
         }
-        product(count, a, 1, keys, 0, rounded, N + O, scores, false);
+        product(count, a, 1, keys, 0, rounded, N + O, scores, Sums::replace);
         long most = 0;
         for (long q = 0; q < count; q++) {
           const long own = start[row] + first + q - s, seen = std::min(block, own + 1);
           for (long h = 0; h < holes_here; h++)
             if (hole[h] != own) scores[q][hole[h]] = kUnseen;
+          if (chosen) leave_out(chosen + (row * C + first + q) * words() + s / 32, seen, scores[q]);
           const float shrink = weigh(scores[q], seen, o.maximum[first + q], o.total[first + q]);
           if (s > 0 && shrink != 1.0f) multiply(results[q], U, shrink);
           most = std::max(most, seen);
         }
-        product(count, const_cast<const float* const*>(scores), 1, values, 0, U, most, results, true);
+        product(count, const_cast<const float* const*>(scores), 1, values, 0, U, most, results, Sums::add);
       }
     }
     for (long q = 0; q < all; q++) multiply(out + ((row * C + q) * H + head) * U, U, 1.0f / o.total[q]);

@@ -1,24 +1,29 @@
-// The routed experts' product of one rank: out[n] = sum_k weight[n, k] * Expert_{id[n, k]}(row[n]), SwiGLU experts.
+// The routed experts' product of one rank: out[n] = sum_k weight[n, k] * Expert_{id[n, k]}(row[n]), SwiGLU experts. A row's sum is made
+// in the order of its choices, whichever experts' numbers they have, and whatever other rows there are (docs/exactness.md).
 #pragma once
 
 #include <algorithm>
 
+#include "fp4.h"
 #include "phases.h"
-#include "product.h"
+#include "quantise.h"
+#include "stream.h"
 
 namespace dsjax {
 
 constexpr long kChunkRows = 48;    // rows of an expert that one item takes
-constexpr long kRoundRows = 4096;  // (row, expert) pairs whose hidden values are kept at once
-constexpr long kPanelDepth = 128, kPanelWidth = 256;  // of a weight matrix that is too wide to be read in strips
+constexpr long kFewPairs = 64;      // up to so many pairs in all, strips of the result are as wide as threads allow
+constexpr long kRoundPairs = 4096;  // (row, expert) pairs whose hidden values are kept at once; all of a row's are in one round
 
 struct Experts {
   // Weights: gate and up [layers, X, D, 2, F], down [layers, X, F, D]; `bytes` of an element: 4 float32, 2 bfloat16, 1 FP8 with
   // scales [layers, X, D/128, 2, F/128] and [layers, X, F/128, D/128].
   const void* gate_up;
   const void* down;
-  const float* gate_up_scale;
-  const float* down_scale;
+  // FP4, `fp4_block` 16 or 32: two values a byte, [layers, X, D/2, 2, F] and [layers, X, F/2, D], with scales of a byte
+  // [layers, X, D/block, 2, F] and [layers, X, F/block, D].
+  const void* gate_up_scale;
+  const void* down_scale;
   int bytes;
   long layer, X, D, F;
   // Rows [N, D] in rows `row_stride` apart; ids and weights [N, K], an id outside [0, X) for none.
@@ -27,31 +32,37 @@ struct Experts {
   const int32_t* ids;
   const float* weights;
   long N, K;
-  float* out;  // [N, D]
+  float* out;  // [N, D]; with `apart` [N, K, D], the terms of each sum, zero for none
   int threads;
+  long pieces;  // of each sum over F (a power of two, at most 8): as many as this rank has of the 8 that the whole width has
+  bool apart;
+  long fp4_block = 0;
+  // Of each matrix of an expert in NVFP4, [layers, X, 2] and [layers, X]; null for 1.
+  const float* gate_up_whole = nullptr;
+  const float* down_whole = nullptr;
+  // Hidden values are rounded to FP8 in blocks of 128 before they are multiplied with `down`; with `powers`, by scales that are powers of two.
+  bool rounds_hidden = false, powers = false;
 
   // Bytes of working memory that `run` needs, aligned to 64.
   size_t scratch_bytes() const { return layout(nullptr).total; }
 
   void run(char* scratch, const Schedule& schedule) const {
     const Layout at = layout(scratch);
-    sort_pairs(at);
-    for (long n = 0; n < N; n++) std::fill(out + n * D, out + (n + 1) * D, 0.0f);
-    const long chunks = cut_into_chunks(at);
-    if (chunks == 0) return;
-    // Rounds of chunks; of each, first all hidden values, then all columns of the result.
-    int rounds = 0;
-    for (long c = 0; c < chunks; rounds++) c = round_end(at, c, chunks, rounds);
-    const long pieces = threads > 1 ? std::min<long>(2 * threads, std::max<long>(1, D / (4 * kLanes))) : 1;
+    const int rounds = sort_pairs(at);
+    const long strips = (D + strip() - 1) / strip();
     Phases::run(
         2 * rounds,
-        [&](int phase) { return phase % 2 ? pieces : at.round[phase / 2 + 1] - at.round[phase / 2]; },
+        [&](int phase) {
+          const long chunks = at.round[phase / 2 + 1].chunk - at.round[phase / 2].chunk;
+          return phase % 2 ? strips : chunks * hidden_strips(chunks);
+        },
         [&](int phase, long item, int worker) {
-          const long first = at.round[phase / 2], last = at.round[phase / 2 + 1];
-          if (phase % 2 == 0) return hidden(at, first + item, first, worker);
-          const long step = (D / pieces + 4 * kLanes - 1) / (4 * kLanes) * (4 * kLanes);
-          const long from = std::min(D, item * step), to = item == pieces - 1 ? D : std::min(D, from + step);
-          if (from < to) results(at, first, last, from, to, worker);
+          const Round &first = at.round[phase / 2], &last = at.round[phase / 2 + 1];
+          if (phase % 2 == 0) {
+            const long parts = hidden_strips(last.chunk - first.chunk), width = hidden_width(parts);
+            return hidden(at, first, first.chunk + item / parts, item % parts * width, width, worker);
+          }
+          results(at, first, last, item * strip(), std::min(D, (item + 1) * strip()), worker);
         },
         threads, schedule);
   }
@@ -60,169 +71,216 @@ struct Experts {
   struct Chunk {
     int32_t expert, first, count;
   };
+  // Where a round begins: its first row, chunk and pair.
+  struct Round {
+    long row, chunk, pair;
+  };
   struct Layout {
-    int32_t* start;   // [X + 1], then counts as pairs are placed
-    int32_t* row;     // [P] sorted by expert, then row
+    int32_t* start;   // [X + 2]: of a round's pairs, where each expert's are
+    int32_t* row;     // [P] by round, expert, row
     float* weight;    // [P]
-    Chunk* chunk;     // [X + P / kChunkRows]
-    int32_t* round;   // first chunk of each round
-    float* hidden;    // [kRoundRows at most, F]
-    char* own;        // of each worker: gate and up [kChunkRows, 2F], a panel, pointers
+    int32_t* choice;  // [P]: which of its row's K choices a pair is
+    int32_t* place;   // [N, K]: where a choice's pair stands, -1 for none
+    Chunk* chunk;
+    Round* round;
+    float* hidden;  // [pairs of a round, F]
+    char* own;      // of each worker: gate and up [kChunkRows, 2F] or terms [pairs of a round, strip], and what products need
     size_t own_bytes, total;
   };
 
   long pairs() const { return N * K; }
-  long kept_rows() const { return std::min(pairs(), kRoundRows + kChunkRows); }
-  long most_chunks() const { return std::min(X, pairs()) + pairs() / kChunkRows + 1; }
+  long rows_of_a_round() const { return std::max<long>(1, kRoundPairs / std::max<long>(1, K)); }
+  long rounds() const { return (N + rows_of_a_round() - 1) / rows_of_a_round(); }
+  long pairs_of_a_round() const { return std::min(N, rows_of_a_round()) * K; }
+  // Width of one of so many equal parts of some columns, in whole strips.
+  static long in_strips(long columns, long parts, long strip = kStrip) {
+    return std::max(strip, ((columns + parts - 1) / parts + strip - 1) / strip * strip);
+  }
+  // The same of hidden values: in whole blocks where a block is rounded together.
+  long hidden_width(long parts) const { return in_strips(F, parts, rounds_hidden ? kRoundedTogether : kStrip); }
+  // Into how many parts a chunk's hidden values are cut, so that all threads have some of few chunks.
+  long hidden_strips(long chunks) const {
+    const long wanted = chunks == 0 || threads <= 1 ? 1 : (2 * threads + chunks - 1) / chunks;
+    return (F + hidden_width(wanted) - 1) / hidden_width(wanted);
+  }
+  // Columns of the result that are computed at once: more where the matrix is widened by panels, or read as it streams by.
+  long strip() const {
+    if (!by_panels(D)) return kStrip;
+    return pairs() > kFewPairs ? kPanelWidth : std::min(kStreamColumns, in_strips(D, threads <= 1 ? 1 : 2 * threads));
+  }
+  bool by_panels(long stride) const { return stride * bytes > 2048; }
+  bool sums_apart() const { return !apart && K > 1; }
 
   Layout layout(char* base) const {
+    Layout at;
     size_t used = 0;
-    auto take = [&](size_t size) {
+    auto take = [&](size_t bytes) {
       char* found = base ? base + used : nullptr;
-      used += (size + 63) / 64 * 64;
+      used += (bytes + 63) / 64 * 64;
       return found;
     };
-    Layout at;
-    at.start = reinterpret_cast<int32_t*>(take(4 * (X + 2)));
-    at.row = reinterpret_cast<int32_t*>(take(4 * pairs()));
-    at.weight = reinterpret_cast<float*>(take(4 * pairs()));
-    at.chunk = reinterpret_cast<Chunk*>(take(sizeof(Chunk) * most_chunks()));
-    at.round = reinterpret_cast<int32_t*>(take(4 * (most_chunks() + 2)));
-    at.hidden = reinterpret_cast<float*>(take(4 * kept_rows() * F));
-    at.own_bytes = 4 * kChunkRows * 2 * F + 4 * kPanelDepth * kPanelWidth + 2 * sizeof(void*) * kChunkRows;
-    at.own_bytes = (at.own_bytes + 63) / 64 * 64;
+    at.start = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * (X + 2)));
+    at.row = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * pairs()));
+    at.weight = reinterpret_cast<float*>(take(sizeof(float) * pairs()));
+    at.choice = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * pairs()));
+    at.place = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * pairs()));
+    at.chunk = reinterpret_cast<Chunk*>(take(sizeof(Chunk) * (rounds() * std::min(X, pairs_of_a_round()) + pairs() / kChunkRows + 1)));
+    at.round = reinterpret_cast<Round*>(take(sizeof(Round) * (rounds() + 1)));
+    at.hidden = reinterpret_cast<float*>(take(sizeof(float) * pairs_of_a_round() * F));
+    const long own = std::max(kChunkRows * 2 * F, sums_apart() ? pairs_of_a_round() * strip() : 0);
+    at.own_bytes = sizeof(float) * ((own + 15) / 16 * 16 + product_floats());
     at.own = take(at.own_bytes * std::max(threads, 1));
     at.total = used;
     return at;
   }
 
-  void sort_pairs(const Layout& at) const {
-    std::fill(at.start, at.start + X + 2, 0);
-    for (long p = 0; p < pairs(); p++)
-      if (0 <= ids[p] && ids[p] < X) at.start[ids[p] + 2]++;
-    for (long x = 2; x < X + 2; x++) at.start[x] += at.start[x - 1];
-    // start[x + 1] is where expert x's next pair goes, and after the loop where its pairs end.
-    for (long n = 0; n < N; n++)
-      for (long p = n * K; p < (n + 1) * K; p++)
-        if (0 <= ids[p] && ids[p] < X) {
-          const int32_t place = at.start[ids[p] + 1]++;
+  // The pairs by round, expert and row, and cut into chunks of one expert. Returns the number of rounds that have any.
+  int sort_pairs(const Layout& at) const {
+    std::fill(at.place, at.place + pairs(), -1);
+    long chunk = 0, pair = 0;
+    int round = 0;
+    at.round[0] = {0, 0, 0};
+    for (long row = 0; row < N; row += rows_of_a_round()) {
+      const long end = std::min(N, row + rows_of_a_round());
+      std::fill(at.start, at.start + X + 2, 0);
+      for (long p = row * K; p < end * K; p++)
+        if (0 <= ids[p] && ids[p] < X) at.start[ids[p] + 2]++;
+      for (long x = 2; x < X + 2; x++) at.start[x] += at.start[x - 1];
+      // start[x + 1] is where expert x's next pair goes, and after the loop where its pairs end.
+      for (long n = row; n < end; n++)
+        for (long k = 0; k < K; k++) {
+          const int32_t x = ids[n * K + k];
+          if (x < 0 || x >= X) continue;
+          const long place = pair + at.start[x + 1]++;
           at.row[place] = static_cast<int32_t>(n);
-          at.weight[place] = weights[p];
+          at.choice[place] = static_cast<int32_t>(k);
+          at.weight[place] = weights[n * K + k];
+          at.place[n * K + k] = static_cast<int32_t>(place);
         }
+      for (long x = 0; x < X; x++)
+        for (int32_t first = at.start[x]; first < at.start[x + 1]; first += kChunkRows)
+          at.chunk[chunk++] = {static_cast<int32_t>(x), static_cast<int32_t>(pair + first), std::min<int32_t>(kChunkRows, at.start[x + 1] - first)};
+      pair += at.start[X];
+      at.round[++round] = {end, chunk, pair};
+    }
+    return round;
   }
 
-  long cut_into_chunks(const Layout& at) const {
-    long chunks = 0;
-    for (long x = 0; x < X; x++)
-      for (int32_t first = at.start[x]; first < at.start[x + 1]; first += kChunkRows)
-        at.chunk[chunks++] = {static_cast<int32_t>(x), first, std::min<int32_t>(kChunkRows, at.start[x + 1] - first)};
-    return chunks;
-  }
-
-  long round_end(const Layout& at, long first, long chunks, int round) const {
-    long last = first, rows = 0;
-    while (last < chunks && rows < kRoundRows) rows += at.chunk[last++].count;
-    at.round[round] = static_cast<int32_t>(first);
-    at.round[round + 1] = static_cast<int32_t>(last);
-    return last;
-  }
-
-  // Hidden values of a chunk's rows: weight * silu(x W_gate) * (x W_up).
-  void hidden(const Layout& at, long index, long first_of_round, int worker) const {
+  // Hidden values of a chunk's rows, `width` columns from `from` on: weight * silu(x W_gate) * (x W_up).
+  void hidden(const Layout& at, const Round& round, long index, long from, long width, int worker) const {
     const Chunk& chunk = at.chunk[index];
-    char* own = at.own + at.own_bytes * worker;
-    float* both = reinterpret_cast<float*>(own);
-    float* panel = both + kChunkRows * 2 * F;
-    const float** a = reinterpret_cast<const float**>(panel + kPanelDepth * kPanelWidth);
-    float** c = const_cast<float**>(a + kChunkRows);
+    const long columns = std::min(F - from, width);
+    float* both = reinterpret_cast<float*>(at.own + at.own_bytes * worker);
+    const float* a[kChunkRows];
+    float* c[kChunkRows];
     for (int32_t r = 0; r < chunk.count; r++) {
       a[r] = rows + at.row[chunk.first + r] * row_stride;
-      c[r] = both + r * 2 * F;
+      c[r] = both + r * 2 * columns;
     }
     const long expert = layer * X + chunk.expert;
-    with_matrix(gate_up, gate_up_scale, expert, D, F, 2, [&](const auto& b) {
-      // Gate and up by themselves: with FP8 each has scales of its own.
-      through(chunk.count, a, b, 0, F, D, c, panel, false);
-      through(chunk.count, a, b, F, 2 * F, D, c, panel, false);
-    });
-    float* to = at.hidden + (chunk.first - at.chunk[first_of_round].first) * F;
-    for (int32_t r = 0; r < chunk.count; r++, to += F) swiglu(c[r], at.weight[chunk.first + r], to);
+    for (long part = 0; part < 2; part++)
+      with_matrix(gate_up, gate_up_scale, expert, D, F, 2, part, [&](const auto& b) {
+        through(chunk.count, a, b, from, from + columns, D, c, product_memory(at, worker), part * columns - from, D);
+      });
+    const float whole_gate = gate_up_whole ? gate_up_whole[2 * expert] : 1.0f, whole_up = gate_up_whole ? gate_up_whole[2 * expert + 1] : 1.0f;
+    const float whole = whole_up * (down_whole ? down_whole[expert] : 1.0f);
+    float* to = at.hidden + (chunk.first - round.pair) * F + from;
+    for (int32_t r = 0; r < chunk.count; r++, to += F) {
+      const float weight = whole * at.weight[chunk.first + r];
+      swiglu(c[r], columns, whole_gate, rounds_hidden ? 1.0f : weight, to);
+      if (rounds_hidden) round_to_fp8(to, columns, powers, weight);
+    }
   }
 
-  void swiglu(const float* both, float weight, float* to) const {
+  static void swiglu(const float* both, long columns, float whole_gate, float weight, float* to) {
+    const float* up = both + columns;
     long f = 0;
-    for (; f + kLanes <= F; f += kLanes) {
-      Vec gate = load(both + f), up = load(both + F + f);
-      store(to + f, gate / (exp(-gate) + 1.0f) * up * weight);
+    for (; f + kLanes <= columns; f += kLanes) {
+      Vec gate = load(both + f) * whole_gate;
+      store(to + f, gate / (exp(-gate) + 1.0f) * load(up + f) * weight);
     }
-    for (; f < F; f++) {
-      Vec gate = broadcast(both[f]);
-      to[f] = (gate / (exp(-gate) + 1.0f))[0] * both[F + f] * weight;
+    for (; f < columns; f++) {
+      Vec gate = broadcast(both[f] * whole_gate);
+      to[f] = (gate / (exp(-gate) + 1.0f))[0] * up[f] * weight;
     }
   }
 
-  // Columns [from, to) of the result: experts in order, so that a row's sum has one order whatever the threads.
-  void results(const Layout& at, long first, long last, long from, long to, int worker) const {
-    char* own = at.own + at.own_bytes * worker;
-    float* panel = reinterpret_cast<float*>(own) + kChunkRows * 2 * F;
-    const float** a = reinterpret_cast<const float**>(panel + kPanelDepth * kPanelWidth);
-    float** c = const_cast<float**>(a + kChunkRows);
-    for (long index = first; index < last; index++) {
+  // Columns [from, to) of a round's results: the terms of all its pairs, and then each row's sum of them.
+  void results(const Layout& at, const Round& first, const Round& last, long from, long to, int worker) const {
+    float* terms = reinterpret_cast<float*>(at.own + at.own_bytes * worker);
+    const float* a[kChunkRows];
+    float* c[kChunkRows];
+    for (long index = first.chunk; index < last.chunk; index++) {
       const Chunk& chunk = at.chunk[index];
-      const float* hidden = at.hidden + (chunk.first - at.chunk[first].first) * F;
       for (int32_t r = 0; r < chunk.count; r++) {
-        a[r] = hidden + r * F;
-        c[r] = out + at.row[chunk.first + r] * D;
+        const long pair = chunk.first + r;
+        a[r] = at.hidden + (pair - first.pair) * F;
+        c[r] = sums_apart() ? terms + (pair - first.pair) * strip() : out + (at.row[pair] * (apart ? K : 1) + (apart ? at.choice[pair] : 0)) * D + from;
       }
-      with_matrix(down, down_scale, layer * X + chunk.expert, F, D, 1, [&](const auto& b) {
-        through(chunk.count, a, b, from, to, F, c, panel, true);
+      with_matrix(down, down_scale, layer * X + chunk.expert, F, D, 1, 0, [&](const auto& b) {
+        through(chunk.count, a, b, from, to, F, c, product_memory(at, worker), -from, F / pieces);
       });
     }
-  }
-
-  template <class Use>
-  void with_matrix(const void* data, const float* scale, long expert, long depth, long width, long parts, Use use) const {
-    const long size = depth * parts * width, stride = parts * width;
-    if (bytes == 4) return use(Matrix<Float32>{static_cast<const float*>(data) + expert * size, stride});
-    if (bytes == 2) return use(Matrix<BFloat16>{static_cast<const uint16_t*>(data) + expert * size, stride});
-    const long blocks = (width + kScaleBlock - 1) / kScaleBlock;
-    const long scales = (depth + kScaleBlock - 1) / kScaleBlock * parts * blocks;
-    use(Scaled{static_cast<const uint8_t*>(data) + expert * size, stride, scale + expert * scales, parts, width, blocks});
-  }
-
-  // The product with columns [from, to) of a weight matrix. One whose rows lie far apart is first widened, a panel at a time, into
-  // strips that lie together: read in place, each line of a strip would be on a page of its own.
-  template <class B>
-  void through(long count, const float* const* a, const B& b, long from, long to, long depth, float* const* c, float* panel,
-               bool add) const {
-    if (b.stride * bytes <= 2048) return product(count, a, 1, b, from, to, depth, c, add);
-    constexpr long strip = 4 * kLanes;
-    const float* part[kChunkRows];
-    for (long k = 0; k < depth; k += kPanelDepth) {
-      const long deep = std::min(kPanelDepth, depth - k);
-      for (long r = 0; r < count; r++) part[r] = a[r] + k;
-      for (long j = from; j < to; j += kPanelWidth) {
-        const long wide = std::min(kPanelWidth, to - j), whole = wide / strip * strip;
-        for (long d = 0; d < deep; d++)
-          for (long s = 0; s < whole; s += strip)
-            for (long v = 0; v < strip; v += kLanes) store(panel + s * kPanelDepth + d * strip + v, b.at(k + d, j + s + v));
-        for (long s = 0; s < whole; s += strip)
-          product(count, part, 1, Matrix<Float32>{panel + s * kPanelDepth, strip}, 0, strip, deep, c, add || k > 0, j + s);
-        if (whole < wide) product(count, part, 1, From<B>{b, k}, j + whole, j + wide, deep, c, add || k > 0);
+    for (long n = first.row; n < last.row; n++) {
+      float* row = out + n * (apart ? K : 1) * D;
+      if (!sums_apart()) {
+        for (long k = 0; k < K; k++)
+          if (at.place[n * K + k] < 0) std::fill(row + k * D + from, row + k * D + to, 0.0f);
+        continue;
+      }
+      long k = 0;
+      while (k < K && at.place[n * K + k] < 0) k++;
+      if (k == K) {
+        std::fill(row + from, row + to, 0.0f);
+        continue;
+      }
+      const float* term = terms + (at.place[n * K + k] - first.pair) * strip();
+      std::copy(term, term + (to - from), row + from);
+      for (k++; k < K; k++) {
+        if (at.place[n * K + k] < 0) continue;
+        term = terms + (at.place[n * K + k] - first.pair) * strip();
+        long j = from;
+        for (; j + kLanes <= to; j += kLanes) store(row + j, load(row + j) + load(term + j - from));
+        for (; j < to; j++) row[j] += term[j - from];
       }
     }
   }
 
-  // A matrix from one of its rows on.
+  static long product_floats() { return (std::max(Panels::floats(kChunkRows, true), Stream::floats(kStreamRows)) + 15) / 16 * 16; }
+  float* product_memory(const Layout& at, int worker) const {
+    return reinterpret_cast<float*>(at.own + at.own_bytes * (worker + 1)) - product_floats();
+  }
+
+  // Uses one part, of `parts`, of an expert's matrix, `width` columns wide.
+  template <class Use>
+  void with_matrix(const void* data, const void* scale, long expert, long depth, long width, long parts, long part, Use use) const {
+    const long size = depth * parts * width, stride = parts * width;
+    if (fp4_block)
+      return use(Fp4{static_cast<const uint8_t*>(data) + expert * size / 2 + part * width,
+                     static_cast<const uint8_t*>(scale) + expert * size / fp4_block + part * width, stride, fp4_block});
+    auto matrix = [&](auto format, const float* scales, long scale_stride) {
+      typedef decltype(format) Format;
+      use(Matrix<Format>{static_cast<const typename Format::Stored*>(data) + expert * size + part * width, stride, scales, scale_stride});
+    };
+    if (bytes == 4) return matrix(Float32{}, nullptr, 0);
+    if (bytes == 2) return matrix(BFloat16{}, nullptr, 0);
+    const long blocks = (width + kScaleBlock - 1) / kScaleBlock;
+    const long scales = (depth + kScaleBlock - 1) / kScaleBlock * parts * blocks;
+    matrix(Float8{}, static_cast<const float*>(scale) + expert * scales + part * blocks, parts * blocks);
+  }
+
+  // The product with columns [from, to) of a weight matrix: in place, as it streams by, or by panels. All give the same bits.
   template <class B>
-  struct From {
-    const B& b;
-    long first;
-    static constexpr bool mixes_pairs = B::mixes_pairs;
-    void pair(long k, long column, Vec& one, Vec& two) const { b.pair(first + k, column, one, two); }
-    Vec at(long k, long column) const { return b.at(first + k, column); }
-    float one(long k, long column) const { return b.one(first + k, column); }
-  };
+  void through(long count, const float* const* a, const B& b, long from, long to, long depth, float* const* c, float* memory, long c_shift,
+               long piece) const {
+    if (!by_panels(b.stride)) return product(count, a, 1, b, from, to, depth, c, Sums::replace, c_shift, piece);
+    if (count <= kStreamRows) return Stream(memory, kStreamRows).product(count, a, b, from, to, depth, c, c_shift, piece);
+    Panels(memory, kChunkRows).product(count, a, b, from, to, depth, c, c_shift, piece);
+  }
+  void through(long count, const float* const* a, const Fp4& b, long from, long to, long depth, float* const* c, float*, long c_shift,
+               long piece) const {
+    fp4_product(count, a, b, from, to, depth, c, c_shift, piece);
+  }
 };
 
 }  // namespace dsjax

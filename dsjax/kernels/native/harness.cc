@@ -1,6 +1,6 @@
 // The kernels without XLA or Python: reads one case from standard input, writes its result to standard output. For sanitizers,
 // which drown in other people's reports inside a JAX process. The case is in the machine's byte order:
-//   int64 kernel (0 experts, 1 absorbed, 2 expanded attention), int64 threads, int64 count, `count` int64 sizes, float scale,
+//   int64 kernel (0 experts, 1 absorbed, 2 expanded attention, 3 a dense product, 4 index choice), int64 threads, int64 count, `count` int64 sizes, float scale,
 //   then the arrays, in the order that the kernel's fields are filled below.
 #include <cstdio>
 #include <cstdlib>
@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "attention.h"
+#include "dense.h"
 #include "experts.h"
+#include "index.h"
 
 namespace {
 
@@ -43,7 +45,6 @@ void run(Kernel& kernel, std::vector<float>& out) {
   const size_t bytes = kernel.scratch_bytes();
   char* scratch = static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
   std::fill(scratch, scratch + bytes, static_cast<char>(0xff));
-  kernel.out = out.data();
   {
     Threads threads;
     kernel.run(scratch, threads.schedule());
@@ -55,21 +56,46 @@ void run(Kernel& kernel, std::vector<float>& out) {
 void experts(const std::vector<int64_t>& s, int threads) {
   Experts kernel{};
   const long layers = s[0], stride = s[7];
+  kernel.pieces = s[8], kernel.apart = s[9];
   kernel.X = s[1], kernel.D = s[2], kernel.F = s[3], kernel.N = s[4], kernel.K = s[5], kernel.bytes = static_cast<int>(s[6]);
   kernel.layer = layers - 1, kernel.row_stride = stride, kernel.threads = threads;
   auto blocks = [](long size) { return (size + kScaleBlock - 1) / kScaleBlock; };
-  const bool scaled = kernel.bytes == 1;
-  auto gate_up = read<char>(layers * kernel.X * kernel.D * 2 * kernel.F * kernel.bytes);
-  auto down = read<char>(layers * kernel.X * kernel.F * kernel.D * kernel.bytes);
+  kernel.fp4_block = s[10];
+  const bool scaled = kernel.bytes == 1 && !kernel.fp4_block;
+  const long pairs_of_values = kernel.fp4_block ? 2 : 1;
+  auto gate_up = read<char>(layers * kernel.X * kernel.D * 2 * kernel.F * kernel.bytes / pairs_of_values);
+  auto down = read<char>(layers * kernel.X * kernel.F * kernel.D * kernel.bytes / pairs_of_values);
   auto gate_up_scale = read<float>(scaled ? layers * kernel.X * blocks(kernel.D) * 2 * blocks(kernel.F) : 0);
   auto down_scale = read<float>(scaled ? layers * kernel.X * blocks(kernel.F) * blocks(kernel.D) : 0);
+  auto small = [&](long values) { return read<uint8_t>(kernel.fp4_block ? layers * kernel.X * values / kernel.fp4_block : 0); };
+  auto gate_up_fp4 = small(kernel.D * 2 * kernel.F), down_fp4 = small(kernel.F * kernel.D);
+  auto gate_up_whole = read<float>(kernel.fp4_block == 16 ? layers * kernel.X * 2 : 0);
+  auto down_whole = read<float>(kernel.fp4_block == 16 ? layers * kernel.X : 0);
   auto rows = read<float>(kernel.N * stride);
   auto ids = read<int32_t>(kernel.N * kernel.K);
   auto weights = read<float>(kernel.N * kernel.K);
   kernel.gate_up = gate_up.data(), kernel.down = down.data();
   kernel.gate_up_scale = gate_up_scale.data(), kernel.down_scale = down_scale.data();
+  if (kernel.fp4_block) kernel.gate_up_scale = gate_up_fp4.data(), kernel.down_scale = down_fp4.data();
+  if (kernel.fp4_block == 16) kernel.gate_up_whole = gate_up_whole.data(), kernel.down_whole = down_whole.data();
   kernel.rows = rows.data(), kernel.ids = ids.data(), kernel.weights = weights.data();
-  std::vector<float> out(kernel.N * kernel.D);
+  std::vector<float> out(kernel.N * (kernel.apart ? kernel.K : 1) * kernel.D);
+  kernel.out = out.data();
+  run(kernel, out);
+}
+
+void dense(const std::vector<int64_t>& s, int threads) {
+  Dense kernel{};
+  const long layers = s[0];
+  kernel.K = s[1], kernel.parts = s[2], kernel.width = s[3], kernel.N = s[4], kernel.bytes = static_cast<int>(s[5]), kernel.pieces = s[6];
+  kernel.transposed = s[7], kernel.layer = layers - 1, kernel.threads = threads;
+  auto blocks = [](long size) { return (size + kScaleBlock - 1) / kScaleBlock; };
+  auto weight = read<char>(layers * kernel.K * kernel.parts * kernel.width * kernel.bytes);
+  auto scale = read<float>(kernel.bytes == 1 ? layers * blocks(kernel.K) * kernel.parts * blocks(kernel.width) : 0);
+  auto rows = read<float>(kernel.N * kernel.K);
+  kernel.weight = weight.data(), kernel.scale = scale.data(), kernel.x = rows.data();
+  std::vector<float> out(kernel.N * kernel.parts * kernel.width);
+  kernel.out = out.data();
   run(kernel, out);
 }
 
@@ -94,6 +120,29 @@ void attention(const std::vector<int64_t>& s, float scale, int threads) {
   kernel.start = start.data(), kernel.length = length.data(), kernel.tables = tables.data();
   kernel.filled = holes ? filled.data() : nullptr;
   std::vector<float> out(queries * (absorbs ? kernel.U : kernel.M));
+  kernel.out = out.data();
+  run(kernel, out);
+}
+
+// Positions [R, C, k], their numbers [R, C] and the words, all of four bytes.
+void index_choice(const std::vector<int64_t>& s, int threads) {
+  IndexChoice kernel{};
+  kernel.R = s[0], kernel.C = s[1], kernel.I = s[2], kernel.A = s[3], kernel.k = s[4], kernel.Pr = s[5];
+  const long layers = s[6], holes = s[10], slots = layers * s[7] * s[8];
+  kernel.layer = layers - 1, kernel.pages = s[7], kernel.G = s[8], kernel.bytes = static_cast<int>(s[9]), kernel.threads = threads;
+  const long queries = kernel.R * kernel.C;
+  auto query = read<float>(queries * kernel.I * kernel.A), weight = read<float>(queries * kernel.I);
+  auto keys = read<char>(slots * kernel.A * kernel.bytes);
+  const long scales = (kernel.A + IndexChoice::kIndexScaled - 1) / IndexChoice::kIndexScaled;
+  auto key_scale = read<float>(kernel.bytes == 1 ? slots * scales : 0);
+  auto positions = read<int32_t>(queries), tables = read<int32_t>(kernel.R * kernel.Pr);
+  auto filled = read<uint8_t>(holes ? kernel.pages * kernel.G : 0);
+  kernel.query = query.data(), kernel.weight = weight.data(), kernel.keys = keys.data(), kernel.key_scale = key_scale.data();
+  kernel.positions = positions.data(), kernel.tables = tables.data(), kernel.filled = holes ? filled.data() : nullptr;
+  std::vector<float> out(queries * (kernel.k + 1 + (kernel.Pr * kernel.G + 31) / 32));
+  kernel.chosen = reinterpret_cast<int32_t*>(out.data());
+  kernel.count = kernel.chosen + queries * kernel.k;
+  kernel.words = reinterpret_cast<uint32_t*>(kernel.count + queries);
   run(kernel, out);
 }
 
@@ -107,5 +156,7 @@ int main() {
   if (head[0] == 0) experts(sizes, threads);
   if (head[0] == 1) attention<AbsorbedAttention>(sizes, scale, threads);
   if (head[0] == 2) attention<ExpandedAttention>(sizes, scale, threads);
+  if (head[0] == 3) dense(sizes, threads);
+  if (head[0] == 4) index_choice(sizes, threads);
   return 0;
 }

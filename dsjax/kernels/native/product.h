@@ -1,5 +1,8 @@
 // One matrix product, C (+)= A B, from which all kernels are made: small tiles of C in registers, rows of A and C given by
 // pointers (so that gathered tokens and pages are read and written in place), B read through a small reader.
+//
+// An element's sum has one order, whatever tile it falls into (docs/exactness.md): fused multiply-adds over k in turn, from 0. Where the
+// depth is cut into pieces, which devices may share, each piece is such a sum, and the pieces are added as a binary tree.
 #pragma once
 
 #include "simd.h"
@@ -7,15 +10,19 @@
 namespace dsjax {
 
 constexpr int kTileRows = 6;
+constexpr int kMostLevels = 3;  // of the tree over a sum's pieces: at most 8 of them
 constexpr long kScaleBlock = 128;  // side of the blocks that share a scale, with FP8 weights
 
-// B as a matrix [depth, columns] in rows `stride` apart.
+// B as a matrix [depth, columns] in rows `stride` apart. In FP8 (e4m3) each block of 128 x 128 has a scale, in rows `scale_stride` apart:
+// columns are then visited from a multiple of 128 on, in multiples of a vector or a group.
 template <class Format>
 struct Matrix {
   const typename Format::Stored* data;
   long stride;
-  // Whether `pair` gives the even columns first and then the odd ones. Of bfloat16 that takes a shift and a mask, where
-  // widening in order takes five instructions a vector; the tile puts its results in order once, at its end.
+  const float* scale = nullptr;
+  long scale_stride = 0;
+  static constexpr bool scaled = sizeof(typename Format::Stored) == 1;
+  // Whether `pair` gives the even columns first and then the odd ones; the tile puts its results in order once, at its end.
   static constexpr bool mixes_pairs = sizeof(typename Format::Stored) == 2;
   void pair(long k, long column, Vec& first, Vec& second) const {
     if constexpr (mixes_pairs) {
@@ -25,8 +32,30 @@ struct Matrix {
       first = at(k, column), second = at(k, column + kLanes);
     }
   }
-  Vec at(long k, long column) const { return Format::widen(data + k * stride + column); }
-  float one(long k, long column) const { return Format::widen_one(data[k * stride + column]); }
+  float scale_at(long k, long column) const { return scale[k / kScaleBlock * scale_stride + column / kScaleBlock]; }
+  Vec at(long k, long column) const {
+    Vec value = Format::widen(data + k * stride + column);
+    if constexpr (scaled) value = value * scale_at(k, column);
+    return value;
+  }
+  float one(long k, long column) const {
+    float value = Format::widen_one(data[k * stride + column]);
+    if constexpr (scaled) value = value * scale_at(k, column);
+    return value;
+  }
+  // kGroup vectors, in an order that `order` undoes.
+  void group(long k, long column, Vec (&values)[kGroup]) const {
+    Format::widen_group(data + k * stride + column, values);
+    if constexpr (scaled) {
+      const Vec factor = broadcast(scale_at(k, column));
+#pragma GCC unroll 4
+      for (int v = 0; v < kGroup; v++) values[v] = values[v] * factor;
+    }
+  }
+  static void order(Vec (&values)[kGroup]) { Format::order(values); }
+  // Asks for the line of memory that an element is in.
+  void prefetch(long k, long column) const { __builtin_prefetch(data + k * stride + column); }
+  static constexpr long line = 64 / sizeof(typename Format::Stored);  // elements of it
 };
 
 // B as rows anywhere in memory.
@@ -38,43 +67,48 @@ struct Scattered {
   float one(long k, long column) const { return rows[k][column]; }
 };
 
-// B in FP8 with a scale for each block of 128 x 128. `parts` is 2 where a row is a gate and an up half of `width` each,
-// with blocks of their own. A vector never crosses a block as long as columns are visited in multiples of kLanes
-// within a part, which `Experts` sees to.
-struct Scaled {
-  const uint8_t* data;
-  long stride;
-  const float* scale;
-  long parts, width, blocks;
-  static constexpr bool mixes_pairs = false;
-  void pair(long k, long column, Vec& first, Vec& second) const { first = at(k, column), second = at(k, column + kLanes); }
-  float scale_at(long k, long column) const {
-    long part = column >= width && parts == 2;
-    return scale[((k / kScaleBlock) * parts + part) * blocks + (column - part * width) / kScaleBlock];
-  }
-  Vec at(long k, long column) const { return Float8::widen(data + k * stride + column) * scale_at(k, column); }
-  float one(long k, long column) const { return Float8::widen_one(data[k * stride + column]) * scale_at(k, column); }
-};
+// What a product begins with, or does with its sums: they replace C; they are added to C once they are whole; each goes on from C, as
+// if the depth before had belonged to this product.
+enum class Sums { replace, add, go_on };
 
 template <int rows, int vectors, class B>
-inline void tile(const float* const* a, long a_step, const B& b, long column, long depth, float* const* c, long c_column, bool add) {
-  Vec total[rows][vectors];
+inline void tile(const float* const* a, long a_step, const B& b, long column, long depth, float* const* c, long c_column, Sums sums,
+                 long piece) {
+  Vec total[rows][vectors] = {}, whole[kMostLevels][rows][vectors];
+  for (long first = 0, number = 0; first < depth; first += piece, number++) {
 #pragma GCC unroll 6
-  for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) total[r][v] = Vec{};
-  for (long k = 0; k < depth; k++) {
-    Vec w[vectors];
-    if constexpr (vectors == 1) w[0] = b.at(k, column);
+      for (int v = 0; v < vectors; v++)
+        total[r][v] = sums == Sums::go_on && number == 0 ? load(c[r] + c_column + v * kLanes) : Vec{};
+    const long end = first + piece < depth ? first + piece : depth;
+    for (long k = first; k < end; k++) {
+      Vec w[vectors];
+      if constexpr (vectors == 1) w[0] = b.at(k, column);
 #pragma GCC unroll 2
-    for (int v = 0; v + 1 < vectors; v += 2) b.pair(k, column + v * kLanes, w[v], w[v + 1]);
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) {
-      Vec x = broadcast(a[r][k * a_step]);
+      for (int v = 0; v + 1 < vectors; v += 2) b.pair(k, column + v * kLanes, w[v], w[v + 1]);
 #pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) total[r][v] += x * w[v];
-      if constexpr (rows * vectors == 1) pin(total[0][0]);
+      for (int v = 0; v < vectors; v++) pin(w[v]);
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++) {
+        Vec x = broadcast(a[r][k * a_step]);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) total[r][v] += x * w[v];
+        if constexpr (rows * vectors == 1) pin(total[0][0]);
+      }
     }
+    // Sums of 1, 2, 4 pieces wait in `whole` for as many pieces more.
+    int level = 0;
+    for (; number >> level & 1; level++)
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) total[r][v] = whole[level][r][v] + total[r][v];
+    if (end < depth)
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) whole[level][r][v] = total[r][v];
   }
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++) {
@@ -84,7 +118,7 @@ inline void tile(const float* const* a, long a_step, const B& b, long column, lo
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
       float* to = c[r] + c_column + v * kLanes;
-      store(to, add ? load(to) + total[r][v] : total[r][v]);
+      store(to, sums == Sums::add ? load(to) + total[r][v] : total[r][v]);
     }
   }
 }
@@ -92,35 +126,44 @@ inline void tile(const float* const* a, long a_step, const B& b, long column, lo
 // The columns that do not fill a vector, one by one.
 template <class B>
 void tail(long rows, const float* const* a, long a_step, const B& b, long column, long columns, long depth, float* const* c,
-          long c_column, bool add) {
+          long c_column, Sums sums, long piece) {
   for (; column < columns; column++, c_column++)
     for (long r = 0; r < rows; r++) {
-      float total = 0.0f;
-      for (long k = 0; k < depth; k++) total = __builtin_fmaf(a[r][k * a_step], b.one(k, column), total);
-      c[r][c_column] = add ? c[r][c_column] + total : total;
+      float total = 0.0f, whole[kMostLevels] = {};
+      for (long first = 0, number = 0; first < depth; first += piece, number++) {
+        total = sums == Sums::go_on && number == 0 ? c[r][c_column] : 0.0f;
+        const long end = first + piece < depth ? first + piece : depth;
+        for (long k = first; k < end; k++) total = __builtin_fmaf(a[r][k * a_step], b.one(k, column), total);
+        int level = 0;
+        for (; number >> level & 1; level++) total = whole[level] + total;
+        if (end < depth) whole[level] = total;
+      }
+      c[r][c_column] = sums == Sums::add ? c[r][c_column] + total : total;
     }
 }
 
 template <int rows, class B>
-void row_tile(const float* const* a, long a_step, const B& b, long first, long columns, long depth, float* const* c, bool add,
-              long c_shift) {
+void row_tile(const float* const* a, long a_step, const B& b, long first, long columns, long depth, float* const* c, Sums sums,
+              long c_shift, long piece) {
   constexpr int wide = kRegisters == 32 || rows <= 3 ? 4 : 2;
   long column = first;
   for (; column + wide * kLanes <= columns; column += wide * kLanes)
-    tile<rows, wide>(a, a_step, b, column, depth, c, column + c_shift, add);
+    tile<rows, wide>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
   if constexpr (wide == 4)
     for (; column + 2 * kLanes <= columns; column += 2 * kLanes)
-      tile<rows, 2>(a, a_step, b, column, depth, c, column + c_shift, add);
-  for (; column + kLanes <= columns; column += kLanes) tile<rows, 1>(a, a_step, b, column, depth, c, column + c_shift, add);
-  tail(rows, a, a_step, b, column, columns, depth, c, column + c_shift, add);
+      tile<rows, 2>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
+  for (; column + kLanes <= columns; column += kLanes) tile<rows, 1>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
+  tail(rows, a, a_step, b, column, columns, depth, c, column + c_shift, sums, piece);
 }
 
 // c[r][j + c_shift] (+)= sum over k < depth of a[r][k * a_step] * b(k, j), for first <= j < columns.
-// Every element's sum runs over k in order, whatever the other rows and columns are: a result depends on its own row only.
+// `piece`: how many of k are one piece of the sum; 0: all. There are 2^kMostLevels pieces at most, and as many as a power of two.
+// `go_on` is for products of one piece with a B that does not mix pairs.
 template <class B>
 void product(long rows, const float* const* a, long a_step, const B& b, long first, long columns, long depth, float* const* c,
-             bool add, long c_shift = 0) {
+             Sums sums, long c_shift = 0, long piece = 0) {
   if (rows == 0) return;
+  if (piece == 0) piece = depth;
   // Tiles of equal height; and columns in strips, so that the rows of all tiles find a strip of B in the first cache.
   const long tiles = (rows + kTileRows - 1) / kTileRows, height = (rows + tiles - 1) / tiles;
   const long strip = tiles == 1 ? columns - first : 4 * kLanes;
@@ -129,12 +172,12 @@ void product(long rows, const float* const* a, long a_step, const B& b, long fir
     for (long r = 0; r < rows; r += height) {
       const long count = rows - r < height ? rows - r : height;
       switch (count) {
-        case 1: row_tile<1>(a + r, a_step, b, from, to, depth, c + r, add, c_shift); break;
-        case 2: row_tile<2>(a + r, a_step, b, from, to, depth, c + r, add, c_shift); break;
-        case 3: row_tile<3>(a + r, a_step, b, from, to, depth, c + r, add, c_shift); break;
-        case 4: row_tile<4>(a + r, a_step, b, from, to, depth, c + r, add, c_shift); break;
-        case 5: row_tile<5>(a + r, a_step, b, from, to, depth, c + r, add, c_shift); break;
-        default: row_tile<6>(a + r, a_step, b, from, to, depth, c + r, add, c_shift); break;
+        case 1: row_tile<1>(a + r, a_step, b, from, to, depth, c + r, sums, c_shift, piece); break;
+        case 2: row_tile<2>(a + r, a_step, b, from, to, depth, c + r, sums, c_shift, piece); break;
+        case 3: row_tile<3>(a + r, a_step, b, from, to, depth, c + r, sums, c_shift, piece); break;
+        case 4: row_tile<4>(a + r, a_step, b, from, to, depth, c + r, sums, c_shift, piece); break;
+        case 5: row_tile<5>(a + r, a_step, b, from, to, depth, c + r, sums, c_shift, piece); break;
+        default: row_tile<6>(a + r, a_step, b, from, to, depth, c + r, sums, c_shift, piece); break;
       }
     }
   }

@@ -5,7 +5,9 @@
 #include <vector>
 
 #include "attention.h"
+#include "dense.h"
 #include "experts.h"
+#include "index.h"
 
 namespace dsjax {
 
@@ -28,7 +30,7 @@ struct SelfTest {
     std::vector<int32_t> ids(N * K);
     for (long p = 0; p < N * K; p++) ids[p] = static_cast<int32_t>(p * 5 % 4) - 1;
     std::vector<float> out(N * D);
-    Experts kernel{gate_up.data(), down.data(), nullptr, nullptr, 4, 0, X, D, F, rows.data(), D, ids.data(), weights.data(), N, K, out.data(), 1};
+    Experts kernel{gate_up.data(), down.data(), nullptr, nullptr, 4, 0, X, D, F, rows.data(), D, ids.data(), weights.data(), N, K, out.data(), 1, 1, false};
     std::vector<char> scratch(kernel.scratch_bytes());
     kernel.run(scratch.data(), here);
     for (long n = 0; n < N; n++) {
@@ -95,11 +97,82 @@ struct SelfTest {
     return true;
   }
 
+  bool dense() {
+    const long K = 24, width = 37, N = 19;
+    auto weight = values(K * 2 * width), rows = values(N * K);
+    std::vector<float> out(N * 2 * width);
+    for (long count : {3L, N}) {  // as few rows as are streamed, and more
+      Dense kernel{weight.data(), nullptr, 4, false, 0, K, 2, width, 8, rows.data(), count, out.data(), 1};
+      std::vector<char> scratch(kernel.scratch_bytes());
+      kernel.run(scratch.data(), here);
+      for (long n = 0; n < count; n++)
+        for (long j = 0; j < 2 * width; j++) {
+          double expected = 0;
+          for (long k = 0; k < K; k++) expected += double(rows[n * K + k]) * weight[k * 2 * width + j];
+          if (!(std::fabs(expected - out[n * 2 * width + j]) <= 1e-4)) return false;
+        }
+    }
+    return true;
+  }
+
+  bool norm() {
+    const long N = 2, width = 37;
+    auto rows = values(N * width), scale = values(width);
+    std::vector<float> out(N * width);
+    Norm{rows.data(), scale.data(), N, width, 1e-6f, out.data(), 1}.run(nullptr, here);
+    for (long n = 0; n < N; n++) {
+      double squares = 0;
+      for (long i = 0; i < width; i++) squares += double(rows[n * width + i]) * rows[n * width + i];
+      for (long i = 0; i < width; i++)
+        if (!(std::fabs(rows[n * width + i] / std::sqrt(squares / width + 1e-6) * scale[i] - out[n * width + i]) <= 1e-5)) return false;
+    }
+    return true;
+  }
+
+  bool index_choice() {
+    const long R = 2, C = 2, I = 3, A = 16, G = 4, P = 24, Pr = 20, k = 9;
+    auto query = values(R * C * I * A), weight = values(R * C * I), keys = values(P * G * A);
+    // Sums of so few bits that no order of them rounds.
+    for (float& value : query) value = std::round(4 * value);
+    for (float& value : keys) value = std::round(4 * value);
+    for (float& value : weight) value = value < 0 ? -1.0f : 2.0f;
+    std::vector<int32_t> positions{70, 71, 3, 4}, tables(R * Pr), chosen(R * C * k), count(R * C);
+    std::vector<uint32_t> words(R * C * 3);
+    for (long i = 0; i < R * Pr; i++) tables[i] = static_cast<int32_t>(i * 7 % P);
+    IndexChoice kernel{query.data(), weight.data(), keys.data(), nullptr, positions.data(), tables.data(), nullptr, 4, 0, P, G, R, C, I, A,
+                       Pr, k, chosen.data(), count.data(), words.data(), 1};
+    std::vector<char> scratch(kernel.scratch_bytes());
+    kernel.run(scratch.data(), here);
+    for (long item = 0; item < R * C; item++) {
+      const long n = positions[item] + 1;
+      std::vector<double> scores(n);
+      for (long s = 0; s < n; s++)
+        for (long j = 0; j < I; j++) {
+          double product = 0;
+          const long at = tables[item / C * Pr + s / G] * G + s % G;
+          for (long w = 0; w < A; w++) product += double(query[(item * I + j) * A + w]) * keys[at * A + w];
+          scores[s] += std::max(product / 4, 0.0) * weight[item * I + j];
+        }
+      long taken = 0;
+      for (long s = 0; s < n; s++) {
+        long before = 0;  // scores that come first
+        for (long other = 0; other < n; other++) before += scores[other] > scores[s] || (scores[other] == scores[s] && other < s);
+        const bool expected = before < k, found = words[item * 3 + s / 32] >> (s % 32) & 1;
+        if (expected != found || (expected && chosen[item * k + taken++] != s)) return false;
+      }
+      if (taken != count[item]) return false;
+    }
+    return true;
+  }
+
   // 0, or the number of the kernel that fails.
   int run() {
     if (!experts()) return 1;
     if (!attention<AbsorbedAttention>()) return 2;
-    return attention<ExpandedAttention>() ? 0 : 3;
+    if (!attention<ExpandedAttention>()) return 3;
+    if (!dense()) return 4;
+    if (!norm()) return 5;
+    return index_choice() ? 0 : 6;
   }
 };
 

@@ -10,6 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.pallas.tile_table import TileTable
 
 
@@ -35,10 +36,14 @@ class PallasKernels:
     """That the kernels of this package are used.
 
     platform: whose kernels. interpret: run by Pallas's interpreter where there is no such device: slow, and for tests. tiles: sizes
-    that were timed (``--kernel-config``); where it is None or lacks a shape, sizes are reckoned from the shape.
+    that were timed (``--kernel-config``); where it is None or lacks a shape, sizes are reckoned from the shape. cores: of the GPUs, whose
+    shared memory bounds the tiles.
+    fixed: every shape has the same sizes, wherever they order a sum (``--batch-invariant``).
     """
 
     platform: Literal["gpu", "tpu"] = "gpu"
 
     interpret: bool = False
     tiles: TileTable | None = None
+    fixed: bool = False
+    cores: Cores = Cores()

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype
+from dsjax.kernels.pallas.order import KernelOrder
 from sharding import fp8
 
 ROWS = 16
@@ -39,7 +40,7 @@ def quantise(x_TK: Float[Array, "T K"], *, powers: bool = False, interpret: bool
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         cost_estimate=cost.estimate,
-        metadata=cost.metadata,
+        metadata=cost.metadata | KernelOrder(exact=True).metadata,
         interpret=interpret,
         name="quantise",
     )(x_TK)

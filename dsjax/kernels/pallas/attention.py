@@ -9,7 +9,7 @@ parts are put together afterwards (flash decoding).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
+from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
+from dsjax.kernels.pallas.shared_memory import AttentionBytes, Cores, first_that_fits
 from dsjax.kernels.pallas.tile_table import ATTENTION, Product, TileTable
 from sharding import fp8
 
@@ -68,19 +70,27 @@ def latent_attention(
     scale: float,
     interpret: bool = False,
     tiles: AttentionTiles | TileTable | None = None,
+    fixed: bool = False,
+    cores: Cores = Cores(),
 ) -> Float[Array, "R C H M"]:
     """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
 
     cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, or ``joined [L, P, G, M + O]``, whose bits mean ``cache_dtype``;
         with FP8 ``scale [L, P, G, M / 128]`` of the latents beside them, and a ``rope`` of bfloat16.
     filled: which slots of the cache hold an entry; a token sees those and its own. None: all of them. scale: of the scores.
-    tiles: these, or those of a table where it has this shape; else the default ones.
+    tiles: these, or those of a table where it has this shape; else the default ones that ``cores`` have room for. fixed: those of many
+        rows for every shape, and each row's context in one program, so that it is added up from its first position to its last.
     Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the latents, as in the plain form.
     """
     R, C, H, M = q_latent.shape
     O = q_rope.shape[-1]
-    if not isinstance(tiles, AttentionTiles):
-        tiles = default_tiles(C * H).tuned(tiles, attention_product(R, C * H, M + O, cache_dtype))
+    taken = AttentionBytes(power(M), power(O), q_latent.dtype, cache_dtype)
+    if fixed:
+        tiles = first_that_fits(smaller_tiles(64), taken, cores)
+    elif not isinstance(tiles, AttentionTiles):
+        default = default_tiles(C * H)
+        tiles = default.tuned(tiles, attention_product(R, C * H, M + O, cache_dtype))
+        tiles = first_that_fits(smaller_tiles(C * H), taken, cores) if tiles == default else tiles
     pairs = -(-C * H // tiles.rows) * tiles.rows
     wide, narrow = power(M), power(O)
     joined = "joined" in cache
@@ -88,7 +98,7 @@ def latent_attention(
     L, P, G = stored[0].shape[:3]
     pages = tables.shape[1]
     blocks = -(-pages * G // tiles.positions)
-    splits = split_context(R * (pairs // tiles.rows), blocks)
+    splits = 1 if fixed else split_context(R * (pairs // tiles.rows), blocks)
 
     def by_pair(q, width):
         q = q.reshape(R, C * H, q.shape[-1])
@@ -117,6 +127,8 @@ def latent_attention(
     part = lambda *width: pl.BlockSpec((None, None, tiles.rows, *width), lambda t, s, r: (s, r, t) + (0,) * len(width))  # noqa: E731
     out_dtype = q_latent.dtype if splits == 1 else jnp.float32
     cost = attention_cost(R, C, H, M, O, pages * G, q_latent.dtype, stored[0].dtype.itemsize, tiles, splits)
+    sizes = {"positions": tiles.positions, "splits": splits, "rows": tiles.rows}
+    order = KernelOrder(sizes, () if fixed else (ROWS, MESH))
     out, peak = pl.pallas_call(
         kernel,
         grid=(pairs // tiles.rows, splits, R),
@@ -128,14 +140,15 @@ def latent_attention(
         ],
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         cost_estimate=cost.estimate,
-        metadata=cost.metadata,
+        metadata=cost.metadata | order.metadata,
         interpret=interpret,
         name="latent_attention",
     )(*scalars, by_pair(q_latent, wide), by_pair(q_rope, narrow), *flat, *holes)
     if splits > 1:
-        weights = jnp.exp2(peak - jnp.max(peak, axis=0))
-        total = jnp.sum(weights, axis=0)
-        out = jnp.einsum("srpm,srp->rpm", out, weights / total)[None].astype(q_latent.dtype)
+        with jax.named_scope("context_splits"):
+            weights = jnp.exp2(peak - jnp.max(peak, axis=0))
+            total = jnp.sum(weights, axis=0)
+            out = jnp.einsum("srpm,srp->rpm", out, weights / total)[None].astype(q_latent.dtype)
     return out[0, :, : C * H, :M].reshape(R, C, H, M)
 
 
@@ -223,6 +236,17 @@ def _kernel(
 def default_tiles(pairs: int) -> AttentionTiles:
     """Tiles for rows of so many (token, head) pairs: no larger than a row needs."""
     return AttentionTiles(rows=min(64, power(pairs)), warps=8 if pairs > 32 else 4)
+
+
+def smaller_tiles(pairs: int) -> Iterator[AttentionTiles]:
+    """The default tiles and smaller ones: half the positions first, then half the rows, which read the context again."""
+    largest = default_tiles(pairs)
+    rows = largest.rows
+    while rows >= 16:
+        tiles = replace(largest, rows=rows, warps=largest.warps if rows > 32 else 4)
+        yield from (replace(tiles, positions=positions) for positions in (64, 32))
+        rows //= 2
+    yield replace(tiles, positions=16)
 
 
 def split_context(programs: int, blocks: int) -> int:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
+from dsjax.kernels.pallas.order import MESH, KernelOrder
 
 ROUND_PAIRS = 32_768
 """Most pairs of a round; in DeepSeek-V3 a pair takes 33 kB of buffers."""
@@ -32,6 +33,9 @@ def combine(
     rows, columns = 4, min(1024, power(D))
     moved = ((mean_pairs + N) * D) * y_PD.dtype.itemsize + place_NK.size * 8
     cost = KernelCost(0.0, moved, hlo_dtype(y_PD.dtype), assumed=True)
+
+    # One after the other, as they were chosen; but those of other devices are added elsewhere. One term alone is no sum.
+    order = KernelOrder(exact=True) if K == 1 else KernelOrder({"terms": K}, (MESH,))
 
     def kernel(y_ref, place_ref, weight_ref, out_ref):
         row = pl.program_id(1) * rows + jnp.arange(rows)
@@ -59,7 +63,7 @@ def combine(
         out_shape=jax.ShapeDtypeStruct((N, D), y_PD.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         cost_estimate=cost.estimate,
-        metadata=cost.metadata,
+        metadata=cost.metadata | order.metadata,
         interpret=interpret,
         name="experts_combine",
     )(*arrays)

@@ -15,7 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
-from dsjax.kernels.pallas.products import BLOCK, addressable, widened
+from dsjax.kernels.pallas.order import ROWS, KernelOrder
+from dsjax.kernels.pallas.products import BLOCK, ProductTiles, addressable, widened
+from dsjax.kernels.pallas.shared_memory import Cores, ProductBytes
 
 
 def absorb(
@@ -27,12 +29,16 @@ def absorb(
     values: int,
     *,
     interpret: bool = False,
+    fixed: bool = False,
+    cores: Cores = Cores(),
 ) -> Float[Array, "T H M"]:
     """Queries in latent space: ``Σ_n q[t, h, n] W^UK[m, h, n]``.
 
     weight: ``[L, M, H × (N + U)]``, whose bits mean ``weight_dtype``; scale: ``[L, M / 128, H × (N + U) / 128]`` with FP8; values: U.
+    fixed: in tiles of as many rows for every shape.
     """
-    return _by_head(weight, scale, weight_dtype, layer, q_THN, q_THN.shape[2], values, keys=True, interpret=interpret)
+    options = {"interpret": interpret, "fixed": fixed, "cores": cores}
+    return _by_head(weight, scale, weight_dtype, layer, q_THN, q_THN.shape[2], values, keys=True, **options)
 
 
 def expand(
@@ -44,10 +50,13 @@ def expand(
     values: int,
     *,
     interpret: bool = False,
+    fixed: bool = False,
+    cores: Cores = Cores(),
 ) -> Float[Array, "T H U"]:
     """Values of each head from results in latent space: ``Σ_m out[t, h, m] W^UV[m, h, u]``; arguments as of ``absorb``."""
     keys = weight.shape[2] // out_THM.shape[1] - values
-    return _by_head(weight, scale, weight_dtype, layer, out_THM, keys, values, keys=False, interpret=interpret)
+    options = {"interpret": interpret, "fixed": fixed, "cores": cores}
+    return _by_head(weight, scale, weight_dtype, layer, out_THM, keys, values, keys=False, **options)
 
 
 def takes(weight: Array, scale: Array | None, keys: int, values: int) -> bool:
@@ -55,29 +64,34 @@ def takes(weight: Array, scale: Array | None, keys: int, values: int) -> bool:
     return addressable(weight) and (scale is None or (keys % BLOCK == 0 and values % BLOCK == 0))
 
 
-def _by_head(weight, scale, weight_dtype, layer, x, nope, values, *, keys: bool, interpret: bool):
+def _by_head(
+    weight, scale, weight_dtype, layer, x, nope, values, *, keys: bool, interpret: bool, fixed: bool, cores: Cores
+):
     T, H, K = x.shape
     M, N = weight.shape[1], (weight.shape[1] if keys else values)
-    rows = min(64, max(16, power(T)))
+    rows = 64 if fixed else min(64, max(16, power(T)))
     # Of queries a head's products are short and the latents many; of values it is the other way round.
-    columns, depth = min(128, power(N)), min(BLOCK, power(K))
+    tiles = ProductTiles(rows, min(128, power(N)), min(BLOCK, power(K)), spread=1, warps=4, stages=3)
+    tiles = tiles.fitting(ProductBytes(1, x.dtype, x.dtype, np.dtype(weight_dtype).itemsize), cores)
+    columns, depth = tiles.columns, tiles.depth
     kernel = partial(
         _kernel, keys=keys, nope=nope, values=values, rows=rows, columns=columns, depth=depth, width=N,
         weight_dtype=weight_dtype, scaled=scale is not None,
     )  # fmt: skip
     arrays = [jnp.reshape(layer, 1).astype(jnp.int32), x, weight, *([] if scale is None else [scale])]
-    tiles = -(-T // rows)
+    across = -(-T // rows)
     moved = weight.dtype.itemsize * M * H * (nope if keys else values) + x.dtype.itemsize * T * H * (K + N)
-    cost = KernelCost(2.0 * tiles * rows * H * K * N, moved, hlo_dtype(x.dtype))
+    cost = KernelCost(2.0 * across * rows * H * K * N, moved, hlo_dtype(x.dtype))
+    order = KernelOrder({"depth": depth, "rows": rows}, () if fixed else (ROWS,))
     return pl.pallas_call(
         kernel,
-        grid=(tiles, pl.cdiv(N, columns), H),
+        grid=(across, pl.cdiv(N, columns), H),
         in_specs=[pl.BlockSpec(array.shape, lambda t, n, h, rank=array.ndim: (0,) * rank) for array in arrays],
         out_specs=pl.BlockSpec((T, H, N), lambda t, n, h: (0, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((T, H, N), x.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=tiles.stages),
         cost_estimate=cost.estimate,
-        metadata=cost.metadata,
+        metadata=cost.metadata | order.metadata,
         interpret=interpret,
         name="absorb_keys" if keys else "expand_values",
     )(*arrays)

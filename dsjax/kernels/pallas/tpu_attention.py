@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.kernels.pallas import pl, pltpu
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
+from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 
 NOTHING = -1e30
 """The score of what is not seen: finite, so that the difference of two of them is a number."""
@@ -28,6 +29,9 @@ LANES = 128
 """Numbers of a register's row: widths of a cache's entries are multiples of it."""
 MOST_TABLE_ENTRIES = 2**17
 """Page numbers of one call, which lie in the core's scalar memory: half of its MiB. Rows beyond them are further calls."""
+
+FIXED_ROWS = 256
+"""(Token, head) pairs of a program where every shape has the same: about what a v6e multiplies while it reads the context for them."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def latent_attention(
     scale: float,
     interpret: bool = False,
     tiles: TpuAttentionTiles | None = None,
+    fixed: bool = False,
 ) -> Float[Array, "R C H M"]:
     """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
 
@@ -75,10 +80,11 @@ def latent_attention(
         behind an entry's own values is 0. filled: which slots of the cache hold an entry; a token sees those and its own. None: all.
     scale: of the scores. Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the
         latents, as in the plain form.
+    fixed: tiles of as many pairs, and blocks of as many positions, for every shape: also where a row's table has no room for them.
     """
     R, C, H, M = q_latent.shape
     if R * tables.shape[1] > MOST_TABLE_ENTRIES and R > 1:
-        options = {"scale": scale, "interpret": interpret, "tiles": tiles}
+        options = {"scale": scale, "interpret": interpret, "tiles": tiles, "fixed": fixed}
         halves = [
             latent_attention(
                 q_latent[at],
@@ -95,6 +101,8 @@ def latent_attention(
             for at in (slice(R // 2), slice(R // 2, R))
         ]
         return jnp.concatenate(halves)
+    if fixed:
+        tiles = TpuAttentionTiles(rows=FIXED_ROWS)
     tiles = tiles or TpuAttentionTiles.of(C * H)
     pairs = -(-C * H // tiles.rows) * tiles.rows
     if "joined" in cache:
@@ -104,7 +112,7 @@ def latent_attention(
     widths = [array.shape[-1] for array in stored]
     G, pages = stored[0].shape[2], tables.shape[1]
     # As many whole pages as a block takes, but no more than a row has.
-    block_pages = max(1, min(tiles.positions // G, pages))
+    block_pages = max(1, tiles.positions // G if fixed else min(tiles.positions // G, pages))
     positions = block_pages * G
 
     def by_pair(q, width):
@@ -126,6 +134,7 @@ def latent_attention(
     cost = attention_cost(
         R, C, H, widths, pages * G, q_latent.dtype, stored[0].dtype.itemsize, TpuAttentionTiles(tiles.rows, positions)
     )
+    order = KernelOrder({"positions": positions, "rows": tiles.rows}, () if fixed else (ROWS, MESH))
     out = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -145,7 +154,7 @@ def latent_attention(
         out_shape=jax.ShapeDtypeStruct((R, pairs, widths[0]), q_latent.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         cost_estimate=cost.estimate,
-        metadata=cost.metadata,
+        metadata=cost.metadata | order.metadata,
         interpret=pltpu.InterpretParams() if interpret else False,
         name="latent_attention",
     )(*scalars, *map(by_pair, queries, widths), *holes, *stored)
@@ -223,7 +232,7 @@ def _kernel(
             fetch(next_row, next_seen, 0, 1 - place)
 
         each_copy(row, seen, block, place, lambda copy: copy.wait())
-        context = [_widened(buffer[place], cache_dtype, dtype) for buffer in buffers]
+        context = [widened(buffer[place], cache_dtype, dtype) for buffer in buffers]
         scores = sum(
             lax.dot_general(
                 q[...], entries, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
@@ -251,7 +260,8 @@ def _kernel(
     state_ref[1] = ((blocks > 0) & (next_seen > 0)).astype(jnp.int32)
 
 
-def _widened(values: Array, stored: np.dtype, dtype) -> Array:
+def widened(values: Array, stored: np.dtype, dtype) -> Array:
+    """Values whose bits mean ``stored``, in ``dtype``."""
     values = values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
     return values.astype(dtype)
 

@@ -73,6 +73,41 @@ class ExpertsCase:
 
 
 @dataclass(frozen=True)
+class DenseCase:
+    """A stack of two matrices ``[2, K, parts, width]`` (transposed ``[2, width, K]``) of which the last is used, their scales, and rows."""
+
+    weight: np.ndarray
+    scale: np.ndarray | None
+    rows: np.ndarray
+    transposed: bool
+
+    @classmethod
+    def drawn(cls, seed, *, K, width, N, parts=1, stored=4, transposed=False):
+        rng = np.random.default_rng(seed)
+        blocks = lambda size: -(-size // 128)  # noqa: E731
+        shape = (2, width, K) if transposed else (2, K, parts, width)
+        scale = None
+        if stored == 1:
+            scale = rng.uniform(0.5, 2, size=(2, blocks(K), parts, blocks(width))).astype(np.float32)
+        weight = rng.normal(size=shape).astype(STORED[stored])
+        return cls(weight, scale, rng.normal(size=(N, K)).astype(np.float32), transposed)
+
+    def stored(self):
+        """The weight as the kernel takes it: bits of what is narrower than float32."""
+        bits = {2: np.uint16, 1: np.uint8}
+        return self.weight.view(bits[self.weight.itemsize]) if self.weight.itemsize in bits else self.weight
+
+    def expected(self):
+        """``[N, parts, width]`` in float64."""
+        weight = self.weight[-1].astype(np.float64)
+        if self.transposed:
+            return self.rows.astype(np.float64) @ weight.T[:, None].reshape(weight.shape[1], -1)
+        if self.scale is not None:
+            weight = weight * ExpertsCase._spread(self.scale[-1], weight.shape, (0, 2))
+        return np.einsum("nk,kpj->npj", self.rows.astype(np.float64), weight)
+
+
+@dataclass(frozen=True)
 class AttentionCase:
     """Queries, W^UK and W^UV (None: in latent space), the cache of all layers, of which the last is read, and its rows."""
 
@@ -147,3 +182,64 @@ class AttentionCase:
                     heads = np.einsum("hm,mhu->hu", heads, self.weights[..., -self.value_width :])
                 out[r, c] = heads
         return out
+
+
+@dataclass(frozen=True)
+class IndexCase:
+    """Index queries, weights of heads, keys of all layers as they are stored, of which the last layer is used; positions and pages.
+
+    All numbers are so small and round that no order of summing them rounds: choices are equal exactly, and many scores are.
+    """
+
+    query: np.ndarray
+    weight: np.ndarray
+    keys: np.ndarray
+    scale: np.ndarray | None
+    positions: np.ndarray
+    tables: np.ndarray
+    filled: np.ndarray | None
+    k: int
+
+    @classmethod
+    def drawn(cls, seed, *, R, C, I, A, G, pages, k, stored=4, holes=False, layers=2):
+        rng = np.random.default_rng(seed)
+        total = R * pages + 2
+        tables = rng.permutation(total)[: R * pages].reshape(R, pages).astype(np.int32)
+        start = rng.integers(0, max(1, pages * G - C), size=(R, 1))
+        scale = 2.0 ** rng.integers(-1, 2, size=(layers, total, G, -(-A // 128))) if stored == 1 else None
+        return cls(
+            rng.integers(-2, 3, size=(R, C, I, A)).astype(np.float32),
+            rng.integers(-2, 3, size=(R, C, I)).astype(np.float32),
+            rng.integers(-2, 3, size=(layers, total, G, A)).astype(STORED[stored]),
+            None if scale is None else scale.astype(np.float32),
+            (start + np.arange(C)).astype(np.int32),
+            tables,
+            rng.integers(0, 4, size=(total, G)).astype(bool) if holes else None,
+            k,
+        )
+
+    def cache(self):
+        """As the step has it on CPU: bits of what is narrower than float32."""
+        bits = {2: np.uint16, 1: np.uint8}
+        stored = self.keys.view(bits[self.keys.itemsize]) if self.keys.itemsize in bits else self.keys
+        return {"index": stored} | ({} if self.scale is None else {"index_scale": self.scale})
+
+    def expected(self):
+        """The chosen positions of each query, in order."""
+        keys = self.keys[-1].astype(np.float64)
+        if self.scale is not None:
+            keys = keys * self.scale[-1].astype(np.float64).repeat(128, axis=-1)[..., : keys.shape[-1]]
+        found = []
+        for r, c in np.ndindex(*self.positions.shape):
+            at = min(self.positions[r, c], self.tables.shape[1] * keys.shape[1] - 1)  # padding may lie behind the table
+            slots = np.arange(at + 1)
+            pages, slots = self.tables[r, slots // keys.shape[1]], slots % keys.shape[1]
+            products = np.maximum(keys[pages, slots] @ self.query[r, c].T, 0)
+            scores = products @ self.weight[r, c].astype(np.float64)
+            if self.filled is not None:
+                hidden = ~self.filled[pages, slots]
+                hidden[at] = False
+                scores[hidden] = -np.inf
+            best = np.argsort(-scores, kind="stable")[: self.k]
+            found.append(sorted(int(position) for position in best if scores[position] > -np.inf))
+        return found

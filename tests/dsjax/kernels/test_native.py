@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import STORED, AttentionCase, ExpertsCase
+from kernel_cases import STORED, AttentionCase, DenseCase, ExpertsCase, IndexCase
 
+from dsjax.kernels.table import PLAIN
 from dsjax.model.experts import ExpertProduct
+from dsjax.model.fp8_product import ActivationScheme
+from dsjax.model.sparse import choose, index_scores
+from dsjax.model.sparse.choose import pack
+from sharding import fp8
 from sharding.dispatch.wire import WireFormat
+from sharding.sums import add_as_tree, add_in_order
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
 
@@ -79,6 +85,159 @@ def test_threads_and_the_other_rows_change_no_bit_of_an_experts_result(kernels, 
     once = experts_of(kernels, case)
     np.testing.assert_array_equal(experts_of(kernels, case, threads), once)
     np.testing.assert_array_equal(experts_of(kernels, alone, threads), once[:1])
+
+
+@pytest.mark.parametrize(("stored", "D", "F"), [(4, 530, 270), (2, 1040, 530), (1, 2060, 1030)])
+def test_a_rows_sum_is_the_same_where_matrices_stream_by_and_where_they_are_read_in_panels(kernels, stored, D, F):
+    case = ExpertsCase.drawn(8, X=2, D=D, F=F, N=57, K=2, stored=stored, layers=1, routing="one expert")
+    every = experts_of(kernels, case)
+    expected, size = case.expected()
+    assert (np.abs(every - expected) <= 1e-5 * np.maximum(size, 1)).all()
+    for count, threads in ((1, 1), (3, 3), (5, 1), (8, 2), (9, 2)):
+        few = dataclasses.replace(case, rows=case.rows[:count], ids=case.ids[:count], weights=case.weights[:count])
+        np.testing.assert_array_equal(experts_of(kernels, few, threads), every[:count])
+
+
+@pytest.mark.parametrize("N", [1, 9])  # streamed by, and in panels
+def test_each_value_of_fp8_is_widened_exactly(kernels, N):
+    codes = np.arange(256, dtype=np.uint8).view(STORED[1])
+    case = DenseCase(
+        np.tile(codes, (2, 1, 1, 1)), np.ones((2, 1, 1, 2), np.float32), np.ones((N, 1), np.float32), False
+    )
+    np.testing.assert_array_equal(dense_of(kernels, case)[:, 0], np.tile(codes.astype(np.float32), (N, 1)))
+
+
+@pytest.mark.parametrize("F", [32, 530])  # read in place, and by panels
+def test_a_share_of_the_experts_width_gives_a_branch_of_the_whole_sum(kernels, F):
+    F = F // 16 * 16
+    case = ExpertsCase.drawn(4, X=5, D=300, F=F, N=20, K=3, stored=2, routing="all")
+    whole = experts_of(kernels, case)
+
+    def share(index, shares):
+        part = slice(index * F // shares, (index + 1) * F // shares)
+        mine = dataclasses.replace(case, gate_up=case.gate_up[..., part], down=case.down[:, :, part])
+        product = ExpertProduct(weight_dtype=STORED[2], kernels=kernels, width_shares=shares)
+        return jax.jit(product.terms)(mine.params(), mine.rows, mine.ids, mine.weights)
+
+    for shares in (1, 2, 4, 8):
+        terms = add_as_tree(jnp.stack([share(index, shares) for index in range(shares)]))
+        np.testing.assert_array_equal(add_in_order(terms, axis=1), whole)
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_experts_round_rows_and_hidden_values_to_fp8_as_the_plain_form_does(kernels, powers):
+    case = ExpertsCase.drawn(9, X=4, D=300, F=256, N=11, K=2, stored=1)
+    scheme = ActivationScheme(dynamic=True, powers=powers)
+    found, plain = (
+        np.asarray(
+            jax.jit(ExpertProduct(weight_dtype=STORED[1], kernels=chosen, scheme=scheme))(
+                case.params(), case.rows, case.ids, case.weights
+            )
+        )
+        for chosen in (kernels, PLAIN)
+    )
+    exact, size = case.expected()
+    assert np.abs(plain - exact).max() > 1e-3 * size.max(), "activations are quantised at all"
+    assert np.all(np.abs(found - plain) <= 2e-5 * size)
+
+
+def test_numbers_of_all_sizes_are_rounded_to_fp8_alike(kernels):
+    """Hidden values go through an expert that is the identity: silu(x) × 1, rounded."""
+    rng = np.random.default_rng(2)
+    N, F = 64, 256
+    rows = (rng.normal(size=(N, F)) * 10.0 ** rng.integers(-12, 12, size=(N, F))).astype(np.float32)
+    rows[3, 5], rows[4, 200], rows[5] = np.nan, np.inf, 0
+    gate_up = np.zeros((1, 1, F + 1, 2, F), np.float32)
+    gate_up[0, 0, np.arange(F), 1, np.arange(F)], gate_up[0, 0, F, 0] = 1, 100  # silu(100) is 100
+    stack = {"gate_up.weight": gate_up, "down.weight": np.eye(F, dtype=np.float32)[None, None]}
+    wide = np.concatenate([rows, np.ones((N, 1), np.float32)], axis=1)
+    one = np.zeros((N, 1), np.int32), np.full((N, 1), 0.01, np.float32)
+    stack["down.weight"] = np.eye(F, F + 1, dtype=np.float32)[None, None]
+    for powers in (False, True):
+        found = kernels.native.experts(stack, jnp.int32(0), wide, *one, rounds=True, powers=powers)[:, :F]
+        expected = fp8.dequantise(*fp8.quantise(rows * np.float32(100), powers=powers)) * np.float32(0.01)
+        finite = [n for n in range(N) if n not in (3, 4)]
+        np.testing.assert_array_equal(np.asarray(found)[finite], np.asarray(expected)[finite])
+        assert np.isnan(np.asarray(found)[3:5]).any(axis=1).all()
+
+
+def test_an_experts_number_changes_no_bit_of_a_rows_sum(kernels):
+    case = ExpertsCase.drawn(6, X=6, D=64, F=24, N=33, K=4, stored=4, routing="all")
+    order = np.array([3, 5, 0, 1, 4, 2])  # expert e stands at place order[e]
+    moved = dataclasses.replace(
+        case,
+        gate_up=case.gate_up[:, np.argsort(order)],
+        down=case.down[:, np.argsort(order)],
+        ids=np.where(case.ids >= 0, order[case.ids], -1).astype(np.int32),
+    )
+    np.testing.assert_array_equal(experts_of(kernels, moved), experts_of(kernels, case))
+
+
+def dense_of(kernels, case, rows=None, **options):
+    rows = case.rows if rows is None else rows
+    threads = options.pop("threads", 1)
+    native = dataclasses.replace(kernels.native, threads=threads)
+    found = native.dense(case.stored(), case.scale, jnp.int32(1), rows, transposed=case.transposed, **options)
+    return np.asarray(found).reshape(len(rows), *found.shape[1:])
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    K=st.sampled_from([8, 40, 72, 400]),
+    width=st.integers(1, 400),
+    parts=st.sampled_from([1, 2]),
+    stored=st.sampled_from([4, 2, 1]),
+    pieces=st.sampled_from([1, 2, 8]),
+    threads=st.sampled_from([1, 3]),
+    transposed=st.booleans(),
+)
+def test_the_other_rows_change_no_bit_of_a_rows_product(
+    kernels, seed, K, width, parts, stored, pieces, threads, transposed
+):
+    parts, stored = (1, 4) if transposed else (parts, stored)
+    case = DenseCase.drawn(seed, K=K, width=width, N=130, parts=parts, stored=stored, transposed=transposed)
+    every = dense_of(kernels, case, pieces=pieces, threads=threads)
+    expected = case.expected()
+    np.testing.assert_allclose(every.reshape(expected.shape), expected, atol=1e-5 * K**0.5)
+    for count in (1, 2, 5, 8, 9, 97):
+        np.testing.assert_array_equal(dense_of(kernels, case, case.rows[:count], pieces=pieces), every[:count])
+
+
+@pytest.mark.parametrize("N", [1, 8, 40])
+@pytest.mark.parametrize("stored", [4, 2])
+def test_columns_and_branches_of_a_product_have_the_bits_of_the_whole(kernels, N, stored):
+    case = DenseCase.drawn(9, K=256, width=96, N=N, stored=stored)
+    whole = dense_of(kernels, case, pieces=8).reshape(N, 96)
+    left = dataclasses.replace(case, weight=case.weight[..., 48:])
+    np.testing.assert_array_equal(dense_of(kernels, left, pieces=8).reshape(N, 48), whole[:, 48:])
+    for shares in (2, 4, 8):
+        branches = [
+            dense_of(
+                kernels,
+                dataclasses.replace(case, weight=np.split(case.weight, shares, axis=1)[index]),
+                np.split(case.rows, shares, axis=1)[index],
+                pieces=8 // shares,
+            )
+            for index in range(shares)
+        ]
+        np.testing.assert_array_equal(add_as_tree(jnp.stack(branches)).reshape(N, 96), whole)
+
+
+@pytest.mark.parametrize("width", [1, 16, 37, 256])
+def test_norms_are_those_of_the_plain_form_and_each_row_is_by_itself(kernels, width):
+    rng = np.random.default_rng(width)
+    rows, scale = rng.normal(size=(19, width)).astype(np.float32), rng.normal(size=width).astype(np.float32)
+    found = np.asarray(kernels.native.norm(rows, scale, 1e-6))
+    wide = rows.astype(np.float64)
+    expected = scale * wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    for count in (1, 4):
+        np.testing.assert_array_equal(kernels.native.norm(rows[:count], scale, 1e-6), found[:count])
+    shifted = kernels.native.norm(rows, scale, 1e-6, scale[::-1])
+    apart = wide - wide.mean(axis=1, keepdims=True)
+    expected = scale * apart / np.sqrt((apart**2).mean(axis=1, keepdims=True) + 1e-6) + scale[::-1]
+    np.testing.assert_allclose(shifted, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_rows_are_read_in_place(kernels):
@@ -160,3 +319,101 @@ def test_the_joined_cache_is_read_like_the_split_one(kernels):
         latent_width=16,
     )
     np.testing.assert_array_equal(found, attention_of(kernels, case, "absorbed"))
+
+
+@pytest.mark.parametrize("stored", [4, 2])
+def test_keys_and_values_of_each_head_are_read_as_they_would_be_expanded(kernels, stored):
+    """The weights take the latents apart into keys and values of each head, so that both caches hold the same numbers."""
+    H, N, U, M = 3, 8, 5, 39
+    case = AttentionCase.drawn(4, R=3, C=50, H=H, N=N, O=4, U=U, M=M, G=4, longest=150, stored=stored, holes=True)
+    weights = np.eye(M, dtype=np.float32).reshape(M, H, N + U)
+    case = dataclasses.replace(case, weights=weights)
+    heads = case.latent.reshape(*case.latent.shape[:3], H, N + U)
+    rope = np.broadcast_to(case.rope[..., None, :], (*heads.shape[:-1], 4))
+    keys, values = np.concatenate([heads[..., :N], rope], axis=-1), heads[..., N:]
+    bits = lambda array: jnp.asarray(array if stored == 4 else np.ascontiguousarray(array).view(np.uint16))  # noqa: E731
+    found = kernels.native.expanded_attention(
+        *(jnp.asarray(a) for a in (case.q_nope, case.q_rope)),
+        None,
+        {"key": bits(keys), "value": bits(values)},
+        jnp.int32(1),
+        *(jnp.asarray(a) for a in (case.start, case.length, case.tables)),
+        jnp.asarray(case.filled, bool),
+        scale=case.scale,
+        value_width=U,
+        latent_width=M,
+    )
+    np.testing.assert_array_equal(found, attention_of(kernels, case, "expanded"))
+
+
+def test_what_a_query_has_not_chosen_is_left_out_like_what_is_not_there(kernels):
+    case = AttentionCase.drawn(6, R=3, C=50, H=2, N=8, O=4, U=8, M=16, G=4, longest=150, holes=True)
+    R, C, S = *case.q_rope.shape[:2], case.tables.shape[1] * 4
+    there = np.broadcast_to(case.filled[case.tables].reshape(R, 1, S), (R, C, S)).copy()
+    for row, query in np.ndindex(R, C):
+        there[row, query, min(case.start[row] + query, S - 1)] = 1
+    found = kernels.native.expanded_attention(
+        *(jnp.asarray(a) for a in (case.q_nope, case.q_rope, case.weights)),
+        {name: jnp.asarray(array) for name, array in case.cache().items()},
+        jnp.int32(1),
+        *(jnp.asarray(a) for a in (case.start, case.length, case.tables)),
+        None,
+        pack(jnp.asarray(there, bool)),
+        scale=case.scale,
+        value_width=8,
+        latent_width=16,
+    )
+    np.testing.assert_array_equal(found, attention_of(kernels, case, "expanded"))
+
+
+def choice_of(kernels, case, threads=1):
+    """Chosen positions, their numbers, and the words, of the native kernel."""
+    native = dataclasses.replace(kernels.native, threads=threads)
+
+    def run(query, weight, cache, positions, tables, filled):
+        layer = jnp.int32(len(case.keys) - 1)
+        return native.index_choice(query, weight, cache, layer, positions, tables, filled, case.k)
+
+    arrays = (case.query, case.weight, case.cache(), case.positions, case.tables, case.filled)
+    return [np.asarray(part) for part in jax.jit(run)(*arrays)]
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    R=st.integers(1, 3),
+    C=st.integers(1, 4),
+    I=st.sampled_from([1, 3, 16, 17, 40]),
+    A=st.sampled_from([4, 16, 64, 256]),
+    G=st.sampled_from([1, 4, 16]),
+    pages=st.sampled_from([1, 7, 40, 90]),
+    k=st.sampled_from([1, 5, 33]),
+    stored=st.sampled_from([4, 2, 1]),
+    holes=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+)
+def test_index_choices_are_the_highest_scores_and_of_equal_ones_the_first(
+    kernels, seed, R, C, I, A, G, pages, k, stored, holes, threads
+):
+    case = IndexCase.drawn(seed, R=R, C=C, I=I, A=A, G=G, pages=pages, k=k, stored=stored, holes=holes)
+    chosen, count, words = choice_of(kernels, case, threads)
+    bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(R * C, -1)
+    rows = zip(chosen.reshape(R * C, k), count.reshape(-1), bits, case.expected(), strict=True)
+    for own, number, marked, expected in rows:
+        assert own.tolist() == expected + [0] * (k - len(expected))
+        assert number == len(expected)
+        assert np.flatnonzero(marked).tolist() == expected
+
+
+def test_an_index_choice_is_that_of_the_plain_form_for_numbers_of_all_kinds(kernels):
+    rng = np.random.default_rng(4)
+    case = IndexCase.drawn(4, R=2, C=3, I=5, A=24, G=4, pages=60, k=20)
+    normal = lambda array: rng.normal(size=array.shape).astype(np.float32)  # noqa: E731
+    case = dataclasses.replace(case, query=normal(case.query), weight=normal(case.weight), keys=normal(case.keys))
+    keys = case.keys[-1][case.tables].reshape(2, -1, 24)
+    scores = index_scores(case.query, case.weight, keys)
+    seen = case.positions[..., None] >= np.arange(keys.shape[1])
+    marked = np.asarray(choose(jnp.where(seen, scores, -jnp.inf), case.k))
+    chosen, count, _ = choice_of(kernels, case)
+    for r, c in np.ndindex(2, 3):
+        assert chosen[r, c, : count[r, c]].tolist() == np.flatnonzero(marked[r, c]).tolist()

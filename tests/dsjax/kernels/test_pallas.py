@@ -13,18 +13,19 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import STORED, AttentionCase, ExpertsCase
-from layouts import TINY, answer, difference, wide, write_checkpoint
+from kernel_cases import STORED, AttentionCase, ExpertsCase, IndexCase
+from layouts import MODELS, TINY, answer, difference, wide, write_checkpoint
 
 from dsjax.bench.modules.setting import random_parameter
 from dsjax.config import ModelConfig, QuantizationConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.errors import UserError
-from dsjax.kernels.pallas import activations, attention, cost, experts, heads, products
+from dsjax.kernels.pallas import activations, attention, cost, experts, heads, index, products
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme, block_product
+from dsjax.model.sparse import choose
 from sharding import MeshSpec, fp8
 from sharding.dispatch.wire import WireFormat
 
@@ -275,7 +276,8 @@ def test_pallas_is_for_gpus_and_says_so_elsewhere():
     on_gpu = choose("auto", "gpu", np.dtype(ml_dtypes.bfloat16))
     assert not on_gpu.pallas.interpret
     assert on_gpu.names("CC", "A_CC_ME") == {
-        "decode attention": "pallas", "prefill attention": "pallas", "experts": "pallas", "other products": "pallas"
+        "decode attention": "pallas", "prefill attention": "pallas", "experts": "pallas", "other products": "pallas",
+        "index choice": "pallas",
     }  # fmt: skip
     assert on_gpu.name("decode attention", "CD") == "plain"
     assert "interpreter" in PALLAS.note
@@ -383,3 +385,36 @@ def test_experts_with_quantised_rows_are_those_of_the_plain_form(seed, X, D, F, 
     # A hidden value between two e4m3 numbers can go either way by float32's rounding: at most a few of them, 1/16 of each.
     assert np.all(np.abs(found - expected) <= 0.02 * (size + 1e-3))
     assert np.mean(np.abs(found - expected) > 1e-5 * (size + 1)) < 0.05
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    C=st.integers(1, 3),
+    I=st.sampled_from([1, 17]),
+    A=st.sampled_from([4, 64]),
+    G=st.sampled_from([4, 16]),
+    pages=st.sampled_from([7, 40]),
+    stored=st.sampled_from([4, 2, 1]),
+    holes=st.booleans(),
+)
+def test_index_scores_give_the_choices_of_a_loop(seed, C, I, A, G, pages, stored, holes):
+    case = IndexCase.drawn(seed, R=2, C=C, I=I, A=A, G=G, pages=pages, k=20, stored=stored, holes=holes)
+    scores = index.index_scores(
+        *(jnp.asarray(a) for a in (case.query, case.weight)),
+        case.cache(),
+        case.keys.dtype,
+        jnp.int32(len(case.keys) - 1),
+        *(jnp.asarray(a) for a in (case.positions, case.tables)),
+        None if case.filled is None else jnp.asarray(case.filled),
+        interpret=True,
+    )
+    marked = np.asarray(choose(scores, case.k)).reshape(2 * C, -1)
+    assert [np.flatnonzero(row).tolist() for row in marked] == case.expected()
+
+
+def test_an_engine_with_sparse_attention_gives_the_answer_of_the_plain_forms(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, **MODELS["v3.2"])
+    few = {"new_tokens": 4}
+    plain = answer(checkpoint, "dp=1", "gather", "CC", "A_CC_ME", kernels="plain", **few)
+    assert difference(answer(checkpoint, "dp=1", "gather", "CC", "A_CC_ME", kernels="pallas", **few), plain) is None

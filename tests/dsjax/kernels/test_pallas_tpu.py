@@ -15,20 +15,21 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import STORED, AttentionCase, ExpertsCase
+from kernel_cases import STORED, AttentionCase, ExpertsCase, IndexCase
 from layouts import TINY, wide
 
 from dsjax.bench.modules.setting import random_parameter
 from dsjax.config import ModelConfig, load_config
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import _refuses_experts, make_step
-from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_products
+from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_index, tpu_products
 from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
 from dsjax.model.attention import PagedAttention, Rows
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import cache_arrays
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.mla import Projections
+from dsjax.model.sparse import choose
 from sharding import MeshSpec, fp8
 
 FEW = settings(max_examples=2, deadline=None, derandomize=True)
@@ -84,7 +85,7 @@ def test_a_tpu_takes_them_by_itself_and_says_when_attention_cannot_read_the_cach
     assert chosen.name("decode attention", "A_CC_ME") == "pallas"
     assert chosen.name("decode attention", "CD") == "plain"
     left = dataclasses.replace(chosen, left_plain=("prefill attention",))
-    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "pallas"]
+    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "pallas", "pallas"]
     bf16 = np.dtype(ml_dtypes.bfloat16)
     assert tpu_attention.refuses(16, bf16) == "" == tpu_attention.refuses(8, np.dtype(np.float32))
     assert "that 16 divides, and it is 8" in tpu_attention.refuses(8, bf16)
@@ -111,7 +112,8 @@ def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form():
     M, U, R, C, G = config.kv_lora_rank, config.v_head_dim, 2, 3, 4
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     weight = draw(M, H, N), draw(M, H, U)
-    mla = SimpleNamespace(key_value_weight=lambda dtype: weight)
+    stored = SimpleNamespace(weight=SimpleNamespace(info=SimpleNamespace(dtype=jnp.float32)))
+    mla = SimpleNamespace(key_value_weight=lambda dtype: weight, kv_b=stored)
     p = Projections(draw(1, R, C, H, N), draw(1, R, C, H, O), draw(1, R, C, 1), draw(1, R, C, M), draw(1, R, C, O))
     tables, positions = jnp.asarray([[[1, 3], [2, 0]]]), jnp.asarray([[[3, 4, 5], [0, 1, 2]]])
     slots = jnp.take_along_axis(tables, positions // G, axis=2) * G + positions % G
@@ -151,6 +153,39 @@ def test_experts_are_those_of_a_loop(stored, seed, X, D, F, N, K, routing, mean_
     expected, size = case.expected()
     # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
     assert np.all(np.abs(found - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    C=st.sampled_from([1, 3, 11]),
+    I=st.sampled_from([1, 17]),
+    pages=st.sampled_from([7, 40]),
+    stored=st.sampled_from([4, 2]),
+    holes=st.booleans(),
+)
+def test_index_scores_give_the_choices_of_a_loop(seed, C, I, pages, stored, holes):
+    case = IndexCase.drawn(seed, R=2, C=C, I=I, A=128, G=16, pages=pages, k=20, stored=stored, holes=holes)
+    assert tpu_index.takes(128, case.keys.dtype, 16)
+    scores = tpu_index.index_scores(
+        *(jnp.asarray(a) for a in (case.query, case.weight)),
+        case.cache(),
+        case.keys.dtype,
+        jnp.int32(len(case.keys) - 1),
+        *(jnp.asarray(a) for a in (case.positions, case.tables)),
+        None if case.filled is None else jnp.asarray(case.filled),
+        interpret=True,
+    )
+    marked = np.asarray(choose(scores, case.k)).reshape(2 * C, -1)
+    assert [np.flatnonzero(row).tolist() for row in marked] == case.expected()
+
+
+def test_index_keys_that_the_kernel_cannot_read_are_left_to_the_plain_form():
+    bf16 = np.dtype(jnp.bfloat16)
+    assert tpu_index.takes(128, bf16, 16)
+    assert not tpu_index.takes(128, bf16, 8), "half a tile of the core's memory"
+    assert not tpu_index.takes(64, bf16, 16), "half a register"
+    assert not tpu_index.takes(128, np.dtype(fp8.E4M3), 32)
 
 
 def test_tiles_that_are_not_in_use_leave_the_columns_of_the_last_one_alone(monkeypatch):

@@ -1,18 +1,22 @@
 """The kernels outside JAX, under the address, undefined-behaviour and thread sanitizers, on cases of all shapes."""
 
+import dataclasses
 import struct
 import subprocess
 
 import numpy as np
 import pytest
+from fp4_weights import in_fp4
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import AttentionCase, ExpertsCase
+from kernel_cases import AttentionCase, DenseCase, ExpertsCase, IndexCase
 
 from dsjax.engine.device.process import cache_folder
+from dsjax.fp4.formats import MXFP4, NVFP4
 from dsjax.kernels import build
 
 SANITIZERS = ("address,undefined", "thread")
+
 FEW = settings(max_examples=20, deadline=None, derandomize=True)
 
 
@@ -66,13 +70,70 @@ def run(harness, kernel, threads, sizes, scale, *arrays):
     stored=st.sampled_from([4, 2, 1]),
     routing=st.sampled_from(["all", "some", "one expert", "none"]),
     threads=st.sampled_from([1, 2, 4]),
+    pieces=st.sampled_from([1, 4]),
+    apart=st.booleans(),
 )
-def test_experts(harness, seed, X, D, F, N, K, stored, routing, threads):
+def test_experts(harness, seed, X, D, F, N, K, stored, routing, threads, pieces, apart):
     case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=stored, routing=routing)
     arrays = (case.gate_up, case.down, *(case.scales or ()), case.rows, case.ids, case.weights)
-    found = run(harness, 0, threads, (2, X, D, F, N, K, stored, D), 0.0, *arrays)
+    found = run(
+        harness, 0, threads, (2, X, D, F, N, K, stored, D, pieces if F % pieces == 0 else 1, apart, 0), 0.0, *arrays
+    )
+    found = found.reshape(N, K, D).sum(axis=1) if apart else found
     expected, size = case.expected()
     assert np.all(np.abs(found.reshape(expected.shape) - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    form=st.sampled_from([NVFP4, MXFP4]),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    N=st.sampled_from([1, 2, 60]),
+    threads=st.sampled_from([1, 2, 4]),
+    pieces=st.sampled_from([1, 4, 8]),
+)
+def test_experts_in_fp4(harness, seed, form, sizes, N, threads, pieces):
+    D, F = (size * form.block for size in sizes)
+    case = ExpertsCase.drawn(seed, X=3, D=D, F=F, N=N, K=2)
+    packed, decoded = in_fp4({"gate_up.weight": case.gate_up[-1], "down.weight": case.down[-1]}, form)
+    parts = ("weight", "scale", "global_scale")[: 3 if form.has_global else 2]
+    weights = [packed[f"{name}.{part}"] for part in parts for name in ("gate_up", "down")]
+    found = run(
+        harness,
+        0,
+        threads,
+        (1, 3, D, F, N, 2, 1, D, pieces, False, form.block),
+        0.0,
+        *weights,
+        case.rows,
+        case.ids,
+        case.weights,
+    )
+    numbers = dataclasses.replace(case, gate_up=decoded["gate_up.weight"][None], down=decoded["down.weight"][None])
+    expected, size = numbers.expected()
+    assert np.all(np.abs(found.reshape(expected.shape) - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    K=st.sampled_from([1, 8, 24, 72, 140]),
+    parts=st.sampled_from([1, 2]),
+    width=st.sampled_from([1, 16, 37, 130, 300]),
+    N=st.sampled_from([1, 3, 8, 9, 100]),
+    stored=st.sampled_from([4, 2, 1]),
+    pieces=st.sampled_from([1, 4, 8]),
+    transposed=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+)
+def test_dense(harness, seed, K, parts, width, N, stored, pieces, transposed, threads):
+    parts, stored = (1, 4) if transposed else (parts, stored)
+    case = DenseCase.drawn(seed, K=K, parts=parts, width=width, N=N, stored=stored, transposed=transposed)
+    sizes = (2, K, parts, width, N, stored, pieces if K % pieces == 0 else 1, transposed)
+    found = run(harness, 3, threads, sizes, 0.0, case.weight, *([] if case.scale is None else [case.scale]), case.rows)
+    expected = case.expected()
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=1e-5 * K**0.5)
 
 
 @FEW
@@ -111,3 +172,31 @@ def test_attention(harness, seed, R, C, H, widths, G, longest, stored, form, thr
     )
     expected = case.expected()
     np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.slow
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    R=st.integers(1, 3),
+    C=st.integers(1, 3),
+    I=st.sampled_from([1, 17]),
+    A=st.sampled_from([4, 64]),
+    G=st.sampled_from([1, 4]),
+    pages=st.sampled_from([1, 7, 150]),
+    k=st.sampled_from([1, 33]),
+    stored=st.sampled_from([4, 2, 1]),
+    holes=st.booleans(),
+    threads=st.sampled_from([1, 2, 4]),
+)
+def test_index_choice(harness, seed, R, C, I, A, G, pages, k, stored, holes, threads):
+    case = IndexCase.drawn(seed, R=R, C=C, I=I, A=A, G=G, pages=pages, k=k, stored=stored, holes=holes)
+    layers, total = case.keys.shape[:2]
+    sizes = (R, C, I, A, k, pages, layers, total, G, stored, int(holes))
+    optional = [array for array in (case.scale,) if array is not None]
+    arrays = (case.query, case.weight, case.keys, *optional, case.positions, case.tables)
+    arrays += () if case.filled is None else (case.filled,)
+    found = run(harness, 4, threads, sizes, 0.0, *arrays).view(np.int32)
+    chosen = found[: R * C * k].reshape(R * C, k)
+    for own, expected in zip(chosen, case.expected(), strict=True):
+        assert own.tolist() == expected + [0] * (k - len(expected))

@@ -1,0 +1,118 @@
+// Rows times one layer's matrix, read where it lies in the stack of layers. A row's result depends on that row and the matrix alone: not on
+// the other rows, the threads, or which of the matrix's columns this device has (docs/exactness.md).
+#pragma once
+
+#include <algorithm>
+
+#include "phases.h"
+#include "stream.h"
+
+namespace dsjax {
+
+constexpr long kLeastWork = 1 << 19;  // multiply-adds below which another thread is not worth waking
+
+struct Dense {
+  // [layers, K, parts * width]; `bytes` of an element: 4 float32, 2 bfloat16, 1 FP8 with scales [layers, K/128, parts, width/128].
+  // Transposed: [layers, width, K], float32.
+  const void* weight;
+  const float* scale;
+  int bytes;
+  bool transposed;
+  long layer, K, parts, width;
+  long pieces;  // of each sum over K (a power of two, at most 8): 1 where no mesh cuts K
+  const float* x;  // [N, K]
+  long N;
+  float* out;  // [N, parts * width]
+  int threads;
+
+  size_t scratch_bytes() const { return own_floats() * sizeof(float) * std::max(threads, 1); }
+
+  void run(char* scratch, const Schedule& schedule) const {
+    if (N == 0) return;
+    const bool streams = N <= kStreamRows && !transposed;
+    const bool alone = threads <= 1 || N * K * parts * width < kLeastWork;
+    const long rows = streams ? N : std::min(N, Panels::kMostRows), row_items = (N + rows - 1) / rows;
+    long step = streams ? kStreamColumns : kPanelWidth;
+    if (!alone) {
+      const long wanted = (2 * threads + row_items - 1) / row_items;  // items of columns
+      step = std::min(step, std::max(kStrip, (parts * width / wanted + kStrip - 1) / kStrip * kStrip));
+    }
+    const long of_part = (width + step - 1) / step, columns = parts * of_part;
+    Phases::run(
+        1, [&](int) { return row_items * columns; },
+        [&](int, long item, int worker) {
+          const long first = item / columns * rows, count = std::min(rows, N - first), part = item % columns / of_part;
+          const long from = item % of_part * step, to = std::min(width, from + step);
+          float* own = reinterpret_cast<float*>(scratch) + worker * own_floats();
+          const float* a[Panels::kMostRows];
+          float* c[Panels::kMostRows];
+          for (long r = 0; r < count; r++) a[r] = x + (first + r) * K, c[r] = out + (first + r) * parts * width + part * width;
+          if (transposed) {
+            const float* data = static_cast<const float*>(weight) + layer * K * width;
+            return Panels(own, rows).product(count, a, Transposed{data, K}, from, to, K, c, 0, K / pieces);
+          }
+          if (bytes == 4) some<Float32>(count, a, c, part, from, to, own);
+          if (bytes == 2) some<BFloat16>(count, a, c, part, from, to, own);
+          if (bytes == 1) some<Float8>(count, a, c, part, from, to, own);
+        },
+        alone ? 1 : threads, schedule);
+  }
+
+ private:
+  long own_floats() const {
+    const long panels = Panels::floats(std::min(N, Panels::kMostRows), true);
+    return (std::max(panels, N <= kStreamRows ? Stream::floats(N) : 0) + 15) / 16 * 16;
+  }
+
+  // The product with columns [from, to) of one part of a layer's matrix.
+  template <class Format>
+  void some(long count, const float* const* a, float* const* c, long part, long from, long to, float* own) const {
+    const long blocks = (width + kScaleBlock - 1) / kScaleBlock, stride = parts * width;
+    const Matrix<Format> b{
+        static_cast<const typename Format::Stored*>(weight) + layer * K * stride + part * width, stride,
+        Matrix<Format>::scaled ? scale + (layer * ((K + kScaleBlock - 1) / kScaleBlock) * parts + part) * blocks : nullptr, parts * blocks};
+    if (N <= kStreamRows) return Stream(own, N).product(count, a, b, from, to, K, c, 0, K / pieces);
+    Panels(own, std::min(N, Panels::kMostRows)).product(count, a, b, from, to, K, c, 0, K / pieces);
+  }
+};
+
+// Root mean square norms: out = scale * (x * 1 / sqrt(mean(x^2) + eps)), each row by itself. With a bias, layer norms: x less its mean in
+// the place of x, and the bias added.
+struct Norm {
+  const float* x;  // [N, width]
+  const float* scale;
+  long N, width;
+  float eps;
+  float* out;
+  int threads;
+  const float* bias = nullptr;
+
+  size_t scratch_bytes() const { return 64; }
+
+  void run(char*, const Schedule&) const {
+    for (long n = 0; n < N; n++) {
+      const float* row = bias ? centred(x + n * width, out + n * width) : x + n * width;
+      Vec squares{};
+      long i = 0;
+      for (; i + kLanes <= width; i += kLanes) squares += load(row + i) * load(row + i);
+      float total = sum(squares);
+      for (; i < width; i++) total = __builtin_fmaf(row[i], row[i], total);
+      const float inverse = 1.0f / __builtin_sqrtf(total / static_cast<float>(width) + eps);
+      float* to = out + n * width;
+      for (i = 0; i + kLanes <= width; i += kLanes) store(to + i, load(scale + i) * (load(row + i) * inverse));
+      for (; i < width; i++) to[i] = scale[i] * (row[i] * inverse);
+      for (i = 0; bias && i < width; i++) to[i] += bias[i];
+    }
+  }
+
+ private:
+  const float* centred(const float* row, float* to) const {
+    float total = 0;
+    for (long i = 0; i < width; i++) total += row[i];
+    const float mean = total / static_cast<float>(width);
+    for (long i = 0; i < width; i++) to[i] = row[i] - mean;
+    return to;
+  }
+};
+
+}  // namespace dsjax

@@ -1,0 +1,143 @@
+"""The methods of an exchange put together: alone on a rank, choice by choice, in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from sharding.dispatch.group import ExpertGroup
+from sharding.dispatch.local import Counts, RankExperts, home_slots
+from sharding.dispatch.transit import Method, Transit, whole_exchange
+from sharding.sums import add_in_order
+
+
+@dataclass(frozen=True)
+class Alone:
+    """``Method`` of a rank that holds all experts: nothing travels."""
+
+    home: bool
+
+    def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
+        """The tokens, with a further choice where there is an expert that all of them use."""
+        if self.home:
+            own_TK, one_TK = home_slots(slots_TK)
+            slots_TK, weights_TK = (
+                jnp.concatenate(pair, axis=1) for pair in ((slots_TK, own_TK[:, :1]), (weights_TK, one_TK[:, :1]))
+            )
+        return Transit((x_TD, slots_TK, weights_TK), None)
+
+    def send(self, transit: Transit) -> Transit:
+        """Nothing to do."""
+        return transit
+
+    def compute(self, transit: Transit, experts: RankExperts) -> Transit:
+        """The tokens' weighted sums."""
+        return Transit(*experts(*transit.rows))
+
+    def answer(self, transit: Transit) -> Transit:
+        """Nothing to do."""
+        return transit
+
+    def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
+        """The sums as they are."""
+        nothing, seen = jnp.int32(0), transit.kept
+        return transit.rows, seen and seen | {"rows_sent": nothing, "rows_received": nothing, "rounds": nothing}
+
+
+@dataclass(frozen=True)
+class ByChoice:
+    """What a token's experts give comes back apart, and is added in the order of its choices (``DispatchConfig.by_choice``).
+
+    method: brings it back. apart: whether each choice of a token is a row of its own there. top_k: choices of a token.
+    home: see ``dispatch``; that expert's sum is added last, and ``method`` knows nothing of it.
+    """
+
+    group: ExpertGroup
+    method: Method
+    apart: bool
+    home: bool
+    top_k: int
+
+    def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
+        """Pack a row for each token or for each choice."""
+        home = (x_TD, *home_slots(slots_TK)) if self.home else None
+        if self.apart:
+            x_TD = jnp.repeat(x_TD, self.top_k, axis=0)
+            slots_TK, weights_TK = slots_TK.reshape(-1, 1), weights_TK.reshape(-1, 1)
+        inner = self.method.prepare(x_TD, slots_TK, weights_TK)
+        return Transit(inner.rows, (inner.kept, home))
+
+    def send(self, transit: Transit) -> Transit:
+        """As ``method`` does; and the pooling of own tokens over ``tp``."""
+        kept, home = transit.kept
+        inner = self.method.send(Transit(transit.rows, kept))
+        return Transit(inner.rows, (inner.kept, home and tuple(map(self.group.pool_width, home))))
+
+    def compute(self, transit: Transit, experts: RankExperts) -> Transit:
+        """As ``method`` does; and the expert that own tokens use."""
+        kept, home = transit.kept
+        inner = self.method.compute(Transit(transit.rows, kept), experts.without_home)
+        return Transit(inner.rows, (inner.kept, home and experts(*home)[0]))
+
+    def answer(self, transit: Transit) -> Transit:
+        """As ``method`` does; and the sums over parts of that expert's width."""
+        kept, own = transit.kept
+        inner = self.method.answer(Transit(transit.rows, kept))
+        return Transit(inner.rows, (inner.kept, None if own is None else self.group.share_width(own)))
+
+    def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
+        """The terms in the order of choices, and the own expert's behind them."""
+        kept, own = transit.kept
+        y, counts = self.method.add(Transit(transit.rows, kept), experts.without_home)
+        if self.apart:
+            tokens = y.shape[0] // self.top_k
+            y = add_in_order(y.reshape(tokens, self.top_k, -1).astype(jnp.float32), axis=1).astype(y.dtype)
+        return y if own is None else y + own, counts
+
+
+@dataclass(frozen=True)
+class InChunks:
+    """Chunks of a rank's tokens, each exchanged as a whole before the next: all of it is ``compute``, and nothing travels beside it.
+
+    method: of one chunk. tokens: of the rank, in ``chunks`` chunks of ``chunk``.
+    """
+
+    method: Method
+    tokens: int
+    chunk: int
+    chunks: int
+
+    def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
+        """Cut the tokens into chunks."""
+        pad = partial(pad_rows, rows=self.chunks * self.chunk)
+        inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK, fill=0)
+        return Transit([array.reshape(self.chunks, self.chunk, -1) for array in inputs], None)
+
+    def send(self, transit: Transit) -> Transit:
+        """Nothing to do yet."""
+        return transit
+
+    def compute(self, transit: Transit, experts: RankExperts) -> Transit:
+        """Exchange and compute chunk after chunk."""
+        _, (y, counts) = lax.scan(
+            lambda _, inputs: (None, whole_exchange(self.method, *inputs, experts)), None, transit.rows
+        )
+        return Transit(y.reshape(self.chunks * self.chunk, -1)[: self.tokens], counts)
+
+    def answer(self, transit: Transit) -> Transit:
+        """Nothing is left to do."""
+        return transit
+
+    def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
+        """The sums as they are, and the chunks' counts together."""
+        return transit.rows, jax.tree.map(lambda count: jnp.sum(count, axis=0), transit.kept)
+
+
+def pad_rows(array: jax.Array, *, rows: int, fill: int) -> jax.Array:
+    """``array`` with rows of ``fill`` behind it, ``rows`` in all."""
+    return jnp.pad(array, ((0, rows - array.shape[0]), (0, 0)), constant_values=fill)

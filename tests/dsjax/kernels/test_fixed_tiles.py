@@ -1,0 +1,178 @@
+"""In sizes that every shape has, a kernel gives a row the same bits beside any others, and a depth the same on any number of devices."""
+
+import importlib
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from test_kernel_order import BF16, LAYER, shape, stated
+
+from dsjax.kernels.pallas import PallasKernels, attention, heads, products, tpu_attention, tpu_heads, tpu_products
+from dsjax.kernels.pallas.norm import rms_norm
+from dsjax.kernels.table import Kernels
+from dsjax.model.experts import ExpertProduct
+from sharding.sums import add_as_tree
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FIXED = PallasKernels(interpret=True, fixed=True)
+
+
+def drawn(seed, *dims, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=dims), jnp.float32).astype(dtype)
+
+
+def dense(x, weight, pieces, scale=None, dtype=jnp.float32):
+    stored = FP8 if scale is not None else np.dtype(weight.dtype)
+    return np.asarray(
+        products.dense(weight, scale, stored, LAYER, x, interpret=True, pieces=pieces, dtype=np.dtype(dtype))
+    )
+
+
+@pytest.mark.parametrize(("K", "N"), [(512, 200), (96, 40)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_a_row_of_a_dense_product_is_the_same_beside_any_others(K, N, dtype):
+    x, weight = drawn(1, 70, K, dtype=dtype), drawn(2, 1, K, N, dtype=dtype)
+    found = dense(x, weight, 8)
+    exact = np.asarray(x, np.float64) @ np.asarray(weight[0], np.float64)
+    np.testing.assert_allclose(found, exact, atol=1e-5 * np.abs(exact).max())
+    for rows in (slice(0, 1), slice(65, 70)):
+        np.testing.assert_array_equal(dense(x[rows], weight, 8), found[rows])
+
+
+def test_devices_that_share_a_depth_give_the_bits_of_one():
+    x, weight = drawn(1, 5, 1024), drawn(2, 1, 1024, 40)
+    whole = dense(x, weight, 8)
+    for shares in (2, 8):
+        size = 1024 // shares
+        cuts = [slice(at, at + size) for at in range(0, 1024, size)]
+        branches = [dense(x[:, cut], weight[:, cut], products.fixed_pieces(1024, shares)) for cut in cuts]
+        np.testing.assert_array_equal(np.asarray(add_as_tree(jnp.stack(branches))), whole)
+    assert not np.array_equal(dense(x, weight, 1), whole)  # as one sum it is another
+
+
+def test_how_many_programs_share_the_pieces_changes_no_bit():
+    """512 columns are four tiles, of which eight pieces make 32 programs; beside 16,384 more each tile has one program."""
+    x, few = drawn(1, 3, 512, dtype=jnp.bfloat16), drawn(2, 1, 512, 512, dtype=jnp.bfloat16)
+    assert products.ProductTiles.fixed(3, 512, 8).splits == 8
+    assert products.ProductTiles.fixed(3, 16_896, 8).splits == 1
+    many = jnp.concatenate([few, jnp.zeros((1, 512, 16_384), jnp.bfloat16)], axis=-1)
+    np.testing.assert_array_equal(dense(x, many, 8)[:, :512], dense(x, few, 8))
+
+
+def test_fp8_weights_and_rows_have_whole_tiles_in_their_pieces():
+    assert [products.fixed_pieces(depth, quantised=True) for depth in (7168, 1536, 128, 2048)] == [8, 8, 2, 8]
+    assert [tpu_products.fixed_pieces(depth) for depth in (16_384, 18_432, 2048, 1536)] == [8, 8, 8, 4]
+    assert products.fixed_pieces(2048, 16) == 1  # more devices than pieces
+
+
+def attend(kernel, q, rope, cache, start, length, tables):
+    one = np.dtype(np.float32)
+    return np.asarray(
+        kernel(q, rope, cache, one, LAYER, start, length, tables, scale=0.3, interpret=True, fixed=True)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", [attention.latent_attention, tpu_attention.latent_attention], ids=["gpu", "tpu"])
+def test_a_token_attends_alike_in_a_decode_and_in_a_chunk_of_a_prompt(kernel):
+    """Context of 70 positions, in two blocks on GPUs; a chunk of the last three tokens against the last alone, and with fewer heads."""
+    wide = 128 if kernel is tpu_attention.latent_attention else 16
+    cache = {"latent": drawn(1, 1, 12, 8, wide), "rope": drawn(2, 1, 12, 8, wide)}
+    q, rope = drawn(3, 1, 3, 4, wide), drawn(4, 1, 3, 4, wide)
+    tables = jnp.arange(10)[None]
+    whole = attend(kernel, q, rope, cache, jnp.array([67]), jnp.array([3]), tables)
+    last = attend(kernel, q[:, 2:], rope[:, 2:], cache, jnp.array([69]), jnp.array([1]), tables)
+    np.testing.assert_array_equal(last[0, 0], whole[0, 2])
+    some = attend(kernel, q[:, :, 1:3], rope[:, :, 1:3], cache, jnp.array([67]), jnp.array([3]), tables[:, :9])
+    np.testing.assert_array_equal(some[0], whole[0, :, 1:3])
+
+
+def test_a_tokens_experts_are_added_in_the_order_of_its_choice_in_one_round_or_many(monkeypatch):
+    X, D, F, N, K = 4, 32, 16, 5, 3
+    product = ExpertProduct(platform="gpu", kernels=Kernels(pallas=FIXED), mean_load=N * K / X)
+    params = {"gate_up.weight": drawn(1, X, D, 2, F), "down.weight": drawn(2, X, F, D)}
+    rows, rng = drawn(3, N, D), np.random.default_rng(4)
+    ids = jnp.asarray(np.stack([rng.permutation(X)[:K] for _ in range(N)]), jnp.int32)
+    weights = drawn(5, N, K)
+    whole = np.asarray(product(params, rows, ids, weights))
+    alone = [np.asarray(product(params, rows[n : n + 1], ids[n : n + 1], weights[n : n + 1]))[0] for n in (4,)]
+    np.testing.assert_array_equal(alone, whole[[4]])
+    monkeypatch.setattr(importlib.import_module("dsjax.model.experts"), "round_pairs", lambda *_: 8)
+    np.testing.assert_array_equal(np.asarray(product(params, rows, ids, weights)), whole)
+    gate_up, down = (np.asarray(params[name], np.float64) for name in ("gate_up.weight", "down.weight"))
+    for n in range(N):
+        expected = np.zeros(D)
+        for k, x in enumerate(np.asarray(ids)[n]):
+            gate, up = (np.asarray(rows, np.float64)[n] @ gate_up[x, :, half] for half in (0, 1))
+            expected += float(weights[n, k]) * ((gate / (1 + np.exp(-gate)) * up) @ down[x])
+        np.testing.assert_allclose(whole[n], expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("D", [96, 128])
+def test_a_rows_norm_is_the_definitions_and_the_same_beside_any_others(platform, D):
+    kernels = PallasKernels(platform, interpret=True, fixed=True)
+    x, scale = drawn(1, 21, D), drawn(2, D)
+    found = np.asarray(rms_norm(x, scale, 1e-6, kernels))
+    exact = np.asarray(x, np.float64)
+    exact = exact / np.sqrt((exact**2).mean(axis=-1, keepdims=True) + 1e-6) * np.asarray(scale)
+    np.testing.assert_allclose(found, exact, rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(rms_norm(x[4:5], scale, 1e-6, kernels)), found[4:5])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_tpus_dense_product_has_the_bits_of_devices_that_share_its_depth(fused):
+    K, T = 512, 130
+    x = drawn(1, T, K, dtype=jnp.bfloat16)
+    weight = drawn(2, 1, K, *[2] * fused, 128).astype(FP8)
+    scale = jnp.abs(drawn(3, 1, K // 128, *[2] * fused, 1))
+
+    def of(x, weight, scale, pieces):
+        stack = tpu_products.Stack(weight, scale, FP8)
+        return tpu_products.dense(stack, LAYER, x, interpret=True, pieces=pieces, dtype=np.dtype(np.float32))
+
+    whole = np.asarray(of(x, weight, scale, 4))
+    halves = [
+        of(x[:3, at : at + 256], weight[:, at : at + 256], scale[:, at // 128 : at // 128 + 2], 2) for at in (0, 256)
+    ]
+    np.testing.assert_array_equal(np.asarray(halves[0] + halves[1]), whole[:3])
+
+
+def test_a_call_says_that_nothing_chose_its_sizes():
+    def of(rows):
+        cache = {"latent": shape(2, 64, 16, 512), "rope": shape(2, 64, 16, 64)}
+        ints = [shape(rows, dtype=jnp.int32), shape(rows, 64, dtype=jnp.int32)]
+        queries = shape(rows, 1, 128, 512), shape(rows, 1, 128, 64)
+        return [
+            stated(
+                lambda w, x: products.dense(w, None, BF16, LAYER, x, pieces=8, dtype=jnp.float32),
+                shape(2, 7168, 1536), shape(rows, 7168),
+            ),
+            stated(lambda w, q: heads.absorb(w, None, BF16, LAYER, q, 128, fixed=True), shape(2, 512, 128 * 256), shape(rows, 128, 128)),
+            stated(
+                lambda q, r, c, s, t: attention.latent_attention(q, r, c, BF16, LAYER, s, s, t, scale=1.0, fixed=True),
+                *queries, cache, *ints,
+            ),
+            stated(
+                lambda w, x: tpu_products.dense(tpu_products.Stack(w, None, BF16), LAYER, x, pieces=8, dtype=jnp.bfloat16),
+                shape(2, 7168, 1536), shape(rows, 7168),
+            ),
+            stated(lambda x, s: rms_norm(x, s, 1e-6, PallasKernels("gpu", fixed=True)), shape(rows, 7168), shape(7168)),
+        ]  # fmt: skip
+
+    few = of(1)
+    assert few == of(256)
+    assert {one["order_depends"] for one in few} == {""}
+    assert few[0] == {
+        "order_depth": "64", "order_piece": "896", "order_rows": "64", "order_sums": "f32", "order_depends": "",
+    }  # fmt: skip
+
+
+def test_a_tpus_product_by_head_is_einsums_and_a_rows_own():
+    weight, x = drawn(1, 3, 64, 128), drawn(2, 140, 3, 64)
+    found = np.asarray(tpu_heads.by_head(weight, x, "absorb_keys", interpret=True))
+    exact = np.einsum("thk,hkn->thn", np.asarray(x, np.float64), np.asarray(weight, np.float64))
+    np.testing.assert_allclose(found, exact, atol=1e-5 * np.abs(exact).max())
+    np.testing.assert_array_equal(
+        np.asarray(tpu_heads.by_head(weight, x[3:5], "absorb_keys", interpret=True)), found[3:5]
+    )
