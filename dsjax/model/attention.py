@@ -15,20 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dsjax.config import ModelConfig
-from dsjax.kernels.pallas import tpu_attention
+from dsjax.kernels.pallas import tpu_attention, tpu_heads
 from dsjax.kernels.pallas.attention import latent_attention
 from dsjax.kernels.pallas.heads import absorb
 from dsjax.kernels.pallas.heads import expand as expand_values
+from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
-from dsjax.model.forms import Form, Layout, cache_arrays
+from dsjax.model.forms import INDEX_ARRAYS, Form, Layout, cache_arrays
 from dsjax.model.mla import MLA, Projections
 from dsjax.model.parameters import reinterpret, store, value_of
 from dsjax.model.softmax import attend_in_blocks
+from dsjax.model.sparse import IndexScores, attend_to_chosen, unpack
 from sharding import MeshSpec, fp8
+from sharding.sums import pieces_here, tree_sum
 
 Cache = dict[str, Array]
 
@@ -65,13 +68,16 @@ class PagedAttention:
     block_tokens: int | None = None
     """Context positions read at once; longer contexts are accumulated block by block. None: `block` decides."""
     kernels: Kernels = Kernels()
+    index_scores: IndexScores = IndexScores()
 
     @property
     def arrays(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
         """The cache's arrays as ``cache_arrays`` has them, as wide as the kernels want them."""
         tpu = self.layout != "decompressed" and self.kernels.name("decode attention") == "pallas"
         tpu = tpu and self.kernels.pallas.platform == "tpu"
-        return cache_arrays(self.layout, self.config, self.cache_dtype, tpu_attention.LANES if tpu else 1)
+        return cache_arrays(
+            self.layout, self.config, self.cache_dtype, tpu_attention.LANES if tpu else 1, self.index_scores.fp8
+        )
 
     def block(self, rows: int, chunk: int) -> int:
         """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.
@@ -93,6 +99,8 @@ class PagedAttention:
             values, arrays = self._cached_values(mla, p), self.arrays
             if self.layout != "decompressed":
                 values = {name: widen(value, arrays[name][0][-1]) for name, value in values.items()}
+            if p.index is not None:
+                values["index"] = self.index_scores.rotate(p.index.key)
             heads = self.spec.head_axes if self.layout == "decompressed" else None
             batch = self.spec.batch_axes
 
@@ -100,6 +108,9 @@ class PagedAttention:
                 values = {name: array[0] for name, array in values.items()}
                 if "scale" in cache:
                     values["latent"], values["scale"] = fp8.quantise(values["latent"])
+                if "index_scale" in cache:
+                    powers = self.index_scores.powers
+                    values["index"], values["index_scale"] = fp8.quantise(values["index"], powers=powers)
                 return {
                     name: paging.write(array, layer, slots[0], store(values[name], arrays[name][1], array.dtype))
                     for name, array in cache.items()
@@ -120,28 +131,36 @@ class PagedAttention:
         rows: Rows,
         p: Projections,
         index: Int[Array, ""] | None = None,
+        chosen: UInt32[Array, "B R C _"] | None = None,
     ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
         """Attention of a row group (``p`` with leading ``[B, R, C]``).
 
         index: of the layer in its stack, where ``mla.kv_b`` is the whole stack's; None where it is the layer's own.
+        chosen: form ``CC`` only: bits of the context positions that each query attends to (``sparse.pack``); None: to all.
 
         Returns the heads' values, or for ``AM_CC_ME`` the layer's output itself (without bias).
         """
         with jax.named_scope(f"attend_{form}"):
             dtype = p.latent.dtype
             scale = self.config.softmax_scale
+            topk = self.config.index_topk
+            if topk is not None and "index" in cache:
+                # Where a table has room for no more than that many tokens, all are chosen, and nothing needs to be scored.
+                if rows.tables.shape[-1] * cache["index"].shape[2] > topk:
+                    return attend_to_chosen(self, mla, form, cache, layer, rows, p, index)
+                cache = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
             if self.kernels.name("decode attention", form) == "pallas":
                 return self._pallas(mla, form, cache, layer, rows, p, index)
             native = self.kernels.name("decode attention", form) == "native"
             if native and dtype == jnp.float32:
-                return self._native(mla, form, cache, layer, rows, p)
+                return self._native(mla, form, cache, layer, rows, p, chosen)
             if form == "CD":
                 q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
                 return self._over_context(_decompressed(scale), (q,), (), cache, layer, rows, heads_first=True)
             if form == "CC":
                 q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
                 weights = mla.key_value_weight(dtype)
-                return self._over_context(_expanded(scale), (q,), weights, cache, layer, rows, heads_first=True)
+                return self._over_context(_expanded(scale), (q,), weights, cache, layer, rows, True, chosen)
             if form == "AM_CC_ME":
                 q_latent = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(dtype))
                 heads = self._over_context(_apart(scale), (q_latent, p.q_rope), (), cache, layer, rows)
@@ -155,10 +174,11 @@ class PagedAttention:
                 heads = self._over_context(_apart(scale), (q_latent, p.q_rope), (), cache, layer, rows)
             return jnp.einsum("brchm,mhu->brchu", heads, up_value)
 
-    def _native(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections):
+    def _native(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, chosen=None):
         """``attend`` by the native kernels: the same five forms' results from two ways of computing them."""
         config, batch, heads = self.config, self.spec.batch_axes, self.spec.head_axes
-        kernel = self.kernels.native.expanded_attention if form == "CC" else self.kernels.native.absorbed_attention
+        native = self.kernels.native
+        kernel = native.expanded_attention if form in ("CC", "CD") else native.absorbed_attention
         settings = {
             "scale": config.softmax_scale,
             "value_width": config.v_head_dim,
@@ -166,62 +186,104 @@ class PagedAttention:
         }
         q, weights = p.q_nope, ()
         if form == "AM_CC_ME":
-            q = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(p.latent.dtype))
-        else:
+            q = self._by_heads(p.q_latent, value_of(mla.query_key).astype(p.latent.dtype))
+        elif form != "CD":
             weight = mla.kv_b.value(p.latent.dtype)
             weights = (weight.reshape(weight.shape[0], config.num_attention_heads, -1),)
 
-        def local(q, q_rope, weights, cache, layer, positions, length, tables, filled):
+        def local(q, q_rope, weights, cache, layer, positions, length, tables, filled, chosen):
             weight, start = weights[0] if weights else None, positions[0, :, 0]
-            out = kernel(q[0], q_rope[0], weight, cache, layer, start, length[0], tables[0], filled, **settings)
+            words = None if chosen is None else chosen[0]
+            out = kernel(q[0], q_rope[0], weight, cache, layer, start, length[0], tables[0], filled, words, **settings)
             return out[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
         query = P(batch, None, None, heads)
-        specs = (query, query, (P(None, heads),) * len(weights), {name: P(None, batch) for name in cache}, P())
-        out = self._shard_map(local, (*specs, P(batch), P(batch), P(batch), P(batch)), query)(
-            q, p.q_rope, weights, cache, layer, rows.positions, length, rows.tables, rows.filled
+        kept = P(None, batch, None, heads) if self.layout == "decompressed" else P(None, batch)
+        specs = (query, query, (P(None, heads),) * len(weights), dict.fromkeys(cache, kept), P())
+        out = self._shard_map(local, (*specs, P(batch), P(batch), P(batch), P(batch), P(batch)), query)(
+            q, p.q_rope, weights, cache, layer, rows.positions, length, rows.tables, rows.filled, chosen
         )
         if form != "AM_CC_ME":
             return out
-        return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(out.dtype))
+        return self._over_heads(out, value_of(mla.value_output).astype(out.dtype))
+
+    def _by_heads(self, x: Float[Array, "B R C Q"], weight: Float[Array, "Q H M"]) -> Float[Array, "B R C H M"]:
+        """``x`` times each head's matrix, natively."""
+
+        def local(x, weight):
+            rows, (_, H, M) = x.reshape(-1, x.shape[-1]), weight.shape
+            out = self.kernels.native.dense(weight.reshape(1, -1, H * M), None, jnp.int32(0), rows)
+            return out.reshape(*x.shape[:-1], H, M)
+
+        batch, heads = self.spec.batch_axes, self.spec.head_axes
+        return self._shard_map(local, (P(batch), P(None, heads)), P(batch, None, None, heads))(x, weight)
+
+    def _over_heads(self, x: Float[Array, "B R C H M"], weight: Float[Array, "H M D"]) -> Float[Array, "B R C D"]:
+        """The sum over heads of ``x`` times each head's matrix, natively, in an order that no mesh changes (``sharding.sums``)."""
+        shares = self.spec.tp_size
+        depth = x.shape[3] * x.shape[4]
+
+        def local(x, weight):
+            (H, M, D), pieces = weight.shape, pieces_here(depth, shares)
+            out = self.kernels.native.dense(
+                weight.reshape(1, H * M, D), None, jnp.int32(0), x.reshape(-1, H * M), pieces=pieces
+            )
+            return tree_sum(out, heads, shares).reshape(*x.shape[:3], D)
+
+        batch, heads = self.spec.batch_axes, self.spec.head_axes
+        return self._shard_map(local, (P(batch, None, None, heads), P(heads)), P(batch))(x, weight)
 
     def _pallas(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, index):
         """``attend`` by the Pallas kernels: in latent space, whatever the form, so that keys and values are never expanded."""
         config, batch, heads, dtype = self.config, self.spec.batch_axes, self.spec.head_axes, p.latent.dtype
-        interpret = self.kernels.pallas.interpret
+        own, stored = self.kernels.pallas, mla.kv_b.weight.info.dtype
+        interpret, fixed = own.interpret, own.fixed
         q, weights, up_value = p.q_nope, {}, None
         if form == "AM_CC_ME":
             q = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(dtype))
-        elif index is None:
+        elif fixed and own.platform == "tpu":
+            up_key, up_value = mla.key_value_weight(dtype)
+            weights = {"keys": jnp.transpose(up_key, (1, 2, 0)), "values": jnp.swapaxes(up_value, 0, 1)}
+        elif index is None and not fixed:
             up_key, up_value = mla.key_value_weight(dtype)
             q = jnp.einsum("brchn,mhn->brchm", q, up_key)
         else:
             weights = {"weight": mla.kv_b.weight[...]}
             weights |= {"scale": mla.kv_b.scale[...]} if hasattr(mla.kv_b, "scale") else {}
+            if index is None:  # a layer's own, which is read as a stack of one
+                if "scale" in weights and not takes_by_head(
+                    *weights.values(), config.qk_nope_head_dim, config.v_head_dim
+                ):
+                    weights, stored = {"weight": mla.kv_b.value(dtype)}, dtype
+                weights, index = {name: array[None] for name, array in weights.items()}, jnp.int32(0)
 
         def by_head(product, weights, index, x):
+            if "keys" in weights:
+                name, part = ("absorb_keys", "keys") if product is absorb else ("expand_values", "values")
+                values = tpu_heads.by_head(weights[part], x.reshape(-1, *x.shape[2:]), name, interpret=interpret)
+                return values.reshape(*x.shape[:2], *values.shape[1:])
             values = product(
-                weights["weight"], weights.get("scale"), mla.kv_b.weight.info.dtype, index, x.reshape(-1, *x.shape[2:]),
-                config.v_head_dim, interpret=interpret,
+                weights["weight"], weights.get("scale"), stored, index, x.reshape(-1, *x.shape[2:]),
+                config.v_head_dim, interpret=interpret, fixed=fixed, cores=own.cores,
             )  # fmt: skip
             return values.reshape(*x.shape[:2], *values.shape[1:])
 
         def local(q, q_rope, weights, index, cache, layer, positions, length, tables, filled):
             q = by_head(absorb, weights, index, q[0]) if weights else q[0]
-            if self.kernels.pallas.platform == "gpu":
-                attend = partial(latent_attention, tiles=self.kernels.pallas.tiles)
+            if own.platform == "gpu":
+                attend = partial(latent_attention, tiles=own.tiles, cores=own.cores)
             else:
                 attend = tpu_attention.latent_attention
             out = attend(
                 q, q_rope[0], cache, np.dtype(self.cache_dtype), layer, positions[0, :, 0], length[0], tables[0], filled,
-                scale=config.softmax_scale, interpret=interpret,
+                scale=config.softmax_scale, interpret=interpret, fixed=fixed,
             )  # fmt: skip
             return (by_head(expand_values, weights, index, out) if weights else out)[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
         query, by_row = P(batch, None, None, heads), P(batch)
-        by_columns = {name: P(None, None, heads) for name in weights}
+        by_columns = {name: P(heads) if name in ("keys", "values") else P(None, None, heads) for name in weights}
         specs = (
             query,
             query,
@@ -246,13 +308,20 @@ class PagedAttention:
             return {"latent": p.latent, "rope": p.k_rope}
         if self.layout == "joined":
             return {"joined": jnp.concatenate([p.latent, p.k_rope], axis=-1)}
-        keys, values = expand(p.latent, p.k_rope, *mla.key_value_weight(p.latent.dtype))
+        weights = mla.key_value_weight(p.latent.dtype)
+        if self.kernels.name("decode attention") == "native" and p.latent.dtype == jnp.float32:
+            k_nope, values = (self._by_heads(p.latent[:, None], weight)[:, 0] for weight in weights)
+            return {"key": with_rotary(k_nope, p.k_rope), "value": values}
+        keys, values = expand(p.latent, p.k_rope, *weights)
         return {"key": keys, "value": values}
 
     def _over_context(
-        self, kernel, queries, weights, cache: Cache, layer, rows: Rows, heads_first: bool = False
+        self, kernel, queries, weights, cache: Cache, layer, rows: Rows, heads_first: bool = False, chosen=None
     ) -> Float[Array, "B R C H W"]:
-        """Run ``kernel`` on each rank over its rows' context, block by block. ``heads_first``: its scores are ``[R, H, C, S]``."""
+        """Run ``kernel`` on each rank over its rows' context, block by block. ``heads_first``: its scores are ``[R, H, C, S]``.
+
+        chosen: as of ``attend``, where heads come first.
+        """
         batch, heads = self.spec.batch_axes, self.spec.head_axes
         G = next(iter(cache.values())).shape[2]
         _, R, C = rows.positions.shape
@@ -261,7 +330,7 @@ class PagedAttention:
         num_blocks = -(-pages // block_pages)
         arrays = self.arrays
 
-        def local(queries, weights, cache, layer, positions, tables, filled):
+        def local(queries, weights, cache, layer, positions, tables, filled, chosen):
             # Pages past a row's table are page 0: no query sees their positions.
             tables = jnp.pad(tables[0], ((0, 0), (0, num_blocks * block_pages - pages)))
 
@@ -281,6 +350,8 @@ class PagedAttention:
                 return paging.read_filled(filled, pages_of(index))
 
             score, weigh = kernel([q[0] for q in queries], weights)
+            if chosen is not None:
+                fetch, score = _masked(fetch, score, chosen[0], block_pages * G)
             at = positions[0][:, None] if heads_first else positions[0][..., None]
             out = attend_in_blocks(
                 at,
@@ -303,9 +374,10 @@ class PagedAttention:
             P(batch),
             P(batch),
             P(batch),
+            P(batch),
         )
         return self._shard_map(local, specs, P(batch, None, None, heads))(
-            list(queries), list(weights), cache, layer, rows.positions, rows.tables, rows.filled
+            list(queries), list(weights), cache, layer, rows.positions, rows.tables, rows.filled, chosen
         )
 
     def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:
@@ -320,8 +392,13 @@ def widen(values: Float[Array, "*n W"], width: int) -> Float[Array, "*n V"]:
 def expand(latent: Array, k_rope: Array, up_key: Array, up_value: Array) -> tuple[Array, Array]:
     """Keys ``[..., H, N+O]`` and values ``[..., H, U]`` of all heads from latents ``[..., M]``, rotary keys ``[..., O]``."""
     k_nope = jnp.einsum("...m,mhn->...hn", latent, up_key)
+    return with_rotary(k_nope, k_rope), jnp.einsum("...m,mhu->...hu", latent, up_value)
+
+
+def with_rotary(k_nope: Float[Array, "*n H N"], k_rope: Float[Array, "*n O"]) -> Float[Array, "*n H N+O"]:
+    """Keys of all heads: their own part, and behind it the rotary one that they share."""
     shared = jnp.broadcast_to(k_rope[..., None, :], (*k_nope.shape[:-1], k_rope.shape[-1]))
-    return jnp.concatenate([k_nope, shared], axis=-1), jnp.einsum("...m,mhu->...hu", latent, up_value)
+    return jnp.concatenate([k_nope, shared], axis=-1)
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
@@ -337,6 +414,15 @@ def _shared_scores(context: Float[Array, "R S W"], q: Float[Array, "R C H W"]) -
     if q.shape[1] == 1:
         return jnp.transpose(_product("rsw,rchw->rsch", context, q), (0, 2, 3, 1))
     return _product("rchw,rsw->rchs", q, context)
+
+
+def _masked(fetch: Callable, score: Callable, chosen: UInt32[Array, "R C _"], block: int) -> tuple[Callable, Callable]:
+    """``fetch`` and ``score`` of ``attend_in_blocks`` that leave out the positions which a query has not chosen."""
+
+    def fetch_masked(index):
+        return fetch(index) | {"chosen": unpack(chosen, index * block, block)}
+
+    return fetch_masked, lambda c: jnp.where(c["chosen"][:, None], score(c), -jnp.inf)
 
 
 # Each form's arithmetic: from queries and weights the functions ``score`` and ``weigh`` of ``attend_in_blocks``. Forms with

@@ -1,7 +1,8 @@
 """The model on whole sequences at once, without a cache: differentiable, for training and as the plain reference.
 
 One device, causal attention in the naive form over the sequence itself. Experts are applied by a callable, so that
-training brings a product that has a gradient, and a test the plainest loop.
+training brings a product that has a gradient, and a test the plainest loop. Products are XLA's, or those of ``native_products.py``,
+which are the engine's to the bit.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
 from dsjax.model.attention import expand
-from dsjax.model.mla import MLA
+from dsjax.model.mla import MLA, Projections
 from dsjax.model.moe import RoutedExperts
-from dsjax.model.parameters import ParameterTable
+from dsjax.model.norm import normalise
+from dsjax.model.parameters import ParameterTable, multiply
 from dsjax.model.rope import Rotation
 from dsjax.model.router import Routing
+from dsjax.model.sparse import choose, index_scores
 from dsjax.model.transformer import DecoderLayer, Transformer
 
 ExpertsFunction = Callable[
     [RoutedExperts, Float[Array, "T D"], Int[Array, "T K"], Float[Array, "T K"]], Float[Array, "T D"]
 ]
+
+Observe = Callable[[Projections, slice, Bool[Array, "*B Q S"], Float[Array, "B H Q S"]], Float[Array, ""]]
+"""What is summed over the blocks of queries of one layer: of what the layer made of all tokens, which queries the block has, which of the
+first S positions each of them sees, and how their heads share their attention."""
 
 QUERY_BLOCK = 128
 """Queries that attend together: small enough that a block skips the keys after it, large enough for full products."""
@@ -41,6 +48,8 @@ class Output(NamedTuple):
     """After the final norm: what the head multiplies, and what the MTP module takes."""
     routing: Routing | None
     """Stacked over MoE layers: ids and weights ``[L, B, S, K]``, scores ``[L, B, S, E]``; None without experts."""
+    observed: Float[Array, "L"] | None = None
+    """What ``observe`` gave in each layer; None without it."""
 
 
 def every_expert(experts: RoutedExperts, x_TD, ids_TK, weights_TK):
@@ -52,30 +61,54 @@ def every_expert(experts: RoutedExperts, x_TD, ids_TK, weights_TK):
     return jnp.einsum("ted,te->td", out.astype(jnp.float32), chosen.sum(axis=1)).astype(x_TD.dtype)
 
 
+class XlaProducts:
+    """The sums of a pass as XLA makes them: products with matrices, norms, attention, experts, and the head."""
+
+    multiply = staticmethod(multiply)
+    normalise = staticmethod(normalise)
+    experts = staticmethod(every_expert)
+
+    def attend(
+        self, mla: MLA, p: Projections, observe: Observe | None = None
+    ) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
+        """Causal attention of sequences to themselves, and the sum of what ``observe`` gives."""
+        return attend(mla.config, p, *mla.key_value_weight(p.latent.dtype), observe)
+
+    def project(self, model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+        """Float32 logits."""
+        return project_to_vocabulary(model, x)
+
+
 def forward(
     params: Mapping[str, Array],
     table: ParameterTable,
     config: ModelConfig,
     tokens: Int[Array, "B S"],
     *,
-    experts: ExpertsFunction = every_expert,
+    products: XlaProducts = XlaProducts(),
+    experts: ExpertsFunction | None = None,
     dtype: jnp.dtype = jnp.float32,
     remat: bool = False,
     unroll: bool = False,
+    observe: Observe | None = None,
 ) -> Output:
     """Logits of every position. ``table`` is the ``parameter_table`` that ``params`` belong to.
 
+    products: how sums are made; ``NativeProducts`` for the engine's bits. experts: instead of ``products.experts``.
     remat: recompute each layer in the backward pass instead of keeping its activations. unroll: compile every layer for
-    itself instead of a scan, which on CPU saves copying what the backward pass needs in and out of stacks.
+    itself instead of a scan, which on CPU saves copying what the backward pass needs in and out of stacks. observe: what to sum over
+    the queries of each layer.
     """
     model: Transformer = table.bind(params)
     rotation = _rotation(config, tokens.shape)
-    x, routings = model.embed(tokens, dtype), None
+    x, routings, observed = model.embed(tokens, dtype), None, []
     for stack in model.stacks:
-        x, routing = _run_stack(stack, x, rotation, experts, remat, unroll)
+        x, (routing, own) = _run_stack(stack, x, rotation, products, experts, remat, unroll, observe)
         routings = routing if routing is not None else routings
-    hidden = model.final_norm(x)
-    return Output(project_to_vocabulary(model, hidden), hidden, routings)
+        observed.append(own)
+    hidden = products.normalise(model.final_norm, x)
+    observed = None if observe is None else jnp.concatenate(observed)
+    return Output(products.project(model, hidden), hidden, routings, observed)
 
 
 def predict_further(
@@ -86,7 +119,9 @@ def predict_further(
     next_tokens: Int[Array, "B S"],
     *,
     depth: int = 0,
-    experts: ExpertsFunction = every_expert,
+    products: XlaProducts = XlaProducts(),
+    experts: ExpertsFunction | None = None,
+    observe: Observe | None = None,
 ) -> Output:
     """The MTP module ``depth``: from hidden states and the tokens after them, logits one token further.
 
@@ -96,12 +131,14 @@ def predict_further(
     """
     model: Transformer = table.bind(params)
     mtp = _slice_layer(model.mtp, depth)
-    embedded = mtp.embed_norm(model.embed(next_tokens, hidden.dtype))
-    joined = jnp.concatenate([embedded, mtp.hidden_norm(hidden)], axis=-1)
-    x = joined @ mtp.eh_proj.value(hidden.dtype)
-    x, routing = _layer(mtp.layers, x, _rotation(config, next_tokens.shape), experts)
-    further = mtp.final_norm(x)
-    return Output(project_to_vocabulary(model, further), further, routing)
+    embedded = products.normalise(mtp.embed_norm, model.embed(next_tokens, hidden.dtype))
+    joined = jnp.concatenate([embedded, products.normalise(mtp.hidden_norm, hidden)], axis=-1)
+    x = products.multiply(mtp.eh_proj, joined)
+    rotation = _rotation(config, next_tokens.shape)
+    x, (routing, observed) = _layer(mtp.layers, x, rotation, products, experts, observe)
+    further = products.normalise(mtp.final_norm, x)
+    observed = None if observed is None else observed[None]
+    return Output(products.project(model, further), further, routing, observed)
 
 
 def project_to_vocabulary(model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
@@ -119,46 +156,68 @@ def _slice_layer(stack: nnx.Module, index: int) -> nnx.Module:
     return nnx.merge(graph, jax.tree.map(lambda a: a[index], weights))
 
 
-def _run_stack(stack: DecoderLayer, x, rotation, experts, remat: bool, unroll: bool):
+def _run_stack(stack: DecoderLayer, x, rotation, products: XlaProducts, experts, remat: bool, unroll: bool, observe):
     graph, weights = nnx.split(stack)
 
     def body(x, weights):
-        return _layer(nnx.merge(graph, weights), x, rotation, experts)
+        return _layer(nnx.merge(graph, weights), x, rotation, products, experts, observe)
 
     return jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights, unroll=unroll)
 
 
-def _layer(block: DecoderLayer, x, rotation: Rotation, experts: ExpertsFunction):
-    x = x + _attend(block.attn, block.attn_norm(x), rotation)
-    normed = block.mlp_norm(x)
+def _layer(
+    block: DecoderLayer,
+    x,
+    rotation: Rotation,
+    products: XlaProducts,
+    experts: ExpertsFunction | None,
+    observe: Observe | None,
+):
+    mla, normed = block.attn, products.normalise(block.attn_norm, x)
+    p = mla.project(normed, rotation, multiply=products.multiply, normalise=products.normalise)
+    heads, observed = products.attend(mla, p, observe)
+    x = x + mla.output(heads, products.multiply)
+    normed = products.normalise(block.mlp_norm, x)
     if hasattr(block, "mlp"):
-        return x + block.mlp(normed), None
+        return x + block.mlp(normed, products.multiply), (None, observed)
 
     def apply(weights, x, routing):
         flat = (rearrange(a, "b s d -> (b s) d") for a in (x, routing.ids, routing.weights))
-        return experts(weights, *flat).reshape(x.shape), None
+        return (experts or products.experts)(weights, *flat).reshape(x.shape), None
 
-    y, routing, _ = block.moe(normed, apply)
-    return x + y, routing
+    y, routing, _ = block.moe(normed, apply, multiply=products.multiply)
+    return x + y, (routing, observed)
 
 
-def _attend(mla: MLA, x: Float[Array, "B S D"], rotation: Rotation) -> Float[Array, "B S D"]:
-    """Causal attention of a sequence to itself, keys and values expanded per head.
+def attend(
+    config: ModelConfig,
+    p: Projections,
+    up_key: Float[Array, "M H N"],
+    up_value: Float[Array, "M H U"],
+    observe: Observe | None = None,
+) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
+    """Causal attention of sequences to themselves, keys and values expanded per head, and the sum of what ``observe`` gives.
 
     Queries go in blocks, each against the keys up to its end: of the scores that the mask would throw away, most are
     never computed.
     """
-    p = mla.project(x, rotation)
-    heads_first = partial(rearrange, pattern="b s h n -> b h s n")
+    heads_first, length = partial(rearrange, pattern="b s h n -> b h s n"), p.latent.shape[1]
     queries = heads_first(jnp.concatenate([p.q_nope, p.q_rope], axis=-1))
-    keys, values = map(heads_first, expand(p.latent, p.k_rope, *mla.key_value_weight(x.dtype)))
-    heads = []
-    for start in range(0, x.shape[1], QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, x.shape[1])
+    keys, values = map(heads_first, expand(p.latent, p.k_rope, up_key, up_value))
+    heads, observed = [], []
+    for start in range(0, length, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, length)
         scores = jnp.einsum(
             "bhqn,bhkn->bhqk", queries[:, :, start:end], keys[:, :, :end], preferred_element_type=jnp.float32
         )
         seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)
-        probs = jax.nn.softmax(jnp.where(seen, scores * mla.config.softmax_scale, -jnp.inf), axis=-1).astype(x.dtype)
+        if p.index is not None and end > config.index_topk:
+            scored = index_scores(p.index.query[:, start:end], p.index.weight[:, start:end], p.index.key[:, :end])
+            seen = choose(jnp.where(seen, scored, -jnp.inf), config.index_topk)[:, None]
+        scores = jnp.where(seen, scores * config.softmax_scale, -jnp.inf)
+        probs = jax.nn.softmax(scores, axis=-1).astype(p.latent.dtype)
         heads.append(jnp.einsum("bhqk,bhku->bhqu", probs, values[:, :, :end]))
-    return mla.output(rearrange(jnp.concatenate(heads, axis=2), "b h s u -> b s h u"))
+        if observe is not None:
+            observed.append(observe(p, slice(start, end), seen, probs))
+    out = rearrange(jnp.concatenate(heads, axis=2), "b h s u -> b s h u")
+    return out, None if observe is None else sum(observed)

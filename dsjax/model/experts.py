@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -23,18 +23,22 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dsjax.kernels.pallas import activations, tpu_products
+from dsjax.fp4.formats import FP4Format
+from dsjax.kernels.pallas import activations, fp4_products, tpu_products
 from dsjax.kernels.pallas.experts import combine, round_pairs
-from dsjax.kernels.pallas.products import SLACK, Groups, addressable, down, gate_up
+from dsjax.kernels.pallas.products import SLACK, Groups, ProductTiles, addressable, down, gate_up
 from dsjax.kernels.table import Kernels
 from dsjax.model import fp8_product
+from dsjax.model.fp4_matrix import PARTS, decoded, format_of, meant, swiglu_w4a4, swiglu_w4a8
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import dequantise, reinterpret
 from sharding import fp8
 from sharding.dispatch.wire import PackedRows
+from sharding.sums import add_in_order, pieces_here
 
 Params = Mapping[str, Array]
-"""``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; with FP8 also ``gate_up.scale`` and ``down.scale``.
+"""``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; with FP8 also ``gate_up.scale`` and ``down.scale``,
+with FP4 packed weights, these and, in NVFP4, ``global_scale`` (``fp4_matrix``).
 
 With an int32 scalar ``layer`` in it, the others are whole stacks, with a leading layers axis, of which that layer is meant.
 ``tiles`` then copies just the experts that are used out of the stack, where a scan over the stack would copy every expert of
@@ -58,7 +62,8 @@ class ExpertProduct:
         too much after a dispatch with room to spare.
     tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). block: pairs of a round
         (``ragged_dot``). None: ``default_tile``, ``default_capacity``, ``default_block``.
-    scheme: whether FP8 weights are multiplied with quantised rows. Native kernels and ``ragged_dot`` only widen.
+    scheme: whether FP8 weights are multiplied with quantised rows. ``ragged_dot`` only widens.
+    width_shares: devices that share each expert's width. The native kernel cuts its sums accordingly (``sharding.sums``).
     """
 
     implementation: Literal["auto", "tiles", "einsum", "ragged_dot"] = "auto"
@@ -70,6 +75,7 @@ class ExpertProduct:
     block: int | None = None
     kernels: Kernels = Kernels()
     scheme: ActivationScheme = WIDEN
+    width_shares: int = 1
 
     def __post_init__(self):
         if self.implementation not in IMPLEMENTATIONS:
@@ -85,17 +91,21 @@ class ExpertProduct:
         """Weighted sum of each row's experts, accumulated in float32, in the dtype of ``rows_ND``."""
         with jax.named_scope("experts"):
             experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme)
-            native = (
-                self.kernels.name("experts") == "native" and rows_ND.dtype == jnp.float32 and not self.scheme.dynamic
-            )
-            if native and self.implementation == "auto":
+            if self._is_native(rows_ND):
                 return self._native(experts, rows_ND, ids_NK, weights_NK)
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
-            if self.kernels.name("experts") == "pallas" and self.implementation == "auto":
+            if self.kernels.fixed and ids_NK.shape[1] > 1:
+                terms = self.terms(params, rows_ND, ids_NK, weights_NK)
+                return add_in_order(terms.astype(jnp.float32), axis=1).astype(rows_ND.dtype)
+            ours = self.implementation == "auto" and self.scheme.experts is None  # others are XLA's to multiply
+            if self.kernels.name("experts") == "pallas" and ours:
                 stack = experts.stack()
                 if self.kernels.pallas.platform == "tpu":
                     return self._mosaic(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
-                if all(map(addressable, stack.values())):
+                if self.kernels.fixed and not all(map(addressable, stack.values())):
+                    stack = {name: lax.dynamic_index_in_dim(array, experts.layer, 0) for name, array in stack.items()}
+                    experts = replace(experts, params=stack | {"layer": jnp.int32(0)})
+                if experts.fp4 is not None or all(map(addressable, stack.values())):
                     return self._pallas(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
             chosen = self.implementation
@@ -110,12 +120,43 @@ class ExpertProduct:
                 out = ragged_dot(experts, rows_ND, pairs, min(self.block or default_block(ids_NK.shape), ids_NK.size))
             return out.astype(rows_ND.dtype)
 
-    def _native(self, experts: Experts, rows_ND, ids_NK, weights_NK) -> Float[Array, "N D"]:
+    def terms(
+        self, params: Params, rows_ND: Float[Array, "N D"], ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
+    ) -> Float[Array, "N K D"]:
+        """What each of a row's experts gives, with its weight; zero for none. ``sharding.dispatch`` adds them where the row came from."""
+        if self._is_native(rows_ND):
+            experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme)
+            return self._native(experts, rows_ND, ids_NK, weights_NK, apart=True)
+        N, K = ids_NK.shape
+        repeated = rows_ND.take(jnp.repeat(jnp.arange(N), K), axis=0)
+        return self(params, repeated, ids_NK.reshape(N * K, 1), weights_NK.reshape(N * K, 1)).reshape(N, K, -1)
+
+    def _is_native(self, rows_ND) -> bool:
+        native = self.kernels.name("experts") == "native" and rows_ND.dtype == jnp.float32
+        multiplies = not self.scheme.dynamic or self.weight_dtype == fp8.E4M3  # quantised rows with FP8 weights alone
+        return native and multiplies and self.implementation == "auto"
+
+    def _native(self, experts: Experts, rows_ND, ids_NK, weights_NK, apart: bool = False) -> Array:
         stack, layer = experts.stack(), experts.layer
+        dynamic = self.scheme.dynamic
+        if dynamic and not (
+            isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8
+        ):  # what travelled in FP8 is rounded already
+            rows_ND = fp8.dequantise(*self.scheme.quantise(rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)))
         if isinstance(rows_ND, PackedRows):
             # A packed float32 row begins with its values: the kernel reads the rows that it needs where they lie.
             rows_ND = rows_ND.words_NW if not rows_ND.wire.fp8 else rows_ND.take(jnp.arange(rows_ND.shape[0]))
-        return self.kernels.native.experts(stack, layer, rows_ND, ids_NK, weights_NK)
+        depth = stack["down.weight"].shape[2] * (2 if experts.fp4 is not None else 1)
+        pieces = pieces_here(depth * self.width_shares, self.width_shares)
+        block = experts.fp4.block if experts.fp4 is not None else 0
+        options = {
+            "pieces": pieces,
+            "apart": apart,
+            "fp4_block": block,
+            "rounds": dynamic,
+            "powers": self.scheme.powers,
+        }
+        return self.kernels.native.experts(stack, layer, rows_ND, ids_NK, weights_NK, **options)
 
     def _pallas(self, experts: Experts, stack, rows_ND, ids_NK, weights_NK, mean_load: float) -> Float[Array, "N D"]:
         """Rounds of sorted pairs through the kernels; under even routing there is one."""
@@ -129,23 +170,34 @@ class ExpertProduct:
         # So that the slice of the last round is not shifted back, and the last tile has all its rows.
         row_P = jnp.pad(pairs.row_P, (0, size + SLACK))
 
-        def one_round(r: Array | int) -> Float[Array, "N D"]:
+        def one_round(r: Array | int, out_ND: Array | None = None) -> Float[Array, "N D"]:
             first = r * size
             start_X = jnp.clip(pairs.start_X - first, 0, size)
             count_X = jnp.clip(pairs.start_X + pairs.count_X - first, 0, size) - start_X
             groups = Groups(start_X, count_X, own_load)
             x_PD = self._rows(rows_ND, lax.dynamic_slice_in_dim(row_P, first, size + SLACK))
-            weights = {name: self._weights(stack, name) for name in ("gate_up", "down")}
-            of_both = {"dtype": rows_ND.dtype, "interpret": interpret, "tiles": self.kernels.pallas.tiles}
-            hidden_PF = gate_up(*weights["gate_up"], experts.layer, x_PD, groups, powers=self.scheme.powers, **of_both)
-            y_PD = down(*weights["down"], experts.layer, hidden_PF, groups, **of_both)
+            of_both = {"dtype": rows_ND.dtype, "interpret": interpret, "cores": self.kernels.pallas.cores}
+            if experts.fp4 is not None:
+                widen, narrow = fp4_products.gate_up, fp4_products.down
+                weights = {name: (experts.fp4_stack(name), experts.fp4) for name in ("gate_up", "down")}
+            else:
+                widen, narrow = gate_up, down
+                weights = {name: self._weights(stack, name) for name in ("gate_up", "down")}
+                fixed = self.kernels.pallas.fixed
+                of_both["tiles"] = ProductTiles.fixed(own_load) if fixed else self.kernels.pallas.tiles
+            hidden_PF = widen(*weights["gate_up"], experts.layer, x_PD, groups, powers=self.scheme.powers, **of_both)
+            y_PD = narrow(*weights["down"], experts.layer, hidden_PF, groups, **of_both)
             place = place_NK - first
             place = jnp.where((place >= 0) & (place < jnp.minimum(total - first, size)), place, -1)
-            return combine(y_PD, place, weights_NK, own_load * X, interpret=interpret)
+            round_ND = combine(y_PD, place, weights_NK, own_load * X, interpret=interpret)
+            if out_ND is None:
+                return round_ND
+            # A row's only term comes in one round.
+            return jnp.where(place >= 0, round_ND, out_ND) if K == 1 else out_ND + round_ND
 
         out_ND = one_round(0)
         if size < N * min(K, X):
-            out_ND = lax.fori_loop(1, -(-total // size), lambda r, out: out + one_round(r), out_ND)
+            out_ND = lax.fori_loop(1, -(-total // size), one_round, out_ND)
         return out_ND
 
     def _mosaic(self, experts: Experts, stack, rows_ND, ids_NK, weights_NK, mean_load: float) -> Float[Array, "N D"]:
@@ -153,7 +205,9 @@ class ExpertProduct:
         (N, K), X = ids_NK.shape, experts.count
         size = round_pairs(mean_load, X, N * min(K, X))
         own_load = min(mean_load, size / X)
-        tiles = tpu_products.TpuProductTiles.for_load(own_load)
+        fixed = self.kernels.fixed  # then a row has one term, which the callers see to
+        choose = tpu_products.TpuProductTiles.fixed if fixed else tpu_products.TpuProductTiles.for_load
+        tiles = choose(own_load)
         pairs = sort_pairs(ids_NK, weights_NK, X)
         options = {"mean_load": own_load, "tiles": tiles, "interpret": self.kernels.pallas.interpret}
 
@@ -168,6 +222,12 @@ class ExpertProduct:
             hidden_SF = tpu_products.gate_up(gate_up, experts.layer, x_SD, placed, **options)
             y_SD = tpu_products.down(down, experts.layer, hidden_SF, placed, **options)
             y_SD = jnp.where(placed.used_S[:, None], y_SD * weight_S[:, None], 0)
+            if fixed:
+                at_S = jnp.where(placed.used_S, row_S, N)
+                place_N = (
+                    jnp.full((N,), -1, jnp.int32).at[at_S].set(jnp.arange(len(at_S), dtype=jnp.int32), mode="drop")
+                )
+                return jnp.where(place_N[:, None] >= 0, y_SD.take(place_N, axis=0, mode="clip"), out_ND)
             return out_ND.at[row_S].add(y_SD, mode="promise_in_bounds")
 
         out_ND = one_round(0, jnp.zeros(rows_ND.shape, jnp.float32))
@@ -204,6 +264,11 @@ class Experts:
         return "layer" in self.params
 
     @property
+    def fp4(self) -> FP4Format | None:
+        """The format of the weights, where it is FP4."""
+        return format_of(self.params, self.weight_dtype)
+
+    @property
     def count(self) -> int:
         """X: physical experts on this rank."""
         return self.params["down.weight"].shape[1 if self.stacked else 0]
@@ -217,6 +282,11 @@ class Experts:
         """The arrays as stacks of layers."""
         return {name: array if self.stacked else array[None] for name, array in self.params.items() if name != "layer"}
 
+    def fp4_stack(self, name: str) -> dict[str, Array]:
+        """The FP4 arrays of ``gate_up`` or ``down`` as stacks of layers, by part."""
+        stack = self.stack()
+        return {part: stack[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in stack}
+
     def matrices(self, index: Int[Array, ""] | None = None) -> tuple[Array, Array]:
         """Gate and up ``[D, 2F]`` and down ``[F, D]`` of one expert, or with None of all, ``[X, D, 2F]`` and ``[X, F, D]``."""
         gate_up, down = self._matrix("gate_up", index), self._matrix("down", index)
@@ -226,15 +296,27 @@ class Experts:
         """Rows through one expert, or with None those of each through it; float32."""
         if not self.scheme.dynamic:
             return swiglu(x, *self.matrices(index))
+        if self.fp4 is not None:
+            gate_up, down = (self._fp4_arrays(name, index) for name in ("gate_up", "down"))
+            if self.scheme.experts is not None:
+                return swiglu_w4a4(x, gate_up, down)
+            apply = partial(swiglu_w4a8, scheme=self.scheme)
+            return (apply if index is not None else jax.vmap(apply))(x, gate_up, down)
         weights = [(self._stored(name, index), self._pick(f"{name}.scale", index)) for name in ("gate_up", "down")]
         apply = partial(fp8_product.swiglu, scheme=self.scheme)
         return (apply if index is not None else jax.vmap(apply))(x, *weights)
 
     def _matrix(self, name: str, index: Int[Array, ""] | None) -> Array:
+        if self.fp4 is not None:
+            return decoded(self._fp4_arrays(name, index), name == "gate_up", self.compute_dtype)
         weight = self._stored(name, index)
         if f"{name}.scale" in self.params:
             return dequantise(weight, self._pick(f"{name}.scale", index), self.compute_dtype)
         return weight.astype(self.compute_dtype)
+
+    def _fp4_arrays(self, name: str, index: Int[Array, ""] | None) -> dict[str, Array]:
+        parts = {part: self._pick(f"{name}.{part}", index) for part in PARTS if f"{name}.{part}" in self.params}
+        return meant(parts, self.fp4)
 
     def _stored(self, name: str, index: Int[Array, ""] | None) -> Array:
         return reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)

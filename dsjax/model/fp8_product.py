@@ -23,14 +23,16 @@ class ActivationScheme:
     """How activations are quantised before products with FP8 weights (``quantization_config.activation_scheme``).
 
     dynamic: with scales from the values themselves, as they come. False: they are not, and weights are widened. powers: scales are
-    powers of two (``scale_fmt`` "ue8m0").
+    powers of two (``scale_fmt`` "ue8m0"). experts: what rows of routed experts are quantised to where it is something else than FP8:
+    ``nvfp4``, in ``dsjax/fp4/rows.py``.
     """
 
     dynamic: bool = False
     powers: bool = False
+    experts: str | None = None
 
     def __str__(self) -> str:
-        return "dynamic" if self.dynamic else "none"
+        return self.experts or ("dynamic" if self.dynamic else "none")
 
     def quantise(self, x: Float[Array, "*n K"]) -> fp8.Quantised:
         """Rows for ``block_product``."""

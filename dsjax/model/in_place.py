@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
@@ -19,11 +20,18 @@ from jaxtyping import Array, Int
 from dsjax.config import ModelConfig
 from dsjax.kernels.pallas import activations, products, tpu_products
 from dsjax.kernels.pallas.heads import takes as takes_by_head
+from dsjax.kernels.pallas.norm import rms_norm
 from dsjax.kernels.table import Kernels
 from dsjax.model.forms import Form, Layout
 from dsjax.model.fp8_product import ActivationScheme, block_product
-from dsjax.model.parameters import Matrix, Multiply, ParameterInfo, reinterpret
-from sharding import MeshSpec, Rules
+from dsjax.model.norm import RMSNorm
+from dsjax.model.parameters import Matrix, Multiply, ParameterInfo, reinterpret, value_of
+from dsjax.model.sparse.indexer import LayerNorm
+from sharding import MeshSpec, Rules, fp8
+from sharding.sums import pieces_here, tree_sum
+
+SHARED_DEPTHS = ("heads", "mlp_width", "shared_width", "expert_width")
+"""Logical axes over which products are summed and which some mesh cuts: their sums are trees on every mesh."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +50,25 @@ class MatricesInPlace:
     kernels: Kernels
     scheme: ActivationScheme
 
+    @property
+    def native(self) -> bool:
+        """Whether products and norms are the native kernels', whose rows have the same bits on every mesh (``docs/exactness.md``)."""
+        return self.kernels.name("other products") == "native"
+
+    @property
+    def ordered(self) -> bool:
+        """Whether products and norms have one order for all rows: they are native, or Pallas's in sizes that are the same always."""
+        return self.native or self.kernels.fixed
+
     def names(self, forms: Sequence[Form]) -> frozenset[str]:
         """Names of the matrices that the scan over layers need not slice, because ``multiply``, or attention, reads them in the stack.
 
         forms: MLA forms of the step's row groups.
         """
-        if self.kernels.name("other products") != "pallas":
+        if self.kernels.name("other products") == "plain":
             return frozenset()
+        if self.native:
+            return frozenset({"q_a", "kv_a", "gate_up", "down"} | (set() if "AM_CC_ME" in forms else {"q", "q_b", "o"}))
         on_tpu = self.kernels.pallas.platform == "tpu"
         names = {"q_a", "kv_a", "gate_up", "down"}
         # With materialised products, parts of these are multiplied with, by head.
@@ -68,15 +88,20 @@ class MatricesInPlace:
             self.rules.sharding(self.mesh, info.logical_axes, info.shape).shard_shape(info.shape), info.storage_dtype
         )
 
-    def _takes_slice(self, *infos: ParameterInfo) -> bool:
-        """Whether the dense kernel can multiply with one layer of a matrix, of which a scale is given too."""
+    def _takes_slice(self, weight: ParameterInfo, scale: ParameterInfo | None = None) -> bool:
+        """Whether the dense kernel can multiply with one layer of a matrix."""
         return self._dense_takes(
-            *(jax.ShapeDtypeStruct((1, *stored.shape[1:]), stored.dtype) for stored in map(self._local, infos))
+            *(
+                stored and jax.ShapeDtypeStruct((1, *stored.shape[1:]), stored.dtype)
+                for stored in map(self._local, (weight, scale))
+            )
         )
 
     @property
     def _dense_takes(self):
-        return tpu_products.takes_dense if self.kernels.pallas.platform == "tpu" else products.takes
+        if self.kernels.pallas.platform != "tpu":
+            return products.takes
+        return tpu_products.takes_fixed if self.kernels.fixed else tpu_products.takes_dense
 
     def _takes(self, path: str) -> bool:
         """Whether the dense kernel can multiply with the part of a stacked matrix that a device has."""
@@ -96,6 +121,8 @@ class MatricesInPlace:
 
         def in_stack(matrix: Matrix, x: Array) -> Array:
             info, weight, kept_fp8 = matrix.weight.info, matrix.weight[...], hasattr(matrix, "scale")
+            if self.ordered:
+                return self._ordered(matrix, index, x, split_tokens)
             sliced = weight.ndim < len(info.shape)
             quantise = kept_fp8 and self.scheme.dynamic
             # A kernel reads an FP8 slice where the stack is too large for it: the copy is a fourth of what a dequantised one moves.
@@ -123,9 +150,8 @@ class MatricesInPlace:
                     if quantise:
                         rows = activations.quantise(rows, powers=self.scheme.powers, interpret=interpret)
                     parts = arrays["weight"], arrays.get("scale"), info.dtype, layer
-                    out = products.dense(
-                        *parts, rows, dtype=x.dtype, interpret=interpret, tiles=self.kernels.pallas.tiles
-                    )
+                    sizes = {"tiles": self.kernels.pallas.tiles, "cores": self.kernels.pallas.cores}
+                    out = products.dense(*parts, rows, dtype=x.dtype, interpret=interpret, **sizes)
                 else:
                     matrix, scale = (
                         jax.lax.dynamic_index_in_dim(arrays[name], layer, keepdims=False)
@@ -146,3 +172,108 @@ class MatricesInPlace:
             return out.reshape(*x.shape[:-1], *out.shape[2:])
 
         return in_stack
+
+    def _ordered(self, matrix: Matrix, index: Int[Array, ""] | None, x: Array, split_tokens: bool) -> Array:
+        """``Matrix.product`` by ``ordered_product``; index: of the layer, where ``matrix`` is the stack's."""
+        info, weight = matrix.weight.info, matrix.weight[...]
+        axes = info.logical_axes[1:] if info.logical_axes[0] == "layers" else info.logical_axes
+        arrays = {"weight": weight} | ({"scale": matrix.scale[...]} if hasattr(matrix, "scale") else {})
+        if weight.ndim == len(axes):  # one layer's
+            arrays, index = {name: array[None] for name, array in arrays.items()}, jnp.int32(0)
+            if not self.native and not self._takes_slice(*(getattr(matrix, name).info for name in arrays)):
+                widened = matrix.value(x.dtype) if "scale" in arrays else value_of(matrix.weight)
+                return self.ordered_product(
+                    {"weight": widened[None]}, index, x, ("layers", *axes), split_tokens=split_tokens
+                )
+        return self.ordered_product(arrays, index, x, ("layers", *axes), stored=info.dtype, split_tokens=split_tokens)
+
+    def ordered_product(
+        self,
+        arrays: Mapping[str, Array],
+        layer: Int[Array, ""],
+        x: Array,
+        axes: tuple[str | None, ...],
+        *,
+        stored: np.dtype | None = None,
+        dtype: np.dtype | None = None,
+        split_tokens: bool = False,
+        transposed: bool = False,
+    ) -> Array:
+        """``x [..., K]`` times layer ``layer`` of ``weight [L, K, *columns]`` with logical ``axes``; transposed it lies as ``[L, J, K]``.
+
+        Where K can be cut over devices, its sum is the tree of ``sharding.sums`` on every mesh, and devices that share it add its branches.
+        Pallas kernels take stored weights alone that do not lie transposed; stored: what their bits mean, if not what their dtype says.
+        dtype: of the result; None: that of ``x``. Rows are quantised first where the scheme says so, in blocks of 128 of K.
+        """
+        dtype, stored = dtype or x.dtype, stored or arrays["weight"].dtype
+        spec, batch = self.rules.spec(axes), self.spec.batch_axes
+        depth, columns = spec[1], spec[2:]
+        shares = self.rules.ways(self.mesh, axes[1]) if depth else 1
+        quantised = "scale" in arrays and self.scheme.dynamic
+        pieces = self._pieces(x.shape[-1], shares, axes[1] in SHARED_DEPTHS, quantised)
+        split = split_tokens and shares > 1 and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
+        native, branch = self.kernels.native, np.dtype(np.float32) if shares > 1 else dtype
+
+        def local(arrays, layer, x):
+            weight, scale = arrays["weight"], arrays.get("scale")
+            if self.native:
+                rows = fp8.dequantise(*self.scheme.quantise(x[0])) if quantised else x[0]
+                out = native.dense(weight, scale, layer, rows, pieces=pieces, transposed=transposed)
+            else:
+                out = self._fixed(tpu_products.Stack(weight, scale, stored), layer, x[0], pieces, quantised, branch)
+            # Between emulated devices a collective costs more than its bytes.
+            least = 8 if self.native else 1
+            return tree_sum(out, depth, shares, split=split, dtype=dtype, least=least)[None] if depth else out[None]
+
+        own = P(spec[0], *columns, depth) if transposed else spec  # as the weight lies
+        out_specs = P(batch, depth if split else None, *columns)
+        run = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(dict.fromkeys(arrays, own), P(), P(batch, None, depth)),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        out = run(dict(arrays), layer, x.reshape(self.spec.dp_size, -1, x.shape[-1]))
+        return out.reshape(*x.shape[:-1], *out.shape[2:])
+
+    def _pieces(self, depth: int, shares: int, shared: bool, quantised: bool) -> int:
+        """Into how many pieces a device cuts its part of a depth that some mesh shares (``shared``) and this one does over ``shares``."""
+        if self.native:
+            return pieces_here(depth, shares) if shared else 1
+        if self.kernels.pallas.platform == "tpu":
+            return tpu_products.fixed_pieces(depth, shares) if shared else 1
+        return products.fixed_pieces(depth, shares, quantised=quantised)
+
+    def _fixed(
+        self,
+        stack: tpu_products.Stack,
+        layer: Int[Array, ""],
+        rows: Array,
+        pieces: int,
+        quantised: bool,
+        dtype: np.dtype,
+    ) -> Array:
+        """On one device: a product by Pallas kernels, in sizes that are the same for every shape, with its result in ``dtype``."""
+        options = {"interpret": self.kernels.pallas.interpret, "pieces": pieces, "dtype": dtype}
+        if self.kernels.pallas.platform == "tpu":
+            return tpu_products.dense(stack, layer, rows, **options)
+        if quantised:
+            rows = activations.quantise(rows, powers=self.scheme.powers, interpret=options["interpret"])
+        return products.dense(*stack, layer, rows, cores=self.kernels.pallas.cores, **options)
+
+    def normalise(self, norm: RMSNorm | LayerNorm, x: Array) -> Array:
+        """The norm, by a kernel where products have one order."""
+        if not self.ordered or (not self.native and isinstance(norm, LayerNorm)):
+            return norm(x)
+
+        def local(x, scale, bias):
+            if self.native:
+                return self.kernels.native.norm(x[0], scale, norm.eps, bias)[None]
+            return rms_norm(x[0], scale, norm.eps, self.kernels.pallas)[None]
+
+        by_rank = P(self.spec.batch_axes)
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=(by_rank, P(), P()), out_specs=by_rank, check_vma=False)
+        scale = value_of(norm.scale).astype(x.dtype)
+        bias = value_of(norm.bias).astype(x.dtype) if isinstance(norm, LayerNorm) else None
+        return run(x.reshape(self.spec.dp_size, -1, x.shape[-1]), scale, bias).reshape(x.shape)

@@ -16,9 +16,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dsjax.config import ModelConfig
-from dsjax.model.norm import LATENT_EPS, RMSNorm
+from dsjax.model.norm import LATENT_EPS, Normalise, RMSNorm, normalise
 from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, value_of
 from dsjax.model.rope import Rotation
+from dsjax.model.sparse.indexer import Indexer, IndexProjections
 
 
 @jax.tree_util.register_dataclass
@@ -31,6 +32,7 @@ class Projections:
     q_latent: Float[Array, "*b Q"]  # what the query heads are made from: the query latent, or x without compression
     latent: Float[Array, "*b M"]  # normalised: what the cache keeps
     k_rope: Float[Array, "*b O"]  # rotated, shared by all heads
+    index: IndexProjections | None = None  # of models with sparse attention
 
 
 class MLA(nnx.Module):
@@ -56,6 +58,8 @@ class MLA(nnx.Module):
                 self.q_a_bias = declare.parameter((Q,), ("query_latent",), init="zeros")
             self.kv_a_bias = declare.parameter((M + O,), ("latent",), init="zeros")
             self.o_bias = declare.parameter((D,), ("embed",), init="zeros")
+        if config.index_topk is not None:
+            self.indexer = Indexer(declare, config)
         if materialise:
             heads_over = ("query_latent", "heads", "latent")
             derived = {"init": "derived", "dtype": declare.derived_dtype}
@@ -63,9 +67,15 @@ class MLA(nnx.Module):
             self.value_output = declare.parameter((H, M, D), ("heads", "latent", "embed"), **derived)
 
     def project(
-        self, x: Float[Array, "*b D"], rotation: Rotation, *, query_heads: bool = True, multiply: Multiply = multiply
+        self,
+        x: Float[Array, "*b D"],
+        rotation: Rotation,
+        *,
+        query_heads: bool = True,
+        multiply: Multiply = multiply,
+        normalise: Normalise = normalise,
     ) -> Projections:
-        """Queries, latent and rotary key of tokens, whose positions are in ``rotation``. multiply: for its matrices.
+        """Queries, latent and rotary key of tokens, whose positions are in ``rotation``. multiply, normalise: for its matrices and norms.
 
         Without ``query_heads``, ``q_nope`` is left out (shape ``[..., H, 0]``): the form with materialised products never
         makes it.
@@ -73,7 +83,7 @@ class MLA(nnx.Module):
         config = self.config
         N, M = config.qk_nope_head_dim, config.kv_lora_rank
         with jax.named_scope("mla_project"):
-            q_latent = self.query_latent(x, multiply)
+            q_latent = self.query_latent(x, multiply, normalise)
             if query_heads:
                 q = multiply(self.q if config.q_lora_rank is None else self.q_b, q_latent)
                 q = rearrange(q, "... (h n) -> ... h n", h=config.num_attention_heads)
@@ -84,23 +94,26 @@ class MLA(nnx.Module):
             kv = multiply(self.kv_a, x)
             if config.attention_bias:
                 kv = kv + value_of(self.kv_a_bias).astype(x.dtype)
-            latent = self.kv_a_norm(kv[..., :M])
+            latent = normalise(self.kv_a_norm, kv[..., :M])
             return Projections(
                 q_nope,
                 rotation(q_rope),
                 q_latent,
                 latent,
                 rotation(kv[..., M:]),
+                None if config.index_topk is None else self.indexer(x, q_latent, rotation, multiply, normalise),
             )
 
-    def query_latent(self, x: Float[Array, "*b D"], multiply: Multiply = multiply) -> Float[Array, "*b Q"]:
+    def query_latent(
+        self, x: Float[Array, "*b D"], multiply: Multiply = multiply, normalise: Normalise = normalise
+    ) -> Float[Array, "*b Q"]:
         """``c^Q``, normalised; ``x`` itself where queries are not compressed."""
         if self.config.q_lora_rank is None:
             return x
         latent = multiply(self.q_a, x)
         if self.config.attention_bias:
             latent = latent + value_of(self.q_a_bias).astype(x.dtype)
-        return self.q_a_norm(latent)
+        return normalise(self.q_a_norm, latent)
 
     def query_weight(self, dtype: jnp.dtype) -> Float[Array, "Q H N+O"]:
         """``W^UQ`` and ``W^QR`` by head (``W^Q`` without compression, then Q is D)."""

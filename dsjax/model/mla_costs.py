@@ -7,6 +7,9 @@ which are linear in the activations, are not counted.
 Over V3's 61 layers one decoded token at context `S` costs 16.99 M × S operations of attention in the absorbed forms,
 5.00 M × S with a decompressed cache (`CD`), and 2,047 M × S more where latents are expanded anew (`CC`); the cache
 holds 1,152 bytes a token and layer in bf16, or 81,920 decompressed.
+
+With sparse attention (docs/sparse-attention.md) a query's index scores cost 2 · I · (A + 1) operations for each context position (V3.2:
+16,512, of which the absorbed attention to one position costs 278,528), and it attends to at most `index_topk`.
 """
 
 import math
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
 from dsjax.model.forms import Form, cache_arrays
+from dsjax.model.parameter_counts import indexer_parameters
 from sharding import fp8
 
 
@@ -37,10 +41,13 @@ class MLACost:
     """Every product's operands and result that are neither weights nor cache, written once and read once. Scores are
     left out: attention is fused."""
 
+    index_flops: int = 0
+    """Index scores of sparse attention: proportional to the context."""
+
     @property
     def flops(self) -> int:
         """All operations."""
-        return self.linear_flops + self.expansion_flops + self.attention_flops
+        return self.linear_flops + self.expansion_flops + self.attention_flops + self.index_flops
 
     @property
     def bytes(self) -> int:
@@ -51,11 +58,11 @@ class MLACost:
 def cache_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
     """Numbers that the cache of a form keeps for a token in a layer, on one device of a `tp`-wide replica.
 
-    `CD`: `H/tp · (N+O+U)`, its heads are divided. The others: `M + O`, which every device keeps whole.
+    `CD`: `H/tp · (N+O+U)`, its heads are divided. The others: `M + O`, which every device keeps whole, and the index key.
     """
     if form == "CD":
         return config.num_attention_heads // tp * (config.qk_head_dim + config.v_head_dim)
-    return config.kv_lora_rank + config.qk_rope_head_dim
+    return config.kv_lora_rank + config.qk_rope_head_dim + (config.index_head_dim or 0)
 
 
 def cache_bytes(config: ModelConfig, form: Form, itemsize: int = 2, tp: int = 1) -> int:
@@ -69,18 +76,26 @@ def cache_bytes(config: ModelConfig, form: Form, itemsize: int = 2, tp: int = 1)
     return cache_values(config, form, tp) * itemsize
 
 
+def index_key_bytes(config: ModelConfig, itemsize: float = 2) -> int:
+    """Bytes of a token's index key in one layer; below 2 it is FP8 with a float32 scale (V3.2: 132). 0 without sparse attention."""
+    width = config.index_head_dim or 0
+    return fp8.row_bytes(width) if width and itemsize < 2 else round(width * itemsize)
+
+
 def weight_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
     """Matrix elements that a form multiplies by in one layer, on one device (equal to half its linear operations).
 
     Per head: `W^UQ, W^QR [Q, N+O]`, `W^UK [M, N]`, `W^UV [M, U]`, `W^O [U, D]`; in `AM_CC_ME` instead
     `W^UQ·W^UK [Q, M]`, `W^QR [Q, O]` and `W^UV·W^O [M, D]` (V3: 583 M instead of 172 M in all heads). For all heads,
     and so on every device of the replica: `W^DQ [D, Q]`, `W^DKV, W^KR [D, M+O]`. Without query compression Q is D, and
-    there is no `W^DQ`.
+    there is no `W^DQ`. On every device also the indexer's `[Q, I·A]`, `[D, A]` and `[D, I]`.
     """
     heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
     nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     query = config.q_lora_rank or width
     shared = width * (rank + rope) + (width * query if config.query_compressed else 0)
+    if config.index_topk is not None:
+        shared += indexer_parameters(config) - 2 * config.index_head_dim
     if form == "AM_CC_ME":
         return shared + heads * (query * rank + query * rope + rank * width)
     return shared + heads * (query * (nope + rope) + rank * (nope + value) + value * width)
@@ -119,15 +134,25 @@ def mla_cost(
         linear -= 2 * tokens * expanded_weights
         expansion = 2 * positions * expanded_weights
     per_pair = (2 * rank + rope) if absorbed else (nope + rope + value)
-    pairs = tokens * (context if attended is None else attended)
+    seen = context if attended is None else attended
+    read, index = positions * cache_bytes(config, form, cache_itemsize, tp), 0
+    if config.index_topk is not None and context > config.index_topk:
+        index = 2 * tokens * seen * config.index_n_heads * (config.index_head_dim + 1)
+        if absorbed:
+            keys = index_key_bytes(config, cache_itemsize)
+            read = positions * keys
+            read += tokens * config.index_topk * (cache_bytes(config, form, cache_itemsize, tp) - keys)
+            seen = min(seen, config.index_topk)
+    pairs = tokens * seen
     return MLACost(
         linear_flops=linear,
         expansion_flops=expansion,
         attention_flops=round(2 * heads * per_pair * pairs),
         weight_bytes=weights * weight_itemsize,
-        cache_read_bytes=positions * cache_bytes(config, form, cache_itemsize, tp),
+        cache_read_bytes=read,
         cache_write_bytes=tokens * cache_bytes(config, form, cache_itemsize, tp),
         activation_bytes=activation_itemsize * _activations(config, form, tokens, positions, heads),
+        index_flops=round(index),
     )
 
 

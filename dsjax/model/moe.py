@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dsjax.config import ModelConfig
+from dsjax.model.fp4_matrix import FP4Matrix
 from dsjax.model.mlp import MLP
 from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply
 from dsjax.model.router import ExpertRouter, Routing
@@ -21,15 +22,18 @@ class RoutedExperts(nnx.Module):
     def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
         D, F = config.hidden_size, config.moe_intermediate_size
         declare = declare.for_experts
-        self.gate_up = Matrix(declare, (num_physical, D, 2, F), ("experts", "embed", "stack", "expert_width"))
-        self.down = Matrix(declare, (num_physical, F, D), ("experts", "expert_width", "embed"))
+        matrix = Matrix if declare.format.packed is None else FP4Matrix
+        self.gate_up = matrix(declare, (num_physical, D, 2, F), ("experts", "embed", "stack", "expert_width"))
+        self.down = matrix(declare, (num_physical, F, D), ("experts", "expert_width", "embed"))
 
     def stored(self) -> dict[str, Array]:
-        """The arrays as they lie in memory: ``gate_up.weight``, ``down.weight``, and with FP8 ``gate_up.scale``, ``down.scale``."""
-        matrices = {"gate_up": self.gate_up, "down": self.down}
-        arrays = {f"{name}.weight": matrix.weight[...] for name, matrix in matrices.items()}
-        arrays |= {f"{name}.scale": matrix.scale[...] for name, matrix in matrices.items() if hasattr(matrix, "scale")}
-        return arrays
+        """The arrays as they lie in memory: ``gate_up.weight``, ``down.weight``, and the like for ``scale`` and ``global_scale``."""
+        return {
+            f"{name}.{part}": getattr(matrix, part)[...]
+            for part in ("weight", "scale", "global_scale")
+            for name, matrix in {"gate_up": self.gate_up, "down": self.down}.items()
+            if hasattr(matrix, part)
+        }
 
 
 ApplyExperts = Callable[[RoutedExperts, Float[Array, "*b D"], Routing], tuple[Float[Array, "*b D"], Any]]
@@ -57,11 +61,11 @@ class MoE(nnx.Module):
 
         Args:
             apply: sends tokens to their routed experts and gives their weighted sums.
-            spread: as in ``ExpertRouter``. multiply: for the shared experts' matrices.
+            spread: as in ``ExpertRouter``. multiply: for the router's matrix and the shared experts'.
 
         Returns the sums in the shape of ``x``, the routing, and what ``apply`` reported.
         """
-        routing = self.router(x, spread)
+        routing = self.router(x, spread, multiply)
         with jax.named_scope("experts"):
             y, report = apply(self.experts, x, routing)
         return (y + self.shared(x, multiply) if hasattr(self, "shared") else y), routing, report

@@ -1,5 +1,7 @@
 """RMSNorm."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,3 +25,12 @@ class RMSNorm(nnx.Module):
         x_f32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + self.eps)
         return value_of(self.scale).astype(x.dtype) * (x_f32 * inverse).astype(x.dtype)
+
+
+Normalise = Callable[[Callable[[Array], Array], Array], Array]
+"""The norm itself, or another way to the same."""
+
+
+def normalise(norm: Callable[[Array], Array], x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+    """Call the norm."""
+    return norm(x)

@@ -34,6 +34,18 @@ def read(cache: Float[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Arr
     return entries.reshape(tables.shape[0], tables.shape[1] * G, *cache.shape[3:])
 
 
+def read_tokens(
+    cache: Float[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Array, "R Pr"], positions: Int[Array, "R N"]
+) -> Float[Array, "R N *w"]:
+    """The entries of single positions of each row's context; past its table any entry."""
+    L, pages, G = cache.shape[:3]
+    page = jnp.take_along_axis(tables, jnp.minimum(positions // G, tables.shape[1] - 1), axis=1)
+    slots = (layer * pages + page) * G + positions % G
+    flat = cache.reshape(L * pages * G, -1)
+    entries = flat.at[slots.reshape(-1)].get(mode="promise_in_bounds")
+    return entries.reshape(*positions.shape, *cache.shape[3:])
+
+
 def mark(filled: Bool[Array, "P G"], slots: Int[Array, "T"], value: bool) -> Bool[Array, "P G"]:
     """Set what is said of each slot; −1 is dropped."""
     return write(filled[None], jnp.int32(0), slots, jnp.full(slots.shape, value))[0]

@@ -8,7 +8,7 @@ from dsjax.config import ModelConfig
 
 
 def mla_parameters(config: ModelConfig) -> int:
-    """One attention layer: projections, biases, and the norms on the latents (V3: 187,107,328)."""
+    """One attention layer: projections, biases, the norms on the latents, and the indexer (V3: 187,107,328; V3.2: 201,066,752)."""
     heads, width = config.num_attention_heads, config.hidden_size
     query_width, rank = heads * config.qk_head_dim, config.kv_lora_rank
     if config.q_lora_rank is None:
@@ -19,7 +19,15 @@ def mla_parameters(config: ModelConfig) -> int:
     expansion = rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
     output = heads * config.v_head_dim * width
     biases = (config.q_lora_rank or 0) + rank + config.qk_rope_head_dim + width if config.attention_bias else 0
-    return query + latent + expansion + output + biases
+    return query + latent + expansion + output + biases + indexer_parameters(config)
+
+
+def indexer_parameters(config: ModelConfig) -> int:
+    """One layer's indexer: queries, key with its norm, weights of the heads (V3.2: 13,959,424); 0 without sparse attention."""
+    if config.index_topk is None:
+        return 0
+    heads, width = config.index_n_heads, config.index_head_dim
+    return config.q_lora_rank * heads * width + config.hidden_size * (width + heads) + 2 * width
 
 
 def mlp_parameters(config: ModelConfig, hidden: int) -> int:

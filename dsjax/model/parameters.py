@@ -19,10 +19,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-Weights = Literal["bf16", "f32", "mixed", "fp8"]
-"""How matrices are kept. ``mixed``: routed experts in bf16, all others in float32. It is for computing in float32 from a bf16
-checkpoint: widening is exact, experts are most of the bytes, and only those that have tokens are read.
-"""
+from dsjax.config.weights import WEIGHT_FORMATS, WeightFormat
+
+Weights = Literal[tuple(WEIGHT_FORMATS)]
+"""How matrices are kept: a name of the table of weight formats."""
 WEIGHT_DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -48,6 +48,13 @@ class ParameterInfo:
     """``normal`` (standard deviation 1/√fan-in), ``ones``, ``zeros`` or ``scale`` (FP8 block scales)."""
     quantised: bool = False
     """Whether a ``scale`` parameter stands beside it."""
+    packed: int = 1
+    """Numbers in an element: 2 in a byte of a packed format."""
+
+    @property
+    def count(self) -> int:
+        """The model's own numbers in it: none in what is derived or is a scale of others."""
+        return 0 if self.init in ("derived", "scale") else math.prod(self.shape) * self.packed
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +129,17 @@ class Declaration:
     @property
     def plain_dtype(self) -> np.dtype:
         """Dtype of parameters that are never quantised: norms, router, embedding, head."""
-        return WEIGHT_DTYPES["f32" if self.weights in ("f32", "mixed") else "bf16"]
+        return WEIGHT_DTYPES[self.format.plain]
+
+    @property
+    def keeps_fp8(self) -> bool:
+        """Whether matrices other than the routed experts' are FP8."""
+        return self.format.keeps_fp8
+
+    @property
+    def format(self) -> WeightFormat:
+        """The row of the table of weight formats."""
+        return WEIGHT_FORMATS[self.weights]
 
     @property
     def for_experts(self) -> Declaration:
@@ -137,13 +154,14 @@ class Declaration:
         init: str = "normal",
         dtype: np.dtype | None = None,
         quantised: bool = False,
+        packed: int = 1,
     ) -> nnx.Param:
         """One parameter, which holds a ``jax.ShapeDtypeStruct`` where a loaded one has values."""
         if self._stack is not None:
             shape, axes = (self._stack, *shape), ("layers", *axes)
         dtype = dtype or self.plain_dtype
         stored = storage_dtype(dtype, self.platform)
-        info = ParameterInfo(shape, dtype, stored, axes, init, quantised)
+        info = ParameterInfo(shape, dtype, stored, axes, init, quantised, packed)
         return nnx.Param(jax.ShapeDtypeStruct(shape, stored), info=info)
 
 
@@ -157,7 +175,7 @@ class Matrix(nnx.Module):
     def __init__(
         self, declare: Declaration, shape: tuple[int, ...], axes: tuple[str | None, ...], *, quantise: bool = True
     ):
-        fp8 = quantise and declare.weights == "fp8"
+        fp8 = quantise and declare.keeps_fp8
         dtype = WEIGHT_DTYPES["fp8"] if fp8 else None
         self.weight = declare.parameter(shape, axes, dtype=dtype, quantised=fp8)
         if fp8:

@@ -12,7 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dsjax.config import ModelConfig
-from dsjax.model.parameters import Declaration, value_of
+from dsjax.model.parameters import Declaration, Multiply, multiply, value_of
+from sharding.sums import add_by_halves, add_in_order
 
 
 class Routing(NamedTuple):
@@ -35,7 +36,10 @@ class ExpertRouter(nnx.Module):
             )
 
     def __call__(
-        self, x: Float[Array, "*b D"], spread: Callable[[Callable], Callable] = lambda choose: choose
+        self,
+        x: Float[Array, "*b D"],
+        spread: Callable[[Callable], Callable] = lambda choose: choose,
+        multiply: Multiply = multiply,
     ) -> Routing:
         """Route each token, in float32 whatever the dtype of ``x``.
 
@@ -44,14 +48,14 @@ class ExpertRouter(nnx.Module):
         ``top_k`` and would gather all tokens' scores on every device, three times a layer.
         """
         with jax.named_scope("router"):
-            logits = jnp.einsum(
-                "...d,de->...e",
-                x.astype(jnp.float32),
-                value_of(self.weight).astype(jnp.float32),
-                precision=jax.lax.Precision.HIGHEST,
-            )
+            logits = multiply(self, x.astype(jnp.float32))
             bias = value_of(self.bias) if self.config.topk_method == "noaux_tc" else None
             return spread(lambda logits, bias: route(logits, bias, self.config))(logits, bias)
+
+    def product(self, x: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
+        """Every expert's logit of each token: what ``Matrix.product`` is of a matrix."""
+        weight = value_of(self.weight).astype(jnp.float32)
+        return jnp.einsum("...d,de->...e", x, weight, precision=jax.lax.Precision.HIGHEST)
 
 
 def route(logits: Float[Array, "*b E"], bias: Float[Array, "E"] | None, config: ModelConfig) -> Routing:
@@ -60,15 +64,21 @@ def route(logits: Float[Array, "*b E"], bias: Float[Array, "E"] | None, config: 
     The bias decides which experts are chosen, never their weights. Groups that are not chosen are masked with −inf:
     with a negative bias every choice score of a chosen group may be below 0.
     """
-    scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else softmax(logits)
     choice = scores if bias is None else scores + bias
     if config.topk_method != "greedy" and config.n_group > 1:
         choice = _mask_groups(choice, config)
     ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if config.norm_topk_prob and config.num_experts_per_tok > 1:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        weights = weights / (add_in_order(weights)[..., None] + 1e-20)
     return Routing(ids, weights * config.routed_scaling_factor, scores)
+
+
+def softmax(logits: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
+    """``jax.nn.softmax`` over the last axis, added up in an order that does not depend on how many rows there are."""
+    powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    return powers / add_by_halves(powers)[..., None]
 
 
 def _mask_groups(choice: Float[Array, "*b E"], config: ModelConfig) -> Float[Array, "*b E"]:
@@ -78,6 +88,7 @@ def _mask_groups(choice: Float[Array, "*b E"], config: ModelConfig) -> Float[Arr
     """
     grouped = rearrange(choice, "... (g e) -> ... g e", g=config.n_group)
     best = min(2, grouped.shape[-1]) if config.topk_method == "noaux_tc" else 1
+    # Of at most two terms, which have one order. Terms read out one by one would make XLA sort instead of taking the best.
     group_scores = jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1)
     chosen = jax.lax.top_k(group_scores, config.topk_group)[1]
     keep = jnp.any(chosen[..., None] == jnp.arange(config.n_group), axis=-2)

@@ -1,4 +1,4 @@
-"""Softmax over a context that is read in blocks, so that its scores never exist all at once."""
+"""Softmax over a context that is read in blocks, so that its scores never exist all at once; and log-probabilities."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -6,6 +6,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from sharding.sums import add_by_halves
 
 Context = TypeVar("Context")
 
@@ -78,3 +80,12 @@ def _causal_filled(
     at = start + jnp.arange(scores.shape[-1])
     is_own_position = jnp.minimum(positions, end - 1)[..., None] == at
     return jnp.where(is_own_position | (filled[:, None, None] & (positions[..., None] >= at)), scores, -jnp.inf)
+
+
+def log_softmax(logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
+    """``jax.nn.log_softmax`` over the last axis, each row's the same to the bit in every program (``docs/exactness.md``).
+
+    How XLA adds up a row depends on what it computes beside: the same logits have other log-probabilities under ``jax.grad``.
+    """
+    below = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    return below - jnp.log(add_by_halves(jnp.exp(below)))[..., None]

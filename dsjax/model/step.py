@@ -26,29 +26,20 @@ from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import Form, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.in_place import MatricesInPlace
+from dsjax.model.layer_values import Computed, Layer, Sent, Tokens
 from dsjax.model.mla import Projections
 from dsjax.model.moe import RoutedExperts
 from dsjax.model.parameters import ParameterTable
 from dsjax.model.rope import Rotation
 from dsjax.model.router import Routing
 from dsjax.model.rows import RowGroup, flatten
+from dsjax.model.sparse import IndexScores
 from dsjax.model.transformer import MTP, DecoderLayer, Transformer
+from dsjax.model.two_batch import TwoBatchOverlap, run_in_halves
 from sharding import MeshSpec, Rules
-from sharding.dispatch import DispatchConfig, dispatch
+from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, Transit
 from sharding.layer_placement import LayerPlacements
 from sharding.placement import CopyTables, assign_copies
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """What a pass through the layers needs to know of its token slots."""
-
-    groups: Sequence[RowGroup]
-    ids: Int[Array, "B T"]
-    active: Bool[Array, "B T"]
-    slots: Int[Array, "B T"]
-    rotation: Rotation
-    filled: Bool[Array, "P G"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +62,8 @@ class ModelStep:
     kernels: Kernels = Kernels()
     shared_experts_fusion: bool = False
     scheme: ActivationScheme = WIDEN
+    index_scores: IndexScores = IndexScores()
+    overlap: TwoBatchOverlap | None = None
 
     @property
     def stored_placement(self) -> LayerPlacements:
@@ -82,11 +75,27 @@ class ModelStep:
         return placement.with_one_of_all(self.spec.ep_size) if self.shared_experts_fusion else placement
 
     @property
+    def is_exact(self) -> bool:
+        """Whether a token's numbers are the same to the bit on every mesh, in every batch and chunk, in each of the two MLA forms.
+
+        True where all products are native: each sum has one order then (``docs/exactness.md``).
+        """
+        parts = set(self.kernels.names(self.prefill_form, self.decode_form).values())
+        return parts == {"native"}
+
+    @property
     def attention(self) -> PagedAttention:
         """Attention against this step's cache."""
         layout = common_layout(self.prefill_form, self.decode_form)
         return PagedAttention(
-            self.mesh, self.spec, self.config, layout, self.cache_dtype, self.block_tokens, self.kernels
+            self.mesh,
+            self.spec,
+            self.config,
+            layout,
+            self.cache_dtype,
+            self.block_tokens,
+            self.kernels,
+            self.index_scores,
         )
 
     @property
@@ -127,7 +136,7 @@ class ModelStep:
         # float32 means float32: XLA would use TF32 on GPUs and bf16 passes on TPUs. Other dtypes have one meaning.
         with jax.default_matmul_precision("highest"):
             model: Transformer = self.table.bind(params)
-            tokens = self._tokens(groups)
+            tokens = self.tokens(groups)
             x = self._constrain(model.embed(tokens.ids, self.dtype), self.spec.batch_axes)
             layer, reports = jnp.int32(0), {}
             if copies is not None:
@@ -135,7 +144,7 @@ class ModelStep:
             for stack in model.stacks:
                 x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
                 reports |= report
-            return model.final_norm(x), cache, reports
+            return self.in_place.normalise(model.final_norm, x), cache, reports
 
     def further(
         self,
@@ -167,20 +176,21 @@ class ModelStep:
         with jax.default_matmul_precision("highest"), jax.named_scope(scope):
             model: Transformer = self.table.bind(params)
             module = _first_module(model.mtp)
-            tokens = self._tokens(groups)
+            tokens = self.tokens(groups)
             if filled is not None:
                 filled = self.mark(filled, tokens.slots, True)
             tokens = replace(tokens, filled=filled)
             embedded = model.embed(self._whole(next_tokens), self.dtype)
-            halves = [module.embed_norm(embedded), module.hidden_norm(self._whole(hidden))]
-            x = jnp.concatenate(halves, axis=-1) @ module.eh_proj.value(self.dtype)
+            normalise = self.in_place.normalise
+            halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, self._whole(hidden))]
+            x = self.in_place.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))
             x = self._constrain(x, self.spec.batch_axes)
             own_copies = (
                 None if copies is None else jax.tree.map(lambda array: array[self.config.num_moe_layers], copies)
             )
             layer = jnp.int32(self.config.num_hidden_layers)
             x, cache, report = self._run_layer(module.layers, x, cache, layer, layer, tokens, own_copies)
-            return module.final_norm(x), cache, filled, jax.tree.map(lambda array: array[None], report)
+            return normalise(module.final_norm, x), cache, filled, jax.tree.map(lambda array: array[None], report)
 
     def mark(self, filled: Bool[Array, "P G"], slots: Int[Array, "B T"], value: bool) -> Bool[Array, "P G"]:
         """``filled`` with each DP rank's ``slots`` set to ``value``; −1 is dropped."""
@@ -199,11 +209,26 @@ class ModelStep:
     def logits(self, params: Mapping[str, Array], hidden: Float[Array, "B J D"]) -> Float[Array, "B J V"]:
         """Float32 logits of hidden states that ``hidden`` gave; the vocabulary is spread over ``tp`` where that divides it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("head"):
-            weight = self.table.bind(params).head_weight(self.dtype)
-            logits = jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
+            model: Transformer = self.table.bind(params)
+            if self.in_place.ordered:
+                stored = model.stored_head() if self.in_place.native else (model.head_weight(self.dtype), False)
+                weight, transposed = stored
+                axes = ("layers", "embed", "vocab")
+                logits = self.in_place.ordered_product(
+                    {"weight": weight[None]},
+                    jnp.int32(0),
+                    hidden,
+                    axes,
+                    dtype=jnp.dtype("float32"),
+                    transposed=transposed,
+                )
+            else:
+                weight = model.head_weight(self.dtype)
+                logits = jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
             return self._constrain(logits, self.spec.batch_axes, None, self.rules.spec(("vocab",))[0])
 
-    def _tokens(self, groups: Sequence[RowGroup]) -> _Tokens:
+    def tokens(self, groups: Sequence[RowGroup]) -> Tokens:
+        """What the layers need to know of these groups' token slots."""
         ids, positions, active, slots = (
             self._whole(flatten(parts))
             for parts in (
@@ -214,9 +239,9 @@ class ModelStep:
             )
         )
         rotation = Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
-        return _Tokens(groups, ids, active, slots, rotation)
+        return Tokens(groups, ids, active, slots, rotation)
 
-    def _run_stack(self, stack: DecoderLayer, x, cache, layer, tokens: _Tokens, copies: CopyTables | None):
+    def _run_stack(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
         # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
         # first copy a layer's experts on CPU, all of them, for the few that have tokens.
         # GPUs multiply with the other matrices in place as well, where a kernel can.
@@ -227,32 +252,105 @@ class ModelStep:
         first = layer
         own_copies = None if hasattr(stack, "mlp") else copies
 
+        def merge(weights) -> DecoderLayer:
+            return nnx.merge(graph, whole, weights)
+
+        if own_copies is not None and self.in_halves([group.shape for group in tokens.groups]):
+            x, cache, reports = run_in_halves(self, merge, weights, x, cache, layer, tokens, own_copies)
+            return x, cache, layer + self.config.num_moe_layers, reports
+
         def body(carry, xs):
             x, cache, layer = carry
             weights, copies = xs
-            block: DecoderLayer = nnx.merge(graph, whole, weights)
-            x, cache, report = self._run_layer(block, x, cache, layer, first, tokens, copies)
+            x, cache, report = self._run_layer(merge(weights), x, cache, layer, first, tokens, copies)
             return (x, cache, layer + 1), report
 
         (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), (weights, own_copies))
         return x, cache, layer, reports
 
-    def _run_layer(
-        self, block: DecoderLayer, x, cache: Cache, layer, first, tokens: _Tokens, copies: CopyTables | None
-    ):
-        """The decoder layer that is ``layer`` of the cache, of a stack whose first layer is ``first``."""
-        index = layer - first
-        attended, cache = self._attend(block, index, self._whole(block.attn_norm(x)), cache, layer, tokens)
-        x = x + attended
-        y, report = self._feed_forward(block, index, self._whole(block.mlp_norm(x)), tokens.active, copies)
-        return self._constrain(x + y, self.spec.batch_axes), cache, report
+    def in_halves(self, shapes: Sequence[GroupShape]) -> bool:
+        """Whether a step of these groups is computed in two halves (``dsjax/model/two_batch.py``): where it is wanted and rows travel."""
+        travels = self.config.is_moe and self.spec.ep_size * self.spec.expert_width_shards > 1
+        return self.overlap is not None and travels and self.overlap.halves(shapes)
 
-    def _attend(self, block: DecoderLayer, index: Int[Array, ""], x, cache: Cache, layer, tokens: _Tokens):
+    def _run_layer(self, block: DecoderLayer, x, cache: Cache, layer, first, tokens: Tokens, copies: CopyTables | None):
+        """The decoder layer that is ``layer`` of the cache, of a stack whose first layer is ``first``."""
+        of = Layer(block, layer - first, layer, tokens, copies)
+        x, cache = self.attend(of, x, cache)
+        if hasattr(block, "mlp"):
+            y = block.mlp(self._whole(self.in_place.normalise(block.mlp_norm, x)), self.in_place.multiply(of.index))
+            return self._constrain(x + y, self.spec.batch_axes), cache, {}
+        x, report = self.receive(of, self.compute(of, self.send(of, x)))
+        return x, cache, report
+
+    def attend(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+        """The first of a layer's four parts: attention, and the entries that it writes to the cache."""
+        normed = self._whole(self.in_place.normalise(of.block.attn_norm, x))
+        attended, cache = self._attend(of.block, of.index, normed, cache, of.layer, of.tokens)
+        return x + attended, cache
+
+    def send(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
+        """The second part: choose the experts of each token, and send it to them."""
+        return self.exchange_tokens(of, self.route(of, x))
+
+    def route(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
+        """``send`` without the exchange: its tokens are packed."""
+        normed = self._whole(self.in_place.normalise(of.block.mlp_norm, x))
+        multiply = self.in_place.multiply(of.index, split_tokens=True)
+        routing = of.block.moe.router(normed, self._on_each_rank, multiply)
+        return Sent(x, normed, self._prepare(of, normed, routing))
+
+    def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
+        """The rest of ``send``: the exchange alone."""
+        with jax.named_scope("experts"):
+            return replace(sent, transit=self._exchange(of, sent.normed)[0].send(sent.transit))
+
+    def compute(self, of: Layer, sent: Sent) -> Computed:
+        """The third part: the routed experts of the tokens that arrived here, and the shared experts of this rank's own."""
+        exchange, experts = self._exchange(of, sent.normed)
+        with jax.named_scope("experts"):
+            transit = exchange.compute(sent.transit, experts)
+        return Computed(sent.x, transit, self.share(of, sent.normed))
+
+    def share(self, of: Layer, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"] | None:
+        """What the shared experts add, where they are not among the routed ones."""
+        moe = of.block.moe
+        return (
+            moe.shared(normed, self.in_place.multiply(of.index, split_tokens=True)) if hasattr(moe, "shared") else None
+        )
+
+    def receive(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """The fourth part: bring the experts' sums back, and add them; and the exchange's counts."""
+        return self.add(of, self.exchange_sums(of, computed))
+
+    def exchange_sums(self, of: Layer, computed: Computed) -> Computed:
+        """The exchange of ``receive`` alone."""
+        with jax.named_scope("experts"):
+            return replace(computed, transit=self._exchange(of, computed.x)[0].answer(computed.transit))
+
+    def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """The rest of ``receive``: each token's sum of what came back."""
+        exchange, experts = self._exchange(of, computed.x)
+        with jax.named_scope("experts"):
+            y, report = exchange.add(computed.transit, experts)
+        y = y.reshape(computed.x.shape)
+        # Where the shared experts' sum comes split, too, the two are added before they are gathered.
+        if self.kernels.name("other products") != "pallas":
+            y = self._constrain(y, self.spec.batch_axes)
+        if computed.shared is not None:
+            y += computed.shared
+        return self._constrain(computed.x + y, self.spec.batch_axes), report or {}
+
+    def _attend(self, block: DecoderLayer, index: Int[Array, ""], x, cache: Cache, layer, tokens: Tokens):
         attention, mla, multiply = self.attention, block.attn, self.in_place.multiply(index)
         in_stack = mla.kv_b.weight[...].ndim == len(mla.kv_b.weight.info.shape)
         by_head = index if in_stack else None
-        query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups)
-        p = self._spread_heads(mla.project(x, tokens.rotation, query_heads=query_heads, multiply=multiply))
+        query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups) or self.in_place.native
+        p = self._spread_heads(
+            mla.project(
+                x, tokens.rotation, query_heads=query_heads, multiply=multiply, normalise=self.in_place.normalise
+            )
+        )
         cache = attention.write(mla, cache, layer, tokens.slots, p)
         outs, start = [], 0
         for group in tokens.groups:
@@ -265,25 +363,28 @@ class ModelStep:
             start += R * C
         return self._constrain(jnp.concatenate(outs, axis=1), self.spec.batch_axes), cache
 
-    def _feed_forward(self, block: DecoderLayer, index: Int[Array, ""], x: Float[Array, "B T D"], active, copies):
-        """The dense MLP, or the experts of layer ``index`` of the stack."""
-        if hasattr(block, "mlp"):
-            return block.mlp(x, self.in_place.multiply(index)), {}
-        apply = lambda experts, x, routing: self._dispatch(experts, index, x, routing, active, copies)  # noqa: E731
-        y, _, report = block.moe(x, apply, self._on_each_rank, self.in_place.multiply(index, split_tokens=True))
-        return y, report or {}
-
     def _on_each_rank(self, choose: Callable) -> Callable:
         """``choose(logits, bias)`` for each DP rank's tokens by itself."""
         tokens = P(self.spec.batch_axes)
         return jax.shard_map(choose, mesh=self.mesh, in_specs=(tokens, P()), out_specs=tokens, check_vma=False)
 
-    def _dispatch(self, experts: RoutedExperts, index, x: Float[Array, "B T D"], routing: Routing, active, copies):
-        """Send active tokens to the physical copies of their experts and bring the weighted sums back."""
+    def _prepare(self, of: Layer, x: Float[Array, "B T D"], routing: Routing) -> Transit:
+        """Pack active tokens for the physical copies of their experts."""
         B, T, D = x.shape
         K = routing.ids.shape[-1]
-        logical = self._whole(routing.ids).reshape(B * T, K)
-        slots = assign_copies(copies, logical, active.reshape(B * T), ranks=B)
+        with jax.named_scope("experts"):
+            logical = self._whole(routing.ids).reshape(B * T, K)
+            slots = assign_copies(of.copies, logical, of.tokens.active.reshape(B * T), ranks=B)
+            return self._exchange(of, x)[0].prepare(
+                self._whole(x.reshape(B * T, D)),
+                self._whole(slots),
+                self._whole(self._whole(routing.weights).reshape(B * T, K)),
+            )
+
+    def _exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
+        """How this layer's tokens go to their experts, and these."""
+        (B, T, D), K = x.shape, self.config.num_experts_per_tok
+        experts = of.block.moe.experts
         stack = experts.stored()
         specs = {name: self._expert_spec(experts, name) for name in stack}
         product = ExpertProduct(
@@ -292,25 +393,18 @@ class ModelStep:
             mean_load=self.mean_load(B * T, K),
             kernels=self.kernels,
             scheme=self.scheme,
+            width_shares=self.spec.expert_width_shards,
         )
-        y, report = dispatch(
+        exchange = Exchange.of(
             self.spec,
             self.mesh,
-            self.dispatch,
-            self._whole(x.reshape(B * T, D)),
-            self._whole(slots),
-            self._whole(self._whole(routing.weights).reshape(B * T, K)),
-            stack | {"layer": index},
-            product,
-            specs | {"layer": P()},
+            replace(self.dispatch, by_choice=self.dispatch.by_choice or self.in_place.ordered),
+            jax.ShapeDtypeStruct((B * T, D), x.dtype),
+            jax.ShapeDtypeStruct((B * T, K), jnp.int32),
             experts=self.placement.n_physical,
             home=self.shared_experts_fusion,
         )
-        y = y.reshape(B, T, D)
-        # Where the shared experts' sum comes split, too, the two are added before they are gathered.
-        return y if self.kernels.name("other products") == "pallas" else self._constrain(
-            y, self.spec.batch_axes
-        ), report
+        return exchange, ExpertsOfMesh(product, stack | {"layer": of.index}, specs | {"layer": P()})
 
     def mean_load(self, tokens: int, top_k: int) -> float:
         """Pairs of one physical expert in one product, if all ``tokens`` of the mesh are routed evenly."""
@@ -328,6 +422,7 @@ class ModelStep:
             self._constrain(p.q_nope, batch, None, heads),
             self._constrain(p.q_rope, batch, None, heads),
             *(self._constrain(a, batch) for a in (p.q_latent, p.latent, p.k_rope)),
+            jax.tree.map(lambda a: self._constrain(a, batch), p.index),
         )
 
     def _expert_spec(self, experts: RoutedExperts, name: str):

@@ -86,6 +86,15 @@ class Transformer(nnx.Module):
             return value_of(self.embed.weight).astype(dtype).T
         return self.head.value(dtype)
 
+    def stored_head(self) -> tuple[Array, bool]:
+        """The output projection as it lies in memory, and whether that is transposed: ``[V, D]``, the embedding, where the two are tied.
+
+        A transposed one is widened, as its bits are read along the model's width.
+        """
+        if self.config.tie_word_embeddings:
+            return value_of(self.embed.weight).astype(np.float32), True
+        return self.head.weight[...], False
+
 
 def parameter_table(
     config: ModelConfig,

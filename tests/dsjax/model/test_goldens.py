@@ -52,7 +52,9 @@ def test_the_goldens_cover_every_switch():
         return {read(config) for config in configs}
 
     moe = [config for config in configs if config.num_moe_layers]
-    assert values(lambda c: c.model_type) == {"deepseek_v2", "deepseek_v3", "kimi_k2"}
+    assert values(lambda c: c.model_type) == {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"}
+    assert values(lambda c: c.index_topk) >= {None, 1, 6, 20, 64}
+    assert values(lambda c: c.index_n_heads) >= {None, 1}
     assert {c.topk_method for c in moe} == {"noaux_tc", "greedy", "group_limited_greedy"}
     assert {c.norm_topk_prob for c in moe} == {True, False}
     assert {c.n_shared_experts for c in moe} == {0, 1, 2}
@@ -93,6 +95,7 @@ def test_the_goldens_cover_every_switch():
         ("v3-plain", {"num_experts_per_tok": 1}),
         ("v3-plain", {"rope_theta": 90.0}),
         ("v2-group-limited", {"topk_method": "greedy"}),
+        ("v32-plain", {"index_topk": 7}),
     ],
 )
 def test_the_comparison_would_notice_a_switch_read_wrongly(name, change, arrays):

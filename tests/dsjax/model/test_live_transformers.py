@@ -58,7 +58,7 @@ def random_tokens(raw: dict, seed: int, length: int = 20) -> np.ndarray:
     return np.random.Generator(np.random.PCG64(seed)).integers(0, raw["vocab_size"], (2, length))
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v2"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v2", "deepseek_v32"])
 @pytest.mark.parametrize("draw_number", range(6))
 def test_logits_equal_those_of_transformers(model_type, draw_number):
     rng = np.random.Generator(np.random.PCG64(FIRST_SEED + draw_number))
@@ -71,7 +71,9 @@ def test_logits_equal_those_of_transformers(model_type, draw_number):
     assert np.abs(logits - reference).max() <= bound(reference), raw
 
 
-@pytest.mark.parametrize("name", ["v3-yarn", "v3-no-shared", "v3-tied", "v3-attention-bias", "v2-greedy-yarn"])
+@pytest.mark.parametrize(
+    "name", ["v3-yarn", "v3-no-shared", "v3-tied", "v3-attention-bias", "v2-greedy-yarn", "v32-groups-yarn"]
+)
 def test_a_checkpoint_saved_by_transformers_gives_its_logits(name, tmp_path):
     raw, bias_center = case_configuration(name)
     # As transformers' V3 configuration has it unless told otherwise: it announces an MTP module and saves none.
@@ -88,8 +90,9 @@ def test_a_checkpoint_saved_by_transformers_gives_its_logits(name, tmp_path):
     assert np.abs(logits - reference).max() <= bound(reference)
 
 
-def test_a_config_written_by_us_is_read_by_transformers_as_the_same_model():
-    raw, _ = case_configuration("v3-yarn-two-mscales")
+@pytest.mark.parametrize("name", ["v3-yarn-two-mscales", "v32-groups-yarn"])
+def test_a_config_written_by_us_is_read_by_transformers_as_the_same_model(name):
+    raw, _ = case_configuration(name)
     written = ModelConfig.from_dict(raw).to_dict()
     weights, tokens = RandomWeights(FIRST_SEED), random_tokens(raw, 8)
     ours, theirs = (
@@ -112,8 +115,10 @@ def test_inverse_frequencies_are_those_of_transformers_to_the_bit(name):
     assert rope.cos_sin_scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
 
-def test_the_mtp_module_equals_that_of_transformers():
-    raw, bias_center = case_configuration("v3-groups")
+# Of a module with sparse attention transformers has none (5.23).
+@pytest.mark.parametrize("name", ["v3-groups"])
+def test_the_mtp_module_equals_that_of_transformers(name):
+    raw, bias_center = case_configuration(name)
     raw["num_nextn_predict_layers"] = 1
     tokens = random_tokens(raw, 9)
     weights, model = their().settled_weights(raw, bias_center, tokens, FIRST_SEED)

@@ -9,10 +9,10 @@ import pytest
 from dsjax.config import bundled_models, load_config
 from dsjax.model.forms import FORMS, cache_arrays, common_layout
 from dsjax.model.mla_costs import cache_bytes, cache_values, mla_cost, weight_values
-from dsjax.model.parameter_counts import mla_parameters, parameter_counts
+from dsjax.model.parameter_counts import indexer_parameters, mla_parameters, parameter_counts
 from dsjax.model.transformer import abstract_parameters
 
-V3 = load_config("deepseek-v3")
+V3, V32 = load_config("deepseek-v3"), load_config("deepseek-v3.2")
 ABSORBED = ("A_CC", "A_CC_ME", "AM_CC_ME")
 
 
@@ -105,16 +105,44 @@ def test_cache_of_v3_takes_the_published_bytes():
     assert cache_bytes(V3, "A_CC_ME", itemsize=1) == 656  # FP8, with the latent's scales and a bf16 rotary key
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_cache_values_are_those_of_the_arrays(form):
-    arrays = cache_arrays(common_layout(form, form), V3, np.float32).values()
-    assert cache_values(V3, form) == sum(math.prod(width) for width, _ in arrays)
+@pytest.mark.parametrize(
+    ("config", "form"), [(V3, form) for form in FORMS] + [(V32, form) for form in FORMS if form != "CD"], ids=str
+)
+def test_cache_values_are_those_of_the_arrays(config, form):
+    arrays = cache_arrays(common_layout(form, form), config, np.float32).values()
+    assert cache_values(config, form) == sum(math.prod(width) for width, _ in arrays)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite"])
+def test_a_token_of_v32_takes_its_index_key_too():
+    assert [cache_bytes(V32, "A_CC_ME", itemsize) for itemsize in (2, 1)] == [1_152 + 256, 656 + 132]
+
+
+@pytest.mark.parametrize("form", ["CC", *ABSORBED])
+def test_v32_costs_what_v3_does_up_to_index_topk_but_for_its_projections_and_keys(form):
+    dense, sparse = (mla_cost(config, form, rows=2, chunk=3, context=2048) for config in (V3, V32))
+    assert sparse.linear_flops - dense.linear_flops == 2 * 6 * (indexer_parameters(V32) - 256)
+    assert (sparse.attention_flops, sparse.index_flops) == (dense.attention_flops, 0)
+    assert sparse.cache_read_bytes - dense.cache_read_bytes == 2 * 2048 * 256
+
+
+def test_beyond_index_topk_only_index_scores_and_keys_grow():
+    near, far = (mla_cost(V32, "A_CC_ME", rows=1, chunk=1, context=context) for context in (4096, 8192))
+    assert far.attention_flops == near.attention_flops == decode("A_CC_ME", 2048).attention_flops
+    assert far.index_flops - near.index_flops == 4096 * 2 * 64 * 129
+    assert far.cache_read_bytes - near.cache_read_bytes == 4096 * 256
+    assert near.cache_read_bytes == 4096 * 256 + 2048 * 1_152
+
+
+def test_masked_attention_still_reads_and_expands_the_whole_context():
+    dense, sparse = (mla_cost(config, "CC", rows=1, chunk=1, context=8192) for config in (V3, V32))
+    assert (sparse.attention_flops, sparse.expansion_flops) == (dense.attention_flops, dense.expansion_flops)
+    assert sparse.index_flops > 0
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite", "deepseek-v3.2"])
 def test_weights_are_the_layer_without_its_norms(name):
     config = load_config(name)
-    norms = config.kv_lora_rank + (config.q_lora_rank or 0)
+    norms = config.kv_lora_rank + (config.q_lora_rank or 0) + 2 * (config.index_head_dim or 0)
     for form in ("CD", "CC", "A_CC", "A_CC_ME"):
         assert weight_values(config, form) == mla_parameters(config) - norms
 

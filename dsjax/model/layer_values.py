@@ -1,0 +1,67 @@
+"""What passes between the four parts of a layer: attention, send, compute and receive (``docs/architecture.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from dsjax.model.rope import Rotation
+from dsjax.model.rows import RowGroup
+from dsjax.model.transformer import DecoderLayer
+from sharding.dispatch import Transit
+from sharding.placement import CopyTables
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a pass through the layers needs to know of its token slots."""
+
+    groups: Sequence[RowGroup]
+    ids: Int[Array, "B T"]
+    active: Bool[Array, "B T"]
+    slots: Int[Array, "B T"]
+    rotation: Rotation
+    filled: Bool[Array, "P G"] | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer and the tokens that pass through it.
+
+    block: its modules. index: its number in their stack; layer: in the cache. copies: where the copies of its experts are.
+    """
+
+    block: DecoderLayer
+    index: Int[Array, ""]
+    layer: Int[Array, ""]
+    tokens: Tokens
+    copies: CopyTables | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sent:
+    """Tokens on their way to their experts: what ``send`` gives, and ``compute`` takes.
+
+    x: the tokens after attention; normed: normalised, as experts read them; transit: the same, packed or arrived.
+    """
+
+    x: Float[Array, "B T D"]
+    normed: Float[Array, "B T D"]
+    transit: Transit
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Computed:
+    """What experts gave for tokens, on its way back to them: what ``compute`` gives, and ``receive`` takes.
+
+    x: the tokens after attention; transit: the routed experts' sums, where these are or returned; shared: the shared experts', if any.
+    """
+
+    x: Float[Array, "B T D"]
+    transit: Transit
+    shared: Float[Array, "B T D"] | None

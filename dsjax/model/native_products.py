@@ -1,0 +1,159 @@
+"""The sums of a pass over whole sequences (``dense.py``) as the engine makes them on a CPU, to the bit, and their derivatives.
+
+A trainer that computes log-probabilities with them has those that the engine gave, and not others that are close. Forward, under
+``jax.grad`` and ``jax.vjp`` too, each sum is made by the native kernel of the engine's step; backward, XLA differentiates the same
+function as ``XlaProducts`` computes it, at the same point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dsjax.kernels.native_calls import NativeKernels
+from dsjax.model.dense import Observe, XlaProducts, attend
+from dsjax.model.in_place import SHARED_DEPTHS
+from dsjax.model.mla import MLA, Projections
+from dsjax.model.moe import RoutedExperts
+from dsjax.model.norm import RMSNorm
+from dsjax.model.parameters import Matrix, value_of
+from dsjax.model.router import ExpertRouter
+from dsjax.model.sparse.indexer import LayerNorm
+from dsjax.model.transformer import Transformer
+from sharding.sums import pieces_of
+
+
+@dataclass(frozen=True)
+class NativeProducts(XlaProducts):
+    """The engine's sums in float32, for ``dense.forward(products=…)`` on the CPU platform, of one device.
+
+    kernels: as ``choose_kernels("native", "cpu", …).native`` loads them.
+    form: the MLA form whose sums attention makes. ``A_CC_ME`` gives what an engine with ``batch_invariant=True`` gives; ``CC`` what one
+        without it gives for prompts (``--mla-prefill``, whose default it is).
+
+    Weights may be of any format: they are widened to float32 first, which gives the bits of kernels that widen them by themselves.
+    Experts in FP4 are the exception: their kernel multiplies by blocks. Sparse attention chooses as with ``--index-scores float``.
+    """
+
+    kernels: NativeKernels
+    form: Literal["CC", "A_CC_ME"] = "A_CC_ME"
+
+    def multiply(self, matrix: Matrix | ExpertRouter, x: Float[Array, "*b K"]) -> Float[Array, "*b *columns"]:
+        """``Matrix.product``."""
+        weight = matrix.value(jnp.float32) if isinstance(matrix, Matrix) else value_of(matrix.weight)
+        axes = [axis for axis in matrix.weight.info.logical_axes if axis != "layers"]
+        return self._product(x, weight.astype(jnp.float32), pieces_of(x.shape[-1]) if axes[0] in SHARED_DEPTHS else 1)
+
+    def normalise(self, norm: RMSNorm | LayerNorm, x: Float[Array, "*b W"]) -> Float[Array, "*b W"]:
+        """The norm."""
+
+        def native(x, scale, *bias):
+            return self.kernels.norm(x.reshape(-1, x.shape[-1]), scale, norm.eps, *bias).reshape(x.shape)
+
+        def plain(x, scale, *bias):
+            x = x - jnp.mean(x, axis=-1, keepdims=True) if bias else x
+            normed = scale * (x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm.eps))
+            return normed + bias[0] if bias else normed
+
+        parameters = [norm.scale, norm.bias] if isinstance(norm, LayerNorm) else [norm.scale]
+        return _with_derivative(native, plain)(x, *(value_of(parameter).astype(x.dtype) for parameter in parameters))
+
+    def attend(
+        self, mla: MLA, p: Projections, observe: Observe | None = None
+    ) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
+        """Causal attention of sequences to themselves: each is a row of the kernel, and lies on one page of a cache of its own.
+
+        Raises ``ValueError`` for an ``observe``: the kernel keeps no probabilities that it could see.
+        """
+        if observe is not None:
+            raise ValueError("observe needs XlaProducts: the native kernels keep no attention probabilities")
+        config, (B, S) = mla.config, p.latent.shape[:2]
+        settings = {
+            "scale": config.softmax_scale,
+            "value_width": config.v_head_dim,
+            "latent_width": config.kv_lora_rank,
+        }
+        expands, is_sparse = self.form == "CC", p.index is not None and config.index_topk < S
+
+        def native(q_nope, q_rope, latent, k_rope, weight, index):
+            layer, tables = jnp.int32(0), jnp.arange(B)[:, None]
+            where = layer, jnp.zeros(B, jnp.int32), jnp.full(B, S), tables, None
+            kernel = self.kernels.expanded_attention if expands else self.kernels.absorbed_attention
+            if is_sparse:
+                positions = jnp.broadcast_to(jnp.arange(S), (B, S))
+                at, count, words = self.kernels.index_choice(
+                    index.query,
+                    index.weight,
+                    {"index": index.key[None]},
+                    layer,
+                    positions,
+                    tables,
+                    None,
+                    config.index_topk,
+                )
+                if expands:
+                    where = *where, words
+                else:  # each query is a row, whose page has what it chose, in the order of positions
+                    q_nope, q_rope = (q.reshape(B * S, 1, *q.shape[2:]) for q in (q_nope, q_rope))
+                    latent, k_rope = (
+                        jax.vmap(lambda array, at: array[at])(array, at).reshape(B * S, -1, array.shape[-1])
+                        for array in (latent, k_rope)
+                    )
+                    where = layer, count.reshape(-1) - 1, jnp.ones(B * S), jnp.arange(B * S)[:, None], None
+            cache = {"latent": latent[None], "rope": k_rope[None]}
+            out = kernel(q_nope, q_rope, weight, cache, *where, **settings)
+            return out.reshape(B, S, *out.shape[2:])
+
+        def plain(q_nope, q_rope, latent, k_rope, weight, index):
+            N = config.qk_nope_head_dim
+            whole = Projections(q_nope, q_rope, latent, latent, k_rope, index)
+            return attend(config, whole, weight[..., :N], weight[..., N:])[0]
+
+        weight = jnp.concatenate(mla.key_value_weight(jnp.float32), axis=-1)
+        return _with_derivative(native, plain)(p.q_nope, p.q_rope, p.latent, p.k_rope, weight, p.index), None
+
+    def experts(
+        self,
+        experts: RoutedExperts,
+        x_TD: Float[Array, "T D"],
+        ids_TK: Int[Array, "T K"],
+        weights_TK: Float[Array, "T K"],
+    ) -> Float[Array, "T D"]:
+        """Each token's experts with their weights."""
+
+        def native(x, ids, weights, gate_up, down):
+            stack = {"gate_up.weight": gate_up[None], "down.weight": down[None]}
+            return self.kernels.experts(stack, jnp.int32(0), x, ids, weights, pieces=pieces_of(down.shape[1]))
+
+        def plain(x, ids, weights, gate_up, down):
+            hidden = jnp.einsum("td,edgf->tegf", x, gate_up)
+            out = jnp.einsum("tef,efd->ted", jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], down)
+            chosen = jax.nn.one_hot(ids, down.shape[0]) * weights[..., None]
+            return jnp.einsum("ted,te->td", out, chosen.sum(axis=1))
+
+        matrices = experts.gate_up.value(jnp.float32), experts.down.value(jnp.float32)
+        return _with_derivative(native, plain)(x_TD, ids_TK, weights_TK, *matrices)
+
+    def project(self, model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+        """Float32 logits."""
+        return self._product(x, model.head_weight(jnp.float32), 1)
+
+    def _product(self, x: Float[Array, "*b K"], weight: Float[Array, "K *columns"], pieces: int):
+        def native(x, weight):
+            rows = x.reshape(-1, x.shape[-1])
+            out = self.kernels.dense(weight[None], None, jnp.int32(0), rows, pieces=pieces)
+            return out.reshape(*x.shape[:-1], *weight.shape[1:])
+
+        return _with_derivative(native, lambda x, weight: jnp.tensordot(x, weight, axes=1))(x, weight)
+
+
+def _with_derivative(native: Callable[..., Array], plain: Callable[..., Array]) -> Callable[..., Array]:
+    """``native``, differentiated as ``plain``, which computes the same; both take arrays alone."""
+    function = jax.custom_vjp(native)
+    function.defvjp(lambda *given: (native(*given), given), lambda given, change: jax.vjp(plain, *given)[1](change))
+    return function

@@ -1,0 +1,200 @@
+"""Two-batch overlap: a step's tokens in two halves, of which one computes while the other's rows travel.
+
+A layer has four exchanges then, two of each half. The loop over layers is rotated by one of them, so that each has something to run
+beside, the last also, across the boundary between two layers:
+
+    | window | travels                                | computes                          |
+    |--------|----------------------------------------|-----------------------------------|
+    | 1      | sums of half b, of the layer before    | attention and routing of half a   |
+    | 2      | tokens of half a                       | attention and routing of half b   |
+    | 3      | tokens of half b                       | experts of half a, shared experts |
+    | 4      | sums of half a                         | experts of half b                 |
+
+What XLA's scheduler needs for it stands here and nowhere else. It starts a collective late and ends it early, or hides several behind
+one product, unless ``optimization_barrier`` holds both ends of each window: then it has nothing else to put between the two. The cache
+is among what the barriers hold, because a write that may move past them makes the scheduler copy the pool. A ragged exchange begins and
+ends with nothing between all the same, so ``auto`` takes none (``DispatchConfig.overlapped``).
+
+Each half's sums are added, in further rounds too where tokens were over capacity, beside the next exchange of the other half. Matrices of
+attention and experts are read once for each half, which is what a step in halves costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from dsjax.model.attention import Cache
+from dsjax.model.layer_values import Computed, Layer, Sent, Tokens
+from dsjax.model.rows import GroupShape, RowGroup
+from dsjax.model.transformer import DecoderLayer
+from sharding.placement import CopyTables
+
+if TYPE_CHECKING:
+    from dsjax.model.step import ModelStep
+
+
+@dataclass(frozen=True)
+class TwoBatchOverlap:
+    """Which steps are computed in two halves. The shapes decide, so that all ranks do it or none.
+
+    decode_tokens, prefill_tokens: least tokens of a DP rank, padding included, of steps of decodes alone, and of steps with prompts.
+    decode_chunk: most tokens of a decode's row: one, and its drafts.
+    """
+
+    decode_tokens: int = 32
+    prefill_tokens: int = 512
+    decode_chunk: int = 1
+
+    def halves(self, shapes: Sequence[GroupShape]) -> bool:
+        """Whether a step of these groups is computed in two halves."""
+        least = self.decode_tokens if all(one.chunk <= self.decode_chunk for one in shapes) else self.prefill_tokens
+        return sum(one.tokens for one in shapes) >= least and any(one.tokens > 1 for one in shapes)
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """Row groups in two halves. places: of all token slots of a DP rank, first those of half a and then those of half b."""
+
+    a: Sequence[RowGroup]
+    b: Sequence[RowGroup]
+    places: Int[np.ndarray, "T"]
+
+    @property
+    def first(self) -> int:
+        """Token slots of half a on a DP rank."""
+        return sum(group.shape.tokens for group in self.a)
+
+    @classmethod
+    def of(cls, groups: Sequence[RowGroup]) -> _Halves:
+        """Every second row to each half, as padding comes last; a row alone is cut in the middle of its chunk."""
+        a, b, places_a, places_b, start = [], [], [], [], 0
+        for group in groups:
+            R, C = group.shape.rows, group.shape.chunk
+            places = start + np.arange(R * C).reshape(R, C)
+            start += R * C
+            if R == 1 and C == 1:
+                a.append(group)
+                places_a.append(places)
+                continue
+            if R > 1:
+                a.append(_rows(group, 0))
+                b.append(_rows(group, 1))
+                cut = places[::2], places[1::2]
+            else:
+                middle = -(-C // 2)
+                a.append(_columns(group, 0, middle))
+                b.append(_columns(group, middle, C))
+                cut = places[:, :middle], places[:, middle:]
+            places_a.append(cut[0])
+            places_b.append(cut[1])
+        return cls(a, b, np.concatenate([one.reshape(-1) for one in places_a + places_b]))
+
+
+def _rows(group: RowGroup, first: int) -> RowGroup:
+    """Every second row of a group, from row ``first`` on."""
+    arrays = (getattr(group, name)[:, first::2] for name in ("tokens", "start", "length", "tables"))
+    return RowGroup(*arrays, replace(group.shape, rows=len(range(first, group.shape.rows, 2))))
+
+
+def _columns(group: RowGroup, first: int, end: int) -> RowGroup:
+    """The tokens of a group's rows from number ``first`` of the chunk to ``end``: they stand behind those before them in the cache."""
+    length = jnp.clip(group.length - first, 0, end - first)
+    shape = replace(group.shape, chunk=end - first)
+    return RowGroup(group.tokens[:, :, first:end], group.start + first, length, group.tables, shape)
+
+
+def run_in_halves(
+    step: ModelStep,
+    merge: Callable[[Any], DecoderLayer],
+    weights: Any,
+    x: Float[Array, "B T D"],
+    cache: Cache,
+    first: Int[Array, ""],
+    tokens: Tokens,
+    copies: CopyTables,
+) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
+    """Run a stack of layers with routed experts: the tokens after it, the cache, and the counts of both halves, stacked over layers.
+
+    merge: makes a layer of its slice of ``weights``. first: the stack's first layer's number in the cache.
+    """
+    step = replace(step, dispatch=replace(step.dispatch, overlapped=True))
+    halves = _Halves.of(tokens.groups)
+    tokens_a, tokens_b = step.tokens(halves.a), step.tokens(halves.b)
+    ordered = x[:, halves.places]
+    x_a, x_b = ordered[:, : halves.first], ordered[:, halves.first :]
+
+    def layer_of(slices: Any, own_copies: CopyTables, layer: Int[Array, ""]) -> tuple[Layer, Layer]:
+        block = merge(slices)
+        return tuple(Layer(block, layer - first, layer, half, own_copies) for half in (tokens_a, tokens_b))
+
+    def before(of: Layer) -> Layer:
+        """The layer before, for what needs its number alone: its experts are in the stack."""
+        return replace(of, index=of.index - 1, layer=of.layer - 1)
+
+    def nothing(half: int, x: Array, part: Callable[[Layer, Array], Computed]) -> Computed:
+        """What ``part`` gives, with zeros in it: of the layer before the first, and adding nothing to ``x``."""
+
+        def first_layer(x):
+            slices, own_copies = jax.tree.map(lambda array: array[0], (weights, copies))
+            return part(layer_of(slices, own_copies, first)[half], x)
+
+        blank = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(first_layer, x))
+        over_ranks = NamedSharding(step.mesh, P(step.spec.token_axes))
+        transit = jax.tree.map(lambda one: jax.lax.with_sharding_constraint(one, over_ranks), blank.transit)
+        return replace(blank, x=x, transit=transit)
+
+    def turn(carry, xs):
+        returned_a, computed_b, cache, layer = carry
+        a, b = layer_of(*xs, layer)
+        returned_b = step.exchange_sums(before(b), computed_b)
+        x_a, counts_a = step.add(before(a), returned_a)
+        routed_a, cache = _attend_and_route(step, a, x_a, cache)
+        returned_b, routed_a, cache = _hold(returned_b, routed_a, cache)
+
+        sent_a = step.exchange_tokens(a, routed_a)
+        x_b, counts_b = step.add(before(b), returned_b)
+        routed_b, cache = _attend_and_route(step, b, x_b, cache)
+        sent_a, routed_b, cache = _hold(sent_a, routed_b, cache)
+
+        sent_b = step.exchange_tokens(b, routed_b)
+        computed_a = step.compute(a, sent_a)
+        sent_b, computed_a, cache = _hold(sent_b, computed_a, cache)
+
+        returned_a = step.exchange_sums(a, computed_a)
+        computed_b = step.compute(b, sent_b)
+        returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
+        return (returned_a, computed_b, cache, layer + 1), jax.tree.map(jnp.add, counts_a, counts_b)
+
+    def computed(of: Layer, x: Array) -> Computed:
+        return step.compute(of, step.send(of, x))
+
+    def returned(of: Layer, x: Array) -> Computed:
+        return step.exchange_sums(of, computed(of, x))
+
+    carry = nothing(0, x_a, returned), nothing(1, x_b, computed), cache, first
+    (returned_a, computed_b, cache, layer), counts = jax.lax.scan(turn, carry, (weights, copies))
+    a, b = (before(of) for of in layer_of(*jax.tree.map(lambda array: array[-1], (weights, copies)), layer))
+    x_a, counts_a = step.add(a, returned_a)
+    x_b, counts_b = step.receive(b, computed_b)
+    last = jax.tree.map(jnp.add, counts_a, counts_b)
+    counts = jax.tree.map(lambda some, last: jnp.concatenate([some[1:], last[None]]), counts, last)
+    return jnp.concatenate([x_a, x_b], axis=1)[:, np.argsort(halves.places)], cache, counts
+
+
+def _attend_and_route(step: ModelStep, of: Layer, x: Array, cache: Cache) -> tuple[Sent, Cache]:
+    x, cache = step.attend(of, x, cache)
+    return step.route(of, x), cache
+
+
+def _hold(*values: Any) -> tuple[Any, ...]:
+    """Let nothing that makes these run behind this point, and nothing that reads them before it."""
+    return jax.lax.optimization_barrier(values)

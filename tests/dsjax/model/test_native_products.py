@@ -1,0 +1,114 @@
+"""A trainer's log-probabilities are those that the engine gave: equal, not close."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import MODELS, TINY, prompts, write_checkpoint
+
+from dsjax import LLM, SamplingParams
+from dsjax.model.dense import XlaProducts, forward
+from dsjax.model.native_products import NativeProducts
+from dsjax.model.softmax import log_softmax
+from dsjax.model.transformer import parameter_table
+
+NEW_TOKENS = 30
+
+
+def scored(entries, tokens) -> np.ndarray:
+    """The log-probabilities of the tokens that were asked for."""
+    return np.array([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)], np.float32)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """``engine(model, **options)``: an engine's sequences, their log-probabilities, how many are of the prompt, and its parameters."""
+    rng = np.random.default_rng(3)
+    longer = {
+        "prompt_token_ids": rng.integers(2, TINY["vocab_size"], size=150).tolist()
+    }  # two blocks of attention and more
+
+    @functools.cache
+    def run(model, **options):
+        directory = write_checkpoint(tmp_path_factory.mktemp("trained"), max_position_embeddings=256, **MODELS[model])
+        llm = LLM(str(directory), dtype="float32", max_num_seqs=4, prefill_chunk=32, page_size=4, **options)
+        try:
+            params = SamplingParams(temperature=1, seed=3, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False,
+                                    logprobs=0, prompt_logprobs=0)  # fmt: skip
+            found = []
+            for output in llm.generate([*prompts()[-3:], longer], params):
+                (completion,) = output.outputs
+                of_prompt = scored(output.prompt_logprobs[1:], output.prompt_token_ids[1:])
+                logprobs = np.concatenate([of_prompt, scored(completion.logprobs, completion.token_ids)])
+                found.append((output.prompt_token_ids + list(completion.token_ids), logprobs, len(of_prompt)))
+            return found, {name: jnp.asarray(array) for name, array in llm.executor.params.items()}, llm.config
+        finally:
+            llm.shutdown()
+
+    return run
+
+
+def log_probabilities(params, config, tokens, products):
+    """Give the log-probability of each token after the first, as a trainer computes it."""
+    logits = forward(
+        params, parameter_table(config, weights="f32", mtp=False), config, tokens, products=products
+    ).logits
+    logprobs = log_softmax(logits[:, :-1])
+    return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+def padded(found):
+    """Sequences side by side, as trainers have them: what stands behind one changes nothing of it."""
+    most = max(len(tokens) for tokens, *_ in found)
+    return jnp.array([tokens + [5] * (most - len(tokens)) for tokens, *_ in found])
+
+
+def differing(found, logprobs):
+    return [
+        int((np.asarray(row)[: len(given)] != given).sum()) for (_, given, _), row in zip(found, logprobs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_jitted_forward_gives_the_engines_log_probabilities(engine, kernels, model):
+    found, params, config = engine(model, batch_invariant=True)
+    run = jax.jit(lambda params, tokens: log_probabilities(params, config, tokens, NativeProducts(kernels.native)))
+    assert differing(found, run(params, padded(found))) == [0] * len(found)
+    assert differing(found[1:2], run(params, jnp.array([found[1][0]]))) == [0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_without_batch_invariance_it_gives_those_of_prompts_in_their_own_form(engine, kernels, model):
+    found, params, config = engine(model)
+    run = jax.jit(
+        lambda params, tokens: log_probabilities(params, config, tokens, NativeProducts(kernels.native, form="CC"))
+    )
+    cut = [(tokens, given[:count], count) for tokens, given, count in found]
+    assert differing(cut, run(params, padded(found))) == [0] * len(found)
+
+
+@pytest.mark.parametrize(("model", "trained"), [("v3", "embed.weight"), ("v3", "all"), ("v3.2", "all")])
+def test_the_forward_of_a_gradient_gives_them_too_and_the_gradient_is_that_of_the_plain_pass(
+    engine, kernels, model, trained
+):
+    found, params, config = engine(model, batch_invariant=True)
+    tokens = padded(found)
+    chosen = {name: array for name, array in params.items() if trained in ("all", name)}
+
+    def loss(chosen, products):
+        logprobs = log_probabilities(params | chosen, config, tokens, products)
+        return -jnp.mean(logprobs), logprobs
+
+    def run(products):
+        return jax.jit(lambda chosen: jax.value_and_grad(loss, has_aux=True)(chosen, products))(chosen)
+
+    ((_, logprobs), gradients), (_, plain) = run(NativeProducts(kernels.native)), run(XlaProducts())
+    assert differing(found, logprobs) == [0] * len(found)
+    for name, gradient in gradients.items():
+        most = float(jnp.abs(plain[name]).max())
+        assert float(jnp.abs(gradient - plain[name]).max()) <= 1e-4 * most, name
+        assert most > 0 or name.endswith("router.bias") or ".indexer." in name, (
+            name
+        )  # these choose, and have no gradient
