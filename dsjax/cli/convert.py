@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from dsjax.config.weights import CONVERTED
 from dsjax.errors import UserError
 
 
@@ -21,8 +22,10 @@ def convert(
         typer.Option(help="Form to write: our Orbax form, or Hugging Face safetensors. Default: the other one."),
     ] = None,
     weights: Annotated[
-        Literal["auto", "bf16", "fp8", "f32"],
-        typer.Option(help="How to keep matrices; auto keeps the source's, to the bit."),
+        Literal[("auto", *CONVERTED)],
+        typer.Option(
+            help="How to keep matrices; auto keeps the source's, to the bit. Packed formats are for routed experts."
+        ),
     ] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file: 5GB, 500MB, …")] = "5GB",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")] = None,

@@ -11,6 +11,7 @@ from dsjax.cli.output import report_console, write_json
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.options import Checked, option
+from sharding import MeshSpec
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class DryRunOptions(Checked):
     """What a dry run has beside the engine's options."""
 
     target: str = option("cpu", "cpu, a name of configs/hardware (h200, tpu-v5e, …), or a TOML file like those.")
-    step: str = option("decode", "decode or prefill.")
+    step: str = option("decode", "decode, prefill or mixed (both in one program).")
     batch: int | None = option(None, "Rows of a DP rank; default: --max-num-seqs, or 32 decodes.")
     context: int | None = option(
         None, "Tokens that a row attends to; default: --max-model-len, or 4096, or the model's positions if fewer."
@@ -32,6 +33,15 @@ class DryRunOptions(Checked):
         None, "Predict the step's time; write a trace for ui.perfetto.dev (.json or .json.gz)."
     )
     timeline_picture: Path | None = option(None, "Draw it too: .png, .svg or .pdf; default: next to the trace.")
+    reductions: bool = option(
+        False,
+        "List every sum whose order of additions could depend on the layout or the batch; fail if one is not explained.",
+        switch=True,
+    )
+    against: list[str] | None = option(
+        None,
+        "With --reductions: compile the step otherwise too and compare. batch=1, mesh=dp=4,tp=8, step=prefill; several may be given.",
+    )
     json_file: str | None = option(None, "Write JSON to this file instead; - for standard output.", flag="--json")
 
 
@@ -43,6 +53,8 @@ def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
     # XLA warns of each kernel that it cannot tune without the device; what goes wrong is raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     target, timeline = options.target, options.timeline
+    if options.mla is not None and options.step == "mixed":
+        raise UserError("--mla is of one kind of rows, and a mixed step has both; give --mla-decode and --mla-prefill")
     if options.mla is not None:
         args = dataclasses.replace(args, **{f"mla_{options.step}": options.mla})
     if args.separated:
@@ -53,7 +65,8 @@ def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
             "prefill or --step decode"
         )
     if target == "cpu":
-        prepare_devices(args.mesh)
+        meshes = [args.mesh, *(text[5:] for text in options.against or () if text.startswith("mesh="))]
+        prepare_devices(max(meshes, key=lambda mesh: MeshSpec.parse(mesh).num_devices))
     from dsjax.dryrun.arguments import DryRunArgs
     from dsjax.dryrun.run import dry_run
     from dsjax.dryrun.tables import show
@@ -61,7 +74,8 @@ def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
     if options.timeline_picture and not timeline:
         raise UserError("--timeline-picture needs --timeline FILE")
     request = DryRunArgs(engine=args, target=target, step=options.step, batch=options.batch, context=options.context)
-    report = dry_run(request, search=options.fit, cluster=options.cluster, timeline=timeline is not None)
+    report = dry_run(request, search=options.fit, cluster=options.cluster, timeline=timeline is not None,
+        reductions=options.reductions, against=options.against or ())  # fmt: skip
     if timeline and report.timeline:
         picture = options.timeline_picture or timeline.with_name(timeline.name.split(".json")[0] + ".png")
         _write_timeline(report, timeline, picture)
@@ -69,6 +83,8 @@ def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
         show(report_console(), report)
     else:
         write_json(options.json_file, report.to_json())
+    if report.orders:
+        report.orders.check()
 
 
 def _write_timeline(report, trace: Path, picture: Path) -> None:

@@ -42,8 +42,10 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
     """
     from dsjax.checkpoint.hub import resolve_config
     from dsjax.config import load_config
+    from dsjax.config.weights import WEIGHT_FORMATS
     from dsjax.engine.setup.assembly import check_layout
     from dsjax.model.parameter_counts import parameter_counts
+    from dsjax.plan.engine import dsjax_engine
     from dsjax.plan.layout import InstanceLayout
     from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
     from dsjax.plan.precision import PRECISIONS
@@ -69,7 +71,11 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
         "device": {
             "mesh": str(spec),
             "devices": spec.num_devices,
-            "weight_bytes": {name: weight_bytes(config, layout, PRECISIONS[name]) for name in ("bf16", "fp8")},
+            "weight_bytes": {
+                name: weight_bytes(config, layout, dsjax_engine().precision(PRECISIONS[name]))
+                for name, row in WEIGHT_FORMATS.items()
+                if row.listed and (row.packed is None or config.is_moe)
+            },
             "cache_bytes_per_token": cache_bytes_per_token(config, PRECISIONS["bf16"]),
         },
     }

@@ -26,6 +26,7 @@ COMMANDS = {
     "info": ("dsjax.cli.info", "info"),
     "plan": ("dsjax.cli.plan", "plan"),
     "bench": ("dsjax.bench.command", "bench"),
+    "accept": ("dsjax.bench.accept.command", "accept"),
     "top": ("dsjax.top.command", "top"),
     "kernels": ("dsjax.cli.kernels", "app"),
     "tune": ("dsjax.cli.tune", "tune"),

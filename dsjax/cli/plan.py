@@ -7,6 +7,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.text import Text
 
 from dsjax.cli.options import options_of
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 def plan(args: PlanArgs) -> None:
     """Find the layout for a cluster, a workload and objectives; every figure with its kind and interval."""
     question, slos = args.question()
+    if args.fit:
+        _show_fit(args, question)
+        return
     if args.is_static:
         _show_batches(args, question)
         return
@@ -44,14 +48,21 @@ def plan(args: PlanArgs) -> None:
     outcomes = _simulate(args, question, best)
     _draw(args, answer, sweeps)
     _write_recipe(args, question, answer, best)
+    found = None
+    if args.working_set is not None and best:
+        from dsjax.plan.reuse import reuse
+
+        found = reuse(best, args.working_set, args.host_cache_gb * 1e9, args.disk_cache_gb * 1e9)
     if args.json_file is not None:
-        body = to_json(answer, args.model, args.rows, sweeps, outcomes)
+        body = to_json(answer, args.model, args.rows, sweeps, outcomes) | {"reuse": found and found.to_json()}
         write_json(args.json_file, {**body, "published": beside, "percentiles": [one.to_json(slos) for one in kept]})
         return
     console = report_console()
     if slos:
         show_within(console, kept, slos)
     show(console, answer, args.model, args.rows)
+    if found:
+        console.print(str(found), highlight=False, soft_wrap=True)
     if beside:
         console.print(Text("published: " + beside, "yellow"))
     if args.explain:
@@ -83,6 +94,19 @@ def _show_batches(args: PlanArgs, question: Question) -> None:
     body = {"model": args.model, "cluster": question.cluster.name, "mode": args.mode}
     ranked, compiled = [r.to_json() for r in results[: args.rows]], [u.to_json() for u in taken]
     write_json(args.json_file, {**body, "ranked": ranked, "compiled": compiled})
+
+
+def _show_fit(args: PlanArgs, question: Question) -> None:
+    """Show or write whether the layout fits (`--fit`)."""
+    from dsjax.plan.fit import DOES_NOT_FIT, asked, show
+
+    verdict = asked(question, args.mesh or "", args.memory_fraction, args.context)
+    if args.json_file is None:
+        report_console().print(Text(show(verdict, args.model, question.cluster.name)), soft_wrap=True)
+    else:
+        write_json(args.json_file, {"model": args.model, "cluster": question.cluster.name, **verdict.to_json()})
+    if not verdict.fits:
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 def _published_beside(args: PlanArgs, question: Question, answer: Plan) -> str | None:

@@ -20,14 +20,16 @@ _KNOWN_OTHERS = (
     "num_mtp_layers", "num_experts", "num_local_experts", "qk_head_dim", "head_dim", "num_key_value_heads", "_name_or_path",
     "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "ep_size", "id2label",
     "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-    "pretraining_tp", "problem_type", "return_dict", "seq_aux", "transformers_version", "unsloth_fixed", "use_cache",
+    "mlp_layer_types", "layer_types", "pretraining_tp", "problem_type", "return_dict", "seq_aux", "transformers_version",
+    "unsloth_fixed", "use_cache",
 )  # fmt: skip
 # Keys that would change the arithmetic, with the one value under which they do not.
-_NOT_BUILT = {"mlp_bias": False, "index_topk": None, "sliding_window": None, "layer_types": None}
+_NOT_BUILT = {"mlp_bias": False, "sliding_window": None}
 
 _ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
 }
 
@@ -63,6 +65,8 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     fields["eos_token_id"] = _read_tokens(raw.get("eos_token_id"))
     fields["rope"] = read_rope(raw)
     fields["quantization"] = read_quantization(raw)
+    if raw.get("mlp_layer_types") is not None:
+        fields["first_k_dense_replace"] = _dense_layers(raw["mlp_layer_types"], fields["num_hidden_layers"])
     _check_derived(raw, fields)
     _check_unbuilt(raw, {*must, *optional})
     return fields
@@ -102,10 +106,21 @@ def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
             raise reject(key, raw[key], f"{expected!r}, equal to {why}")
 
 
+def _dense_layers(kinds: Any, layers: int) -> int:
+    """How many layers `mlp_layer_types` has before the first with experts; transformers goes by it, and not by `first_k_dense_replace`."""
+    dense = sum(kind == "dense" for kind in kinds) if isinstance(kinds, list | tuple) else -1
+    if dense < 0 or list(kinds) != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise reject("mlp_layer_types", kinds, f'{layers} layers, "dense" ones first and then "sparse" ones')
+    return dense
+
+
 def _check_unbuilt(raw: Mapping[str, Any], fields: set[str]) -> None:
     for key, harmless in _NOT_BUILT.items():
         if key in raw and raw[key] is not None and raw[key] != harmless:
             raise ConfigError(f"config field `{key}`: found {raw[key]!r}; this architecture is not supported")
+    kinds = raw.get("layer_types")
+    if kinds is not None and (raw["model_type"] != "deepseek_v32" or {*kinds} != {"indexed_attention"}):
+        raise ConfigError(f"config field `layer_types`: found {kinds!r}; this architecture is not supported")
     known = {*fields, *_KNOWN_OTHERS, *_NOT_BUILT}
     unknown = sorted(str(key) for key in raw if key not in known)
     if unknown:
@@ -120,6 +135,10 @@ def write_fields(config: Any) -> dict[str, Any]:
     written["num_key_value_heads"] = config.num_attention_heads
     written["n_routed_experts"] = config.n_routed_experts or None
     written |= config.rope.to_dict()
+    if config.model_type == "deepseek_v32":
+        del written["rope_interleave"]  # transformers' class has no such field
+    else:
+        written = {name: value for name, value in written.items() if not name.startswith("index_")}
     written["torch_dtype"] = config.torch_dtype
     eos = config.eos_token_id
     written["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None

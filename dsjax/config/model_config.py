@@ -1,7 +1,8 @@
 """A model's configuration: one frozen dataclass with Hugging Face's field names, checked where it is made.
 
-The family is DeepSeek-V3, V3.1, R1, Kimi-K2, Moonlight (sigmoid router, `noaux_tc`) and DeepSeek-V2, V2-Lite (softmax
-router, `greedy` or `group_limited_greedy`). Where DeepSeek's remote code and transformers differ, transformers counts.
+The family is DeepSeek-V3, V3.1, R1, Kimi-K2, Moonlight (sigmoid router, `noaux_tc`), DeepSeek-V3.2 (the same with sparse
+attention) and DeepSeek-V2, V2-Lite (softmax router, `greedy` or `group_limited_greedy`). Where DeepSeek's remote code and
+transformers differ, transformers counts.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.config.checks import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
+from dsjax.config.fp4_quantization import FP4Quantization
 from dsjax.config.hugging_face import read_fields, write_fields
 from dsjax.config.quantization import QuantizationConfig
 from dsjax.config.rope import RopeConfig
@@ -20,6 +22,7 @@ from dsjax.errors import ConfigError, why_unreadable
 # What each model type's router may be: topk_method -> scoring_func. Transformers' classes compute nothing else.
 _ROUTERS = {
     "deepseek_v3": {"noaux_tc": "sigmoid"},
+    "deepseek_v32": {"noaux_tc": "sigmoid"},
     "kimi_k2": {"noaux_tc": "sigmoid"},
     "deepseek_v2": {"greedy": "softmax", "group_limited_greedy": "softmax"},
 }
@@ -30,6 +33,7 @@ _INTEGERS = {
     "qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 1, "max_position_embeddings": 1, "first_k_dense_replace": 0,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
+_INDEX_INTEGERS = {"index_topk": 1, "index_n_heads": 1, "index_head_dim": 2}
 _EXPERT_INTEGERS = {
     "moe_intermediate_size": 1, "n_shared_experts": 0, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1
 }  # fmt: skip
@@ -40,7 +44,8 @@ class ModelConfig:
     """Everything about a model's shape and arithmetic that `config.json` says. Names are Hugging Face's.
 
     `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
-    nothing. `q_lora_rank = None`: queries are projected in one step. Raises `ConfigError`, naming the field, on
+    nothing. `q_lora_rank = None`: queries are projected in one step. `index_topk`: tokens that a query attends to, of
+    `deepseek_v32` only (docs/sparse-attention.md); None: all. Raises `ConfigError`, naming the field, on
     construction.
     """
 
@@ -55,6 +60,9 @@ class ModelConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None = None
+    index_topk: int | None = None
+    index_n_heads: int | None = None
+    index_head_dim: int | None = None
 
     moe_intermediate_size: int = 0
     n_routed_experts: int = 0
@@ -75,7 +83,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     num_nextn_predict_layers: int = 0
-    quantization: QuantizationConfig | None = None
+    quantization: QuantizationConfig | FP4Quantization | None = None
     torch_dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
@@ -102,8 +110,25 @@ class ModelConfig:
         self._check_tokens()
         if self.model_type == "deepseek_v2" and not self.rope.interleave:
             raise reject("rope_interleave", False, "true: deepseek_v2 rotates interleaved pairs only")
+        self._check_indexer()
         if self.is_moe:
             self._check_experts()
+
+    def _check_indexer(self) -> None:
+        for name, least in _INDEX_INTEGERS.items():
+            value = getattr(self, name)
+            if self.model_type == "deepseek_v32":
+                check_integer(name, value, least)
+            elif value is not None:
+                raise reject(name, value, "none: only deepseek_v32 models have sparse attention")
+        if self.model_type != "deepseek_v32":
+            return
+        if self.q_lora_rank is None:
+            raise reject("q_lora_rank", None, "an integer: index queries are made from the query latent")
+        if self.index_head_dim < self.qk_rope_head_dim:
+            raise reject("index_head_dim", self.index_head_dim, f"at least qk_rope_head_dim, {self.qk_rope_head_dim}")
+        if not self.rope.interleave:
+            raise reject("rope_interleave", False, "true: deepseek_v32 rotates interleaved pairs in MLA")
 
     def _check_tokens(self) -> None:
         named = [("bos_token_id", self.bos_token_id)] if self.bos_token_id is not None else []

@@ -1,12 +1,21 @@
-"""The one weight quantisation that DeepSeek's checkpoints use: FP8 e4m3 with a float32 scale per 128 × 128 block."""
+"""The weight quantisation of DeepSeek's checkpoints: FP8 e4m3 with a float32 scale per 128 × 128 block, and experts in FP4 in some."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from dsjax.config.checks import check_choice, check_mapping, reject, required
+from dsjax.config.fp4_quantization import METHODS, FP4Quantization, read_fp4_quantization
 
-_KEYS = ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", "modules_to_not_convert")
+_KEYS = (
+    "quant_method",
+    "fmt",
+    "weight_block_size",
+    "activation_scheme",
+    "scale_fmt",
+    "modules_to_not_convert",
+    "expert_dtype",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +28,8 @@ class QuantizationConfig:
     weight_block_size: tuple[int, int] = (128, 128)
     fmt: str = "e4m3"
     scale_fmt: str | None = None
+    expert_dtype: str | None = None
+    """`"fp4"`: routed experts are in MXFP4, as DeepSeek-V4's; `"nvfp4"`: in NVFP4."""
 
     def __post_init__(self):
         if self.weight_block_size != (128, 128):
@@ -26,6 +37,8 @@ class QuantizationConfig:
         check_choice("quantization_config.fmt", self.fmt, ("e4m3",))
         if self.scale_fmt is not None:
             check_choice("quantization_config.scale_fmt", self.scale_fmt, ("ue8m0", "float"))
+        if self.expert_dtype is not None:
+            check_choice("quantization_config.expert_dtype", self.expert_dtype, ("fp8", "fp4", "nvfp4"))
 
     def to_dict(self) -> dict[str, Any]:
         """The value of `quantization_config` in Hugging Face's `config.json`."""
@@ -35,10 +48,11 @@ class QuantizationConfig:
             "quant_method": "fp8",
             "weight_block_size": list(self.weight_block_size),
         }
-        return written if self.scale_fmt is None else {**written, "scale_fmt": self.scale_fmt}
+        further = {"scale_fmt": self.scale_fmt, "expert_dtype": self.expert_dtype}
+        return written | {name: value for name, value in further.items() if value is not None}
 
 
-def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
+def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | FP4Quantization | None:
     """Read `quantization_config` of a `config.json`; `None` where it is missing or null.
 
     Raises `ConfigError` on any other method, format, block or activation scheme, and on unknown keys.
@@ -46,15 +60,22 @@ def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
     if raw.get("quantization_config") is None:
         return None
     given = check_mapping("quantization_config", raw["quantization_config"])
+    if given.get("quant_method") in METHODS:
+        return read_fp4_quantization(given)
     for key in given:
         if key not in _KEYS:
             raise reject(f"quantization_config.{key}", given[key], f"no such key; known are {', '.join(_KEYS)}")
-    check_choice("quantization_config.quant_method", required(given, "quant_method", "quantization_config."), ("fp8",))
+    check_choice(
+        "quantization_config.quant_method", required(given, "quant_method", "quantization_config."), ("fp8", *METHODS)
+    )
     if given.get("activation_scheme") is not None:
         check_choice("quantization_config.activation_scheme", given["activation_scheme"], ("dynamic",))
     block = required(given, "weight_block_size", "quantization_config.")
     if not isinstance(block, list | tuple):
         raise reject("quantization_config.weight_block_size", block, "[128, 128]")
     return QuantizationConfig(
-        weight_block_size=tuple(block), fmt=given.get("fmt", "e4m3"), scale_fmt=given.get("scale_fmt")
+        weight_block_size=tuple(block),
+        fmt=given.get("fmt", "e4m3"),
+        scale_fmt=given.get("scale_fmt"),
+        expert_dtype=given.get("expert_dtype"),
     )

@@ -8,11 +8,12 @@ from typing import Literal
 
 from dsjax.config import ModelConfig
 from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device.buckets import Rectangle
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
-STEPS = ("decode", "prefill")
+STEPS = ("decode", "prefill", "mixed")
 DECODE_ROWS = 32
 """Running requests of a DP rank when neither `--batch` nor `--max-num-seqs` is given."""
 CONTEXT = 4096
@@ -30,15 +31,16 @@ class DryRunArgs:
     """What to compile.
 
     engine: the options that would serve. target: `cpu`, a name of `configs/hardware`, or a file like those.
-    step: `decode` (each row one token, or with speculative decoding its last token and the drafts that are verified) or `prefill`
-    (each row `prefill_chunk` tokens). batch: rows of a DP rank; None:
+    step: `decode` (each row one token, or with speculative decoding its last token and the drafts that are verified), `prefill`
+    (each row `prefill_chunk` tokens), or `mixed` (decodes, and beside them the prompts of `max_num_batched_tokens`). batch: rows of a DP
+    rank, in a mixed step its decodes; None:
     `max_num_seqs`, or 32 decodes, or as many prefill rows as `max_num_batched_tokens` allows. context: tokens of a row's
     page table; None: `max_model_len`, or 4,096, or as many as the model has positions.
     """
 
     engine: EngineArgs
     target: str = "cpu"
-    step: Literal["decode", "prefill"] = "decode"
+    step: Literal["decode", "prefill", "mixed"] = "decode"
     batch: int | None = None
     context: int | None = None
 
@@ -49,14 +51,31 @@ class DryRunArgs:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name} is {value}, expected at least 1")
-        if self.step == "prefill" and self.chunk > self.row_tokens:
+        if self.prefill and self.prefill.chunk > self.row_tokens:
             raise UserError(
-                f"--prefill-chunk is {self.chunk}, more than the --context of {self.row_tokens}; lower the first or raise the second"
+                f"--prefill-chunk is {self.prefill.chunk}, more than the --context of {self.row_tokens}; "
+                "lower the first or raise the second"
             )
 
     @property
+    def decode(self) -> Rectangle | None:
+        """Decodes of a DP rank; None in a step without any."""
+        return None if self.step == "prefill" else Rectangle(self.rows, self.chunk)
+
+    @property
+    def prefill(self) -> Rectangle | None:
+        """Rows of prompts of a DP rank; None in a step without any."""
+        if self.step == "decode":
+            return None
+        return Rectangle(self.rows if self.step == "prefill" else self._prompts, self.engine.prefill_chunk)
+
+    @property
+    def _prompts(self) -> int:
+        return max(1, self.engine.max_num_batched_tokens // self.engine.prefill_chunk)
+
+    @property
     def chunk(self) -> int:
-        """Tokens of a row in this step."""
+        """Tokens of a row in this step, in a mixed one of its decodes."""
         return self.engine.prefill_chunk if self.step == "prefill" else 1 + self.drafts
 
     @property
@@ -70,7 +89,7 @@ class DryRunArgs:
         if self.batch:
             return self.batch
         if self.step == "prefill":
-            return max(1, self.engine.max_num_batched_tokens // self.engine.prefill_chunk)
+            return self._prompts
         return self.engine.max_num_seqs or DECODE_ROWS
 
     @property
@@ -95,7 +114,8 @@ class DryRunArgs:
         """
         page = self.engine.page_size
         pages_of_a_row = -(-self.row_tokens // page)
-        wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else self.rows * pages_of_a_row
+        rows = sum(rectangle.rows for rectangle in (self.decode, self.prefill) if rectangle)
+        wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else rows * pages_of_a_row
         slots = (wanted + 1) * page  # with page 0
         if slots > _MOST_SLOTS:
             asked = (
@@ -108,8 +128,8 @@ class DryRunArgs:
             )
         return ExecutorLimits(
             max_rows_decode=self.rows,
-            max_rows_prefill=self.rows,
-            max_chunk=self.chunk,
+            max_rows_prefill=self.prefill.rows if self.prefill else self.rows,
+            max_chunk=max(rectangle.chunk for rectangle in (self.decode, self.prefill) if rectangle),
             page_size=page,
             pages_per_rank=wanted + 1,
             num_ranks=spec.dp_size,

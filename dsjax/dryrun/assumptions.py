@@ -53,19 +53,22 @@ class EvenExperts:
 
 
 def trip_counts(
-    context: int, pages: int, page_size: int, block_tokens: int, experts: EvenExperts | None = None
+    context: int, pages: int, page_size: int, block_tokens: Mapping[str, int], experts: EvenExperts | None = None
 ) -> TripCount:
     """Trip counts of the step's loops that XLA cannot know, told apart by the scopes that the model names.
 
-    context: positions that each row attends to; pages: of a row's page table; block_tokens: as ``PagedAttention.block``; experts:
-    None for a model without any.
+    context: positions that each row attends to; pages: of a row's page table; block_tokens: form of attention → as
+    ``PagedAttention.block``; experts: None for a model without any.
     """
-    block = max(1, min(pages, block_tokens // page_size)) * page_size
-    blocks = -(-context // block)
+    turns = {}
+    for form, tokens in block_tokens.items():
+        block = max(1, min(pages, tokens // page_size)) * page_size
+        turns[form] = -(-context // block)
 
     def count(loop: Operation) -> float | None:
-        if "/attend_" in loop.op_name:
-            return blocks
+        attention = re.search(r"/attend_(\w+)/", loop.op_name)
+        if attention:
+            return turns.get(attention[1], max(turns.values()))
         if experts and loop.op_name.endswith("/experts/while"):
             return experts.turns(loop)
         return 0 if "/dispatch/" in loop.op_name else None

@@ -16,7 +16,6 @@ from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs, TooLarge
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import device_state, expert_programs
-from dsjax.engine.device.buckets import Rectangle
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.process import without_compile_cache
 from dsjax.engine.device.programs import Programs
@@ -104,7 +103,7 @@ class CompiledStep:
 def compile_step(
     args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh, exchange: CompiledExchange | None = None
 ) -> CompiledStep:
-    """Compile the programs of the decode or prefill step that ``args`` describe, on a mesh of any devices.
+    """Compile the programs of the step that ``args`` describe, on a mesh of any devices.
 
     exchange: the programs that move experts, where a step of another size had them compiled; they are the same for all sizes.
 
@@ -125,8 +124,7 @@ def compile_step(
     params = step.abstract_parameters()
     state = device_state.describe(step, limits, most_drafts, counts_loads=moved > 0)
     programs = Programs(step, params, state, limits)
-    rectangle = Rectangle(args.rows, args.chunk)
-    shape = programs.shape(rectangle, None) if args.step == "decode" else programs.shape(None, rectangle)
+    shape = programs.shape(args.decode, args.prefill)
     main = _compile(lambda: programs.lower_step(shape), args.target, mesh)
     drafts = _compile(lambda: programs.lower_drafts(shape, args.drafts), args.target, mesh) if args.drafts else None
     if moved and exchange is None:

@@ -84,9 +84,9 @@ def parameters_by_component(step: ModelStep) -> dict[str, int]:
     parameters: dict[str, int] = {}
     physical, logical = step.placement.n_physical, step.config.n_routed_experts
     for path, info in step.table.infos.items():
-        if info.init in ("derived", "scale"):
+        if not info.count:
             continue
-        name, count = component(path), math.prod(info.shape)
+        name, count = component(path), info.count
         if name == "routed experts":
             count = count // physical * logical
         parameters[name] = parameters.get(name, 0) + count

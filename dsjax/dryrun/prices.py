@@ -48,6 +48,7 @@ class Assumed:
 
     bf16_flops: Figure
     fp8_flops: Figure
+    fp4_flops: Figure
     f32_flops: Figure
     memory_bandwidth: Figure
     scale_up_bandwidth: Figure
@@ -71,6 +72,11 @@ class Assumed:
         return cls(
             bf16_flops=_ceiling(chip.bf16_flops, "bf16 operations a second", ceiling["bf16_flops"]),
             fp8_flops=_ceiling(chip.fp8_flops, "FP8 operations a second", ceiling["fp8_flops"]),
+            fp4_flops=_ceiling(
+                chip.fp4_flops or chip.fp8_flops,
+                "FP4 operations a second",
+                ceiling["fp4_flops" if chip.fp4_flops else "fp8_flops"],
+            ),
             f32_flops=assumed(
                 chip.bf16_flops / 16, chip.bf16_flops / 32, chip.bf16_flops / 6, "float32 operations a second",
                 "exact float32 products: vector units, or several bf16 products",
@@ -177,7 +183,9 @@ class TargetPrices:
         return self._rate(self.assumed.memory_bandwidth) * self._rate(self.assumed.memory_share)
 
     def _peak(self, dtype: str) -> float:
-        if dtype.startswith(("f8", "s8", "u8", "f4")):
+        if dtype.startswith("f4"):
+            return self._rate(self.assumed.fp4_flops)
+        if dtype.startswith(("f8", "s8", "u8")):
             return self._rate(self.assumed.fp8_flops)
         return self._rate(self.assumed.f32_flops if dtype in ("f32", "f64") else self.assumed.bf16_flops)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.dryrun.memory import DeviceMemory, Fit
+from dsjax.dryrun.orders import OrderReport
 from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.timeline import Timeline
 from dsjax.hardware import Hardware
@@ -42,7 +43,8 @@ class DryRunReport(ProgramReport):
 
     request: what was compiled, with defaults filled in. hardware: None for the CPU target. cache_tokens: usable slots of a DP
     rank's cache. drafts: the program of the MTP module's passes after the step; None where nothing is drafted.
-    rebalance: what moving experts takes; None where they stay where they are. fit: the largest that fits; None where it was not searched.
+    orders: sums whose order matters; None where they were not asked for. rebalance: what moving experts takes; None where they
+    stay where they are. fit: the largest that fits; None where it was not searched.
     assumptions: what loops of unknown length were taken for. notes: which figures not to trust, and why.
     """
 
@@ -53,6 +55,7 @@ class DryRunReport(ProgramReport):
     cache_tokens: int
     drafts: ProgramReport | None
     rebalance: ExpertMoves | None
+    orders: OrderReport | None
     fit: Fit | None
     assumptions: dict[str, str]
     notes: tuple[str, ...]
@@ -74,6 +77,7 @@ class DryRunReport(ProgramReport):
             **super().to_json(),
             "drafts": self.drafts.to_json() if self.drafts else None,
             "rebalance": self.rebalance.to_json() if self.rebalance else None,
+            "reductions": self.orders.to_json() if self.orders else None,
             "fit": dataclasses.asdict(self.fit) if self.fit else None,
             "assumptions": self.assumptions,
             "notes": list(self.notes),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dsjax.config import ModelConfig, load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import TEXT, EvenExperts, drafting_trip_counts, trip_counts
 from dsjax.dryrun.compilation import CompiledProgram, CompiledStep, compile_step
+from dsjax.dryrun.known_orders import FIXED_ORDERS_LEFT, KNOWN_ORDERS
 from dsjax.dryrun.memory import DeviceMemory, fit, parameters_by_component
+from dsjax.dryrun.orders import OrderReport, order_report, variant
 from dsjax.dryrun.prices import default_cluster, even_ragged_share
 from dsjax.dryrun.rebalance import read_rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport
@@ -19,10 +22,12 @@ from dsjax.engine.setup.assembly import check_layout, dispatch_method
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters
+from dsjax.model.rows import GroupShape
 from dsjax.model.step import ModelStep
 from dsjax.plan.cluster import Cluster, load_cluster
 from sharding import MeshSpec
 from sharding.program import Program, program_collectives, program_costs, true_dtypes
+from sharding.program.reductions import Reduction, program_reductions
 from sharding.program.walk import TripCount
 
 CPU_HOST_DEVICES = 8
@@ -30,13 +35,20 @@ CPU_HOST_DEVICES = 8
 
 
 def dry_run(
-    args: DryRunArgs, *, search: bool = False, cluster: str | None = None, timeline: bool = False
+    args: DryRunArgs,
+    *,
+    search: bool = False,
+    cluster: str | None = None,
+    timeline: bool = False,
+    reductions: bool = False,
+    against: Sequence[str] = (),
 ) -> DryRunReport:
     """Compile the step that ``args`` describe for its target and read the program. Allocates nothing of the model's size.
 
     search: also find the largest batch, context and cache that fit, which takes a dozen further compilations.
     cluster: a name of `configs/clusters` or a file like those, of the target's devices; None: hosts as the hardware's file
-    describes them. timeline: also play the schedule through and predict the step's time.
+    describes them. timeline: also play the schedule through and predict the step's time. reductions: also list the sums whose order of
+    additions matters, and with ``against`` (see ``variant``) compile the step otherwise too and compare them.
 
     Raises:
         UserError, MeshError: options, model, mesh and target that do not go together.
@@ -51,6 +63,9 @@ def dry_run(
             "synchronously, and no hardware file describes the machine; give a --target such as h200"
         )
     config = load_config(args.engine.model)
+    if against and not reductions:
+        raise UserError("--against compares the order of sums; give --reductions as well")
+    variants = {text: variant(args, text) for text in against}
     for flag, given in (("--context", args.context), ("--max-model-len", args.engine.max_model_len)):
         if given and given > config.max_position_embeddings:
             raise UserError(
@@ -61,20 +76,24 @@ def dry_run(
         args = replace(args, context=config.max_position_embeddings)
     spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.
-    check_layout(config, spec, args.engine.num_redundant, "fp8" if args.engine.weights == "fp8" else "bf16")
+    check_layout(
+        config, spec, args.engine.num_redundant, "bf16" if args.engine.weights == "auto" else args.engine.weights
+    )
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = _cluster(hardware, cluster, spec.num_devices)
     mesh = spec.build(target_devices(hardware, spec.num_devices))
     compiled = compile_step(args, config, mesh)
-    (shape,), step = compiled.shape.groups, compiled.step
+    shape, step = compiled.shape, compiled.step
     reader = _ProgramReader(args, step, machines, timeline)
-    trips = reader.trip_counts(shape.rows, shape.chunk)
+    trips = reader.trip_counts(shape.groups)
     started = time.perf_counter()
     main = reader.read(compiled.main, trips, shape.tokens, config.num_moe_layers)
     drafts = None
     if compiled.drafts:
-        trips = drafting_trip_counts({shape.tokens: trips, shape.rows: reader.trip_counts(shape.rows, 1)})
-        tokens = shape.tokens + (compiled.num_drafts - 1) * shape.rows
+        rows = sum(group.rows for group in shape.groups)
+        last = replace(shape.groups[0], rows=rows, chunk=1)
+        trips = drafting_trip_counts({shape.tokens: trips, rows: reader.trip_counts((last,))})
+        tokens = shape.tokens + (compiled.num_drafts - 1) * rows
         drafts = reader.read(compiled.drafts, trips, tokens, 1)
     reading = time.perf_counter() - started
     return DryRunReport(
@@ -86,6 +105,7 @@ def dry_run(
         memory=DeviceMemory.of(compiled),
         cache_tokens=(compiled.limits.pages_per_rank - 1) * step.page_size,
         rebalance=read_rebalance(compiled, args.engine.eplb, machines) if compiled.exchange else None,
+        orders=_orders(compiled, variants, config, hardware) if reductions else None,
         fit=fit(args, config, mesh, hardware.memory_bytes, compiled.exchange) if search and hardware else None,
         assumptions=dict(TEXT),
         notes=tuple(_notes(hardware, compiled)),
@@ -106,12 +126,19 @@ class _ProgramReader:
     machines: Cluster | None
     timeline: bool
 
-    def trip_counts(self, rows: int, chunk: int) -> TripCount:
-        """What loops of unknown length are taken for in a pass over ``rows`` rows of ``chunk`` tokens."""
+    def trip_counts(self, groups: Sequence[GroupShape]) -> TripCount:
+        """What loops of unknown length are taken for in a pass over these row groups."""
         step, context = self.step, self.args.row_tokens
-        experts = even_experts(step, rows * chunk) if step.config.is_moe else None
+        halves = 2 if step.in_halves(groups) else 1
+        tokens = -(-sum(group.tokens for group in groups) // halves)
+        experts = even_experts(step, tokens) if step.config.is_moe else None
         pages = -(-context // step.page_size)
-        return trip_counts(context, pages, step.page_size, step.attention.block(rows, chunk), experts)
+        # Of groups that have the same form the loops cannot be told apart: all count as those with the smallest blocks.
+        blocks: dict[str, int] = {}
+        for group in groups:
+            block = step.attention.block(group.rows, group.chunk)
+            blocks[group.form] = min(block, blocks.get(group.form, block))
+        return trip_counts(context, pages, step.page_size, blocks, experts)
 
     def read(self, compiled: CompiledProgram, trips: TripCount, tokens: int, moe_layers: int) -> ProgramReport:
         """tokens: of a DP rank, through ``moe_layers`` layers with experts."""
@@ -133,6 +160,28 @@ class _ProgramReader:
             expert_flops=expert_flops(config, tokens / spec.tp_size, moe_layers),
             timeline=played,
         )
+
+
+def _orders(
+    compiled: CompiledStep, variants: Mapping[str, DryRunArgs], config: ModelConfig, hardware: Hardware | None
+) -> OrderReport:
+    others = {}
+    for label, args in variants.items():
+        spec = MeshSpec.parse(args.engine.mesh)
+        mesh = spec.build(target_devices(hardware, spec.num_devices))
+        others[label] = _sums(compile_step(args, config, mesh, compiled.exchange))
+    known = FIXED_ORDERS_LEFT if compiled.step.kernels.fixed else KNOWN_ORDERS
+    return order_report(_sums(compiled), others, known)
+
+
+def _sums(compiled: CompiledStep) -> dict[str, tuple[Reduction, ...]]:
+    mesh = compiled.step.mesh
+    programs = {"step": compiled.main} | ({"drafts": compiled.drafts} if compiled.drafts else {})
+    platform = mesh.devices.flat[0].platform
+    return {
+        name: program_reductions(Program.parse(program.text()), dict(mesh.shape), platform)
+        for name, program in programs.items()
+    }
 
 
 def expert_flops(config: ModelConfig, tokens: float, moe_layers: int) -> float:
@@ -174,7 +223,7 @@ def _cluster(hardware: Hardware | None, name: str | None, devices: int) -> Clust
 
 
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
-    step, (shape,) = compiled.step, compiled.shape.groups
+    step, shape = compiled.step, compiled.shape.groups[0]
     return {
         "model": args.engine.model,
         "mesh": str(step.spec),
@@ -183,12 +232,13 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "target": args.target,
         "platform": step.mesh.devices.flat[0].platform,
         "step": args.step,
+        "groups": [{"rows": group.rows, "chunk": group.chunk, "mla": group.form} for group in compiled.shape.groups],
         "batch": shape.rows,
         "chunk": shape.chunk,
         "context": args.row_tokens,
-        "tokens_per_device": shape.tokens / step.spec.tp_size,
+        "tokens_per_device": compiled.shape.tokens / step.spec.tp_size,
         "dtype": str(step.dtype),
-        "weights": "fp8" if args.engine.weights == "fp8" else str(step.dtype),
+        "weights": str(step.dtype) if args.engine.weights == "auto" else args.engine.weights,
         "activation_scheme": str(step.scheme),
         "kv_cache_dtype": str(step.cache_dtype),
         "mla": shape.form,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.table import Table
 
+from dsjax.dryrun.orders import OrderReport
 from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.report import DryRunReport, ProgramReport
 from dsjax.dryrun.timeline import Timeline, model_part
@@ -33,6 +36,9 @@ def show(console: Console, report: DryRunReport) -> None:
         f"lowered, compiled, read in {' + '.join(f'{seconds:.1f}' for seconds in report.seconds.values())} s",
         highlight=False,
     )
+    if report.orders:
+        for table in _orders(report.orders):
+            console.print(table)
     if report.rebalance:
         console.print(_rebalance(report.rebalance))
     if report.fit:
@@ -138,6 +144,41 @@ def _costs(program: ProgramReport, name: str) -> Table:
     for target, times in costs.uncounted.items():
         table.add_row(f"  not counted: {target}", f"× {times:g}")
     return table
+
+
+def _orders(orders: OrderReport) -> Iterator[Table]:
+    """The sums that could depend on the layout or the batch, and those that do not."""
+    compared = f"compared with {', '.join(orders.against)}" if orders.against else "compared with no other program"
+    open_ = _table(
+        f"sums whose order could depend on the layout or the batch; {compared}",
+        "place", "made by", "terms", "order", "times", "depends on", "otherwise", "known",
+    )  # fmt: skip
+    fixed = _table("sums whose order depends on neither", "place", "made by", "terms", "order", "times", "why")
+    for table in (open_, fixed):
+        for column in table.columns:
+            column.justify, column.overflow = "left", "fold"
+    for one in orders.sums:
+        place = one.place if one.program == "step" else f"{one.program}: {one.place}"
+        terms = "?" if one.sum.depth is None else f"{one.sum.depth:,}"
+        cells = (
+            place,
+            f"{one.sum.made_by}, {one.sum.dtype}",
+            terms,
+            one.sum.order or "?",
+            f"{one.times:g}",
+        )
+        if not one.could_depend:
+            compiler = "the compiler chose the same in all of them" if one.sum.depends else one.sum.why
+            fixed.add_row(*cells, compiler)
+            continue
+        otherwise = "\n".join(f"{label}: {'; '.join(ways) or 'no sum here'}" for label, ways in one.otherwise.items())
+        known = one.known.name if one.known else "[bold red]no[/bold red]"
+        open_.add_row(*cells, ", ".join(one.sum.depends), otherwise, known)
+    known = {one.known.name: one.known for one in orders.sums if one.could_depend and one.known}
+    open_.caption = "\n".join(f"{name}: {entry.why} To end it: {entry.remedy}" for name, entry in known.items())
+    open_.caption_justify = "left"
+    yield open_
+    yield fixed
 
 
 def _timeline(timeline: Timeline, name: str) -> Table:

@@ -13,12 +13,14 @@ from dsjax.hardware import Hardware
 from sharding import MeshError
 from sharding.mesh import advice_on_emulation
 
-# Equal for Hopper and Blackwell (CUDA programming guide, compute capabilities 9.0 and 10.0).
-_CUDA_LIMITS = """threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+# Equal for Hopper and Blackwell (CUDA programming guide, compute capabilities 9.0 and 10.0), which the fields of _OWN are not elsewhere.
+_CUDA_LIMITS = """threads_per_block_limit: 1024 threads_per_warp: 32 fpus_per_core: 128
+  shared_memory_per_block: 49152
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"""
+_OWN = {"shared_memory_per_core": 233_472, "shared_memory_per_block_optin": 232_448, "threads_per_core_limit": 2048}
+"""Figures that a file's [xla] section may have; left out, they are Hopper's and Blackwell's."""
 
 
 def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device]:
@@ -85,7 +87,8 @@ def cuda_target(hardware: Hardware) -> str:
             f"hardware {hardware.key!r} has no [xla] section, which a dry run compiles by; see configs/hardware/h200.toml"
         )
     major, minor = str(xla["compute_capability"]).split(".")
-    return f"""gpu_device_info {{ {_CUDA_LIMITS}
+    own = " ".join(f"{name}: {xla.get(name, usual)}" for name, usual in _OWN.items())
+    return f"""gpu_device_info {{ {_CUDA_LIMITS} {own}
   core_count: {xla["core_count"]} clock_rate_ghz: {xla["clock_rate_ghz"]} l2_cache_size: {xla["l2_cache_bytes"]}
   memory_bandwidth: {int(hardware.memory_bandwidth)} device_memory_size: {hardware.memory_bytes}
   cuda_compute_capability {{ major: {major} minor: {minor} }} name: "{xla["device_name"]}" }}

@@ -15,7 +15,17 @@ from dsjax.errors import ConfigError, UserError
 from dsjax.model.parameter_counts import parameter_counts
 
 REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.config.json"
-RELEASED = ("deepseek-r1", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1", "kimi-k2", "moonlight")
+V32 = ("deepseek-v3.2", "deepseek-v3.2-exp", "deepseek-v3.2-speciale")
+RELEASED = (
+    "deepseek-r1",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "deepseek-v3.1",
+    *V32,
+    "kimi-k2",
+    "moonlight",
+)
 
 
 def v3(**changes) -> dict:
@@ -29,6 +39,7 @@ def v2(**changes) -> dict:
     return {key: value for key, value in raw.items() if value is not ...}
 
 
+V32_INDEXER = {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -45,6 +56,7 @@ def test_bundled_r1_equals_the_released_config():
         ("deepseek-v3", 671_026_419_200, 37_552_297_472),
         ("deepseek-v3.1", 671_026_419_200, 37_552_297_472),
         ("deepseek-r1", 671_026_419_200, 37_552_297_472),
+        ("deepseek-v3.2", 671_877_944_064, 38_403_822_336),  # V3's, and 61 indexers of 13,959,424
         ("deepseek-v2", 235_741_434_880, 21_375_800_320),
         ("deepseek-v2-lite", 15_706_484_224, 2_661_150_208),
         ("kimi-k2", 1_026_408_232_448, 32_861_500_928),
@@ -55,6 +67,12 @@ def test_released_models_have_their_public_sizes(name, main_model, active):
     counts = parameter_counts(load_config(name))
     assert counts["main_model"] == pytest.approx(main_model, rel=1e-6)
     assert counts["active"] == pytest.approx(active, rel=1e-6)
+
+
+def test_the_kinds_of_layers_say_which_are_dense():
+    kinds = ["dense"] * 2 + ["sparse"] * 59
+    raw = v3(**V32_INDEXER, mlp_layer_types=kinds, layer_types=["indexed_attention"] * 61)
+    assert ModelConfig.from_dict(raw).num_dense_layers == 2
 
 
 def test_every_released_model_is_bundled():
@@ -226,7 +244,14 @@ FAULTS = [
         '"dynamic"',
     ),
     ({"quantization_config": []}, "quantization_config", "a JSON object"),
-    ({"index_topk": 2048}, "index_topk", "not supported"),
+    ({"index_topk": 2048}, "index_topk", "only deepseek_v32"),
+    ({"layer_types": ["indexed_attention"]}, "layer_types", "not supported"),
+    ({"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types", '"dense" ones first'),
+    ({"model_type": "deepseek_v32", "index_topk": None}, "index_topk", "at least 1"),
+    (V32_INDEXER | {"index_topk": 0}, "index_topk", "at least 1"),
+    (V32_INDEXER | {"index_head_dim": 32}, "index_head_dim", "at least qk_rope_head_dim"),
+    (V32_INDEXER | {"q_lora_rank": None}, "q_lora_rank", "query latent"),
+    (V32_INDEXER | {"rope_interleave": False}, "rope_interleave", "interleaved pairs"),
     ({"mlp_bias": True}, "mlp_bias", "not supported"),
 ]
 

@@ -30,11 +30,12 @@ from sharding.program import Program, program_collectives
 
 pytestmark = pytest.mark.slow  # all together
 
-# float32 by name: the engine's own choice on a CPU, where a dry run would stand in for an accelerator.
+# float32 by name: the engine's own choice on a CPU, where a dry run would stand in for an accelerator. Plain kernels, as a dry run has.
 ARGS = EngineArgs(
     model="demo",
     mesh="dp=2,tp=2",
     dtype="float32",
+    kernels="plain",
     max_model_len=64,
     max_num_seqs=4,
     max_num_batched_tokens=32,

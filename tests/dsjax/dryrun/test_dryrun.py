@@ -18,6 +18,7 @@ from dsjax.dryrun.assumptions import expected_tiles
 from dsjax.dryrun.run import dry_run
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
+from dsjax.fp4.formats import experts_format
 from dsjax.kernels.table import OPERATIONS
 from dsjax.model.experts import default_tile
 from sharding import MeshSpec
@@ -163,6 +164,20 @@ def test_by_so_many_rows_nothing_is_drafted_but_the_module_stays_on_the_device()
     assert (many.memory.weights, many.memory.cache) == (few.memory.weights, few.memory.cache)
 
 
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16"])
+def test_experts_in_fp4_take_the_bytes_of_the_format_and_count_as_numbers_of_the_model(weights):
+    kept, plain = (
+        dry_run(DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=2", weights=one), batch=2, context=64))
+        for one in (weights, "auto")
+    )
+    form, numbers = experts_format(weights), plain.parameters["routed experts"]
+    assert kept.parameters == plain.parameters
+    config = load_config("demo")
+    wholes = 4 * 3 * config.n_routed_experts * config.num_moe_layers if form.has_global else 0
+    assert kept.memory.weights["routed experts"] == (numbers * form.bytes_per_value + wholes) / 2
+    assert kept.request["weights"] == weights
+
+
 def test_a_model_without_the_module_cannot_draft():
     engine = dataclasses.replace(DRAFTING, model="moonlight", weights="auto", mesh="dp=4")
     with pytest.raises(UserError, match=r"--speculative-config .* has none"):
@@ -190,14 +205,19 @@ def test_impossible_requests_say_what_to_do():
 
 @pytest.mark.slow
 def test_the_command_answers_in_json_for_72_ranks_and_allocates_nothing():
-    """In a process of its own, which emulates 72 devices: the JSON's fields, and the peak of its memory."""
+    """In a process of its own, which emulates 72 devices: the JSON's fields, and the peak of its memory.
+
+    The peak is VmHWM: `ru_maxrss` of a new process begins with what its parent held, here a whole test session.
+    """
     command = (
         "dryrun --model deepseek-v3 --mesh dp=72 --redundant-experts 32 --step prefill --batch 2 --context 512 --json -"
     )
     watch = (
-        "import resource, sys; sys.argv[0] = 'dsjax'; from dsjax.cli import main\n"
+        "import sys; sys.argv[0] = 'dsjax'; from dsjax.cli import main\n"
         "try: main()\n"
-        "finally: sys.stderr.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))"
+        "finally:\n"
+        "    lines = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+        "    sys.stderr.write(lines['VmHWM'].split()[0])"
     )
     environment = {k: v for k, v in os.environ.items() if k != "PJRT_NPROC"}
     environment["XLA_FLAGS"] = " ".join(QUICK_COMPILATION)  # without the number of devices

@@ -1,5 +1,6 @@
 """Descriptions of machines that are not there: their shape, and with the compiler installed a program for them."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import jax
 import pytest
 
 from dsjax.dryrun.compilation import CompiledProgram, _compile_for_accelerator
+from dsjax.dryrun.known_orders import KNOWN_ORDERS
 from dsjax.dryrun.topology import cuda_shape, cuda_target, target_devices, torus
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
@@ -49,7 +51,7 @@ def dry_run(command: str) -> dict:
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
     done = subprocess.run(
         [sys.executable, "-m", "dsjax", *command.split()],
-        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=600, check=True,
+        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=900, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
 
@@ -97,6 +99,39 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, weights, tm
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("b200", "--model deepseek-v3 --mesh dp=32"),
+        ("gb300", "--model deepseek-v3.2 --mesh dp=32 --weights nvfp4 --step prefill"),
+        ("rtx-4090", "--model demo --mesh dp=2 --weights mxfp4 --context 512"),
+    ],
+)
+def test_a_step_compiles_for_gpus_other_than_hopper(target, options):
+    report = dry_run(f"dryrun {options} --target {target} --json -")
+    assert report["platform"] == "gpu"
+    assert set(report["kernels"].values()) == {"pallas"}
+    assert report["costs"]["uncounted"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+def test_in_two_halves_every_exchange_has_something_computed_beside_it(tmp_path):
+    command = (
+        f"dryrun --model deepseek-v3 --mesh dp=32 --target h200 --enable-dbo --json - --timeline {tmp_path}/t.json.gz"
+    )
+    report = dry_run(command)
+    exchanges = [one for one in report["collectives"] if one["times"] == 58]
+    assert [one["kind"] for one in exchanges] == ["all-to-all"] * 4  # of two halves, there and back
+    for one in exchanges:
+        kernels = [name for name in one["beside"] if name.startswith("pallas_call")]
+        assert kernels, f"{one['name']} starts and ends with {one['beside']} between"
+    timeline = report["timeline"]
+    assert timeline["exposed_network"] < 0.05 * timeline["step_seconds"]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu], without a TPU")
 @pytest.mark.parametrize("step", ["decode", "prefill"])
 def test_a_step_for_tpus_counts_its_layers_and_its_products(step, tmp_path):
@@ -129,6 +164,124 @@ def test_the_exchange_of_experts_for_32_gpus_sends_three_and_keeps_one_layers_sl
     for rebalance in (found["first"], found["next"]):
         assert rebalance["steps"] == round(58 * (rebalance["exchanges"] + 1))
         assert 5e-3 < rebalance["layer_seconds"]["value"] < 50e-3
+
+
+DRAFTS = """--speculative-config {"method":"mtp","num_speculative_tokens":1}"""
+
+
+@functools.cache
+def sums_of(command: str) -> dict:
+    """The sums in a step's programs; the command fails where one could depend on the layout or the batch and is not explained."""
+    return dry_run(f"dryrun {command} --reductions --json -")["reductions"]
+
+
+def at(found: dict, place: str) -> list[dict]:
+    return [one for one in found["sums"] if one["place"] == place]
+
+
+def gpu_sums(step: str, more: str = "") -> dict:
+    drafts = DRAFTS if step == "decode" else ""
+    return sums_of(
+        f"--model deepseek-v3 --mesh dp=32 --target h200 --step {step} --against batch=1 --against mesh=dp=4,tp=8 {drafts} {more}"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@pytest.mark.parametrize("step", ["decode", "prefill", "mixed"])
+def test_each_sum_of_a_gpus_step_has_an_order_of_its_own_or_an_explanation(step):
+    found = gpu_sums(step)
+    assert found["unexplained"] == 0 < found["could_depend"] < len(found["sums"])
+    assert {one["program"] for one in found["sums"]} == ({"step", "drafts"} if step == "decode" else {"step"})
+    # Every kernel says in which chunks it adds. The residual's sum goes from layer to layer and is the same always.
+    assert "unknown" not in {one["carrier"] for one in found["sums"]}
+    assert [(one["depth"], one["could_depend"]) for one in at(found, "while")] == [(3, False), (58, False)]
+    # One device has all of the depth, eight have parts of it. Of a mixed step XLA makes one collective of the two groups' sums.
+    (partials,) = [
+        one
+        for one in found["sums"]
+        if one["carrier"] == "collective" and one["program"] == "step" and one["place"].startswith("mla_output/")
+    ]
+    assert (partials["times"], partials["axes"], list(partials["otherwise"])) == (0, ["tp"], ["mesh=dp=4,tp=8"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+def test_fewer_rows_have_their_depth_and_their_context_split_on_a_gpu():
+    found = gpu_sums("decode")
+    (attention,) = [
+        one
+        for one in at(found, "attend_A_CC_ME/latent_attention/pallas_call")
+        if one["program"] == "step" and one["times"]
+    ]
+    assert attention["order"].endswith("splits 1")
+    assert attention["otherwise"]["batch=1"][0].endswith("splits 16")
+    # Nobody asked for it: XLA splits the router's depth of 7,168 into 32 parts.
+    router = [one for one in at(found, "router/dot_general") if one["program"] == "step"]
+    assert {one["depth"] for one in router} == {224, 32}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu], without a TPU")
+@pytest.mark.parametrize("step", ["decode", "prefill", "mixed"])
+def test_each_sum_of_a_tpus_step_has_an_order_of_its_own_or_an_explanation(step, small_model):
+    found = tpu_sums(step, small_model)
+    assert found["unexplained"] == 0 < found["could_depend"] < len(found["sums"])
+    assert "unknown" not in {one["carrier"] for one in found["sums"]}
+    scattered = at(found, "experts/dispatch/experts/scatter-add")
+    assert {(one["carrier"], one["known"]) for one in scattered} == {("scatter", "expert-scatter")}
+
+
+def tpu_sums(step: str, model: str, more: str = "") -> dict:
+    drafts = DRAFTS if step == "decode" else ""
+    return sums_of(
+        f"--model {model} --mesh dp=2,tp=2 --context 512 --target tpu-v6e --step {step} --against batch=1 {drafts} {more}"
+    )
+
+
+def only_masked_values_are_open(found: dict) -> bool:
+    """Whether every sum has one order, but for all-reduces of which all terms but one are zero; and no sum is the compiler's."""
+    open_ = {(one["carrier"], one["what"], one["known"]) for one in found["sums"] if one["could_depend"]}
+    carriers = {one["carrier"] for one in found["sums"]}
+    assert found["unexplained"] == 0
+    assert open_ <= {("collective", "all-reduce of masked values", "one-term")}, open_
+    return carriers <= {"kernel", "loop", "collective"} and "kernel" in carriers
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@pytest.mark.parametrize("step", ["decode", "prefill", "mixed"])
+def test_batch_invariant_leaves_no_sum_of_a_gpus_step_to_the_batch_or_the_mesh(step):
+    assert only_masked_values_are_open(gpu_sums(step, "--batch-invariant"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu], without a TPU")
+@pytest.mark.parametrize("step", ["decode", "prefill", "mixed"])
+def test_batch_invariant_leaves_no_sum_of_a_tpus_step_to_the_batch(step, small_model):
+    assert only_masked_values_are_open(tpu_sums(step, small_model, "--batch-invariant"))
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory) -> str:
+    """V3's structure in widths that the TPU's kernels take, so that its compiler needs seconds."""
+    folder = tmp_path_factory.mktemp("model")
+    config = json.loads((Path(__file__).parents[3] / "configs/models/deepseek-v3/config.json").read_text())
+    widths = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "vocab_size": 1024}
+    widths |= {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 256, "kv_lora_rank": 256}
+    widths |= {"n_routed_experts": 32, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+    widths |= {"num_hidden_layers": 4, "first_k_dense_replace": 2}
+    (folder / "config.json").write_text(json.dumps(config | widths))
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (HAS_CUDA_COMPILER and HAS_TPU_COMPILER), reason="needs the extras [cuda] and [tpu]")
+def test_no_entry_of_the_list_is_left_from_what_is_gone(small_model):
+    steps = ("decode", "prefill", "mixed")
+    runs = [gpu_sums(step) for step in steps] + [tpu_sums(step, small_model) for step in steps]
+    used = {one["known"] for run in runs for one in run["sums"] if one["could_depend"]}
+    assert used - {None} == {entry.name for entry in KNOWN_ORDERS}
 
 
 class Refused:

@@ -1,0 +1,175 @@
+"""Which sums of a step could depend on the layout or the batch, which are explained, and what a step compiled otherwise says of them."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from layouts import TINY
+from typer.testing import CliRunner
+
+from dsjax.cli.main import app
+from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.known_orders import KNOWN_ORDERS, KnownOrder
+from dsjax.dryrun.orders import order_report, place_of, variant
+from dsjax.dryrun.run import dry_run
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.errors import UserError
+from sharding.program.reductions import Reduction
+
+ARGS = DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=2", page_size=4, prefill_chunk=16), batch=8, context=64)
+
+
+def norm(order="tile 1×64", *, depends=("compiler",), told=True, op_name="jit(run)/norm/reduce_sum"):
+    return Reduction("r.1", op_name, "reduce", "terms", "f32", 64, order, told, depends, "why")
+
+
+def only(found, against=None, known=KNOWN_ORDERS):
+    others = {"batch=1": {"step": against}} if against is not None else {}
+    (row,) = order_report({"step": found}, others, known).sums
+    return row
+
+
+def test_what_the_compiler_chose_is_open_until_another_program_has_the_same():
+    assert only([norm()]).could_depend
+    assert not only([norm()], against=[norm()]).could_depend
+    assert only([norm(told=False)], against=[norm(told=False)]).could_depend  # equal words, but not all of the order
+    assert not only([norm("in sequence", depends=())]).could_depend
+
+
+def test_what_another_program_makes_otherwise_depends_even_where_each_order_is_fixed():
+    row = only(
+        [norm("in sequence", depends=())], against=[dataclasses.replace(norm("in sequence", depends=()), depth=8)]
+    )
+    assert row.could_depend
+    assert row.otherwise == {"batch=1": ("reduce terms of 8 in f32, in sequence",)}
+
+
+def test_what_depends_on_the_mesh_or_on_rows_does_so_even_where_two_programs_agree():
+    for depends in (("mesh",), ("rows",), ("values",), ("timing", "rows"), ("library", "rows")):
+        assert only([norm(depends=depends)], against=[norm(depends=depends)]).could_depend
+
+
+def test_a_sum_that_only_the_other_program_has_is_reported_and_runs_no_time_in_this_one():
+    report = order_report({"step": []}, {"mesh=tp=2": {"step": [norm("in sequence", depends=())]}})
+    (row,) = report.sums
+    assert (row.times, row.could_depend) == (0.0, True)
+    assert row.otherwise == {"mesh=tp=2": ("reduce terms of 64 in f32, in sequence",)}
+
+
+def test_sums_that_are_alike_are_one_row_and_their_runs_add_up():
+    (row,) = order_report({"step": [norm(), dataclasses.replace(norm(), times=58.0)]}, {}).sums
+    assert row.times == 59
+
+
+def test_a_program_is_compared_with_its_own_kind_only():
+    found = {"step": [norm()], "drafts": [norm()]}
+    report = order_report(found, {"step=prefill": {"step": [norm()]}})
+    assert {row.program: row.could_depend for row in report.sums} == {"step": False, "drafts": True}
+
+
+def test_an_unexplained_sum_fails_and_is_named_and_an_explained_one_passes():
+    report = order_report({"step": [norm(op_name="jit(run)/indexer/reduce_sum")]}, {})
+    with pytest.raises(UserError, match=r"1 sums could .*indexer/reduce_sum of the step .*known_orders\.py"):
+        report.check()
+    entry = KnownOrder("why", ("reduce",), "terms", "indexer/reduce_sum", "Because.", "nothing.")
+    order_report({"step": [norm(op_name="jit(run)/indexer/reduce_sum")]}, {}, (entry,)).check()
+    order_report({"step": [norm(op_name="jit(run)/indexer/reduce_sum", depends=())]}, {}).check()
+
+
+def test_an_entry_explains_neither_another_carrier_nor_another_place():
+    entry = KnownOrder("why", ("reduce",), "terms", "norm/reduce_sum", "Because.", "nothing.")
+    assert only([norm()], known=(entry,)).known is entry
+    assert only([norm(op_name="jit(run)/draft/mtp_8/norm/reduce_sum")], known=(entry,)).known is entry
+    assert only([norm(op_name="jit(run)/inner_norm/reduce_sum")], known=(entry,)).known is None
+    assert only([dataclasses.replace(norm(), carrier="scatter")], known=(entry,)).known is None
+
+
+def test_entries_have_names_of_their_own_whole_sentences_and_patterns_that_compile():
+    assert len({entry.name for entry in KNOWN_ORDERS}) == len(KNOWN_ORDERS)
+    for entry in KNOWN_ORDERS:
+        assert entry.why[0].isupper()
+        assert (entry.why[-1], entry.remedy[-1]) == (".", ".")
+        re.compile(entry.what), re.compile(entry.places)
+
+
+def test_no_entry_explains_a_call_that_says_nothing_or_a_library():
+    for carrier in ("unknown", "library"):
+        assert only([dataclasses.replace(norm(), carrier=carrier)]).known is None
+        assert all(carrier not in entry.carriers for entry in KNOWN_ORDERS)
+
+
+def test_a_place_is_the_models_scopes_and_the_operation_without_numbers_of_tokens():
+    path = "jit(run)/mtp_512/while/body/closed_call/mla_project/shard_map/dense/pallas_call"
+    assert place_of(norm(op_name=path)) == "mtp/mla_project/dense/pallas_call"
+    assert place_of(norm(op_name="jit(run)/reduce_sum")) == "reduce_sum"
+    assert place_of(norm(op_name="")) == "(terms)"
+
+
+def test_one_thing_of_a_dry_run_is_changed_at_a_time():
+    assert variant(ARGS, "batch=1").rows == 1
+    assert variant(ARGS, "mesh=dp=4,tp=8").engine.mesh == "dp=4,tp=8"
+    assert variant(ARGS, "context=128").row_tokens == 128
+    prefill = variant(ARGS, "step=prefill")
+    assert (prefill.step, prefill.decode, prefill.prefill) == ("prefill", None, (2048 // 16, 16))
+    for wrong in ("batch=", "batch=few", "step=train", "mesh=", "rows=3", "batch"):
+        with pytest.raises(UserError, match=r"--against .*expected batch=ROWS"):
+            variant(ARGS, wrong)
+
+
+def test_against_without_reductions_is_refused():
+    with pytest.raises(UserError, match="give --reductions as well"):
+        dry_run(ARGS, against=("batch=1",))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
+    return str(folder)
+
+
+def of(model, mesh, **options):
+    return DryRunArgs(engine=EngineArgs(model=model, mesh=mesh, page_size=4, prefill_chunk=16), context=64, **options)
+
+
+def test_a_step_on_the_cpu_is_compared_with_fewer_rows_and_another_mesh(model):
+    orders = dry_run(of(model, "dp=2", batch=8), reductions=True, against=("batch=1", "mesh=tp=2")).orders
+    assert orders.against == ("batch=1", "mesh=tp=2")
+    found = {row.place: row for row in orders.sums}
+    # Of the heads of two devices, as of those of one, the collective adds two parts: one device alone has no such sum.
+    partials = found["mla_output/psum"] if "mla_output/psum" in found else found["mla_output/dot_general"]
+    assert "mesh=tp=2" in partials.otherwise
+    assert any(row.sum.carrier == "collective" and row.sum.axes == ("tp",) and row.times == 0 for row in orders.sums)
+    # The depth of the head's product is the model's width wherever it is multiplied.
+    assert found["head/dot_general"].sum.depth == TINY["hidden_size"]
+
+
+def test_a_mixed_step_has_decodes_and_prompts_in_one_program(model):
+    report = dry_run(of(model, "dp=2", step="mixed", batch=4), reductions=True)
+    assert [(group["rows"], group["chunk"]) for group in report.request["groups"]] == [(4, 1), (2048 // 16, 16)]
+    assert report.request["tokens_per_device"] == 4 + 2048
+    assert report.cache_tokens == (4 + 2048 // 16) * 64
+    products = {row.place for row in report.orders.sums if row.sum.carrier == "product"}
+    assert {"attend_CC/dot_general", "attend_A_CC_ME/dot_general"} <= products
+
+
+def test_the_command_prints_the_sums_and_fails_for_those_that_nothing_explains(model, tmp_path):
+    command = ["dryrun", "--model", model, "--mesh", "dp=2", "--batch", "4", "--context", "64", "--reductions"]
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert "sums whose order could depend on the layout or the batch; compared with no other program" in shown.output
+    assert "compiled-products" in shown.output
+    # The sums of attention's and the experts' plain forms are no accelerator's, and nothing explains them.
+    done = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "r.json")])
+    found = json.loads((tmp_path / "r.json").read_text())["reductions"]
+    assert found["unexplained"] > 0
+    assert (done.exit_code, shown.exit_code) == (1, 1)
+    open_ = [one for one in found["sums"] if one["could_depend"]]
+    assert len(open_) == found["could_depend"]
+    assert {one["place"].split("/")[0] for one in open_ if not one["known"]} >= {"(window)", "experts"}
+
+
+def test_the_form_of_attention_of_a_mixed_step_is_asked_for_by_kind():
+    done = CliRunner().invoke(app, ["dryrun", "--model", "demo", "--step", "mixed", "--mla", "CC"])
+    assert done.exit_code == 1
+    assert "--mla-decode and --mla-prefill" in str(done.exception)
