@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from dsjax.engine.text.input_processor import Prompt
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.errors import UserError
 from sharding.mesh import MeshSpec
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from dsjax.engine.contract.executor import Executor
@@ -93,6 +96,9 @@ class LLM:
             links, connect = [], remote_links(self.args, loaded, group)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
+        kernels = loaded.facts.kernels
+        if loaded.facts.kernels_note and set(kernels.values()) == {"plain"}:
+            _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
         self.parts = EngineParts(

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
 from dsjax.engine.contract.executor import ExpertCounts
+from dsjax.model.rows import GroupShape
 from dsjax.model.step import ModelStep
 from sharding.dispatch import DispatchStatistics
 from sharding.layer_placement import LayerPlacements
 
 _MOST_HELD = 64
 _SECONDS = 1.0
+
+
+class _Size(NamedTuple):
+    """Token slots of a DP rank in one exchange, and how many of them a layer had."""
+
+    tokens: int
+    exchanges: int = 1
 
 
 class ExpertRecorder:
@@ -27,18 +37,20 @@ class ExpertRecorder:
 
     def __init__(self, step: ModelStep):
         self._step = step
-        self._held: list[tuple[Mapping[str, Array], int, LayerPlacements]] = []
+        self._held: list[tuple[Mapping[str, Array], _Size, LayerPlacements]] = []
         self._read_at = 0.0
         self._sums: DispatchSums | None = None
 
-    def add(self, reports: Mapping[str, Array], tokens_per_rank: int, placements: LayerPlacements) -> None:
+    def add(self, reports: Mapping[str, Array], groups: Sequence[GroupShape], placements: LayerPlacements) -> None:
         """Enter a launch's reports.
 
-        tokens_per_rank: token slots of a DP rank in it, padding included; placements: where experts were.
+        groups: its row groups on a DP rank; placements: where experts were.
         """
         if not reports:
             return
-        self._held.append((dict(reports), tokens_per_rank, placements))
+        exchanges = 2 if self._step.in_halves(groups) else 1
+        size = _Size(-(-sum(group.tokens for group in groups) // exchanges), exchanges)
+        self._held.append((dict(reports), size, placements))
         if len(self._held) >= _MOST_HELD or time.monotonic() - self._read_at >= _SECONDS:
             self._read()
 
@@ -56,20 +68,21 @@ class ExpertRecorder:
         self._read_at = time.monotonic()
         reports = jax.device_get([one for one, _, _ in held])
         # Launches of one size under one placement are read as one with more layers.
-        alike: dict[tuple[int, int], list[int]] = {}
-        for number, (_, tokens, placements) in enumerate(held):
-            alike.setdefault((tokens, id(placements)), []).append(number)
+        alike: dict[tuple[_Size, int], list[int]] = {}
+        for number, (_, size, placements) in enumerate(held):
+            alike.setdefault((size, id(placements)), []).append(number)
         for numbers in alike.values():
-            _, tokens, placements = held[numbers[0]]
-            self._enter([reports[number] for number in numbers], tokens, placements)
+            _, size, placements = held[numbers[0]]
+            self._enter([reports[number] for number in numbers], size, placements)
 
-    def _enter(self, reports: list[Mapping[str, np.ndarray]], tokens: int, placements: LayerPlacements) -> None:
+    def _enter(self, reports: list[Mapping[str, np.ndarray]], size: _Size, placements: LayerPlacements) -> None:
         step = self._step
         statistics = DispatchStatistics.of(
             {name: np.concatenate([one[name] for one in reports]) for name in reports[0]},
             step.spec,
-            step.dispatch,
-            tokens=-(-tokens // step.spec.tp_size),
+            dataclasses.replace(step.dispatch, overlapped=size.exchanges > 1),
+            tokens=-(-size.tokens // step.spec.tp_size),
+            exchanges=size.exchanges,
             width=step.config.hidden_size,
             top_k=step.config.num_experts_per_tok,
             dtype=step.dtype,

@@ -408,7 +408,7 @@ class MeshExecutor:
         outcomes, [placements] = pending.kept
         if self._recorder is not None:
             for outcome in outcomes:
-                self._recorder.add(outcome.reports, outcome.shape.tokens, placements)
+                self._recorder.add(outcome.reports, outcome.shape.groups, placements)
         results = read_step(pending.command, outcomes)
         self._slots.commit(pending.command, results)
         return results

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
+from dsjax.model.softmax import log_softmax
 
 NOT_FINITE = -1
 """Instead of a token where a logit is NaN or infinite."""
@@ -118,7 +119,7 @@ def score(logits: Float[Array, "*b V"], tokens: Int[Array, "*b"]) -> Scores:
 
     So the most probable token's is the greatest one to the bit, and its place is 1.
     """
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = log_softmax(logits)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[..., None], axis=-1)
     top, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
     return Scores(chosen[..., 0], jnp.sum(logprobs > chosen, axis=-1, dtype=jnp.int32) + 1, top_tokens, top)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from dsjax.config.weights import ROW_FORMATS, SERVED
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.experts.eplb import EplbConfig
@@ -18,6 +19,7 @@ from dsjax.errors import UserError
 from dsjax.hosts.credentials import CredentialOptions
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
+INDEX_SCORES = ("float", "hadamard", "fp8", "hadamard_fp8")
 MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
 
 
@@ -35,6 +37,7 @@ _OF_THE_HOST = (
     "host_address",
     "start_timeout",
     "heartbeat_timeout",
+    "link_monitor_interval",
     "cluster_key_file",
     "cluster_tls_cert",
     "cluster_tls_key",
@@ -82,12 +85,18 @@ class EngineArgs:
     dtype: str = option(
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
     )
-    weights: str = option("auto", "auto: in dtype; fp8: FP8 weights stay FP8 in memory", ("auto", "fp8"))
+    weights: str = option(
+        "auto",
+        "auto: in dtype; fp8: FP8 weights stay FP8 in memory; others: routed experts are kept in the format of that name, beside other "
+        "matrices in FP8, or with -bf16 in bfloat16",
+        ("auto", *SERVED),
+    )
     activation_scheme: str = option(
         "auto",
-        "for FP8 weights; dynamic: activations are quantised to FP8, 1 × 128, and multiplied so; none: weights are widened to dtype; "
-        "auto: dynamic on GPUs that multiply FP8, else none",
-        ("auto", "dynamic", "none"),
+        "for quantised weights; dynamic: activations are quantised to FP8, 1 × 128, and multiplied so; a format of experts: rows of routed "
+        "experts to that, and with other matrices in FP8 theirs as dynamic; none: weights are widened to dtype; auto: dynamic with FP8 "
+        "weights on GPUs that multiply FP8, else none",
+        ("auto", "dynamic", *ROW_FORMATS, "none"),
     )
     kv_cache_dtype: str = option(
         "auto", "of the latent cache; auto: as dtype; fp8: latents in FP8 with scales", KV_CACHE_DTYPES
@@ -139,13 +148,37 @@ class EngineArgs:
         "compute", "what tokens are sent as: in dtype, or FP8 with a scale per 128 values", ("compute", "fp8")
     )
     moe_chunk_tokens: int | None = option(None, "most tokens of a rank dispatched at once; bounds buffers", least=1)
-    mla_prefill: str = option("CC", "MLA form of prompts", MLA_FORMS)
+    enable_dbo: bool = option(
+        False,
+        "compute a large step in two halves (dual-batch overlap), so that one half's rows travel while the other computes; for "
+        "accelerators, where exchanges run beside computation",
+        alias="--enable-two-batch-overlap",
+    )
+    dbo_decode_token_threshold: int = option(
+        32, "least tokens of a rank, of a step of decodes, for --enable-dbo", least=1
+    )
+    dbo_prefill_token_threshold: int = option(512, "the same, of a step with prompts", least=1)
+    mla_prefill: str | None = option(
+        None, "MLA form of prompts; default: CC, and with --batch-invariant that of decodes", MLA_FORMS
+    )
     mla_decode: str = option("A_CC_ME", "MLA form of decodes", MLA_FORMS)
+    index_scores: str = option(
+        "float",
+        "of models with sparse attention, what index queries and keys go through before they are multiplied: a Hadamard rotation, rounding "
+        "to FP8, both as DeepSeek's own code has it, or nothing",
+        INDEX_SCORES,
+    )
     kernels: str = option(
         "auto",
         "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU; "
         "pallas: Triton on GPU, Mosaic on TPU",
         ("auto", "plain", "native", "pallas"),
+    )
+    batch_invariant: bool = option(
+        False,
+        "a token's numbers are the same to the bit in a prompt and in a decode, in every batch, chunk and mesh: prompts are computed in "
+        "the form of decodes. On CPUs in float32 with native kernels; on GPUs and TPUs with kernels whose tiles are the same for every "
+        "shape, but for what the start names",
     )
     kernel_cache: str | None = option(
         None,
@@ -248,6 +281,9 @@ class EngineArgs:
     heartbeat_timeout: int = option(
         10, "seconds after which a process that gives no sign of life is taken for dead; the rest goes on", least=1
     )
+    link_monitor_interval: int = option(
+        10, "seconds between two looks at the links to the other processes, for /metrics; 0: none", least=0
+    )
     cluster_key_file: str | None = option(
         None,
         "file with the secret that all processes of a deployment share, at least 32 characters; or the environment variable "
@@ -272,6 +308,8 @@ class EngineArgs:
     )
 
     def __post_init__(self):
+        if self.mla_prefill is None:
+            object.__setattr__(self, "mla_prefill", self.mla_decode if self.batch_invariant else "CC")
         for field in dataclasses.fields(self):
             if field.name not in ("speculative_config", "eplb_config", "kv_events_config"):
                 _check(field, getattr(self, field.name))

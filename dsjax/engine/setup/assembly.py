@@ -11,18 +11,23 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
+from dsjax.config.weights import ROW_FORMATS, WEIGHT_FORMATS
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.batch_invariance import check_batch_invariant, open_sums
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.errors import UserError
 from dsjax.kernels.pallas import tpu_attention, tpu_products
+from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
-from dsjax.model.parameters import BLOCK, Weights
+from dsjax.model.parameters import Weights
+from dsjax.model.sparse import IndexScores
 from dsjax.model.step import ModelStep
 from dsjax.model.transformer import parameter_table
+from dsjax.model.two_batch import TwoBatchOverlap
 from sharding import MeshError, MeshSpec, Rules, fp8
 from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method
@@ -66,11 +71,23 @@ def make_step(
     scheme = activation_scheme(args, config, weights, mesh.devices.flat[0])
     kept_in = cache_dtype(args, dtype)
     cache_arrays(common_layout(args.mla_prefill, args.mla_decode), config, kept_in)  # that they go together
+    powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+    index_scores = IndexScores.parse(args.index_scores, config.index_head_dim, powers)
     check_layout(config, spec, args.num_redundant, weights)
+    if scheme.experts is not None and spec.expert_width_shards > 1:
+        raise UserError(
+            f"--activation-scheme {scheme} gives a row of an expert one scale over its width, and --mesh {args.mesh} splits it over "
+            f"{spec.expert_width_shards} devices; let ep be a multiple of tp, or give --activation-scheme dynamic"
+        )
     placement = expert_placement(config, spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
         placement = placement_from_file(args, config, spec, placement)
     fusion = args.enable_shared_experts_fusion
+    if fusion and WEIGHT_FORMATS[weights].packed is not None:
+        raise UserError(
+            f"--enable-shared-experts-fusion makes a layer's shared expert a routed one, and --weights {weights} packs those into four "
+            "bits, which shared experts are not; leave one of the two out"
+        )
     if fusion and (not config.is_moe or config.n_shared_experts != 1):
         raise UserError(
             f"--enable-shared-experts-fusion makes a layer's one shared expert a routed one, but this model has "
@@ -86,7 +103,7 @@ def make_step(
         derived_dtype=dtype,
         mtp=mtp,
     )
-    return ModelStep(
+    step = ModelStep(
         config=config,
         table=table,
         spec=spec,
@@ -99,17 +116,29 @@ def make_step(
         prefill_form=args.mla_prefill,
         decode_form=args.mla_decode,
         page_size=args.page_size,
-        kernels=_kernels(args, config, spec, platform, dtype, kept_in, weights, scheme),
+        kernels=_kernels(args, config, spec, mesh.devices.flat[0], dtype, kept_in, weights, scheme),
         shared_experts_fusion=fusion,
         scheme=scheme,
+        index_scores=index_scores,
+        overlap=_overlap(args),
     )
+    if args.batch_invariant:
+        check_batch_invariant(step, platform, weights)
+    return step
+
+
+def _overlap(args: EngineArgs) -> TwoBatchOverlap | None:
+    if not args.enable_dbo:
+        return None
+    drafts = args.speculation.num_speculative_tokens if args.speculation else 0
+    return TwoBatchOverlap(args.dbo_decode_token_threshold, args.dbo_prefill_token_threshold, decode_chunk=1 + drafts)
 
 
 def _kernels(
     args: EngineArgs,
     config: ModelConfig,
     spec: MeshSpec,
-    platform: str,
+    device: jax.Device,
     dtype: np.dtype,
     cache_dtype: np.dtype,
     weights: Weights,
@@ -118,14 +147,23 @@ def _kernels(
     folder = cache_folder()
     kernels = choose_kernels(
         args.kernels,
-        platform,
+        device.platform,
         dtype,
         devices=min(spec.num_devices, jax.local_device_count()),
         cache=None if folder is None else folder / "native",
         prebuilt=None if args.kernel_cache is None else Path(args.kernel_cache),
         tiles=None if args.kernel_config is None else Path(args.kernel_config),
+        cores=Cores.of(device),
     )
-    kernels = dataclasses.replace(kernels, quantises=scheme.dynamic)
+    if kernels.native is not None and scheme.dynamic and WEIGHT_FORMATS[weights].experts != "fp8":
+        return dataclasses.replace(kernels, left_plain=("experts",))  # theirs are FP8 by FP8
+    if args.batch_invariant and kernels.pallas is not None:
+        if args.kernel_config is not None:
+            raise UserError(
+                "--batch-invariant has the same tiles for every shape, and --kernel-config has others; leave one of the two out"
+            )
+        kernels = dataclasses.replace(kernels, pallas=dataclasses.replace(kernels.pallas, fixed=True))
+        kernels = dataclasses.replace(kernels, note="; ".join(filter(None, (kernels.note, open_sums(kernels)))))
     if kernels.pallas is None or kernels.pallas.platform != "tpu":
         return kernels
     refused = {
@@ -133,9 +171,11 @@ def _kernels(
         ("experts",): _refuses_experts(config, spec, weights, scheme) if config.is_moe else "",
     }
     left = tuple(name for names, reason in refused.items() if reason for name in names)
-    if weights != "fp8" or scheme.dynamic:
+    if (not WEIGHT_FORMATS[weights].keeps_fp8 and not kernels.fixed) or scheme.dynamic:
         left += ("other products",)  # XLA's own are as good with other weights, which is nothing to note
-    return dataclasses.replace(kernels, left_plain=left, note="; ".join(filter(None, refused.values())))
+    return dataclasses.replace(
+        kernels, left_plain=left, note="; ".join(filter(None, (kernels.note, *refused.values())))
+    )
 
 
 def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, scheme: ActivationScheme) -> str:
@@ -169,12 +209,12 @@ def cache_dtype(args: EngineArgs, dtype: np.dtype) -> np.dtype:
 
 
 def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_experts: bool | None = None) -> Weights:
-    """Choose how matrices are kept: FP8 if asked for, else in the compute dtype, but routed experts in bf16 if they come so.
+    """Choose how matrices are kept: quantised if asked for, else in the compute dtype, but routed experts in bf16 if they come so.
 
     bf16_experts: as for ``make_step``. FP8 values times their scales do not fit bf16, so they become float32 for float32.
     """
-    if args.weights == "fp8":
-        return "fp8"
+    if args.weights != "auto":
+        return args.weights
     if dtype != jnp.float32:
         return "bf16"
     if bf16_experts is None:
@@ -186,19 +226,26 @@ def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, d
     """Say whether activations are quantised for products with FP8 weights: ``auto`` as vLLM and SGLang do where tensor cores multiply FP8.
 
     Raises:
-        UserError: ``dynamic`` without FP8 weights.
+        UserError: ``dynamic`` without FP8 weights, or a format of experts' rows that is not that of their weights.
     """
-    chosen = args.activation_scheme
-    if weights != "fp8":
+    chosen, row = args.activation_scheme, WEIGHT_FORMATS[weights]
+    powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+    if chosen in ROW_FORMATS:
+        if chosen not in row.row_formats:
+            raise UserError(
+                f"--activation-scheme {chosen} multiplies rows with experts of the same format, and --weights is {args.weights}; add "
+                f"--weights {chosen} or {chosen}-bf16, or leave it out"
+            )
+        return ActivationScheme(dynamic=True, powers=powers, experts=chosen)
+    if row.experts != "fp8" and not (row.quantises_rows and chosen == "dynamic"):
         if chosen == "dynamic":
             raise UserError(
-                "--activation-scheme dynamic quantises activations for products with FP8 weights, and --weights is "
+                "--activation-scheme dynamic quantises activations for products with quantised weights, and --weights is "
                 f"{args.weights}; add --weights fp8, or leave it out"
             )
         return WIDEN
     multiplies = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= FIRST_WITH_FP8
     dynamic = multiplies if chosen == "auto" else chosen == "dynamic"
-    powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     return ActivationScheme(dynamic, powers) if dynamic else WIDEN
 
 
@@ -214,7 +261,15 @@ def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: W
     widths = {"dense MLP width": config.intermediate_size} if config.num_dense_layers else {}
     if config.n_shared_experts:
         widths["shared expert width"] = config.n_shared_experts * config.moe_intermediate_size
-    if weights == "fp8":
+    row = WEIGHT_FORMATS[weights]
+    if row.packed is not None and config.is_moe:
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if getattr(config, name) % row.expert_block:
+                raise UserError(
+                    f"--weights {weights} keeps experts in blocks of {row.expert_block}, and this model's {name} is "
+                    f"{getattr(config, name)}, which they do not divide; choose other --weights"
+                )
+    if row.keeps_fp8:
         # Whole heads always divide; their blocks of FP8 need not.
         heads, nope, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
         widths["query heads' width"] = heads * config.qk_head_dim
@@ -226,7 +281,8 @@ def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: W
         redundant=redundant,
         expert_width=config.moe_intermediate_size,
         dense_widths=widths,
-        block=BLOCK if weights == "fp8" else None,
+        block=row.block,
+        expert_block=row.expert_block,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -118,7 +117,7 @@ def describe_engine(
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
     return EngineFacts(
         model=args.model,
-        parameters=sum(math.prod(i.shape) for i in step.table.infos.values() if i.init not in ("derived", "scale")),
+        parameters=sum(info.count for info in step.table.infos.values()),
         mesh=str(spec),
         mesh_shape=dict(step.mesh.shape),
         platform=device.platform,

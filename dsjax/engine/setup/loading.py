@@ -20,8 +20,8 @@ from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
-from dsjax.checkpoint.recover import Peers
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
+from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
@@ -116,7 +116,7 @@ def load_model(
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
-    check_layout(config, spec, args.num_redundant, "fp8" if args.weights == "fp8" else "bf16")
+    check_layout(config, spec, args.num_redundant, "bf16" if args.weights == "auto" else args.weights)
     mesh = mesh or spec.build()
     if group is not None and not is_later:
         check_shares(spec, mesh, group)
@@ -154,12 +154,12 @@ def load_model(
     if group is not None:
         if on_cpu:
             group.connect([device.id for device in mesh.devices.flat])
-        group.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
+        group.agreement.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
     held.counts = WeightBytes()
-    params = read_all() if group is None else group.run("loading", read_all)
+    params = read_all() if group is None else group.agreement.run("loading", read_all)
     sources = held.counts
     if peers is not None:
-        sources = WeightBytes.total(group.ask("weights", sources.plain()))
+        sources = WeightBytes.total(group.agreement.ask("weights", sources.plain()))
         peers.finish()
     with explained_out_of_memory("its weights were loaded", smaller):
         params = materialise(step, params)
@@ -183,7 +183,7 @@ def load_model(
                 lambda paths, placements: read(directory, step.stored(placements), only=paths),
                 lock and partial(_open_disk, args, page_space(args, step, directory), lock),
             ),
-            meet=None if group is None else lambda: group.ask("compiled"),
+            meet=None if group is None else lambda: group.agreement.ask("compiled"),
             library=library,
         )
     if group is not None and group.is_leader and len(group.present) > 1:
@@ -273,8 +273,8 @@ def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
 
 def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
     """Limits with as many pages as fit the device, and the host, with the least room."""
-    limits = group.run("memory", find)
-    rooms = group.ask("pages", [limits.pages_per_rank, limits.host_pages_per_rank])
+    limits = group.agreement.run("memory", find)
+    rooms = group.agreement.ask("pages", [limits.pages_per_rank, limits.host_pages_per_rank])
     pages, host_pages = (min(each) for each in zip(*rooms, strict=True))
     return replace(limits, pages_per_rank=pages, host_pages_per_rank=host_pages)
 

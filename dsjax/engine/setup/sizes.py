@@ -214,7 +214,7 @@ def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) ->
     needed = weight_bytes(step)
     if pool is None or needed <= pool.room:
         return
-    ways = ["use a mesh of more devices"] + (["--weights fp8"] if args.weights != "fp8" else [])
+    ways = ["use a mesh of more devices"] + (["--weights fp8"] if args.weights == "auto" else [])
     whole = pool.size / args.gpu_memory_utilization
     if needed < 0.95 * whole:
         ways.append(f"a --gpu-memory-utilization above {needed / whole:.2f} (it is {args.gpu_memory_utilization:g})")

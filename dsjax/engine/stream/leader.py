@@ -167,7 +167,7 @@ class LeaderExecutor(ExecutorWrapper):
         """
         self._put(WarmUp())
         self.inner.warm_up(progress)
-        self.group.ask("warm-up")
+        self.group.agreement.ask("warm-up")
 
     def retire(self) -> None:
         """End this generation, whose stream is read no more."""

@@ -20,8 +20,8 @@ HEAD = 4.0
 """By how much the head is scaled up: sampled at temperature 1, the model still says mostly what is most probable."""
 
 
-def write_drafting_checkpoint(directory: Path) -> Path:
-    """``model.safetensors``, ``config.json`` and the tokenizer's files.
+def write_drafting_checkpoint(directory: Path, **changed) -> Path:
+    """``model.safetensors``, ``config.json`` and the tokenizer's files. changed: fields of ``TINY``.
 
     Its text is printable ASCII: the head of all other tokens is zero. The module's projection passes the embedding of the token on, as the
     model's first layer gets it, and its norm is the model's. So the module predicts what follows a token, and what it cannot know is what
@@ -34,6 +34,7 @@ def write_drafting_checkpoint(directory: Path) -> Path:
         "first_k_dense_replace": 0,  # one kind of layer less to compile
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
+        **changed,
     }
     config = ModelConfig.from_dict(fields)
     tensors = hf_tensors(config, RandomWeights(7, bias_center=-0.2))

@@ -3,12 +3,14 @@
 These are the tests of `setup/side_options.py` and `transfer/page_chunks.py` too.
 """
 
+import functools
 import threading
 from dataclasses import replace
 
 import jax
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
+from layouts import MODELS
 
 from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.load import load
@@ -39,14 +41,21 @@ MESHES = {
         "prefill_prefill_chunk": 24,
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
     },
+    "dp=1 for dp=2, index keys": {"model": "v3.2", "prefill_mesh": "dp=1", "decode_mesh": "dp=2"},
 }
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("separated")
-    write_drafting_checkpoint(directory)
-    return directory
+def checkpoints(tmp_path_factory):
+    """The checkpoint of each model, written when it is first asked for."""
+    return functools.cache(
+        lambda model: write_drafting_checkpoint(tmp_path_factory.mktemp("separated"), **MODELS[model])
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints):
+    return checkpoints("v3")
 
 
 def requests():
@@ -86,18 +95,25 @@ def loaded(checkpoint, **options) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint):
-    llm = loaded(checkpoint)
-    try:
-        return generated(llm)
-    finally:
-        llm.shutdown()
+def expected_of(checkpoints):
+    """What each model makes in one plain engine, when it is first asked for."""
+
+    def made(model):
+        llm = loaded(checkpoints(model))
+        try:
+            return generated(llm)
+        finally:
+            llm.shutdown()
+
+    return functools.cache(made)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", MESHES.values(), ids=MESHES)
-def test_tokens_are_those_of_one_plain_engine(checkpoint, expected, options, monkeypatch):
-    reads = []
+def test_tokens_are_those_of_one_plain_engine(checkpoints, expected_of, options, monkeypatch):
+    options, reads = dict(options), []
+    model = options.pop("model", "v3")
+    checkpoint, expected = checkpoints(model), expected_of(model)
     monkeypatch.setattr(loading, "load", lambda *args, **rest: reads.append(args) or load(*args, **rest))
     apart = {"local_prefill_tokens": 1, "transfer_timeout": 600}  # programs compile at first use
     llm = loaded(checkpoint, **apart, **options)

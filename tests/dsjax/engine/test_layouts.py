@@ -1,4 +1,7 @@
-"""Every layout, dispatch and MLA form gives the logits and the greedy tokens of one device."""
+"""Every layout, dispatch and MLA form gives the logits, greedy tokens and log-probabilities of one device, to the bit.
+
+What plain forms compute (``--kernels plain``) keeps a bound of float32's rounding instead.
+"""
 
 import functools
 import itertools
@@ -7,9 +10,8 @@ import numpy as np
 import pytest
 from goldens.our_model import bound, hf_tensors, logits_of
 from goldens.random_weights import RandomWeights
-from layouts import DISPATCHES, LAYOUTS, TINY, difference, prompts, wide, write_checkpoint
+from layouts import DISPATCHES, LAYOUTS, MODELS, TINY, References, difference, prompts, wide, write_checkpoint
 from layouts import answer as answer_of
-from rounding_edges import Edges
 
 from dsjax.config import ModelConfig
 
@@ -22,6 +24,7 @@ PLAIN = {"kernels": "plain"}
 MIXED = {"mixed": True}  # prompts and decodes in one launch
 FUSED = {"redundant_experts": 8, "enable_shared_experts_fusion": True}  # the shared expert as a routed one
 CHUNKS = {"moe_chunk_tokens": 5}
+PREEMPTED = {"cache_tokens": 140}  # a third of what the prompts and their tokens take
 
 FORMS = (("CC", "A_CC"), ("A_CC_ME", "AM_CC_ME"), ("CD", "CD"))
 # Each layout; each dispatch with each of these pairs of forms; between them each form in prefill and, with A_CC_ME further below, in
@@ -42,24 +45,40 @@ RUNS = [
     ("dp=16,tp=2,ep=8", "ragged", "A_CC_ME", "AM_CC_ME", FUSED),
     ("dp=12", "padded", "A_CC_ME", "AM_CC_ME", {"redundant_experts": 4} | CHUNKS),
 ]
+# Sparse attention: both of its ways in prefill and in decode, on meshes with and without tp.
+SPARSE_RUNS = [
+    ("dp=1", "gather", "CC", "CC", PREEMPTED),  # in one form: what is computed again is a prompt
+    ("dp=8", "padded", "A_CC_ME", "CC", {"index_scores": "hadamard"}),
+    ("tp=8", "gather", "AM_CC_ME", "A_CC_ME", {}),
+    ("dp=2,tp=4", "ragged", "CC", "A_CC", MIXED),
+    ("dp=32", "padded", "CC", "AM_CC_ME", {}),
+]
+ALL_RUNS = [("v3", *run) for run in RUNS] + [("v3.2", *run) for run in SPARSE_RUNS]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+def checkpoints(tmp_path_factory):
+    """The tiny checkpoint of each model, written when it is first asked for."""
+    return functools.cache(lambda model: write_checkpoint(tmp_path_factory.mktemp("tiny"), **MODELS[model]))
 
 
 @pytest.fixture(scope="module")
-def one_device(checkpoint):
-    # The plain forms: whatever `--kernels auto` brings to the layouts below is held to them, too.
-    return answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
+def checkpoint(checkpoints):
+    return checkpoints("v3")
 
 
-def test_one_device_gives_the_logits_of_the_model_without_cache_or_mesh(one_device):
-    config = ModelConfig.from_dict(TINY)
+@pytest.fixture(scope="module")
+def one_device(checkpoints):
+    """What each model's answers are held to, made when it is first asked for."""
+    return functools.cache(lambda model: References(functools.partial(answer, checkpoints(model), "dp=1", "auto"), {}))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_device_gives_the_logits_of_the_model_without_cache_or_mesh(one_device, model):
+    config = ModelConfig.from_dict(TINY | MODELS[model])
     tokens = np.array([prompts()[-1]["prompt_token_ids"]])
     reference = logits_of(config, hf_tensors(config, RandomWeights(7, bias_center=-0.2)), tokens)[0]
-    assert np.abs(one_device.logits - reference).max() <= bound(reference)
+    assert np.abs(one_device(model).plain.logits - reference).max() <= bound(reference)
 
 
 def test_the_runs_meet_every_layout_and_every_dispatch_with_each_pair_of_forms():
@@ -68,60 +87,59 @@ def test_the_runs_meet_every_layout_and_every_dispatch_with_each_pair_of_forms()
     assert met >= set(itertools.product(DISPATCHES, FORMS))
 
 
-@pytest.mark.parametrize(("layout", "dispatch", "prefill", "decode", "options"), RUNS)
-def test_layout_gives_the_answer_of_one_device(checkpoint, one_device, layout, dispatch, prefill, decode, options):
-    assert difference(answer(checkpoint, layout, dispatch, prefill, decode, **options), one_device) is None
-
-
-@pytest.fixture(scope="module")
-def one_device_with_an_fp8_cache(checkpoint):
-    return answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", kv_cache_dtype="fp8")
-
-
-@pytest.mark.parametrize(
-    ("layout", "dispatch", "prefill", "decode"),
-    [
-        ("dp=8", "padded", "CC", "CC"),
-        ("dp=2,tp=4", "ragged", "A_CC_ME", "AM_CC_ME"),
-    ],
-)
-def test_layouts_give_it_with_an_fp8_cache_too(
-    checkpoint, one_device_with_an_fp8_cache, layout, dispatch, prefill, decode
+@pytest.mark.parametrize(("model", "layout", "dispatch", "prefill", "decode", "options"), ALL_RUNS)
+def test_layout_gives_the_answer_of_one_device(
+    checkpoints, one_device, kernels, model, layout, dispatch, prefill, decode, options
 ):
-    # Exact while no entry lies within float32's rounding of the middle between two FP8 numbers: none of these does.
-    found = answer(checkpoint, layout, dispatch, prefill, decode, kv_cache_dtype="fp8")
-    assert difference(found, one_device_with_an_fp8_cache) is None
+    found = answer(checkpoints(model), layout, dispatch, prefill, decode, **options)
+    assert found.exact == ("kernels" not in options)
+    reference = one_device(model).of(found, prefill, decode, options)
+    assert difference(found, reference) is None
 
 
 @pytest.fixture(scope="module")
-def wide_checkpoint(tmp_path_factory):
-    """Whole blocks of 128 on each of two ``tp`` devices: two blocks of each width.
-
-    With the seed of the others a value lies on a rounding edge on some processors, which four more runs would have to prove.
-    """
-    return write_checkpoint(tmp_path_factory.mktemp("wide"), seed=8, **wide(2))
-
-
-@pytest.fixture(scope="module")
-def one_device_with_fp8_products(wide_checkpoint):
-    return answer(
-        wide_checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", weights="fp8", activation_scheme="dynamic"
+def one_device_with_an_fp8_cache(checkpoints, kernels):
+    """Each model's answer, when it is first asked for."""
+    return functools.cache(
+        lambda model: answer(checkpoints(model), "dp=1", "auto", "A_CC_ME", "A_CC_ME", kv_cache_dtype="fp8")
     )
 
 
 @pytest.mark.parametrize(
-    ("layout", "dispatch", "prefill", "decode"),
-    [("dp=2,tp=2", "ragged", "CC", "A_CC_ME"), ("tp=2,ep=1", "gather", "CC", "A_CC_ME")],
+    ("model", "layout", "dispatch", "prefill", "decode"),
+    [
+        ("v3", "dp=8", "padded", "A_CC_ME", "A_CC_ME"),
+        ("v3", "dp=2,tp=4", "ragged", "A_CC_ME", "A_CC_ME"),
+        ("v3.2", "dp=2,tp=4", "padded", "A_CC_ME", "A_CC_ME"),
+    ],
+)
+def test_layouts_give_it_with_an_fp8_cache_too(
+    checkpoints, one_device_with_an_fp8_cache, model, layout, dispatch, prefill, decode
+):
+    found = answer(checkpoints(model), layout, dispatch, prefill, decode, kv_cache_dtype="fp8")
+    assert found.exact
+    assert difference(found, one_device_with_an_fp8_cache(model)) is None
+
+
+@pytest.fixture(scope="module")
+def with_fp8_products(tmp_path_factory):
+    """Runs that quantise activations: whole blocks of 128 on each of two ``tp`` devices, two blocks of each width."""
+    directory = write_checkpoint(tmp_path_factory.mktemp("wide"), **wide(2))
+    return functools.partial(answer, directory, weights="fp8", activation_scheme="dynamic")
+
+
+@pytest.fixture(scope="module")
+def one_device_with_fp8_products(with_fp8_products, kernels):
+    return with_fp8_products("dp=1", "auto", "CC", "A_CC_ME")
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatch", "options"),
+    [("dp=2,tp=2", "ragged", {}), ("tp=2,ep=1", "gather", MIXED), ("dp=4", "padded", {"dispatch_wire": "fp8"})],
 )
 def test_layouts_give_it_with_fp8_products_too(
-    wide_checkpoint, one_device_with_fp8_products, layout, dispatch, prefill, decode
+    with_fp8_products, one_device_with_fp8_products, layout, dispatch, options
 ):
-    # Exact while no activation lies within float32's rounding of the middle between two FP8 numbers. Whether one does depends on the
-    # processor's instructions; where one does, the run without rounding must be equal.
-    run = functools.partial(answer, wide_checkpoint, layout, dispatch, prefill, decode)
-    kept = {"weights": "fp8", "activation_scheme": "dynamic"}
-    different = difference(run(**kept), one_device_with_fp8_products)
-    if different is not None:
-        one_device = functools.partial(answer, wide_checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
-        is_edge, text = Edges(one_device, kept).explain(run, different)
-        assert is_edge, text
+    found = with_fp8_products(layout, dispatch, "CC", "A_CC_ME", **options)
+    assert found.exact
+    assert difference(found, one_device_with_fp8_products) is None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from goldens.our_model import bound, hf_tensors, logits_of
 from goldens.random_weights import RandomWeights
-from layouts import TINY, write_checkpoint
+from layouts import MODELS, TINY, write_checkpoint
 
 from dsjax import LLM, SamplingParams
 from dsjax.config import ModelConfig
@@ -18,6 +18,7 @@ from dsjax.engine.contract.commands import Step
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.device.slots import ADMISSIONS
 from dsjax.errors import UserError
+from dsjax.kernels import build
 from sharding import MeshError, MeshSpec
 
 VOCABULARY = TINY["vocab_size"]
@@ -52,11 +53,20 @@ def on_four(checkpoint):
     made.shutdown()
 
 
+@pytest.fixture(scope="module")
+def choosing(tmp_path_factory):
+    """Two devices that attend to 12 chosen tokens, and keep index keys in their pages."""
+    made = load(write_checkpoint(tmp_path_factory.mktemp("choosing"), **MODELS["v3.2"]), "tp=2")
+    made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
+    yield made
+    made.shutdown()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request):
     """After each test, whatever happened in it: no request, no page in use."""
     yield
-    for name in {"llm", "on_four"} & set(request.fixturenames):
+    for name in {"llm", "on_four", "choosing"} & set(request.fixturenames):
         made = request.getfixturevalue(name)
         assert not made.engine.has_unfinished()
         assert [rank.pool.num_used for rank in made.engine.core.scheduler.ranks] == [0] * made.executor.limits.num_ranks
@@ -351,9 +361,10 @@ def test_a_request_that_is_not_finite_spoils_no_page_that_it_shared(llm, poisone
 
 
 @pytest.mark.parametrize("params", [greedy(8), SamplingParams(seed=3, max_tokens=8, ignore_eos=True)])
-def test_what_is_read_from_the_prefix_cache_changes_no_token(llm, on_four, params):
+@pytest.mark.parametrize("engines", [("llm", "on_four"), ("choosing",)], ids=["v3", "v3.2"])
+def test_what_is_read_from_the_prefix_cache_changes_no_token(request, engines, params):
     found = []
-    for made in (llm, on_four):
+    for made in map(request.getfixturevalue, engines):
         for salt, lengths in (("one", (33,)), ("two", (20, 33)), ("three", (33, 33))):
             for length in lengths:
                 (output,) = made.generate(
@@ -364,7 +375,7 @@ def test_what_is_read_from_the_prefix_cache_changes_no_token(llm, on_four, param
                 )
             found.append((output.num_cached_tokens, output.outputs[0].token_ids))
         made.engine.flush_prefix_cache()
-    assert [cached for cached, _ in found] == [0, 20, 32] * 2
+    assert [cached for cached, _ in found] == [0, 20, 32] * len(engines)
     assert all(tokens == found[0][1] for _, tokens in found)
 
 
@@ -466,3 +477,12 @@ def test_a_model_without_a_chat_template_says_so(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", None)
     with pytest.raises(UserError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_why_plain_kernels_are_used_is_one_line_of_the_log(checkpoint, monkeypatch, caplog):
+    """Where nobody chose them; `dsjax generate` shows the line on standard error."""
+    monkeypatch.setattr(build, "find_or_build", lambda folder: build.BuiltLibrary(None, "there is no compiler"))
+    for kernels, lines in (("plain", []), ("auto", ["Plain kernels are used: there is no compiler."])):
+        caplog.clear()
+        load(checkpoint, kernels=kernels).shutdown()
+        assert [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()] == lines

@@ -6,11 +6,16 @@ from tiny_steps import tiny
 
 from dsjax.engine.device import expert_recorder
 from dsjax.engine.device.expert_recorder import ExpertRecorder
+from dsjax.model.rows import GroupShape
 from sharding.layer_placement import LayerPlacements
 
 LAYERS, RANKS, EXPERTS = 2, 2, 32
 HERE = LayerPlacements(np.tile(np.arange(EXPERTS), (LAYERS, 1)), EXPERTS)
 REVERSED = LayerPlacements(HERE.physical_to_logical[:, ::-1], EXPERTS)
+
+
+def rows(tokens: int):
+    return [GroupShape(tokens, 1, 4, "A_CC_ME")]
 
 
 def report(tokens: int):
@@ -29,9 +34,9 @@ def recorder(monkeypatch):
 
 
 def test_tokens_are_added_by_slot_and_by_logical_expert_wherever_it_was(recorder):
-    recorder.add(report(1), 8, HERE)
-    recorder.add(report(10), 8, HERE)
-    recorder.add(report(100), 8, REVERSED)
+    recorder.add(report(1), rows(8), HERE)
+    recorder.add(report(10), rows(8), HERE)
+    recorder.add(report(100), rows(8), REVERSED)
     assert recorder.counts() is None, "reports stay on the devices for a while"
     counts = recorder.read()
     slots = np.arange(EXPERTS) + 1000 * np.arange(LAYERS)[:, None]
@@ -43,13 +48,13 @@ def test_tokens_are_added_by_slot_and_by_logical_expert_wherever_it_was(recorder
 
 
 def test_reports_are_read_together_when_many_have_come_and_a_launch_without_any_counts_nothing(recorder):
-    recorder.add({}, 8, HERE)
+    recorder.add({}, rows(8), HERE)
     assert recorder.read() is None
     for _ in range(expert_recorder._MOST_HELD - 1):
-        recorder.add(report(1), 8, HERE)
+        recorder.add(report(1), rows(8), HERE)
     assert recorder.counts() is None
-    recorder.add(report(1), 16, HERE)  # of another size, which is read by itself
+    recorder.add(report(1), rows(16), HERE)  # of another size, which is read by itself
     counts = recorder.counts()
     assert counts.tokens_per_expert[0, 3] == 3 * expert_recorder._MOST_HELD
-    recorder.add(report(1), 8, HERE)
+    recorder.add(report(1), rows(8), HERE)
     assert recorder.counts().tokens_per_expert[0, 3] == counts.tokens_per_expert[0, 3], "a copy stays as it is"

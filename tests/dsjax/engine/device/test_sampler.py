@@ -8,6 +8,7 @@ import pytest
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
 from dsjax.engine.device.sampler import NONE_ALLOWED, SlotSampling, Wanted, _threshold, greedy, sample
+from dsjax.model.softmax import log_softmax
 
 V = 24
 DRAWS = 4096
@@ -196,7 +197,7 @@ def test_the_changed_logits_decide_and_the_raw_ones_are_scored():
         found = sampled(LOGITS[None, None], [[request(seed=seed, temperature=1.0, logprobs=1)]], changed)
         token = found.tokens[0, 0]
         assert token in (3, 20)
-        assert found.scores.logprobs[0, 0] == np.asarray(jax.nn.log_softmax(LOGITS))[token]
+        assert found.scores.logprobs[0, 0] == np.asarray(log_softmax(LOGITS))[token]
     assert sampled(LOGITS[None, None], [[request(temperature=0)]], changed).tokens.tolist() == [[3]]
 
 
@@ -242,8 +243,8 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits_whatever_the_parameters(
         found.scores.top_logprobs, np.take_along_axis(exact, found.scores.top_tokens, axis=-1), atol=2e-6
     )
     assert np.all(np.diff(found.scores.top_logprobs, axis=-1) <= 0)
-    jaxs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), found.tokens[..., None], axis=-1)
-    np.testing.assert_array_equal(found.scores.logprobs, jaxs[..., 0])
+    trainers = np.take_along_axis(np.asarray(log_softmax(logits)), found.tokens[..., None], axis=-1)
+    np.testing.assert_array_equal(found.scores.logprobs, trainers[..., 0])
 
 
 def test_nobody_pays_for_logprobs_that_nobody_asked_for():

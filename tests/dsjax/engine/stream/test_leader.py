@@ -1,20 +1,17 @@
 """A leader and a follower over a store in memory: the same commands, the same results collected before each, and one end for both."""
 
-import threading
 import time
-from types import SimpleNamespace
 
 import pytest
-from group_in_threads import MemoryStore, Pair, step
+from group_in_threads import Pair, step
 
 from dsjax.engine.contract.commands import Clear, Copy, Flush
 from dsjax.engine.stream.leader import Landings
 from dsjax.engine.transfer.messages import (
     PulledChunk,
 )
-from dsjax.hosts import HostOptions, group
-from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.rendezvous import JoinRequest
+from dsjax.hosts import group
+from dsjax.hosts.group import GroupError
 
 
 @pytest.fixture(autouse=True)
@@ -115,40 +112,6 @@ def test_what_fails_because_a_member_is_gone_names_it():
         pair.leader.launch(step(2))
     pair.leader.group.leave("a test")
     pair.join()
-
-
-def test_questions_are_answered_by_all_in_the_order_of_their_ids():
-    pair = Pair()
-    answers: list = []
-    other = threading.Thread(target=lambda: answers.append(pair.groups[1].ask("pages", 7)))
-    other.start()
-    assert pair.groups[0].ask("pages", 9) == [9, 7]
-    other.join(60)
-    assert answers == [[9, 7]]
-    with pytest.raises(ValueError, match="damaged"):
-        pair.groups[1].run("loading", lambda: (_ for _ in ()).throw(ValueError("damaged")))
-    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\): damaged"):
-        pair.groups[0].run("loading", lambda: 1)
-    pair.leader.shutdown()
-    pair.join()
-
-
-def test_a_process_that_comes_back_keeps_its_way_in_until_it_has_joined():
-    members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
-    dropped, told = [], []
-    rendezvous = SimpleNamespace(listener=SimpleNamespace(drop=dropped.append))
-    options = HostOptions(("127.0.0.1", 1), 2, 0, "127.0.0.1", 1, 1)
-    group = HostGroup(options, members, MemoryStore(), rendezvous=rendezvous)
-    group.on_change = told.append
-    group._unseen = {1}
-    group._look({0})
-    assert dropped == [1]
-    assert "process 1" in str(told[0])
-    group._welcome = lambda arrival: None
-    assert group._may_come(JoinRequest(1, 2, "host", 99, "127.0.0.1", "m")) == group.generation + 1
-    group._look({0})  # it is let in, and has not joined JAX's service yet
-    assert dropped == [1]
-    assert len(told) == 1
 
 
 def test_a_chunk_has_come_when_it_has_come_in_every_process_of_its_rank():

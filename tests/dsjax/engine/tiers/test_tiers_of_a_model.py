@@ -4,11 +4,13 @@ These are the tests of `tiers/offloaded_pages.py` and `setup/sizes.py` too.
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
+from layouts import MODELS
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.setup.args import EngineArgs
@@ -19,8 +21,14 @@ from dsjax.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_drafting_checkpoint(tmp_path_factory.mktemp("tiers"))
+def checkpoints(tmp_path_factory):
+    """The checkpoint of each model, written when it is first asked for."""
+    return functools.cache(lambda model: write_drafting_checkpoint(tmp_path_factory.mktemp("tiers"), **MODELS[model]))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints):
+    return checkpoints("v3")
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -42,11 +50,16 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint):
-    llm = load(checkpoint)
-    outputs = [list(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) for prompt in prompts()]
-    llm.shutdown()
-    return outputs
+def expected_of(checkpoints):
+    """Each model's tokens without tiers, when they are first asked for."""
+
+    def made(model):
+        llm = load(checkpoints(model))
+        outputs = [list(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) for prompt in prompts()]
+        llm.shutdown()
+        return outputs
+
+    return functools.cache(made)
 
 
 def test_room_for_less_than_a_page_is_refused(checkpoint):
@@ -60,17 +73,19 @@ def generated(llm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("model", "options"),
     [
-        {"mesh": "dp=2,tp=2", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
-        {"mesh": "tp=2", "mla_prefill": "CD", "mla_decode": "CD", "host_cache_bytes": 0},
+        ("v3", {"mesh": "dp=2,tp=2", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
+        ("v3", {"mesh": "tp=2", "mla_prefill": "CD", "mla_decode": "CD", "host_cache_bytes": 0}),
+        ("v3.2", {"mesh": "dp=2,tp=2", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
     ],
-    ids=["dp=2,tp=2, drafts", "keys and values, disk alone"],
+    ids=["dp=2,tp=2, drafts", "keys and values, disk alone", "index keys, drafts"],
 )
 def test_a_models_tokens_are_the_same_and_its_pages_come_back_after_a_restart_too(
-    checkpoint, expected, options, tmp_path
+    checkpoints, expected_of, model, options, tmp_path
 ):
     """The first engine has room for all in host memory, the second one for a page or two of each rank, 5 % of what is needed."""
+    checkpoint, expected = checkpoints(model), expected_of(model)
     on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "cache_tokens": 92}
     first = load(checkpoint, **on_disk, **{"host_cache_bytes": 1 << 20} | options)
     try:

@@ -9,6 +9,7 @@ import json
 import sys
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine.core import EngineCore
 from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.setup.args import EngineArgs
@@ -41,7 +42,8 @@ def prefill(args: EngineArgs) -> None:
             tell(**server.prefill(request["tokens"], room=request.get("room")))
             continue
         pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
-        tell(jobs=engine.num_jobs, chunks=engine.buffers.num_kept, pages=pages, sent=engine.buffers.pages_sent)
+        kept = {"jobs": engine.num_jobs, "chunks": engine.buffers.num_kept, "pages": pages}
+        tell(**kept, sent=engine.buffers.pages_sent, changes=changes_of(engine.core))
     server.shutdown()
 
 
@@ -52,11 +54,17 @@ def decode(llm: LLM) -> None:
         request = json.loads(line)
         if "requests" not in request:
             counts = core.part(PrefillLinks).source.transfer_counts._asdict()
-            tell(used=sum(rank.pool.num_used for rank in core.scheduler.ranks), mesh=llm.facts.mesh, **counts)
+            used = sum(rank.pool.num_used for rank in core.scheduler.ranks)
+            tell(used=used, mesh=llm.facts.mesh, changes=changes_of(core), **counts)
             continue
         llm.engine.flush_prefix_cache()
         tell(token_ids=run(llm, request["requests"]))
     llm.shutdown()
+
+
+def changes_of(core: EngineCore) -> dict[str, int]:
+    """How often the mesh has changed, by reason; a prefill side of one process never changes its own."""
+    return {} if core.generations is None else dict(core.generations.counts.changes)
 
 
 def run(llm: LLM, requests: list) -> dict[str, list[int]]:

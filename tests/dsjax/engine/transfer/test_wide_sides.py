@@ -5,6 +5,7 @@ These are the tests of `elastic/joining.py`, `elastic/transfer_processes.py` and
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -170,3 +171,26 @@ def test_a_lost_decode_process_costs_no_request_and_no_page(expected, sides):
     assert (after["used"], after["under_way"], after["mesh"]) == (0, 0, "dp=1")
     assert after["completed"] >= counts["completed"] + 6
     assert prefill.is_empty() is True
+
+
+def test_a_process_of_either_side_that_is_told_to_end_leaves_in_order_and_costs_no_request(expected, sides):
+    prefill, decode, generate = sides(2, "dp=2", 2, "dp=2")
+    assert generate() == expected
+    for side in (prefill, decode):
+        leaver, deadline = side.processes[1], time.monotonic() + 120
+        assert generate(lambda leaver=leaver: leaver.send_signal(signal.SIGTERM)) == expected
+        while leaver.poll() is None:
+            assert generate() == expected
+            assert time.monotonic() < deadline
+        assert leaver.returncode == 0
+        assert generate() == expected
+        changes = side.ask()["changes"]
+        assert (changes.get("leave"), changes.get("loss", 0)) == (1, 0)
+    before = decode.ask()["completed"]
+    assert generate() == expected
+    after = decode.ask()
+    assert after["completed"] == before + len(PROMPTS), "pages come from the prefill process that has stayed"
+    assert (after["used"], after["under_way"], after["mesh"]) == (0, 0, "dp=1")
+    assert prefill.is_empty() is True
+    assert prefill.end() == [0, 0]
+    assert decode.end() == [0, 0]

@@ -1,0 +1,90 @@
+"""What `--batch-invariant` asks of a step: refusals where it cannot be had, and the sums whose order it leaves open on accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dsjax.config.weights import WEIGHT_FORMATS
+from dsjax.errors import UserError
+from dsjax.kernels.table import Kernels
+from dsjax.model.parameters import Weights
+from dsjax.model.step import ModelStep
+
+OPERATIONS = ("decode attention", "prefill attention", "experts", "other products")
+"""Operations that must have kernels."""
+
+
+@dataclass(frozen=True)
+class OpenSum:
+    """A sum whose order `--batch-invariant` does not fix. name: its entry in the list of `dsjax dryrun --reductions`, if it has one there.
+
+    platforms: whose kernels leave it open. what: as the message at start has it.
+    """
+
+    name: str
+    platforms: tuple[str, ...]
+    what: str
+
+
+OPEN_SUMS: tuple[OpenSum, ...] = (
+    OpenSum("sampler", ("gpu", "tpu"), "the draw's probabilities and their running sum over the vocabulary"),
+)
+
+
+def open_sums(kernels: Kernels) -> str:
+    """Say which sums stay open with `--batch-invariant`; nothing where the kernels leave none open."""
+    if not kernels.fixed:
+        return ""
+    named = [one.what for one in OPEN_SUMS if kernels.pallas.platform in one.platforms]
+    return f"--batch-invariant leaves to the compiler: {'; '.join(named)}" if named else ""
+
+
+def check_batch_invariant(step: ModelStep, platform: str, weights: Weights) -> None:
+    """Refuse what would let a token's bits depend on the batch that it is computed in.
+
+    Raises:
+        UserError: two MLA forms; products, attention or experts that are left to the compiler; a model that has further sums.
+    """
+    if {step.prefill_form, step.decode_form} not in ({"A_CC"}, {"A_CC_ME"}, {"AM_CC_ME"}, {"CC"}, {"CD"}):
+        raise UserError(
+            f"--batch-invariant computes prompts and decodes in one MLA form, and --mla-prefill is {step.prefill_form}, --mla-decode "
+            f"{step.decode_form}; leave --mla-prefill out, or give both CC, CD, A_CC, A_CC_ME or AM_CC_ME"
+        )
+    if step.is_exact:
+        return
+    if step.kernels.fixed:
+        found = next(_left_open(step, weights), None)
+        if found is None:
+            return
+        raise UserError(f"--batch-invariant gives every sum one order, but {found}; leave it out")
+    found = (
+        f"the devices are {platform} and --kernels is plain"
+        if platform != "cpu"
+        else f"--activation-scheme {step.scheme} leaves products of experts to the compiler"
+        if step.kernels.left_plain
+        else step.kernels.note or f"--kernels leaves {step.kernels.name('other products')} ones"
+    )
+    raise UserError(
+        "--batch-invariant needs the native kernels, which compute in float32 on CPUs, or those for GPUs and TPUs, for every product, "
+        f"but {found}; leave it out"
+    )
+
+
+def _left_open(step: ModelStep, weights: Weights) -> Iterator[str]:
+    """Why a step with Pallas kernels cannot have it."""
+    if step.config.index_topk is not None:
+        yield "the model has sparse attention, parts of which are XLA's"
+    if "AM_CC_ME" in (step.prefill_form, step.decode_form):
+        yield "form AM_CC_ME has products of heads that are XLA's; the others have not"
+    if WEIGHT_FORMATS[weights].packed is not None:
+        yield f"the experts' kernels for --weights {weights} take tiles that follow the rows"
+    for operation in OPERATIONS:
+        if (operation != "experts" or step.config.is_moe) and step.kernels.name(
+            operation, _form(step, operation)
+        ) != "pallas":
+            yield step.kernels.note or f"{operation} is plain here"
+
+
+def _form(step: ModelStep, operation: str) -> str | None:
+    return {"decode attention": step.decode_form, "prefill attention": step.prefill_form}.get(operation)

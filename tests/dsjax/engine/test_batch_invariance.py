@@ -1,0 +1,74 @@
+"""--batch-invariant where Pallas kernels compute: the bits of a request alone, in every batch and mesh, and refusals that say why.
+
+GPU kernels are run here by Pallas's interpreter, in float32; `test_gpu_invariance.py` has the same on a GPU. These are the tests of
+`setup/batch_invariance.py`.
+"""
+
+import numpy as np
+import pytest
+from bits_together import bits_alone_and_together
+from layouts import TINY, write_checkpoint
+
+from dsjax.config import ModelConfig
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step
+from dsjax.engine.setup.batch_invariance import OPEN_SUMS, open_sums
+from dsjax.errors import UserError
+from dsjax.kernels.pallas import PallasKernels
+from dsjax.kernels.table import PLAIN, Kernels
+from sharding import MeshSpec
+
+
+def step_of(mesh="dp=1", model=None, **options):
+    options = {"dtype": "float32", "kernels": "pallas", "batch_invariant": True} | options
+    spec = MeshSpec.parse(mesh)
+    return make_step(EngineArgs(mesh=mesh, **options), ModelConfig.from_dict(TINY | (model or {})), spec, spec.build())
+
+
+def test_every_product_norm_and_expert_has_one_order_and_the_start_names_what_has_not():
+    step = step_of(dtype="bfloat16")
+    assert step.kernels.fixed
+    assert step.in_place.ordered
+    assert not step.in_place.native
+    assert step.prefill_form == step.decode_form
+    assert all(one.what in step.kernels.note for one in OPEN_SUMS)
+    assert open_sums(PLAIN) == ""
+    assert open_sums(Kernels(pallas=PallasKernels())) == ""
+
+
+def test_without_the_option_no_kernel_has_fixed_sizes():
+    step = step_of(batch_invariant=False)
+    assert not step.kernels.fixed
+    assert not step.in_place.ordered
+    assert "batch-invariant" not in step.kernels.note
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"mla_decode": "AM_CC_ME"}, "form AM_CC_ME has products of heads"),
+        ({"mla_prefill": "CC"}, "--mla-prefill is CC, --mla-decode A_CC_ME"),
+        ({"kernel_config": "tiles.json"}, "--kernel-config has others"),
+        ({"weights": "nvfp4"}, "--weights nvfp4 take tiles that follow the rows"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_would_leave_a_sum_open_is_refused_with_the_reason(options, why, tmp_path):
+    if "kernel_config" in options:
+        (tmp_path / "tiles.json").write_text('{"format": 1, "device": "any", "products": []}')
+        options = {"kernel_config": str(tmp_path / "tiles.json")}
+    with pytest.raises(UserError, match=why):
+        step_of(**options)
+
+
+@pytest.mark.slow
+def test_a_request_gets_the_bits_of_it_alone_beside_others_on_four_devices(tmp_path):
+    """Two layers, chunks of 8 against one of 16, and experts reached by padded exchanges against none."""
+    checkpoint = write_checkpoint(tmp_path, num_hidden_layers=2)
+    alone, together = bits_alone_and_together(
+        checkpoint, {"mesh": "dp=1", "prefill_chunk": 16}, {"mesh": "dp=2,tp=2", "dispatch": "padded", "prefill_chunk": 8},
+        dtype="float32", kernels="pallas",
+    )  # fmt: skip
+    assert alone == together[1]
+    assert len(set(together)) == 3
+    assert np.isfinite(alone.logprobs).all()

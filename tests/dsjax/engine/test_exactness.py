@@ -1,0 +1,130 @@
+"""With --batch-invariant, what a request gets is the same to the bit, whatever is computed beside it, before it, and where."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import MODELS, TINY, write_checkpoint
+
+from dsjax import LLM, SamplingParams
+from dsjax.errors import UserError
+
+NEW_TOKENS = 12
+# Half of them begin alike, so that they share pages; the longest is several chunks.
+RNG = np.random.default_rng(11)
+SHARED = RNG.integers(2, TINY["vocab_size"], size=21).tolist()
+PROMPTS = [SHARED[:cut] + RNG.integers(2, TINY["vocab_size"], size=rest).tolist() for cut, rest in
+           ((0, 1), (0, 9), (21, 1), (21, 14), (16, 3), (0, 40), (8, 30), (21, 0))]  # fmt: skip
+HALVES = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+# What may change nothing: the mesh, steps in two halves, chunks of prompts, a cache so small that requests are preempted, drafts, steps
+# that wait, experts that move, and decodes beside prompts.
+ENGINES = {
+    "dp=1": {},
+    "dp=1, chunks of 8, preemptions": {"prefill_chunk": 8, "max_num_batched_tokens": 8, "cache_tokens": 96},
+    "dp=1, drafts": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+    "dp=2,tp=2, drafts, halves": {"mesh": "dp=2,tp=2", "async_scheduling": False, **HALVES,
+                                  "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+    "tp=4,ep=1": {"mesh": "tp=4,ep=1", "enable_prefix_caching": False},
+    "dp=4": {"mesh": "dp=4", "dispatch": "padded", "enable_eplb": True, **HALVES,
+             "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0}},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a request got."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    prompt_logprobs: tuple[float, ...]
+
+
+def given_to(output) -> Given:
+    (completion,) = output.outputs
+    chosen = zip(completion.token_ids, completion.logprobs, strict=True)
+    of_prompt = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return Given(
+        tuple(completion.token_ids),
+        tuple(entry[token].logprob for token, entry in chosen),
+        tuple(entry[token].logprob for token, entry in of_prompt),
+    )
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def ask(request, tmp_path_factory, kernels):
+    """``ask(engine, [(prompt, seed or None), …])``: what each got of an engine of ``ENGINES``, all asked at once."""
+    directory = write_checkpoint(tmp_path_factory.mktemp("exact"), mtp=True, **MODELS[request.param])
+    running = {}
+
+    def engine(name):
+        if name not in running:
+            options = {"prefill_chunk": 32, "max_num_batched_tokens": 64} | ENGINES[name]
+            running[name] = LLM(
+                str(directory), dtype="float32", batch_invariant=True, max_num_seqs=8, page_size=4, **options
+            )
+            assert running[name].executor.model.is_exact
+        return running[name]
+
+    def ask(name, requests):
+        params = [
+            SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0,
+                           **({"temperature": 0} if seed is None else {"temperature": 0.8, "seed": seed}))
+            for _, seed in requests
+        ]  # fmt: skip
+        outputs = engine(name).generate([{"prompt_token_ids": PROMPTS[prompt]} for prompt, _ in requests], params)
+        return [given_to(output) for output in outputs]
+
+    yield ask
+    for llm in running.values():
+        llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone(ask):
+    """What a request gets alone, of one device."""
+    return functools.cache(lambda *request: ask("dp=1", [request])[0])
+
+
+@pytest.mark.slow
+@settings(max_examples=18, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(list(ENGINES)),
+    requests=st.lists(
+        st.tuples(st.integers(0, len(PROMPTS) - 1), st.sampled_from([None, None, 7])), min_size=1, max_size=9
+    ),
+)
+def test_a_request_gets_to_the_bit_what_it_gets_alone_on_one_device(ask, alone, name, requests):
+    for request, found in zip(requests, ask(name, requests), strict=True):
+        assert found == alone(*request)
+
+
+@pytest.mark.slow
+def test_what_a_turn_made_is_the_same_as_prompt_of_the_next(ask, alone):
+    """A decode's cache entries are those of a prompt: whether they are cached or computed again, the next turn is the same."""
+    first = alone(5, None)
+    PROMPTS.append(PROMPTS[5] + list(first.tokens))
+    try:
+        cached, anew = ask("dp=1", [(8, None)])[0], ask("tp=4,ep=1", [(8, None)])[0]
+        assert cached == anew
+        assert cached.prompt_logprobs[len(PROMPTS[5]) - 1 :] == first.logprobs
+    finally:
+        PROMPTS.pop()
+
+
+def test_forms_that_compute_prompts_and_decodes_differently_are_refused(tmp_path, kernels):
+    directory = write_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="--mla-prefill is CC, --mla-decode A_CC_ME; leave --mla-prefill out"):
+        LLM(str(directory), dtype="float32", batch_invariant=True, mla_prefill="CC")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"kernels": "plain"}, "--kernels leaves plain ones"), ({"dtype": "bfloat16"}, "--dtype is bfloat16")],
+)
+def test_what_leaves_products_to_xla_is_refused_with_the_reason(tmp_path, options, why):
+    directory = write_checkpoint(tmp_path)
+    with pytest.raises(UserError, match=why):
+        LLM(str(directory), **{"dtype": "float32", "batch_invariant": True} | options)
