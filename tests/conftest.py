@@ -182,3 +182,17 @@ def pytest_collection_finish() -> None:
     """Collect garbage from here on, but for the modules and tests that have been read."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def kernels():
+    """The native kernels of this machine, with two threads a call; every test that needs them is skipped where they cannot be built."""
+    import numpy as np
+
+    from dsjax.engine.device.process import cache_folder
+    from dsjax.kernels.table import choose_kernels
+
+    found = choose_kernels("auto", "cpu", np.dtype(np.float32), devices=1, cache=cache_folder() / "native")
+    if found.native is None:
+        pytest.skip(found.note)
+    return found

@@ -3,9 +3,8 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from goldens.our_model import bound, expected_shapes, hf_tensors
@@ -14,8 +13,10 @@ from goldens.random_weights import RandomWeights
 from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import ModelConfig
+from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
+from dsjax.model.forms import reads
 
 LAYOUTS = (
     "dp=1",
@@ -72,6 +73,21 @@ TINY = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+MODELS = {
+    "v3": {},
+    "v3.2": {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_topk": 12,  # of contexts of up to 105 tokens
+        "index_n_heads": 4,
+        "index_head_dim": 8,
+    },
+}
+"""What each model of the sweeps changes in ``TINY``."""
+ARITHMETIC = {"CC": "CC", "A_CC": "A_CC_ME", "A_CC_ME": "A_CC_ME", "AM_CC_ME": "AM_CC_ME", "CD": "CC"}
+"""MLA form → the form that computes the same sums in the same order, where kernels are native."""
+CHANGES_NUMBERS = ("enable_shared_experts_fusion", "index_scores")
+"""Options of a layout's run that one device must have too, to give the same bits."""
 BLOCK = 128
 """Side of the square blocks of FP8 weights that share a scale."""
 
@@ -83,6 +99,16 @@ def wide(tp: int) -> dict:
     of_head = BLOCK * tp // TINY["num_attention_heads"]
     heads = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), of_head)
     return heads | dict.fromkeys(("intermediate_size", "moe_intermediate_size"), BLOCK * tp)
+
+
+def widths(weights: str, tp: int) -> dict:
+    """What to change in ``TINY`` for these weights: as ``wide`` for FP8, and experts of whole blocks of FP4 on each of ``tp`` devices."""
+    row = WEIGHT_FORMATS[weights]
+    changed = wide(tp) if row.keeps_fp8 else {}
+    if row.expert_block is not None:
+        least = row.expert_block * tp
+        changed["moe_intermediate_size"] = max(changed.get("moe_intermediate_size", 0), least)
+    return changed
 
 
 LENGTHS = (1, 3, 7, 12, 16, 17, 30, 41)
@@ -104,6 +130,11 @@ def write_checkpoint(directory: Path, seed: int = 7, *, mtp: bool = False, **cha
     return directory
 
 
+def takes(model: str, forms: tuple[str, str]) -> bool:
+    """Whether a model of ``MODELS`` can be computed in these forms."""
+    return all(reads(form, np.float32, ModelConfig.from_dict(TINY | MODELS[model])) for form in forms)
+
+
 def prompts() -> list[dict]:
     """Eight prompts of unequal length."""
     rng = np.random.default_rng(5)
@@ -112,13 +143,15 @@ def prompts() -> list[dict]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a layout gives: logits at every position of the longest prompt, and greedy continuations of all.
+    """What a layout gives: logits at every position of the longest prompt, and greedy continuations of all with their log-probabilities.
 
-    rebalances: of experts that moved meanwhile.
+    exact: whether these numbers are the same to the bit on every layout (``ModelStep.is_exact``). rebalances: of experts that moved.
     """
 
     logits: np.ndarray
     tokens: list[list[int]]
+    logprobs: list[list[float]] = field(default_factory=list)
+    exact: bool = False
     rebalances: int = 0
 
 
@@ -162,42 +195,80 @@ def answer(
     balancer = llm.engine.core.part(ExpertBalancer)
     if balancer is not None:
         balancer._pool = InlinePool()
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=0)
     try:
         outputs = llm.generate(prompts(), params)
         (logits,) = llm.logits([prompts()[-1]["prompt_token_ids"]])
         rebalances = balancer.stats.rebalances if balancer is not None else 0
-        return Answer(logits, [output.outputs[0].token_ids for output in outputs], rebalances)
+        completions = [output.outputs[0] for output in outputs]
+        tokens = [completion.token_ids for completion in completions]
+        logprobs = [
+            [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
+            for completion in completions
+        ]
+        return Answer(logits, tokens, logprobs, llm.executor.model.is_exact, rebalances)
     finally:
         llm.shutdown()
 
 
+class References:
+    """What answers are held to: of runs that are exact one device's answer by the same arithmetic, of others that of the plain forms.
+
+    One device's exact answer keeps the bound against that of the plain forms, but where activations are quantised: a value in the middle
+    between two FP8 numbers becomes either, as float32 rounds. Such products are held to their definition by ``tests/dsjax/kernels``.
+    one_device: ``(prefill, decode, **options) -> Answer`` on ``dp=1``, kernels among the options; fixed: options of every run.
+    """
+
+    def __init__(self, one_device: Callable[..., Answer], fixed: dict, kernels: str = "auto"):
+        self._answer, self._fixed, self._kernels = one_device, fixed, kernels
+        self.plain = one_device("CC", "A_CC_ME", kernels="plain", **fixed)
+        self._exact: dict[tuple, Answer] = {}
+
+    def of(self, found: Answer, prefill: str, decode: str, options: dict) -> Answer:
+        """The answer that this one must give, which was made with ``options``.
+
+        Raises:
+            AssertionError: one device's exact answer does not keep the bound against that of the plain forms.
+        """
+        if not found.exact:
+            return self.plain
+        forms, changes = (
+            (ARITHMETIC[prefill], ARITHMETIC[decode]),
+            {name: options[name] for name in CHANGES_NUMBERS if name in options},
+        )
+        key = (*forms, *changes.items())
+        if key not in self._exact:
+            exact = self._exact[key] = self._answer(*forms, kernels=self._kernels, **self._fixed | changes)
+            assert exact.exact
+            rounds = self._fixed.get("activation_scheme") == "dynamic"
+            wrong = None if rounds else difference(exact, self.plain)
+            assert wrong is None, f"one device, {'/'.join(forms)}: {wrong}"
+        return self._exact[key]
+
+
 def difference(found: Answer, reference: Answer) -> str | None:
-    """How an answer differs from the reference's, or None where it keeps the bound."""
+    """How an answer differs from the reference's, or None.
+
+    Two that are exact are equal to the bit; otherwise logits keep the bound of float32's rounding, and greedy tokens are equal.
+    """
     delta, allowed = float(np.abs(found.logits - reference.logits).max()), bound(reference.logits)
-    if not delta <= allowed:
-        return f"logits differ by {delta:.2e}, allowed {allowed:.2e}"
+    exact = found.exact and reference.exact
+    if not delta <= (0 if exact else allowed):
+        return f"logits differ by {delta:.2e}, allowed {0 if exact else allowed:.2e}"
+    if exact and found.logprobs != reference.logprobs:
+        index = next(
+            i for i, pair in enumerate(zip(found.logprobs, reference.logprobs, strict=True)) if pair[0] != pair[1]
+        )
+        return f"prompt {index}: log-probabilities {found.logprobs[index]} instead of {reference.logprobs[index]}"
     for index, (ours, theirs) in enumerate(zip(found.tokens, reference.tokens, strict=True)):
         if list(ours) != list(theirs):
             return f"prompt {index}: greedy tokens {ours} instead of {theirs}"
     return None
 
 
-def judge(
-    found: Answer,
-    reference: Answer,
-    *,
-    rebalances: int = 0,
-    explain: Callable[[str], tuple[bool, str]] | None = None,
-) -> tuple[Literal["equal", "on an edge", "wrong"], str]:
-    """What a run comes to, and that in words.
-
-    rebalances: fewest that it must have made. explain: given how it differs, whether a rounding edge is why, and what to say of it.
-    """
-    verdict, text = "equal", difference(found, reference)
-    if text is not None:
-        on_edge, text = explain(text) if explain else (False, text)
-        verdict = "on an edge" if on_edge else "wrong"
+def judge(found: Answer, reference: Answer, *, rebalances: int = 0) -> str:
+    """What a run comes to: "equal", or what is wrong. rebalances: fewest that it must have made."""
+    wrong = [text for text in [difference(found, reference)] if text]
     if found.rebalances < rebalances:
-        verdict, text = "wrong", "; ".join([*([text] if text else []), f"only {found.rebalances} rebalances"])
-    return verdict, text or verdict
+        wrong.append(f"only {found.rebalances} rebalances")
+    return "; ".join(wrong) or "equal"

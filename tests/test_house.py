@@ -18,6 +18,7 @@ HOUSE = (
     ("dsjax.model",),
     ("dsjax.kernels",),
     ("dsjax.config", "dsjax.hardware"),
+    ("dsjax.fp4",),
     ("sharding",),
 )
 """Each line may import those below it, never those above."""
@@ -128,3 +129,36 @@ def test_the_readme_shows_this_house():
     text = (ROOT / "README.md").read_text().partition("## The house")[2].partition("\n## ")[0]
     shown = re.findall(r"^dsjax/engine/(\w*)/? ", text, re.MULTILINE)
     assert shown == list(ENGINE)
+
+
+NAMES_FP4 = {
+    "dsjax/checkpoint": "convert.py fp4_tensors.py load.py source.py",
+    "dsjax/config": "fp4_quantization.py model_config.py quantization.py weights.py",
+    "dsjax/dryrun": "prices.py",
+    "dsjax/hardware": "description.py",
+    "dsjax/kernels/native": "bindings.cc experts.h fp4.h harness.cc",
+    "dsjax/kernels": "native_calls.py table.py",
+    "dsjax/kernels/pallas": "fp4_products.py shared_memory.py",
+    "dsjax/model": "experts.py fp4_matrix.py fp8_product.py moe.py native_products.py",
+    "dsjax/plan": "arguments.py chip.py cluster.py dry_runs.py engine.py launch.py "
+    "launch_flags.py memory.py operator_tables.py own_cluster.py precision.py recipe.py workload.py",
+    "sharding": "mesh.py",
+}
+"""Files outside dsjax/fp4 that name FP4 or one of its formats, by folder: the list may only shrink.
+
+Whoever has to know how weights are kept asks ``dsjax.config.weights``.
+"""
+
+
+def test_a_weight_format_is_named_in_its_folder_and_in_ever_fewer_files():
+    files = [
+        path
+        for folder in ("dsjax", "sharding")
+        for kind in ("py", "h", "cc")
+        for path in (ROOT / folder).rglob(f"*.{kind}")
+    ]
+    found = {str(path.relative_to(ROOT)) for path in files if "fp4" in path.read_text(encoding="utf-8").lower()}
+    found = {name for name in found if not name.startswith("dsjax/fp4/")}
+    listed = {f"{folder}/{name}" for folder, names in NAMES_FP4.items() for name in names.split()}
+    assert sorted(found - listed) == [], "ask the table of weight formats (dsjax/config/weights.py) instead"
+    assert sorted(listed - found) == [], "take these from the list"

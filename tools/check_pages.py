@@ -1,6 +1,7 @@
 """Hold requests whose pages travel to the tokens of one plain engine, on every layout: through tiers, between meshes, between processes.
 
     python tools/check_pages.py
+    python tools/check_pages.py --model v3.2 dp=8 tp=8               # pages that hold index keys, too
     python tools/check_pages.py dp=32 tp=8 --ways tiers              # these layouts only, in this way only
 
 A tiny model answers prompts with few beginnings, greedily and drawn with seeds, twice, and the second time in the opposite order:
@@ -170,10 +171,11 @@ def between_processes(directory: str, layout: str, requests, other: str):
 
 def main() -> int:
     """Run the sweep, and print what each run found."""
-    from layouts import LAYOUTS
+    from layouts import LAYOUTS, MODELS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
+    parser.add_argument("--model", choices=MODELS, default="v3", help="of which tiny model; v3.2 has sparse attention")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that pages travel; default: all three")
     args = parser.parse_args()
     chosen = args.layouts or LAYOUTS
@@ -186,7 +188,7 @@ def main() -> int:
 
     requests, wrong, runs = draw_requests(), 0, [(way, layout) for way in args.ways for layout in chosen]
     with tempfile.TemporaryDirectory(prefix="check-pages-") as folder:
-        directory = str(write_checkpoint(Path(folder)))
+        directory = str(write_checkpoint(Path(folder), **MODELS[args.model]))
         plain = LLM(directory, mesh="dp=1", kernels="plain", **SIZES, **OPTIONS)
         few_programs(plain.executor)
         expected = play(plain, requests, range(len(requests)))

@@ -1,5 +1,6 @@
 """What is claimed of the bundled demo model, measured again on a part of the held-out text."""
 
+import dataclasses
 import hashlib
 import json
 
@@ -7,6 +8,7 @@ import pytest
 
 from dsjax.config import load_config
 from tools.demo import corpus
+from tools.demo.convert_sparse import SPARSE_FOLDER
 from tools.demo.evaluate import Evaluator, Tally, xz_bits_per_byte
 from tools.demo.train import FOLDER
 
@@ -79,10 +81,28 @@ def test_the_record_is_of_the_text_that_the_manifests_name(report):
         assert report["training"][f"{split}_manifest_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_model_and_licence_fit_in_the_repository():
-    files = [path for path in FOLDER.iterdir() if path.is_file()]
+@pytest.mark.slow
+def test_the_sparse_demo_reads_small_files_within_a_twentieth_though_it_attends_to_few_tokens(sample, figures):
+    evaluator, tally = Evaluator(SPARSE_FOLDER), Tally()
+    for file in sample:
+        evaluator.add(tally, file)
+    assert tally.figures()["bits_per_byte"] < 1.05 * figures["bits_per_byte"]
+
+
+@pytest.mark.parametrize("folder", [FOLDER, SPARSE_FOLDER], ids=lambda folder: folder.name)
+def test_model_and_licence_fit_in_the_repository(folder):
+    files = [path for path in folder.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 25_000_000
-    assert "PYTHON SOFTWARE FOUNDATION LICENSE" in (FOLDER / "LICENSE.python.txt").read_text()
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE" in (folder / "LICENSE.python.txt").read_text()
+
+
+def test_the_sparse_demo_differs_from_the_dense_one_by_its_indexer_alone():
+    dense, sparse = load_config(FOLDER), load_config(SPARSE_FOLDER)
+    assert sparse.index_topk * 16 == sparse.max_position_embeddings
+    of_index = dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim"))
+    assert dataclasses.replace(sparse, model_type="deepseek_v3", **of_index) == dense
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (FOLDER / name).read_bytes() == (SPARSE_FOLDER / name).read_bytes()
 
 
 def test_the_configuration_has_every_feature_of_deepseek_v3():
