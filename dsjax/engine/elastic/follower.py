@@ -64,6 +64,7 @@ class Follower:
         self._on_warm: Callable[[], None] = lambda: None
         self._ended, self._over, self._leaves = threading.Event(), threading.Event(), threading.Event()
         self._signals = 0
+        self._threads: list[threading.Thread] = []  # those that wait for the store, in C++
 
     def leave(self) -> None:
         """Ask process 0 to go on without this process, and wait until it does, or says that it cannot. `run` returns then."""
@@ -103,7 +104,7 @@ class Follower:
             os.write(2, f"{signal.Signals(number).name} while {self.phase}: this process ends now\n".encode())
             os._exit(0)
         # Where it cannot ask, it ends at once: the others go on as after a loss.
-        start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
+        self._threads.append(start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1)))
 
     def run_with(self, args: EngineArgs) -> None:
         """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
@@ -219,7 +220,10 @@ class Follower:
         self.phase = "warming up"
         work = _Work(self, executor)
         reader = StreamReader(self.group)
-        start_thread("command stream", self._read, reader, work, name="dsjax-stream", on_failure=work.fail)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(
+            start_thread("command stream", self._read, reader, work, name="dsjax-stream", on_failure=work.fail)
+        )
         announcements = self.group.announcements
         if announcements is not None:
             announcements.listen(work.change)
@@ -242,6 +246,10 @@ class Follower:
 
     def _finish(self) -> None:
         self._over.set()
+        # A thread that waits in C++ when Python ends is ended by force there, which aborts the process. Each waits for a look at most.
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2 * _LOOK_SECONDS)
         if self.reason is not None:
             raise GroupError(f"process 0 has ended the group: {self.reason}")
 
