@@ -250,6 +250,8 @@ class Follower:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * _LOOK_SECONDS)
+        if self.ahead is not None:
+            self.ahead.close()
         if self.reason is not None:
             raise GroupError(f"process 0 has ended the group: {self.reason}")
 
