@@ -121,9 +121,7 @@ class LLM:
         self.engine = LLMEngine(self.parts)
         self._facts = loaded.facts
         self._generations = (
-            None
-            if self.args.separated or self.args.expert_mesh
-            else Generations(self.args, group, loaded, library)
+            None if self.args.separated or self.args.expert_mesh else Generations(self.args, group, loaded, library)
         )
         self.engine.core.generations = self._generations
         self._ids = itertools.count()

@@ -110,9 +110,7 @@ class LayerPass:
         wire = WireFormat(D, step.config.num_experts_per_tok, step.dtype, step.dispatch.wire == "fp8")
         by_choice = step.dispatch.by_choice or step.in_place.ordered
         apart = step.apart
-        return Between(
-            step.spec, step.mesh, apart.spec, apart.mesh, B * T, step.placement.n_physical, wire, by_choice
-        )
+        return Between(step.spec, step.mesh, apart.spec, apart.mesh, B * T, step.placement.n_physical, wire, by_choice)
 
     def attend(
         self, params: Mapping[str, Array], cache: Cache, x: Array, tokens: Tokens, copies: CopyTables, index: Array
@@ -159,7 +157,9 @@ class LayerPass:
             y = self.between.add(returned, slots).reshape(x.shape)
         return self.step.add_sum(x, y, shared)
 
-    def _layer(self, params: Mapping[str, Array], tokens: Tokens | None, copies: CopyTables | None, index: Array) -> Layer:
+    def _layer(
+        self, params: Mapping[str, Array], tokens: Tokens | None, copies: CopyTables | None, index: Array
+    ) -> Layer:
         """Layer ``index`` of the stack, its matrices sliced out of it but for those that products read in place."""
         step = self.step
         table = step.table.without([path for path in step.table.infos if path not in params])
@@ -176,5 +176,3 @@ class LayerPass:
 def described_like(tree: Any, described: Any) -> Any:
     """A tree of arrays kept in the shardings of a tree of descriptions."""
     return jax.tree.map(lambda array, like: jax.lax.with_sharding_constraint(array, like.sharding), tree, described)
-
-

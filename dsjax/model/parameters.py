@@ -238,7 +238,10 @@ class ParameterTable:
 
     def bind(self, params: Mapping[str, Array]) -> nnx.Module:
         """The module with these values, ready to be called (inside ``jax.jit``)."""
-        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, [params[path] if path in self.infos else 0 for path in self.paths]))
+        return nnx.merge(
+            self.graph,
+            jax.tree.unflatten(self.tree, [params[path] if path in self.infos else 0 for path in self.paths]),
+        )
 
 
 def component(path: str) -> str:

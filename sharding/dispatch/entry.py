@@ -277,6 +277,7 @@ def pad_per_dp_rank(array: jax.Array, *, dp: int, multiple: int, fill: int) -> j
 
 
 def unpad_per_dp_rank(array: jax.Array, tokens: int, dp: int) -> jax.Array:
+    """Undo ``pad_per_dp_rank``."""
     if array.shape[0] == tokens:
         return array
     whole = rearrange(array, "(dp t) ... -> dp t ...", dp=dp)

@@ -132,9 +132,7 @@ class _CompiledPass:
         passing: Passing = jax.tree.unflatten(through.tree, described)
         step, between = through.step, through.between
         everywhere = NamedSharding(step.mesh, P()), NamedSharding(side.mesh, P())
-        numbers = [
-            tuple(put(np.int32(layer), sharding) for sharding in everywhere) for layer in range(through.layers)
-        ]
+        numbers = [tuple(put(np.int32(layer), sharding) for sharding in everywhere) for layer in range(through.layers)]
         here, there = (Described((), np.int32, sharding=sharding) for sharding in everywhere)
 
         def attend(params, cache, x, tokens, copies, index):

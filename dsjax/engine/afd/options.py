@@ -58,7 +58,9 @@ def check_apart(args: Args) -> None:
                 f"--{name.replace('_', '-')} does not go with --expert-mesh: {reason}; leave one of the two out"
             )
     if (args.num_processes or 1) > 1:
-        raise UserError(f"--num-processes does not go with --expert-mesh: {_REFUSED['coordinator_address']}; leave it out")
+        raise UserError(
+            f"--num-processes does not go with --expert-mesh: {_REFUSED['coordinator_address']}; leave it out"
+        )
 
 
 def expert_spec(args: Any) -> MeshSpec | None:

@@ -53,9 +53,7 @@ class EngineLayout:
     per_exchange: int
 
     @classmethod
-    def of(
-        cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, expert_mesh: Mesh | None = None
-    ) -> EngineLayout:
+    def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, expert_mesh: Mesh | None = None) -> EngineLayout:
         """Lay out the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
 
         expert_mesh: of the devices that ``args.expert_mesh`` names, where it names any.
@@ -65,7 +63,9 @@ class EngineLayout:
         """
         config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh), args.speculation
         mtp = speculation is not None
-        step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp, expert_mesh=expert_mesh)
+        step = make_step(
+            args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp, expert_mesh=expert_mesh
+        )
         per_exchange = experts_per_exchange(args, step)
         sizes = _sizes(args, step)
         mixed = mesh.devices.flat[0].platform != "cpu"
