@@ -5,7 +5,11 @@ JAX is imported by the functions that need it, none of which starts a backend: a
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +56,58 @@ def compilation_cache() -> Any:
     from jax._src import compilation_cache
 
     return compilation_cache
+
+
+def keep_programs_of_every_process() -> None:
+    """Have every process write the programs that it compiles to JAX's cache, and each entry appear whole or not at all.
+
+    JAX has process 0 alone write, so that the other hosts of a mesh find nothing when they are started again; and it writes in place,
+    where a process that is killed leaves half an entry, which no later one replaces.
+    """
+    from jax._src import compiler, lru_cache
+
+    write = compiler._cache_write
+    if getattr(write, "of_every_process", False):
+        return
+
+    def write_of_every_process(key: str, seconds: float, name: str, backend: Any, executable: Any, *rest: Any) -> None:
+        if distributed_state().process_id == 0:
+            write(key, seconds, name, backend, executable, *rest)
+        elif seconds >= jax_setting("persistent_cache_min_compile_time_secs") and not any(rest):
+            try:
+                compilation_cache().put_executable_and_time(key, name, executable, backend, int(seconds))
+            except Exception as error:  # as JAX does: what cannot be kept is compiled again
+                warnings.warn(f"a compiled program cannot be kept: {error}", stacklevel=1 << 20)
+
+    write_of_every_process.of_every_process = True
+    compiler._cache_write = write_of_every_process
+    put = lru_cache.LRUCache.put
+
+    def put_whole(cache: Any, key: str, value: bytes) -> None:
+        folder = str(cache.path)
+        if cache.eviction_enabled or "://" in folder:  # under a lock, or in a store whose writes are whole
+            return put(cache, key, value)
+        path = os.path.join(folder, f"{key}{lru_cache._CACHE_SUFFIX}")
+        if os.path.exists(path):
+            return None
+        unfinished = os.path.join(folder, f"writing-{uuid.uuid4().hex}")
+        try:
+            with open(unfinished, "xb") as file:
+                file.write(value)
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
+
+    lru_cache.LRUCache.put = put_whole
+
+
+def jax_setting(name: str) -> Any:
+    """The value that a setting of JAX has in this thread."""
+    from jax._src import config
+
+    return getattr(config, name).value
 
 
 def compile_options(device_ids: Sequence[int], backend: Any) -> Any:
