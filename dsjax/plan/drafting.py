@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from dsjax.errors import UserError
 from dsjax.plan.figure import Figure, Kind
@@ -55,14 +56,10 @@ def read_acceptance(text: str) -> float | tuple[float, ...]:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:
         shares = ()
-    if (
-        not shares
-        or not all(0 <= share <= 1 for share in shares)
-        or any(b > a for a, b in zip(shares, shares[1:], strict=False))
-    ):
+    if not shares or not all(0 <= share <= 1 for share in shares) or any(b > a for a, b in pairwise(shares)):
         raise UserError(
-            f"--mtp-acceptance is {text!r}, expected a share from 0 to 1, such as 0.85, or one for each position that does not grow, such as "
-            "0.74,0.48,0.26"
+            f"--mtp-acceptance is {text!r}, expected a share from 0 to 1, such as 0.85, or one for each position, none above the one "
+            "before, such as 0.74,0.48,0.26"
         )
     return shares[0] if len(shares) == 1 else shares
 
@@ -74,5 +71,6 @@ def check_acceptance(acceptance: float | Sequence[float], drafts: int) -> None:
             raise UserError(f"--mtp-acceptance is {acceptance}, expected a share from 0 to 1")
     elif len(acceptance) != drafts:
         raise UserError(
-            f"--mtp-acceptance has {len(acceptance)} positions and --mtp {drafts} drafts; give one share for each, or that of the first alone"
+            f"--mtp-acceptance has {len(acceptance)} positions and --mtp {drafts} drafts; give one share for each, or "
+            "that of the first alone"
         )

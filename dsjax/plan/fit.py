@@ -262,8 +262,8 @@ def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, 
 
 
 def _fullest_stage(config: ModelConfig, layout: InstanceLayout, launch: Launch, sizes: dict[str, int]) -> int:
-    """Weights of a device of the stage that has most: the first with the embedding, or the last with the head; all but these are MoE layers
-    (three dense ones of V3 take less)."""
+    """Weights of a device of the stage that has most: the first with the embedding, or the last with the head; its layers count as the
+    mean one."""
     ends = sizes.get("embedding and head", 0)
     most = math.ceil(config.num_hidden_layers / launch.stages)
     heads = config.num_attention_heads // layout.mesh.tp_size
@@ -310,9 +310,8 @@ def _graphs(launch: Launch) -> Figure:
     if not launch.graphs:
         return exact(0, "graphs", "B")
     return assumed(
-        1.5e9, 0.5e9, 10e9, "graphs",
-        "captured decode steps of all batch sizes, with workspaces; 5 to 6 GB with FlashAttention 3 (sgl-project/sglang issue 16143), 10 GB "
-        "of vLLM on H100 (huggingface/open-r1 pull request 43)", "B",
+        1.5e9, 0.5e9, 6e9, "graphs",
+        "captured decode steps of all batch sizes, with workspaces; 5 to 6 GB with FlashAttention 3 (sgl-project/sglang issue 16143)", "B",
     )  # fmt: skip
 
 

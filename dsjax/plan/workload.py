@@ -206,7 +206,7 @@ class Pins:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Choices: precision; MTP drafts and the chance that the first is accepted, or of each position (drafting.py); redundant experts (None: tried); skew.
+    """Choices: precision; MTP drafts; the chance that the first is accepted, or each position's; redundant experts (None: tried); skew.
 
     overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:
     most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all. dispatch: `deepep`, or one of

@@ -2,9 +2,9 @@
 
 The rule (`dsjax/plan/fit.py`) was committed before the launches were looked for, and its verdict on each (`said`, `left_gb`) before its
 outcome (`fitted`, `happened`) was entered. Columns of the CSV: `thread` below https://github.com/; `device` of `DEVICES`; `precision` of
-the planner or `w4afp8`; `stages` of a pipeline, whose mesh is one stage's; `prefill_tokens` of a DP rank in a step; `longest` request; `sampled`, `graphs`, `deepep`, `mtp` as `Launch` has
-them. Left out are launches whose options are not given, versions of vLLM before 0.7.1 with long requests (their cache is not the latent
-one), other engines, AWQ and GGUF.
+the planner or `w4afp8`; `stages` of a pipeline, whose mesh is one stage's; `prefill_tokens` of a DP rank in a step; `longest` request;
+`sampled`, `graphs`, `deepep`, `mtp` as `Launch` has them. Left out are launches whose options are not given, versions of vLLM before 0.7.1
+with long requests (their cache is not the latent one), other engines, AWQ and GGUF.
 """
 
 import csv

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 from dsjax.config import load_config
@@ -28,7 +29,9 @@ from dsjax.plan.precision import precision
 from dsjax.plan.simulation.load import OfferedLoad
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
+from tools.plan_data.validation import Point
 
+SOURCE = "jax-ml/jax-llm-examples, deepseek_r1_jax/README.md, commit 8b4b2460"
 DATA = Path(__file__).parent / "tpu.csv"
 COLUMNS = ("key", "run", "metric", "seen", "predicted", "low", "high", "measured")
 STEPS = ((1, 32), (1, 512), (1, 4096), (1, 8192), (8, 32), (8, 512), (8, 4096), (8, 8192), (128, 32), (128, 512))
@@ -86,6 +89,16 @@ def rows() -> list[dict[str, str]]:
     """Of `tpu.csv`."""
     with DATA.open(encoding="utf-8", newline="") as lines:
         return list(csv.DictReader(lines))
+
+
+def tpu_points() -> list[Point]:
+    """The decode steps of R1, which are no blind prediction, as the model of today predicts them."""
+    measured = [float(row["measured"]) for row in rows() if row["seen"] == "1"]
+    found = []
+    for number, ((batch, context), value) in enumerate(zip(STEPS, measured, strict=True), 2):
+        name = f"v5e-64, R1 INT8, batch {batch}, context {context}"
+        found.append(Point(f"T{number}", name, SOURCE, "steps/s", value, partial(step_rate, batch, context), "serving"))
+    return found
 
 
 if __name__ == "__main__":
