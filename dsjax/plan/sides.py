@@ -104,7 +104,12 @@ PARTS = (
     ),
     Part("front ends for a rate", ("recipe_file",), (), "`--api-server-count` of the server, not of the engine"),
     Part("pipeline of layers", (), (), "no plan has stages"),
-    Part("attention and experts on devices of their own", (), (), "no plan has them apart"),
+    Part(
+        "attention and experts on devices of their own",
+        (),
+        ("attention_mesh", "expert_mesh"),
+        "no plan has them apart ([attention-ffn-disaggregation.md](attention-ffn-disaggregation.md))",
+    ),
 )
 
 
