@@ -37,7 +37,7 @@ from dsjax.model.sparse import IndexScores
 from dsjax.model.transformer import MTP, DecoderLayer, Transformer
 from dsjax.model.two_batch import TwoBatchOverlap, run_in_halves
 from sharding import MeshSpec, Rules
-from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, Transit
+from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, Transit, further_together
 from sharding.layer_placement import LayerPlacements
 from sharding.placement import CopyTables, assign_copies
 
@@ -327,6 +327,18 @@ class ModelStep:
         """The exchange of ``receive`` alone."""
         with jax.named_scope("experts"):
             return replace(computed, transit=self._exchange(of, computed.x)[0].answer(computed.transit))
+
+    def run_further_rounds(self, halves: Sequence[tuple[Layer, Computed]]) -> list[Computed]:
+        """Run further rounds, of several parts of a layer's tokens together, so that ``add`` has none to run."""
+        exchanges = [self._exchange(of, computed.x) for of, computed in halves]
+        with jax.named_scope("experts"):
+            transits = further_together(
+                [
+                    (exchange, computed.transit, experts)
+                    for (exchange, experts), (_, computed) in zip(exchanges, halves, strict=True)
+                ]
+            )
+        return [replace(computed, transit=one) for (_, computed), one in zip(halves, transits, strict=True)]
 
     def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """The rest of ``receive``: each token's sum of what came back."""

@@ -15,8 +15,9 @@ one product, unless ``optimization_barrier`` holds both ends of each window: the
 is among what the barriers hold, because a write that may move past them makes the scheduler copy the pool. A ragged exchange begins and
 ends with nothing between all the same, so ``auto`` takes none (``DispatchConfig.overlapped``).
 
-Each half's sums are added, in further rounds too where tokens were over capacity, beside the next exchange of the other half. Matrices of
-attention and experts are read once for each half, which is what a step in halves costs.
+Tokens over capacity go in further rounds, of both halves together, between the last window and the next layer's first: a loop that holds
+collectives inside a window keeps the scheduler from starting the window's own before it. Matrices of attention and experts are read once
+for each half, which is what a step in halves costs.
 """
 
 from __future__ import annotations
@@ -155,6 +156,9 @@ def run_in_halves(
     def turn(carry, xs):
         returned_a, computed_b, cache, layer = carry
         a, b = layer_of(*xs, layer)
+        returned_a, computed_b = step.run_further_rounds([(before(a), returned_a), (before(b), computed_b)])
+        returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
+
         returned_b = step.exchange_sums(before(b), computed_b)
         x_a, counts_a = step.add(before(a), returned_a)
         routed_a, cache = _attend_and_route(step, a, x_a, cache)
