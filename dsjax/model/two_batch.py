@@ -10,13 +10,13 @@ beside, the last also, across the boundary between two layers:
     | 3      | tokens of half b                       | experts of half a, shared experts |
     | 4      | sums of half a                         | experts of half b                 |
 
-What XLA's scheduler needs for it stands here, and as flags in ``sharding/scheduler_flags.py``. It starts a collective late and ends it early, or hides several behind
-one product, unless ``optimization_barrier`` holds both ends of each window: then it has nothing else to put between the two. The cache
-is among what the barriers hold, because a write that may move past them makes the scheduler copy the pool. A ragged exchange begins and
-ends with nothing between all the same, so ``auto`` takes none (``DispatchConfig.overlapped``).
+What XLA's scheduler needs for it stands here, and as flags in ``sharding/scheduler_flags.py``. It starts a collective late and ends it
+early, or hides several behind one product, unless ``optimization_barrier`` holds both ends of each window: then it has nothing else to put
+between the two. The cache is among what the barriers hold, because a write that may move past them makes the scheduler copy the pool. A
+ragged exchange begins and ends with nothing between all the same, so ``auto`` takes none (``DispatchConfig.overlapped``).
 
-Tokens over capacity go in further rounds, of both halves together, between the last window and the next layer's first: a loop that holds
-collectives inside a window keeps the scheduler from starting the window's own before it. Matrices of attention and experts are read once
+Tokens over capacity go in further rounds, of both halves together, between the last window and the next layer's first: the host asks the
+device once a layer how many there are, and no window holds a collective beside its own. Matrices of attention and experts are read once
 for each half, which is what a step in halves costs.
 """
 
