@@ -128,7 +128,8 @@ def test_in_two_halves_every_exchange_has_something_computed_beside_it(tmp_path)
     assert [one["kind"] for one in exchanges] == ["all-to-all"] * 4  # of two halves, there and back
     for one in exchanges:
         kernels = [name for name in one["beside"] if name.startswith("pallas_call")]
-        assert kernels, f"{one['name']} starts and ends with {one['beside']} between"
+        # Attention's seven kernels, projections among them, or the five of the experts: none is left outside its window.
+        assert len(kernels) >= 5, f"{one['name']} starts and ends with {one['beside']} between"
     timeline = report["timeline"]
     assert timeline["exposed_network"] < 0.05 * timeline["step_seconds"]
 

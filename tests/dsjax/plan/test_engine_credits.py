@@ -18,6 +18,7 @@ from dsjax.dryrun.run import even_experts
 from dsjax.dryrun.timeline import Timeline
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hardware import load_hardware
+from dsjax.plan.arguments import PlanArgs
 from dsjax.plan.engine import CAPABILITIES, credit_table, dsjax_engine, find_engine
 from dsjax.plan.halves import further_rounds
 from dsjax.plan.launch import LAUNCHED
@@ -25,6 +26,8 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.recipe import serve_options
 from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM
+from dsjax.plan.prompts import prompts_beside_decodes
+from dsjax.plan.sides import PARTS, sides_table
 from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
 from sharding.program import Program, program_collectives
@@ -75,7 +78,7 @@ def timeline(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("weights", "rows", "ratio"), [("bf16", 32, 0.93), ("fp8", 128, 0.84), ("bf16", 0, 0.70)], ids=str
+    ("weights", "rows", "ratio"), [("bf16", 32, 0.93), ("fp8", 128, 0.80), ("bf16", 0, 0.70)], ids=str
 )
 def test_two_halves_gain_what_their_compiled_program_gains(ask, weights, rows, ratio):
     """The ratios of docs/dryrun.md, "Two half batches": steps of 32 H200s by their programs' timelines, 4,096 positions."""
@@ -128,6 +131,26 @@ def test_a_shared_expert_that_waits_its_turn_makes_decode_slower(ask):
 
     assert seconds("dsjax") > seconds("dsjax", shared_beside=True)
     assert seconds("published") < seconds("published", shared_beside=False)
+
+
+def test_parts_of_one_side_name_options_that_the_side_has_and_stand_on_the_page():
+    planner, engine = ({field.name for field in dataclasses.fields(kind)} for kind in (PlanArgs, EngineArgs))
+    for part in PARTS:
+        assert set(part.planner) <= planner, part.name
+        assert set(part.engine) <= engine, part.name
+    assert {part.side for part in PARTS} >= {"both", "planner only", "engine only"}
+    assert sides_table() in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+
+
+def test_an_engine_that_holds_prompts_back_is_not_slowed_by_replicas_that_wait_one_by_one(ask):
+    def added(holds):
+        engine = dataclasses.replace(find_engine("published"), holds_prompts=holds)
+        question = ask("h200-8", options=PlanOptions(engine=engine, dispatch=engine.dispatch))
+        return prompts_beside_decodes(question.instance(parse_layout("dp=8", 0, question.config), {}), 16, 8192)[0]
+
+    held, usual = added(True), added(False)
+    assert usual.low <= held.value < usual.value
+    assert held.high >= usual.high
 
 
 def test_the_page_has_the_credits():
