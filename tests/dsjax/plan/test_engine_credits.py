@@ -24,10 +24,10 @@ from dsjax.plan.halves import further_rounds
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.recipe import serve_options
-from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM
 from dsjax.plan.prompts import prompts_beside_decodes
+from dsjax.plan.recipe import serve_options
 from dsjax.plan.sides import PARTS, sides_table
+from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM
 from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
 from sharding.program import Program, program_collectives
