@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +145,7 @@ class ModelStep:
             for stack in model.stacks:
                 x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
                 reports |= report
-            return self.in_place.normalise(model.final_norm, x), cache, reports
+            return self._whole(self.in_place.normalise(model.final_norm, self._whole(x))), cache, reports
 
     def further(
         self,
@@ -210,6 +211,10 @@ class ModelStep:
         """Float32 logits of hidden states that ``hidden`` gave; the vocabulary is spread over ``tp`` where that divides it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("head"):
             model: Transformer = self.table.bind(params)
+            placed = self.logits_spec(hidden.shape[1])
+            by_data = placed[1] is not None
+            if by_data:
+                hidden = self._split(self._whole(hidden))
             if self.in_place.ordered:
                 stored = model.stored_head() if self.in_place.native else (model.head_weight(self.dtype), False)
                 weight, transposed = stored
@@ -220,12 +225,18 @@ class ModelStep:
                     hidden,
                     axes,
                     dtype=jnp.dtype("float32"),
+                    by_data=by_data,
                     transposed=transposed,
                 )
             else:
                 weight = model.head_weight(self.dtype)
                 logits = jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
-            return self._constrain(logits, self.spec.batch_axes, None, self.rules.spec(("vocab",))[0])
+            return self._constrain(logits, *placed)
+
+    def logits_spec(self, positions: int) -> P:
+        """How logits ``[B, positions, V]`` are spread over ``tp``: by vocabulary, or by positions where it divides those."""
+        batch, tokens, vocab = self.rules.spec(("ranks", "head_tokens", "vocab"))
+        return P(batch, tokens if positions % self.spec.tp_size == 0 else None, vocab)
 
     def tokens(self, groups: Sequence[RowGroup]) -> Tokens:
         """What the layers need to know of these groups' token slots."""
@@ -278,16 +289,35 @@ class ModelStep:
         of = Layer(block, layer - first, layer, tokens, copies)
         x, cache = self.attend(of, x, cache)
         if hasattr(block, "mlp"):
-            y = block.mlp(self._whole(self.in_place.normalise(block.mlp_norm, x)), self.in_place.multiply(of.index))
+            normed, multiply = self._normed(of, x), self.in_place.multiply(of.index, by_data=self.by_data(of, x))
+            y = block.mlp(normed, multiply)
             return self._constrain(x + y, self.spec.batch_axes), cache, {}
         x, report = self.receive(of, self.compute(of, self.send(of, x)))
         return x, cache, report
 
+    def by_data(self, of: Layer, x: Float[Array, "B T D"]) -> bool:
+        """Whether the layer's tokens are split over ``tp`` behind attention, since nothing that follows in it is cut over ``tp``.
+
+        Attention's sum is then scattered, and the layer's result gathered: together what one all-reduce sends.
+        """
+        if self.spec.tp_size == 1 or x.shape[1] % self.spec.tp_size:
+            return False
+        if hasattr(of.block, "mlp"):
+            return not self.rules.table["mlp_width"]
+        return not (hasattr(of.block.moe, "shared") and self.rules.table["shared_width"])
+
     def attend(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
         """The first of a layer's four parts: attention, and the entries that it writes to the cache."""
+        x = self._whole(x)
         normed = self._whole(self.in_place.normalise(of.block.attn_norm, x))
-        attended, cache = self._attend(of.block, of.index, normed, cache, of.layer, of.tokens)
-        return x + attended, cache
+        attended, cache = self._attend(of, normed, cache)
+        return (self._split(x + attended) if self.by_data(of, x) else x + attended), cache
+
+    def _normed(self, of: Layer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What attention left, normalised for the MLP or the experts."""
+        by_data = self.by_data(of, x)
+        normed = self.in_place.normalise(of.block.mlp_norm, x, by_data=by_data)
+        return self._split(normed) if by_data else self._whole(normed)
 
     def send(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
         """The second part: choose the experts of each token, and send it to them."""
@@ -295,9 +325,9 @@ class ModelStep:
 
     def route(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
         """``send`` without the exchange: its tokens are packed."""
-        normed = self._whole(self.in_place.normalise(of.block.mlp_norm, x))
-        multiply = self.in_place.multiply(of.index, split_tokens=True)
-        routing = of.block.moe.router(normed, self._on_each_rank, multiply)
+        normed, by_data = self._normed(of, x), self.by_data(of, x)
+        multiply = self.in_place.multiply(of.index, split_tokens=True, by_data=by_data)
+        routing = of.block.moe.router(normed, partial(self._on_each_rank, by_data=by_data), multiply)
         return Sent(x, normed, self._prepare(of, normed, routing))
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
@@ -314,10 +344,10 @@ class ModelStep:
 
     def share(self, of: Layer, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"] | None:
         """What the shared experts add, where they are not among the routed ones."""
-        moe = of.block.moe
-        return (
-            moe.shared(normed, self.in_place.multiply(of.index, split_tokens=True)) if hasattr(moe, "shared") else None
-        )
+        if not hasattr(of.block.moe, "shared"):
+            return None
+        multiply = self.in_place.multiply(of.index, split_tokens=True, by_data=self.by_data(of, normed))
+        return of.block.moe.shared(normed, multiply)
 
     def receive(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """The fourth part: bring the experts' sums back, and add them; and the exchange's counts."""
@@ -335,14 +365,15 @@ class ModelStep:
             y, report = exchange.add(computed.transit, experts)
         y = y.reshape(computed.x.shape)
         # Where the shared experts' sum comes split, too, the two are added before they are gathered.
-        if self.kernels.name("other products") != "pallas":
+        if self.kernels.name("other products") != "pallas" and not self.by_data(of, computed.x):
             y = self._constrain(y, self.spec.batch_axes)
         if computed.shared is not None:
             y += computed.shared
         return self._constrain(computed.x + y, self.spec.batch_axes), report or {}
 
-    def _attend(self, block: DecoderLayer, index: Int[Array, ""], x, cache: Cache, layer, tokens: Tokens):
-        attention, mla, multiply = self.attention, block.attn, self.in_place.multiply(index)
+    def _attend(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+        index, layer, tokens, by_data = of.index, of.layer, of.tokens, self.by_data(of, x)
+        attention, mla, multiply = self.attention, of.block.attn, self.in_place.multiply(index)
         in_stack = mla.kv_b.weight[...].ndim == len(mla.kv_b.weight.info.shape)
         by_head = index if in_stack else None
         query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups) or self.in_place.native
@@ -358,14 +389,20 @@ class ModelStep:
             part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
             rows = Rows(group.positions, group.tables, group.length, tokens.filled)
             heads = attention.attend(mla, group.shape.form, cache, layer, rows, part, by_head)
+            if by_data and len(tokens.groups) == 1:
+                heads, multiply = (
+                    heads.reshape(B, R * C, *heads.shape[3:]),
+                    self.in_place.multiply(index, split_tokens=True, scatter=True),
+                )
             out = mla.add_output_bias(heads) if group.shape.form == "AM_CC_ME" else mla.output(heads, multiply)
             outs.append(out.reshape(B, R * C, -1))
             start += R * C
-        return self._constrain(jnp.concatenate(outs, axis=1), self.spec.batch_axes), cache
+        attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+        return self._split(attended) if by_data else self._whole(attended), cache
 
-    def _on_each_rank(self, choose: Callable) -> Callable:
+    def _on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
         """``choose(logits, bias)`` for each DP rank's tokens by itself."""
-        tokens = P(self.spec.batch_axes)
+        tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
         return jax.shard_map(choose, mesh=self.mesh, in_specs=(tokens, P()), out_specs=tokens, check_vma=False)
 
     def _prepare(self, of: Layer, x: Float[Array, "B T D"], routing: Routing) -> Transit:
@@ -373,13 +410,15 @@ class ModelStep:
         B, T, D = x.shape
         K = routing.ids.shape[-1]
         with jax.named_scope("experts"):
-            logical = self._whole(routing.ids).reshape(B * T, K)
-            slots = assign_copies(of.copies, logical, of.tokens.active.reshape(B * T), ranks=B)
-            return self._exchange(of, x)[0].prepare(
-                self._whole(x.reshape(B * T, D)),
-                self._whole(slots),
-                self._whole(self._whole(routing.weights).reshape(B * T, K)),
-            )
+            # Copies take turns on each DP rank, or on each device where the tokens are split already.
+            by_data = self.by_data(of, x)
+            place = lambda array: self._constrain(array, self.spec.token_axes if by_data else self.spec.batch_axes)  # noqa: E731
+            whole = self._split if by_data else self._whole
+            logical = whole(routing.ids).reshape(B * T, K)
+            active = whole(of.tokens.active).reshape(B * T)
+            slots = assign_copies(of.copies, logical, active, ranks=B * self.spec.tp_size if by_data else B)
+            weights = whole(routing.weights).reshape(B * T, K)
+            return self._exchange(of, x)[0].prepare(place(x.reshape(B * T, D)), place(slots), place(weights))
 
     def _exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""
@@ -455,6 +494,10 @@ class ModelStep:
         that is computed before, and add collectives there.
         """
         return self._constrain(array, self.spec.batch_axes)
+
+    def _split(self, array: Array) -> Array:
+        """Split each DP rank's tokens over its ``tp`` devices."""
+        return self._constrain(array, self.spec.batch_axes, self.spec.head_axes)
 
     def _constrain(self, array: Array, *axes) -> Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, P(*axes)))

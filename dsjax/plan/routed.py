@@ -22,7 +22,7 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
     config, mesh, chip = step.config, step.layout.mesh, step.chip
     width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
     rank_tokens, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
-    split = mesh.tp_size if mesh.splits_expert_width else 1
+    split = mesh.expert_width_shards
     balanced = step.places_by_load
     fused = step.layout.fused
     key = (
@@ -75,8 +75,8 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
         )  # fmt: skip
     there, back = _exchanges(step, rank_tokens, decode, slowest)
     if mesh.splits_expert_width and mesh.ep_size > 1:
-        size = tokens * top_k * width * BF16
-        back = back + all_reduce(step.cluster, mesh.tp_size, size)
+        size = rank_tokens * split * top_k * width * BF16
+        back = back + all_reduce(step.cluster, split, size)
     parts = {"experts": products * layers, "dispatch": there * layers, "combine": back * layers}
     if not step.dry_runs:
         step.shared[key] = parts

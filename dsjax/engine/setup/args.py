@@ -80,7 +80,11 @@ class EngineArgs:
         "demo",
         "bundled name, directory with config.json and weights, Orbax directory of ours, or Hugging Face repository id",
     )
-    mesh: str = option("dp=1", "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (default dp × tp)")
+    mesh: str = option(
+        "dp=1",
+        "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (groups that experts are spread over; default dp × tp ÷ etp), "
+        "etp (devices of a group, which share its experts' widths; default 1, or tp where ep is no multiple of it)",
+    )
     revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
     dtype: str = option(
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
@@ -200,6 +204,15 @@ class EngineArgs:
     init_expert_location: str | None = option(
         None,
         "file of experts' loads or places, as /dump_expert_distribution_record gives it: a start with experts already balanced",
+    )
+    moe_dense_tp_size: int | None = option(
+        None,
+        "devices that share a dense layer's MLP; 1: each of tp has all of it, and its part of the tokens; default: tp",
+        least=1,
+    )
+    enable_dp_lm_head: bool = option(
+        False,
+        "each of tp devices has the whole head, and its part of the positions; default: its part of the vocabulary",
     )
     stream_interval: int = option(
         1,

@@ -116,7 +116,8 @@ def load_model(
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
-    check_layout(config, spec, args.num_redundant, "bf16" if args.weights == "auto" else args.weights)
+    weights = "bf16" if args.weights == "auto" else args.weights
+    check_layout(config, spec, args.num_redundant, weights, args.moe_dense_tp_size)
     mesh = mesh or spec.build()
     if group is not None and not is_later:
         check_shares(spec, mesh, group)
