@@ -118,3 +118,17 @@ def compile_options(device_ids: Sequence[int], backend: Any) -> Any:
     return get_compile_options(
         num_replicas=1, num_partitions=len(device_ids), device_assignment=np.array([device_ids]), backend=backend
     )
+
+
+def equations_as_function(jaxpr: Any, equations: list, takes: list, gives: list, constants: dict) -> Callable:
+    """Make a function, to be traced, of some equations of a traced one: it takes and gives the values of these variables.
+
+    constants: the values of the variables that ``jaxpr`` has from elsewhere.
+    """
+    from jax._src import core
+
+    read = {id(value) for equation in equations for value in equation.invars}
+    used = [variable for variable in constants if id(variable) in read]
+    info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    part = jaxpr.replace(constvars=used, invars=takes, outvars=gives, eqns=equations, debug_info=info)
+    return lambda *values: core.eval_jaxpr(part, [constants[variable] for variable in used], *values)

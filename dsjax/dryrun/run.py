@@ -77,7 +77,7 @@ def dry_run(
     spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.
     weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
-    check_layout(config, spec, args.engine.num_redundant, weights, args.engine.moe_dense_tp_size)
+    check_layout(config, spec, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = _cluster(hardware, cluster, spec.num_devices)
     mesh = spec.build(target_devices(hardware, spec.num_devices))

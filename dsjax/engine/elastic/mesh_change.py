@@ -44,7 +44,7 @@ def check_mesh(args: EngineArgs, config: ModelConfig, weights: Weights, spec: Me
             f"mesh {spec} wants {spec.num_devices} devices, and this server has {len(devices)}; ask for at most that, or start it "
             "with more"
         )
-    check_layout(config, spec, redundant_experts(args, config, spec), weights, args.moe_dense_tp_size)
+    check_layout(config, spec, redundant_experts(args, config, spec), weights, dense_tp=args.moe_dense_tp_size)
 
 
 def largest_mesh(
@@ -57,7 +57,7 @@ def largest_mesh(
     """
     for spec in _smaller(wanted, len(devices) // wanted.tp_size):
         try:
-            check_layout(config, spec, redundant_experts(args, config, spec), weights, args.moe_dense_tp_size)
+            check_layout(config, spec, redundant_experts(args, config, spec), weights, dense_tp=args.moe_dense_tp_size)
         except MeshError:
             continue
         return spec
