@@ -12,6 +12,7 @@ tokens; and one device with native kernels keeps it against one with the plain f
     python tools/check_layouts.py --eplb dp=8 dp=4,tp=2 dp=32 dp=32,ep=8    # each run twice, once with experts that move beneath it
     python tools/check_layouts.py --shared-experts-fusion                 # each run twice, once with the shared expert as a routed one
     python tools/check_layouts.py --by-data tp=8 dp=4,tp=8 # each run twice, once with --moe-dense-tp-size 1 --enable-dp-lm-head
+    python tools/check_layouts.py --eplb --ep-dispatch-algorithm static     # the same, with tokens that go to the nearest copies
     python tools/check_layouts.py --eplb --skip-plain dp=8                # only the runs beneath which experts move
     python tools/check_layouts.py --weights nvfp4-bf16 --eplb               # with experts in FP4, held to one device with them
     python tools/check_layouts.py --kv-cache-dtype fp8 dp=8 dp=2,tp=4       # with an FP8 cache, held to one device with such a cache
@@ -89,6 +90,7 @@ def main() -> int:
         action="store_true",
         help="of these only the runs that have all that was asked for: not the plain ones, which another sweep holds",
     )
+    parser.add_argument("--ep-dispatch-algorithm", default="dynamic", help="of the runs beneath which experts move")
     parser.add_argument("--weights", default="auto", help="as of dsjax serve, of one device too")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of dsjax serve, of one device too")
     parser.add_argument(
@@ -145,7 +147,7 @@ def main() -> int:
             name = " ".join([*run, *(NAMES[option] for option in variant)])
             if balanced := variant.get("enable_eplb"):
                 eplb = {"num_redundant_experts": specs[run[0]].ep_size, "window_size": 4, "step_interval": 4}
-                variant = variant | {"eplb_config": eplb | {"payback": 0}}
+                variant |= {"eplb_config": eplb | {"payback": 0}, "ep_dispatch_algorithm": args.ep_dispatch_algorithm}
             found = answer(directory, *run, kernels=args.kernels, **variant, **kept)
             exact += found.exact
             reference = references.of(found, *run[2:], variant)

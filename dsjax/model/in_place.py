@@ -27,6 +27,7 @@ from dsjax.model.fp8_product import ActivationScheme, block_product
 from dsjax.model.norm import RMSNorm
 from dsjax.model.parameters import Matrix, Multiply, ParameterInfo, reinterpret, value_of
 from dsjax.model.sparse.indexer import LayerNorm
+from dsjax.model.transformer import Transformer
 from sharding import MeshSpec, Rules, fp8
 from sharding.sums import pieces_here, tree_sum
 
@@ -278,6 +279,22 @@ class MatricesInPlace:
         if quantised:
             rows = activations.quantise(rows, powers=self.scheme.powers, interpret=options["interpret"])
         return products.dense(*stack, layer, rows, cores=self.kernels.pallas.cores, **options)
+
+    def project(self, model: Transformer, hidden: Array, dtype: np.dtype, *, by_data: bool) -> Array:
+        """Float32 logits ``[B, J, V]`` of hidden states ``[B, J, D]``. by_data: as of ``multiply``."""
+        if not self.ordered:
+            weight = model.head_weight(dtype)
+            return jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
+        weight, transposed = model.stored_head() if self.native else (model.head_weight(dtype), False)
+        return self.ordered_product(
+            {"weight": weight[None]},
+            jnp.int32(0),
+            hidden,
+            ("layers", "embed", "vocab"),
+            dtype=jnp.dtype("float32"),
+            by_data=by_data,
+            transposed=transposed,
+        )
 
     def normalise(self, norm: RMSNorm | LayerNorm, x: Array, *, by_data: bool = False) -> Array:
         """The norm, by a kernel where products have one order. by_data: tokens are split over ``tp``."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -44,7 +45,7 @@ from sharding import MeshSpec, Rules
 from sharding.cut import CutLowered, lower_cut
 from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, Transit
 from sharding.layer_placement import LayerPlacements
-from sharding.placement import CopyTables, assign_copies
+from sharding.placement import CopyTables, assign_copies, slot_distances
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,7 @@ class ModelStep:
     block_tokens: int | None = None
     kernels: Kernels = Kernels()
     shared_experts_fusion: bool = False
+    nearest_copies: bool = False
     scheme: ActivationScheme = WIDEN
     index_scores: IndexScores = IndexScores()
     overlap: TwoBatchOverlap | None = None
@@ -229,22 +231,7 @@ class ModelStep:
             by_data = placed[1] is not None
             if by_data:
                 hidden = self._split(self._whole(hidden))
-            if self.in_place.ordered:
-                stored = model.stored_head() if self.in_place.native else (model.head_weight(self.dtype), False)
-                weight, transposed = stored
-                axes = ("layers", "embed", "vocab")
-                logits = self.in_place.ordered_product(
-                    {"weight": weight[None]},
-                    jnp.int32(0),
-                    hidden,
-                    axes,
-                    dtype=jnp.dtype("float32"),
-                    by_data=by_data,
-                    transposed=transposed,
-                )
-            else:
-                weight = model.head_weight(self.dtype)
-                logits = jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
+            logits = self.in_place.project(model, hidden, self.dtype, by_data=by_data)
             return self._constrain(logits, *placed)
 
     def logits_spec(self, positions: int) -> P:
@@ -458,8 +445,16 @@ class ModelStep:
         whole, axes = (self._split, self.spec.token_axes) if by_data else (self._whole, self.spec.batch_axes)
         logical, active = whole(routing.ids).reshape(B * T, K), whole(of.tokens.active).reshape(B * T)
         # Copies take turns on each DP rank, or on each device where the tokens are split already.
-        slots = assign_copies(of.copies, logical, active, ranks=B * self.spec.tp_size if by_data else B)
+        runs = self.spec.tp_size if by_data else 1
+        slots = assign_copies(of.copies, logical, active, B * runs, self._slot_distances(runs))
         return self._constrain(slots, axes), self._constrain(whole(routing.weights).reshape(B * T, K), axes)
+
+    def _slot_distances(self, runs: int) -> Int[np.ndarray, "R P"] | None:
+        """What ``assign_copies`` takes, where a token goes to the nearest copies; runs: of a DP rank's tokens."""
+        if not self.nearest_copies:
+            return None
+        hosts = np.array([device.process_index for device in self.mesh.devices.flat])
+        return np.repeat(slot_distances(self.spec, hosts, self.placement.n_physical), runs, axis=0)
 
     def _exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""

@@ -1,6 +1,7 @@
 """What the terminal shows while a server starts: the mesh, bytes per device, cache capacity, warm-up, the URL."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 

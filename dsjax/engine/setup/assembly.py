@@ -123,6 +123,7 @@ def make_step(
         page_size=args.page_size,
         kernels=_kernels(args, config, spec, mesh.devices.flat[0], dtype, kept_in, weights, scheme),
         shared_experts_fusion=fusion,
+        nearest_copies=args.ep_dispatch_algorithm == "static",
         scheme=scheme,
         index_scores=index_scores,
         overlap=_overlap(args),
