@@ -105,7 +105,7 @@ def dry_run(
         cache_tokens=(compiled.limits.pages_per_rank - 1) * step.page_size,
         rebalance=read_rebalance(compiled, args.engine.eplb, machines) if compiled.exchange else None,
         orders=_orders(compiled, variants, config, hardware) if reductions else None,
-        fit=fit(args, config, mesh, hardware.memory_bytes, compiled.exchange) if search and hardware else None,
+        fit=fit(args, config, mesh, hardware.visible_bytes, compiled.exchange) if search and hardware else None,
         assumptions=dict(TEXT),
         notes=tuple(_notes(hardware, compiled)),
         seconds={

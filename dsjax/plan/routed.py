@@ -49,7 +49,7 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
     arriving = exact(rows, "rows of the mean rank", "rows") * slowest
     everyone = rank_tokens * busy * devices
     touched = step.skew.touched(everyone, top_k, config.n_routed_experts)
-    used = slots * touched / config.n_routed_experts
+    used = step.skew.most_touched(everyone, top_k, config.n_routed_experts, slots, mesh.ep_size)
     inner = hidden // mesh.expert_width_shards
     products = None
     if mesh.splits_expert_width and step.chip.hardware.same_die and (width, hidden, top_k) == (7168, 2048, 8):

@@ -18,9 +18,12 @@ from dsjax.dryrun.run import even_experts
 from dsjax.dryrun.timeline import Timeline
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hardware import load_hardware
+from dsjax.plan.arguments import PlanArgs
 from dsjax.plan.engine import CAPABILITIES, credit_table, dsjax_engine, find_engine
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.prompts import prompts_beside_decodes
+from dsjax.plan.sides import PARTS, sides_table
 from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
 from sharding.program import Program, program_collectives
@@ -91,6 +94,26 @@ def test_a_shared_expert_that_waits_its_turn_makes_decode_slower(ask):
 
     assert seconds("dsjax") > seconds("dsjax", shared_beside=True)
     assert seconds("published") < seconds("published", shared_beside=False)
+
+
+def test_parts_of_one_side_name_options_that_the_side_has_and_stand_on_the_page():
+    planner, engine = ({field.name for field in dataclasses.fields(kind)} for kind in (PlanArgs, EngineArgs))
+    for part in PARTS:
+        assert set(part.planner) <= planner, part.name
+        assert set(part.engine) <= engine, part.name
+    assert {part.side for part in PARTS} >= {"both", "planner only", "engine only"}
+    assert sides_table() in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+
+
+def test_an_engine_that_holds_prompts_back_is_not_slowed_by_replicas_that_wait_one_by_one(ask):
+    def added(holds):
+        engine = dataclasses.replace(find_engine("published"), holds_prompts=holds)
+        question = ask("h200-8", options=PlanOptions(engine=engine, dispatch=engine.dispatch))
+        return prompts_beside_decodes(question.instance(parse_layout("dp=8", 0, question.config), {}), 16, 8192)[0]
+
+    held, usual = added(True), added(False)
+    assert usual.low <= held.value < usual.value
+    assert held.high >= usual.high
 
 
 def test_the_page_has_the_credits():
