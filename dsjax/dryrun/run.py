@@ -29,6 +29,7 @@ from sharding import MeshSpec
 from sharding.program import Program, program_collectives, program_costs, true_dtypes
 from sharding.program.reductions import Reduction, program_reductions
 from sharding.program.walk import TripCount
+from sharding.scheduler_flags import start_exchanges_early
 
 CPU_HOST_DEVICES = 8
 """Devices of a host that the CPU target's emulated ones are divided into, for bytes inside and between hosts."""
@@ -80,6 +81,8 @@ def dry_run(
     check_layout(config, spec, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = _cluster(hardware, cluster, spec.num_devices)
+    if args.engine.enable_dbo and hardware is not None:
+        start_exchanges_early()
     mesh = spec.build(target_devices(hardware, spec.num_devices))
     compiled = compile_step(args, config, mesh)
     shape, step = compiled.shape, compiled.step

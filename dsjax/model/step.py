@@ -346,11 +346,11 @@ class ModelStep:
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
         """The rest of ``send``: the exchange alone."""
         with jax.named_scope("experts"):
-            return replace(sent, transit=self._exchange(of, sent.normed)[0].send(sent.transit))
+            return replace(sent, transit=self.exchange(of, sent.normed)[0].send(sent.transit))
 
     def compute(self, of: Layer, sent: Sent) -> Computed:
         """The third part: the routed experts of the tokens that arrived here, and the shared experts of this rank's own."""
-        exchange, experts = self._exchange(of, sent.normed)
+        exchange, experts = self.exchange(of, sent.normed)
         with jax.named_scope("experts"):
             transit = exchange.compute(sent.transit, experts)
         return Computed(sent.x, transit, self.share(of, sent.normed))
@@ -369,11 +369,11 @@ class ModelStep:
     def exchange_sums(self, of: Layer, computed: Computed) -> Computed:
         """The exchange of ``receive`` alone."""
         with jax.named_scope("experts"):
-            return replace(computed, transit=self._exchange(of, computed.x)[0].answer(computed.transit))
+            return replace(computed, transit=self.exchange(of, computed.x)[0].answer(computed.transit))
 
     def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """The rest of ``receive``: each token's sum of what came back."""
-        exchange, experts = self._exchange(of, computed.x)
+        exchange, experts = self.exchange(of, computed.x)
         with jax.named_scope("experts"):
             y, report = exchange.add(computed.transit, experts)
         y, by_data = y.reshape(computed.x.shape), self.by_data(of, computed.x)
@@ -435,7 +435,7 @@ class ModelStep:
         with jax.named_scope("experts"):
             by_data = self.by_data(of, x)
             rows = self._constrain(x.reshape(B * T, D), self.spec.token_axes if by_data else self.spec.batch_axes)
-            return self._exchange(of, x)[0].prepare(rows, *self.assign(of, routing, by_data=by_data))
+            return self.exchange(of, x)[0].prepare(rows, *self.assign(of, routing, by_data=by_data))
 
     def assign(
         self, of: Layer, routing: Routing, *, by_data: bool = False
@@ -456,7 +456,7 @@ class ModelStep:
         hosts = np.array([device.process_index for device in self.mesh.devices.flat])
         return np.repeat(slot_distances(self.spec, hosts, self.placement.n_physical), runs, axis=0)
 
-    def _exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
+    def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""
         (B, T, D), K = x.shape, self.config.num_experts_per_tok
         experts = of.block.moe.experts

@@ -102,7 +102,10 @@ class PlanArgs:
     host_scheduling: str = option(
         "overlapped", "overlapped with the device's work, or serial: the device waits for it."
     )
-    two_batch_overlap: str = option("auto", "auto, on or off.")
+    two_batch_overlap: str = option(
+        "auto",
+        "auto: where it is faster; on; off. Of --engine dsjax `on` is where it is faster, and auto is off, as --enable-dbo is.",
+    )
     mode: str = option("both", "aggregated, separated, both; or static, static_ctx, static_gen: one batch.")
     batch: int | None = option(None, "Static modes: requests of a DP rank; default: all that fit.", min=1)
     context: int | None = option(

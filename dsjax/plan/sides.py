@@ -87,7 +87,7 @@ PARTS = (
     Part(
         "kernels",
         ("compiled",),
-        ("kernels", "kernel_config", "kernel_cache", "index_scores"),
+        ("kernels", "kernel_config", "kernel_cache"),
         "published ones, or a dry run's program",
     ),
     Part(
