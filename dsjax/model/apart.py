@@ -14,6 +14,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -23,6 +25,7 @@ from dsjax.model.attention import Cache
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.layer_values import Layer, Tokens
 from dsjax.model.parameters import ParameterInfo
+from dsjax.model.two_batch import Halves
 from sharding import MeshSpec, Rules
 from sharding.cut import Work, outside
 from sharding.dispatch import ExpertsOfMesh
@@ -48,20 +51,26 @@ class ExpertsApart(Protocol):
     rules: Rules
     infos: Mapping[str, ParameterInfo]
 
-    def work(self, through: LayerPass) -> Work:
-        """What takes tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x`` and ``cache``."""
+    def work(self, passes: Sequence[LayerPass], tree: Any) -> Work:
+        """What takes tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x`` and ``cache``.
+
+        passes: one, or one for each half. tree: the structure of the ``Passing``.
+        """
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Passing:
-    """What a pass takes: parameters of the stack but for its experts, tokens, cache, and where the copies of experts are."""
+    """What a pass takes: parameters of the stack but for its experts, the cache, where the copies of experts are, and tokens.
+
+    x, tokens: of the step, or of its halves.
+    """
 
     params: dict[str, Array]
-    x: Float[Array, "B T D"]
     cache: Cache
-    tokens: Tokens
     copies: CopyTables
+    x: list[Float[Array, "B T D"]]
+    tokens: list[Tokens]
 
 
 def run_apart(
@@ -73,26 +82,35 @@ def run_apart(
     first: int,
     tokens: Tokens,
     copies: CopyTables,
+    in_halves: bool = False,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """In a traced step: take tokens through the stack of layers at path ``stack``, the first of which is ``first`` of the cache.
 
-    copies: of these layers, with a leading axis.
+    copies: of these layers, with a leading axis. in_halves: whether both sides compute at once, each on another half of the tokens.
     """
     own = {path: array for path, array in params.items() if path.startswith(f"{stack}.")}
     constrain, batch = step._constrain, step.spec.batch_axes
-    passing = Passing(own, constrain(x, batch), cache, jax.tree.map(lambda a: constrain(a, batch), tokens), copies)
-    leaves, tree = jax.tree.flatten(passing)
-    through = LayerPass(step, stack, first, copies.copies_E.shape[0], tree, tuple(x.shape))
-    results, shape = jax.tree.flatten((x, cache))
-    given = outside(step.apart.work(through), leaves, results)
-    return jax.tree.unflatten(shape, given)
+    xs, of_tokens, halves = [x], [tokens], None
+    if in_halves:
+        halves = Halves.of(tokens.groups)
+        ordered = x[:, halves.places]
+        xs = [ordered[:, : halves.first], ordered[:, halves.first :]]
+        of_tokens = [step.tokens(halves.a), step.tokens(halves.b)]
+    xs, of_tokens = jax.tree.map(lambda array: constrain(array, batch), (xs, of_tokens))
+    leaves, tree = jax.tree.flatten(Passing(own, cache, copies, xs, of_tokens))
+    passes = [LayerPass(step, stack, first, copies.copies_E.shape[0], tuple(one.shape)) for one in xs]
+    results, shape = jax.tree.flatten((xs, cache))
+    xs, cache = jax.tree.unflatten(shape, outside(step.apart.work(passes, tree), leaves, results))
+    if halves is None:
+        return xs[0], cache
+    return jnp.concatenate(xs, axis=1)[:, np.argsort(halves.places)], cache
 
 
 @dataclass(frozen=True)
 class LayerPass:
     """A pass of so many tokens through a stack of layers, as what its programs compute. Equal passes have equal programs.
 
-    stack: path of the layers among the parameters. first: number of the first of ``layers`` layers in the cache. tree: of ``Passing``.
+    stack: path of the layers among the parameters. first: number of the first of ``layers`` layers in the cache.
     shape: ``(B, T, D)`` of the tokens. Each method but ``between`` is traced; ``index`` is a layer's number in the stack.
     """
 
@@ -100,7 +118,6 @@ class LayerPass:
     stack: str
     first: int
     layers: int
-    tree: Any
     shape: tuple[int, int, int]
 
     @cached_property

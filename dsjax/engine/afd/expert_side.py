@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from dsjax.model.step import ModelStep
 from sharding import MeshError, MeshSpec, Rules
 from sharding.arrays import put
 from sharding.cut import Described, Run
+from sharding.dispatch.between import Between
 from sharding.mesh import advice_on_emulation, device_order
 
 
@@ -66,7 +67,7 @@ class ExpertSide:
         self.rules = Rules.for_mesh(spec)
         self.params: dict[str, Array] = {}
         self.waits = mesh.devices.flat[0].platform == "cpu"
-        self._passes: dict[Hashable, _CompiledPass] = {}
+        self._passes: dict[Hashable, CompiledPass] = {}
         self._lock = threading.Lock()
 
     def described(self) -> dict[str, Described]:
@@ -83,17 +84,24 @@ class ExpertSide:
         """Bytes of the parameters of one device."""
         return sum(device_bytes(self.described()).values())
 
-    def work(self, through: LayerPass) -> _Work:
+    def work(self, passes: Sequence[LayerPass], tree: Any) -> _Work:
         """What takes tokens through a stack of layers."""
-        return _Work(self, through)
+        return _Work(self, tuple(passes), tree)
 
-    def compiled(self, through: LayerPass, described: Sequence[Described]) -> _CompiledPass:
+    def compiled(self, passes: Sequence[LayerPass], tree: Any, described: Sequence[Described]) -> CompiledPass:
         """The programs of a pass, which several steps can share."""
         shardings = tuple((one.shape, str(one.dtype), one.sharding) for one in described)
-        key = through.stack, through.first, through.tree, through.shape, shardings
+        key = tuple((one.stack, one.first, one.shape) for one in passes), tree, shardings
         with self._lock:
             if key not in self._passes:
-                self._passes[key] = _CompiledPass.of(self, through, described)
+                passing: Passing = jax.tree.unflatten(tree, described)
+                everywhere = NamedSharding(passes[0].step.mesh, P()), NamedSharding(self.mesh, P())
+                layers = [
+                    tuple(put(np.int32(layer), sharding) for sharding in everywhere)
+                    for layer in range(passes[0].layers)
+                ]
+                programs = [PassPrograms.of(self, one, passing, half) for half, one in enumerate(passes)]
+                self._passes[key] = CompiledPass(self, programs, layers)
             return self._passes[key]
 
 
@@ -102,46 +110,44 @@ class _Work:
     """``sharding.cut.Work`` of one pass."""
 
     side: ExpertSide
-    through: LayerPass
+    passes: tuple[LayerPass, ...]
+    tree: Any
 
     def compile(self, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
         """Compile the programs of the pass, or take those of an equal one."""
-        compiled = self.side.compiled(self.through, described)
-        passing: Passing = jax.tree.unflatten(self.through.tree, described)
-        return compiled.run, [leaf.sharding for leaf in jax.tree.leaves((passing.x, passing.cache))]
+        compiled = self.side.compiled(self.passes, self.tree, described)
+        passing: Passing = jax.tree.unflatten(self.tree, described)
+
+        def run(leaves: list[Array]) -> list[Array]:
+            passing = jax.tree.unflatten(self.tree, leaves)
+            leaves.clear()
+            return jax.tree.leaves(compiled.run(passing))
+
+        return run, [leaf.sharding for leaf in jax.tree.leaves((passing.x, passing.cache))]
 
 
-@dataclass(frozen=True, eq=False)
-class _CompiledPass:
-    """A pass through a stack of layers: four programs a layer, and two moves.
+class PassPrograms(NamedTuple):
+    """The programs of a layer for so many tokens, which take its number; and how the tokens travel between them."""
 
-    layers: the numbers of the layers on the tokens' devices and on the experts'.
-    """
-
-    side: ExpertSide
-    through: LayerPass
-    attend: Compiled
-    share: Compiled
-    compute: Compiled
-    receive: Compiled
-    layers: Sequence[tuple[Array, Array]]
+    attend: Callable
+    share: Callable
+    compute: Callable
+    receive: Callable
+    between: Between
 
     @classmethod
-    def of(cls, side: ExpertSide, through: LayerPass, described: Sequence[Described]) -> _CompiledPass:
-        """Trace and compile the programs. described: the leaves of a ``Passing``."""
-        passing: Passing = jax.tree.unflatten(through.tree, described)
-        step, between = through.step, through.between
-        everywhere = NamedSharding(step.mesh, P()), NamedSharding(side.mesh, P())
-        numbers = [tuple(put(np.int32(layer), sharding) for sharding in everywhere) for layer in range(through.layers)]
-        here, there = (Described((), np.int32, sharding=sharding) for sharding in everywhere)
+    def of(cls, side: ExpertSide, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
+        """Trace and compile the programs. passing: descriptions; half: which of its tokens are meant."""
+        step, between, x = through.step, through.between, passing.x[half]
+        here, there = (Described((), np.int32, sharding=NamedSharding(mesh, P())) for mesh in (step.mesh, side.mesh))
 
         def attend(params, cache, x, tokens, copies, index):
             cache, *others = through.attend(params, cache, x, tokens, copies, index)
             return described_like(cache, passing.cache), *others
 
-        own = passing.params, passing.cache, passing.x, passing.tokens, passing.copies
+        own = passing.params, passing.cache, x, passing.tokens[half], passing.copies
         attended = jax.jit(attend, donate_argnums=1).lower(*own, here).compile()
-        _, x, normed, slots, rows = _results(attended)
+        _, after, normed, slots, rows = _results(attended)
         shared = jax.jit(through.share).lower(passing.params, normed, here).compile()
         arrivals = [_in_place_of(rows, one) for one in between.described_arrivals]
         computed = jax.jit(through.compute).lower(side.described(), arrivals, there).compile()
@@ -149,26 +155,50 @@ class _CompiledPass:
         returned = [_in_place_of(answers[0], one) for one in between.described_returns]
 
         def receive(x, shared, slots, returned):
-            return described_like(through.receive(x, shared, slots, returned), passing.x)
+            return described_like(through.receive(x, shared, slots, returned), passing.x[half])
 
-        received = jax.jit(receive).lower(x, _results(shared), slots, returned).compile()
-        return cls(side, through, attended, shared, computed, received, numbers)
+        received = jax.jit(receive).lower(after, _results(shared), slots, returned).compile()
+        return cls(attended, shared, computed, received, between)
 
-    def run(self, leaves: list[Array]) -> list[Array]:
-        """Take tokens through the layers. leaves: of a ``Passing``; the list is emptied, and the cache given away."""
-        passing: Passing = jax.tree.unflatten(self.through.tree, leaves)
-        leaves.clear()
-        between, experts = self.through.between, self.side.params
-        params, tokens, copies, x, cache = passing.params, passing.tokens, passing.copies, passing.x, passing.cache
-        del passing
+
+@dataclass(frozen=True, eq=False)
+class CompiledPass:
+    """A pass through a stack of layers: of each half, or of the whole step, four programs a layer, and two moves.
+
+    layers: the numbers of the layers on the tokens' devices and on the experts'.
+    """
+
+    side: ExpertSide
+    programs: Sequence[PassPrograms]
+    layers: Sequence[tuple[Array, Array]]
+
+    def run(self, passing: Passing) -> tuple[list[Array], dict[str, Array]]:
+        """Take tokens through the layers: give them, and the cache, which was given away.
+
+        With two halves the one's experts are started before the other's sums are added and its next layer begins: each side then
+        computes while the other does, and waits for it only where it is the faster one.
+        """
+        experts, params, cache, tokens, copies = (
+            self.side.params,
+            passing.params,
+            passing.cache,
+            passing.tokens,
+            passing.copies,
+        )
+        xs = passing.x
+        away: list[tuple] = [()] * len(xs)
         for here, there in self.layers:
-            cache, x, normed, slots, rows = self._done(self.attend(params, cache, x, tokens, copies, here))
-            answers = self.compute(experts, between.to_experts(rows), there)
-            if self.side.waits:
-                jax.block_until_ready(answers)
-            shared = self._done(self.share(params, normed, here))
-            x = self._done(self.receive(x, shared, slots, between.to_tokens(answers)))
-        return jax.tree.leaves((x, cache))
+            for half, programs in enumerate(self.programs):
+                if away[half]:
+                    xs[half] = self._done(programs.receive(*away[half]))
+                cache, x, normed, slots, rows = self._done(
+                    programs.attend(params, cache, xs[half], tokens[half], copies, here)
+                )
+                answers = self._done(programs.compute(experts, programs.between.to_experts(rows), there))
+                returned = programs.between.to_tokens(answers)
+                away[half] = x, self._done(programs.share(params, normed, here)), slots, returned
+        xs = [self._done(programs.receive(*one)) for programs, one in zip(self.programs, away, strict=True)]
+        return xs, cache
 
     def _done(self, results: Any) -> Any:
         return jax.block_until_ready(results) if self.side.waits else results

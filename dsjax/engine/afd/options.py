@@ -20,7 +20,6 @@ _REFUSED = {
     "coordinator_address": "both sides are in one process",
     "enable_eplb": "experts stay where they are; --redundant-experts and --init-expert-location place them",
     "enable_shared_experts_fusion": "shared experts are on the attention side",
-    "enable_dbo": "halves of a step are those of a mesh whose ranks exchange rows",
     "dispatch": "rows go to all of the experts' devices",
     "moe_chunk_tokens": "a step's tokens travel at once; give a smaller --max-num-batched-tokens",
 }

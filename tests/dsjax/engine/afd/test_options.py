@@ -31,7 +31,6 @@ def test_the_mesh_is_that_of_attention_and_all_devices_count():
         (SIDES | {"disaggregation_mode": "decode"}, "attention side"),
         (SIDES | {"coordinator_address": "127.0.0.1:1"}, "in one process"),
         (SIDES | {"num_processes": 2}, "in one process"),
-        (SIDES | {"enable_dbo": True}, "halves of a step"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, message):
