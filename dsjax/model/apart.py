@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -43,12 +42,10 @@ EXPERTS = ".moe.experts."
 class ExpertsApart(Protocol):
     """The devices that have the routed experts, and nothing else.
 
-    spec, mesh: of these devices, each of which has whole experts. rules: where their parameters are; infos: these, by path.
+    spec: of these devices, each of which has whole experts. infos: their parameters by path.
     """
 
     spec: MeshSpec
-    mesh: Mesh
-    rules: Rules
     infos: Mapping[str, ParameterInfo]
 
     def work(self, passes: Sequence[LayerPass], tree: Any) -> Work:
@@ -120,14 +117,14 @@ class LayerPass:
     layers: int
     shape: tuple[int, int, int]
 
-    @cached_property
-    def between(self) -> Between:
-        """How a layer's tokens travel."""
+    def between(self, expert_mesh: Mesh | None = None) -> Between:
+        """How a layer's tokens travel. expert_mesh: of the experts' devices, where these are of this process."""
         step, (B, T, D) = self.step, self.shape
         wire = WireFormat(D, step.config.num_experts_per_tok, step.dtype, step.dispatch.wire == "fp8")
         by_choice = step.dispatch.by_choice or step.in_place.ordered
-        apart = step.apart
-        return Between(step.spec, step.mesh, apart.spec, apart.mesh, B * T, step.placement.n_physical, wire, by_choice)
+        return Between(
+            step.spec, step.mesh, step.apart.spec, expert_mesh, B * T, step.placement.n_physical, wire, by_choice
+        )
 
     def attend(
         self, params: Mapping[str, Array], cache: Cache, x: Array, tokens: Tokens, copies: CopyTables, index: Array
@@ -140,7 +137,7 @@ class LayerPass:
             normed, routing = step.choose(of, x)
             with jax.named_scope("experts"):
                 slots, weights = step.assign(of, routing)
-                rows = self.between.pack(step._whole(normed.reshape(B * T, D)), slots, weights)
+                rows = self.between().pack(step._whole(normed.reshape(B * T, D)), slots, weights)
             return cache, step._whole(x), step._whole(normed), slots, rows
 
     def share(self, params: Mapping[str, Array], normed: Array, index: Array) -> Array | None:
@@ -149,29 +146,34 @@ class LayerPass:
             return self.step.share(self._layer(params, None, None, index), normed)
 
     def compute(
-        self, experts: Mapping[str, Array], arrivals: Sequence[Array], index: Int[Array, ""]
+        self,
+        expert_mesh: Mesh,
+        rules: Rules,
+        experts: Mapping[str, Array],
+        arrivals: Sequence[Array],
+        index: Int[Array, ""],
     ) -> list[Float[Array, "m D"]]:
-        """On the experts' devices: what they give for the rows of each token device. experts: parameters by path."""
+        """On the experts' devices: what they give for the rows of each token device. experts: parameters by path, laid out by ``rules``."""
         step, apart, (B, T, _) = self.step, self.step.apart, self.shape
         prefix = f"{self.stack}{EXPERTS}"
         infos = {path.removeprefix(prefix): info for path, info in apart.infos.items() if path.startswith(prefix)}
         product = ExpertProduct(
             weight_dtype=infos["down.weight"].dtype,
-            platform=apart.mesh.devices.flat[0].platform,
+            platform=expert_mesh.devices.flat[0].platform,
             mean_load=B * T * step.config.num_experts_per_tok / step.placement.n_physical,
             kernels=step.kernels,
             scheme=step.scheme,
         )
-        specs = {name: apart.rules.spec(info.logical_axes) for name, info in infos.items()}
+        specs = {name: rules.spec(info.logical_axes) for name, info in infos.items()}
         arrays = {name: experts[prefix + name] for name in infos}
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
             ranks = ExpertsOfMesh(product, arrays | {"layer": index}, specs | {"layer": P()})
-            return self.between.compute(arrivals, ranks)
+            return self.between(expert_mesh).compute(arrivals, ranks)
 
     def receive(self, x: Array, shared: Array | None, slots: Array, returned: Sequence[Array]) -> Array:
         """Each token with the sum of what came back added to it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
-            y = self.between.add(returned, slots).reshape(x.shape)
+            y = self.between().add(returned, slots).reshape(x.shape)
         return self.step.add_sum(x, y, shared)
 
     def _layer(

@@ -1,7 +1,5 @@
 """Experts on devices of their own change no bit of what one device gives."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from layouts import answer, write_checkpoint
@@ -65,13 +63,13 @@ class Recorded:
     """Stands for the programs of one half: writes down what is started, and gives names of what comes of it."""
 
     def __init__(self, half: str, started: list[str]):
-        self.half, self.started, self.between = half, started, self
+        self.half, self.started, self.way = half, started, self
 
     def attend(self, params, cache, x, tokens, copies, layer):
         self.started.append(f"attend {self.half}{layer}")
         return cache + [f"{self.half}{layer}"], x, "normed", "slots", "rows"
 
-    def compute(self, experts, rows, layer):
+    def call(self, rows, layer):
         self.started.append(f"compute {self.half}{layer}")
 
     def share(self, params, normed, layer):
@@ -81,17 +79,13 @@ class Recorded:
         self.started.append(f"receive {self.half}")
         return x + 1
 
-    def to_experts(self, rows):
-        return rows
-
-    def to_tokens(self, answers):
-        return answers
+    def returned(self, away):
+        return away
 
 
 def test_of_two_halves_the_one_attends_while_experts_compute_the_other():
     started: list[str] = []
-    side = SimpleNamespace(params={}, waits=False)
-    both = CompiledPass(side, [Recorded("a", started), Recorded("b", started)], [(0, 0), (1, 1)])
+    both = CompiledPass([Recorded("a", started), Recorded("b", started)], [0, 1], waits=False)
     xs, cache = both.run(Passing({}, [], None, [0, 10], [None, None]))
     assert (xs, cache) == (
         [2, 12],
