@@ -16,7 +16,15 @@ from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 64}
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "prefill_chunk": 16,
+    "page_size": 4,
+    "max_model_len": 64,
+    "mla_prefill": "A_CC_ME",
+}
+"""Prompts in the form of decodes, so that what stands in the cache has one value, whichever of the two computed it."""
 MESHES = {"attention_mesh": "dp=2", "expert_mesh": "ep=4", "dtype": "float32"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
 PROMPTS = [
