@@ -20,6 +20,7 @@ _REFUSED = {
     "disaggregation_mode": "prompts are computed on the attention side",
     "coordinator_address": "each side is one process (--afd-role)",
     "enable_eplb": "experts stay where they are; --redundant-experts and --init-expert-location place them",
+    "ep_dispatch_algorithm": "no device of an expert is nearer than another",
     "enable_shared_experts_fusion": "shared experts are on the attention side",
     "dispatch": "rows go to all of the experts' devices",
     "moe_chunk_tokens": "a step's tokens travel at once; give a smaller --max-num-batched-tokens",
