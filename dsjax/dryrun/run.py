@@ -29,6 +29,7 @@ from sharding import MeshSpec
 from sharding.program import Program, program_collectives, program_costs, true_dtypes
 from sharding.program.reductions import Reduction, program_reductions
 from sharding.program.walk import TripCount
+from sharding.scheduler_flags import start_exchanges_early
 
 CPU_HOST_DEVICES = 8
 """Devices of a host that the CPU target's emulated ones are divided into, for bytes inside and between hosts."""
@@ -76,11 +77,12 @@ def dry_run(
         args = replace(args, context=config.max_position_embeddings)
     spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.
-    check_layout(
-        config, spec, args.engine.num_redundant, "bf16" if args.engine.weights == "auto" else args.engine.weights
-    )
+    weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
+    check_layout(config, spec, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = _cluster(hardware, cluster, spec.num_devices)
+    if args.engine.enable_dbo and hardware is not None:
+        start_exchanges_early()
     mesh = spec.build(target_devices(hardware, spec.num_devices))
     compiled = compile_step(args, config, mesh)
     shape, step = compiled.shape, compiled.step

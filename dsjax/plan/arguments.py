@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.errors import UserError
 from dsjax.options import option
+from dsjax.plan.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from dsjax.plan.cluster import Cluster
@@ -70,7 +71,7 @@ class PlanArgs:
     )
     precision: str = option(
         "auto",
-        "fp8, bf16, int8, nvfp4, mxfp4; with bf16 attention nvfp4-bf16, mxfp4-bf16; auto: fp8, or what --measured was taken with.",
+        f"{', '.join(PRECISIONS)} (-bf16: with attention in bf16); auto: fp8, or what --measured was taken with.",
     )
     kv_cache_dtype: str = option("auto", "Latent cache: auto, bf16 or fp8.")
     mtp: int = option(0, "Tokens drafted by the MTP module a step.")
@@ -102,7 +103,10 @@ class PlanArgs:
     host_scheduling: str = option(
         "overlapped", "overlapped with the device's work, or serial: the device waits for it."
     )
-    two_batch_overlap: str = option("auto", "auto, on or off.")
+    two_batch_overlap: str = option(
+        "auto",
+        "auto: where it is faster; on; off. Of --engine dsjax `on` is where it is faster, and auto is off, as --enable-dbo is.",
+    )
     mode: str = option("both", "aggregated, separated, both; or static, static_ctx, static_gen: one batch.")
     batch: int | None = option(None, "Static modes: requests of a DP rank; default: all that fit.", min=1)
     context: int | None = option(

@@ -61,11 +61,7 @@ class Engine:
             )
         asked = (
             (separated and not self.transfers, "--mode separated", "does not move caches between instances"),
-            (
-                overlap and not self.overlaps,
-                "--two-batch-overlap on",
-                "is priced without its --enable-dbo" if self.name == "dsjax" else "does not overlap two half batches",
-            ),
+            (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
             (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
             (
                 drafts > (self.most_drafts or drafts),
@@ -189,7 +185,7 @@ def dsjax_engine() -> Engine:
     made = Engine(
         "dsjax",
         balances="enable_eplb" in fields,
-        overlaps=False,  # it has --enable-dbo, which the estimates do not price: they know no padding of a half, and no ragged exchange
+        overlaps="enable_dbo" in fields,
         transfers="kv_transfer_config" in fields or "prefill_mesh" in fields or "disaggregation_mode" in fields,
         drafts="speculative_config" in fields,
         fp4="nvfp4" in (fields["weights"].metadata.get("choices") or ()),

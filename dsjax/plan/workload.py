@@ -208,12 +208,13 @@ class Pins:
 class PlanOptions:
     """Choices: precision; MTP drafts; the chance that the first is accepted, or each position's; redundant experts (None: tried); skew.
 
-    overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:
-    most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all. dispatch: `deepep`, or one of
-    dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they are of a layout. mesh: of every
-    instance; None searches. measured: times of modules, taken where they are of a layout. operators: tables of operations. host:
-    `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of separated services.
-    widest: most devices of an instance, None for all. fused: the shared expert is a routed one, with a copy on each device.
+    overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster; of dsjax `on` is that, and `auto` is `off`.
+    modes: `aggregated`, `separated`. prefill_tokens: most prompt tokens of a DP rank in one step. max_devices: of the cluster's,
+    None for all. dispatch: `deepep`, or one of dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they
+    are of a layout. mesh: of every instance; None searches. measured: times of modules, taken where they are of a layout. operators:
+    tables of operations. host: `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of
+    separated services. widest: most devices of an instance, None for all. fused: the shared expert is a routed one, with a copy on
+    each device.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])

@@ -16,15 +16,19 @@ from dispatch_cases import (
     K,
     coded_experts,
     coded_rows,
+    codes,
     compiled,
     expected,
+    places,
     routings,
     weights_of,
 )
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from quick_compilation import QUICK_COMPILATION
 
 from sharding import MeshError, MeshSpec
-from sharding.dispatch import DispatchConfig, dispatch
+from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, dispatch, further_together
 
 EXPERTS, TOKENS = 32, 3  # tokens of a device
 METHODS = {
@@ -41,23 +45,17 @@ CASES += [(layout, "padded, chunks") for layout in ("dp=1", "dp=8", "dp=8,tp=4,e
 
 def expected_counts(spec, slots, experts):
     """Counts by plain NumPy, from the routing alone: tokens per expert on each rank, rows sent and received by each."""
-    dp, ep, tp = spec.shape
     per_rank = experts // spec.ep_size
     holder = slots // per_rank  # place in the EP group
-    devices = np.arange(spec.num_devices).reshape(dp, ep, tp)
+    copy, place = places(spec)
     loads = np.zeros((spec.num_devices, per_rank), int)
     sent, received = np.zeros(spec.num_devices, int), np.zeros(spec.num_devices, int)
     tokens = len(slots) // spec.num_devices
     for t, row in enumerate(slots):
         home = t // tokens
-        copy, _, _ = np.unravel_index(home, (dp, ep, tp))
         reached = set()
         for k in np.flatnonzero(row >= 0):
-            if spec.splits_expert_width:
-                holders = devices[copy, holder[t, k], :]
-            else:
-                holders = [devices[copy].reshape(-1)[holder[t, k]]]
-            for device in holders:
+            for device in np.flatnonzero((copy == copy[home]) & (place == holder[t, k])):
                 loads[device, row[k] % per_rank] += 1
                 reached.add(int(device))
         sent[home] += len(reached - {home})
@@ -93,8 +91,7 @@ def test_every_dispatch_by_choice_equals_the_single_device_sums(layout, method, 
     spec, call = compiled(layout, BY_CHOICE[method], EXPERTS, home=home)
     tokens = TOKENS * spec.num_devices
     x, weights = coded_rows(tokens), weights_of(tokens)
-    _, place, part = np.unravel_index(np.arange(spec.num_devices), spec.shape)
-    gain = 500 + np.repeat(place if spec.splits_expert_width else place * spec.tp_size + part, TOKENS)[:, None]
+    gain = 500 + np.repeat(places(spec)[1], TOKENS)[:, None]
     for name, slots in routings(tokens, EXPERTS, spec.num_devices).items():
         y, report = call(x, slots, weights)
         own = home * x * gain * (slots >= 0).any(axis=1, keepdims=True)
@@ -104,6 +101,41 @@ def test_every_dispatch_by_choice_equals_the_single_device_sums(layout, method, 
         if method == "gather":  # other methods send a row for each choice
             np.testing.assert_array_equal(report["rows_sent"], sent, err_msg=name)
             np.testing.assert_array_equal(report["rows_received"], received, err_msg=name)
+
+
+@pytest.mark.parametrize("by_choice", [False, True])
+def test_two_exchanges_run_their_further_rounds_together_before_either_adds(by_choice):
+    config = DispatchConfig("padded", capacity=1, report=True, by_choice=by_choice)
+    spec = MeshSpec.parse("dp=8")
+    mesh, param_specs = spec.build(), {"code": P(spec.expert_axes, None)}
+    params = {"code": jax.device_put(codes(np.arange(EXPERTS) + 1), NamedSharding(mesh, param_specs["code"]))}
+    found = routings(TOKENS * 8, EXPERTS, 8)
+    # Of the first a rank has three rows for another, so that it needs three rounds; of the second one or two.
+    halves = [found["every token to one expert"], found["random, some idle"]]
+    x, weights = coded_rows(TOKENS * 8), weights_of(TOKENS * 8)
+
+    @jax.jit
+    def step(halves, params):
+        experts = ExpertsOfMesh(coded_experts, params, param_specs)
+        exchanges = [Exchange.of(spec, mesh, config, x, slots, EXPERTS) for slots in halves]
+        sums = [
+            one.answer(one.compute(one.begin(x, slots, weights), experts))
+            for one, slots in zip(exchanges, halves, strict=True)
+        ]
+        ran = further_together([(one, transit, experts) for one, transit in zip(exchanges, sums, strict=True)])
+
+        def adding(transit):
+            return str(jax.make_jaxpr(lambda transit: exchanges[0].add(transit, experts))(transit))
+
+        assert "all_to_all" in adding(sums[0])
+        assert "all_to_all" not in adding(ran[0]), "nothing is left to bring"
+        return [one.add(transit, experts) for one, transit in zip(exchanges, ran, strict=True)]
+
+    for slots, (y, report) in zip(halves, jax.block_until_ready(step(halves, params)), strict=True):
+        np.testing.assert_array_equal(y, expected(x, slots, weights))
+        loads, _, _ = expected_counts(spec, slots, EXPERTS)
+        np.testing.assert_array_equal(report["tokens_per_expert"], loads)
+    assert set(np.asarray(report["rounds"])) != {1}
 
 
 def test_a_longer_queue_of_terms_takes_further_rounds_which_are_reported():
@@ -155,8 +187,7 @@ def test_an_expert_that_each_rank_has_for_its_own_tokens_adds_to_theirs_and_send
     spec, call = compiled(layout, METHODS[method], EXPERTS, home=True)
     tokens = TOKENS * spec.num_devices
     x, weights = coded_rows(tokens), weights_of(tokens)
-    _, place, part = np.unravel_index(np.arange(spec.num_devices), spec.shape)
-    own = place if spec.splits_expert_width else place * spec.tp_size + part
+    own = places(spec)[1]
     gain = 500 + np.repeat(own, TOKENS)[:, None]
     for name, slots in routings(tokens, EXPERTS, spec.num_devices).items():
         y, report = call(x, slots, weights)
