@@ -102,7 +102,12 @@ def wide(tp: int) -> dict:
 
 
 def widths(weights: str, tp: int) -> dict:
-    """What to change in ``TINY`` for these weights: as ``wide`` for FP8, and experts of whole blocks of FP4 on each of ``tp`` devices."""
+    """What to change in ``TINY`` for these weights: as ``wide`` for FP8, and experts of whole blocks of FP4 on each of ``tp`` devices.
+
+    weights: as of ``--weights``; ``auto`` keeps those of the checkpoint, which no block limits.
+    """
+    if weights == "auto":
+        return {}
     row = WEIGHT_FORMATS[weights]
     changed = wide(tp) if row.keeps_fp8 else {}
     if row.expert_block is not None:
@@ -240,7 +245,7 @@ class References:
         if key not in self._exact:
             exact = self._exact[key] = self._answer(*forms, kernels=self._kernels, **self._fixed | changes)
             assert exact.exact
-            rounds = self._fixed.get("activation_scheme") == "dynamic"
+            rounds = self._fixed.get("activation_scheme", "auto") not in ("auto", "none")
             wrong = None if rounds else difference(exact, self.plain)
             assert wrong is None, f"one device, {'/'.join(forms)}: {wrong}"
         return self._exact[key]

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
-from dsjax.config.weights import ROW_FORMATS, WEIGHT_FORMATS
+from dsjax.config.weights import FP8_BLOCK, ROW_FORMATS, WEIGHT_FORMATS
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
@@ -78,6 +78,12 @@ def make_step(
         raise UserError(
             f"--activation-scheme {scheme} gives a row of an expert one scale over its width, and --mesh {args.mesh} splits it over "
             f"{spec.expert_width_shards} devices; let ep be a multiple of tp, or give --activation-scheme dynamic"
+        )
+    own_width = config.moe_intermediate_size // spec.expert_width_shards
+    if scheme.dynamic and config.is_moe and spec.expert_width_shards > 1 and own_width % FP8_BLOCK:
+        raise UserError(
+            f"--activation-scheme {scheme} gives {FP8_BLOCK} values of an expert's width one scale, and --mesh {args.mesh} leaves "
+            f"{own_width} of {config.moe_intermediate_size} on a device; let ep be a multiple of tp, or give --activation-scheme none"
         )
     placement = expert_placement(config, spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
@@ -155,8 +161,6 @@ def _kernels(
         tiles=None if args.kernel_config is None else Path(args.kernel_config),
         cores=Cores.of(device),
     )
-    if kernels.native is not None and scheme.dynamic and WEIGHT_FORMATS[weights].experts != "fp8":
-        return dataclasses.replace(kernels, left_plain=("experts",))  # theirs are FP8 by FP8
     if args.batch_invariant and kernels.pallas is not None:
         if args.kernel_config is not None:
             raise UserError(
