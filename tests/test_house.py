@@ -23,7 +23,20 @@ HOUSE = (
 )
 """Each line may import those below it, never those above."""
 
-ENGINE = ("", "elastic", "setup", "stream", "transfer", "tiers", "experts", "device", "text", "schedule", "contract")
+ENGINE = (
+    "",
+    "elastic",
+    "setup",
+    "stream",
+    "transfer",
+    "tiers",
+    "experts",
+    "afd",
+    "device",
+    "text",
+    "schedule",
+    "contract",
+)
 """The engine's rooms, the front first: each may import those behind it, never those before it."""
 
 MOST_LINES = 4000
