@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 TARGETS = ("experts", "dense", "norm", "absorbed_attention", "expanded_attention", "index_choice")
 HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
-"""What an expert's hidden values can be rounded to, in the order of the enumeration ``Hidden`` in ``native/quantise.h``."""
+"""What an expert's hidden values can be rounded to, in the order of the enumeration ``Hidden`` in ``native/experts.h``."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ constexpr long kChunkRows = 48;    // rows of an expert that one item takes
 constexpr long kFewPairs = 64;      // up to so many pairs in all, strips of the result are as wide as threads allow
 constexpr long kRoundPairs = 4096;  // (row, expert) pairs whose hidden values are kept at once; all of a row's are in one round
 
+// What hidden values are rounded to before they are multiplied with an expert's second matrix.
+enum class Hidden : int64_t { float32 = 0, fp8 = 1, nvfp4 = 2 };
+
 struct Experts {
   // Weights: gate and up [layers, X, D, 2, F], down [layers, X, F, D]; `bytes` of an element: 4 float32, 2 bfloat16, 1 FP8 with
   // scales [layers, X, D/128, 2, F/128] and [layers, X, F/128, D/128].
