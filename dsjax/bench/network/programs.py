@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from dsjax.bench.modules.timing import device_loop
 from dsjax.errors import UserError
 from sharding import MeshSpec
-from sharding.mesh import AXES
 
 _RANK = "rank"
 _ALL = P(("group", _RANK))
@@ -113,8 +112,8 @@ def device_pairs(mesh: Mesh) -> list[DeviceGroup]:
 
 
 def _along(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    kept = [AXES.index(axis) for axis in axes]
-    others = [k for k in range(len(AXES)) if k not in kept]
+    kept = [mesh.axis_names.index(axis) for axis in axes]
+    others = [k for k in range(mesh.devices.ndim) if k not in kept]
     ranks = int(np.prod([mesh.devices.shape[k] for k in kept]))
     return mesh.devices.transpose(*others, *kept).reshape(-1, ranks)
 

@@ -19,6 +19,7 @@ _REFUSED = {
     "disaggregation_mode": "prompts are computed on the attention side",
     "coordinator_address": "both sides are in one process",
     "enable_eplb": "experts stay where they are; --redundant-experts and --init-expert-location place them",
+    "ep_dispatch_algorithm": "no device of an expert is nearer than another",
     "enable_shared_experts_fusion": "shared experts are on the attention side",
     "enable_dbo": "halves of a step are those of a mesh whose ranks exchange rows",
     "dispatch": "rows go to all of the experts' devices",

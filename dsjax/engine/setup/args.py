@@ -79,7 +79,11 @@ class EngineArgs:
         "demo",
         "bundled name, directory with config.json and weights, Orbax directory of ours, or Hugging Face repository id",
     )
-    mesh: str = option("dp=1", "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (default dp × tp)")
+    mesh: str = option(
+        "dp=1",
+        "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (groups that experts are spread over; default dp × tp ÷ etp), "
+        "etp (devices of a group, which share its experts' widths; default 1, or tp where ep is no multiple of it)",
+    )
     attention_mesh: str | None = option(
         None,
         "devices that have everything but the routed experts, such as dp=8 or dp=4,tp=2; with --expert-mesh, in place of --mesh",
@@ -194,6 +198,11 @@ class EngineArgs:
         None, "file of tile sizes of the Pallas kernels that dsjax tune made; default: reckoned from shapes"
     )
     redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
+    ep_dispatch_algorithm: str = option(
+        "dynamic",
+        "to which copy of an expert a token goes; dynamic: to all in turn; static: to those on its own DP rank, else on its host, in turn",
+        ("dynamic", "static"),
+    )
     enable_shared_experts_fusion: bool = option(
         False, "the shared expert is one more routed expert, with a copy on each device: one grouped product"
     )
@@ -207,6 +216,8 @@ class EngineArgs:
         None,
         "file of experts' loads or places, as /dump_expert_distribution_record gives it: a start with experts already balanced",
     )
+    moe_dense_tp_size: int | None = option(None, "1: dense MLPs whole on each of tp devices, by tokens", least=1)
+    enable_dp_lm_head: bool = option(False, "the head whole on each of tp devices, by positions, not by vocabulary")
     stream_interval: int = option(
         1,
         "tokens after which a stream is sent its next piece; its first token and its end are sent at once. More costs less of the "

@@ -78,11 +78,11 @@ def make_step(
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     index_scores = IndexScores.parse(args.index_scores, config.index_head_dim, powers)
     expert_side = expert_spec(args)
-    check_layout(config, spec, args.num_redundant, weights, expert_side)
+    check_layout(config, spec, args.num_redundant, weights, expert_side, args.moe_dense_tp_size)
     if scheme.experts is not None and spec.expert_width_shards > 1:
         raise UserError(
             f"--activation-scheme {scheme} gives a row of an expert one scale over its width, and --mesh {args.mesh} splits it over "
-            f"{spec.expert_width_shards} devices; let ep be a multiple of tp, or give --activation-scheme dynamic"
+            f"{spec.expert_width_shards} devices; let ep be a multiple of tp and leave etp out, or give --activation-scheme dynamic"
         )
     shares = (expert_side or spec).expert_width_shards
     own_width = config.moe_intermediate_size // shares
@@ -120,7 +120,7 @@ def make_step(
         table=table,
         spec=spec,
         mesh=mesh,
-        rules=model_rules(config, spec),
+        rules=model_rules(args, config, spec),
         placement=placement,
         dispatch=DispatchConfig(method=args.dispatch, wire=args.dispatch_wire, chunk_tokens=args.moe_chunk_tokens),
         dtype=dtype,
@@ -130,6 +130,7 @@ def make_step(
         page_size=args.page_size,
         kernels=_kernels(args, config, spec, mesh.devices.flat[0], dtype, kept_in, weights, scheme),
         shared_experts_fusion=fusion,
+        nearest_copies=args.ep_dispatch_algorithm == "static",
         scheme=scheme,
         index_scores=index_scores,
         overlap=_overlap(args),
@@ -262,9 +263,16 @@ def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, d
 
 
 def check_layout(
-    config: ModelConfig, spec: MeshSpec, redundant: int, weights: Weights, expert_side: MeshSpec | None = None
+    config: ModelConfig,
+    spec: MeshSpec,
+    redundant: int,
+    weights: Weights,
+    expert_side: MeshSpec | None = None,
+    dense_tp: int | None = None,
 ) -> None:
-    """Check that the mesh divides this model; see ``MeshSpec.check_fits``. expert_side: the mesh of the experts, where that is another.
+    """Check that the mesh divides this model; see ``MeshSpec.check_fits``.
+
+    expert_side: the mesh of the experts, where that is another. dense_tp: of ``--moe-dense-tp-size``.
 
     Raises:
         MeshError: naming each number that does not fit.
@@ -272,7 +280,13 @@ def check_layout(
     """
     if redundant and not config.is_moe:
         raise UserError(f"--redundant-experts is {redundant}, but this model has no experts; leave it out")
-    widths = {"dense MLP width": config.intermediate_size} if config.num_dense_layers else {}
+    if dense_tp not in (None, 1, spec.tp_size):
+        raise UserError(
+            f"--moe-dense-tp-size is {dense_tp}: dense MLPs are whole on each device (1) or shared by all devices of a DP rank "
+            f"(tp={spec.tp_size}); give 1 or leave it out"
+        )
+    split = config.num_dense_layers and dense_tp != 1
+    widths = {"dense MLP width": config.intermediate_size} if split else {}
     if config.n_shared_experts:
         widths["shared expert width"] = config.n_shared_experts * config.moe_intermediate_size
     row = WEIGHT_FORMATS[weights]
@@ -303,10 +317,18 @@ def check_layout(
     spec.check_fits(heads=config.num_attention_heads, dense_widths=widths, block=row.block, **experts)
 
 
-def model_rules(config: ModelConfig, spec: MeshSpec) -> Rules:
-    """Give the default layout; the vocabulary is kept whole where ``tp`` does not divide it."""
+def model_rules(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> Rules:
+    """Give the layout of the options; the vocabulary is kept whole where ``tp`` does not divide it."""
     rules = Rules.for_mesh(spec)
-    return rules.replace(vocab=()) if config.vocab_size % spec.tp_size else rules
+    if config.vocab_size % spec.tp_size:
+        rules = rules.replace(vocab=(), embedded_vocab=())
+    if args.moe_dense_tp_size == 1:
+        rules = rules.replace(mlp_width=())
+    if args.enable_dp_lm_head:
+        rules = rules.replace(vocab=(), head_tokens=spec.head_axes)
+        if config.tie_word_embeddings:  # the head is the embedding
+            rules = rules.replace(embedded_vocab=())
+    return rules
 
 
 def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp: bool = False) -> LayerPlacements:

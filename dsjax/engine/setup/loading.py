@@ -119,8 +119,8 @@ def load_model(
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
-    of_experts = expert_spec(args)
-    check_layout(config, spec, args.num_redundant, "bf16" if args.weights == "auto" else args.weights, of_experts)
+    of_experts, weights = expert_spec(args), "bf16" if args.weights == "auto" else args.weights
+    check_layout(config, spec, args.num_redundant, weights, of_experts, args.moe_dense_tp_size)
     if of_experts is None:
         mesh, expert_mesh = mesh or spec.build(), None
     else:
