@@ -152,7 +152,8 @@ class ModelStep:
             for stack in model.stacks:
                 if self.apart is not None and hasattr(stack, "moe"):
                     first = self.config.num_dense_layers
-                    x, cache = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies)
+                    halves = self.in_halves([group.shape for group in groups])
+                    x, cache = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, halves)
                     continue
                 x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
                 reports |= report
@@ -288,7 +289,8 @@ class ModelStep:
 
     def in_halves(self, shapes: Sequence[GroupShape]) -> bool:
         """Whether a step of these groups is computed in two halves (``dsjax/model/two_batch.py``): where it is wanted and rows travel."""
-        travels = self.config.is_moe and self.spec.ep_size * self.spec.expert_width_shards > 1
+        away = self.apart is not None or self.spec.ep_size * self.spec.expert_width_shards > 1
+        travels = self.config.is_moe and away
         return self.overlap is not None and travels and self.overlap.halves(shapes)
 
     def _run_layer(self, block: DecoderLayer, x, cache: Cache, layer, first, tokens: Tokens, copies: CopyTables | None):

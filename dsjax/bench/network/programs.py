@@ -85,7 +85,7 @@ def device_groups(spec: MeshSpec, mesh: Mesh) -> list[DeviceGroup]:
     candidates = [("host", by_host), ("hosts", by_host.T)]
     for use, axes in (("experts", spec.expert_axes), ("tp", spec.head_axes)):
         if spec.ep_size > 1 or use == "tp":
-            candidates.append((use, _along(mesh, axes)))
+            candidates.append((use, _along(mesh, [spec.axes.index(axis) for axis in axes])))
     groups: dict[tuple, DeviceGroup] = {}
     for use, devices in candidates:
         if devices.shape[1] == 1:
@@ -111,8 +111,7 @@ def device_pairs(mesh: Mesh) -> list[DeviceGroup]:
     return [DeviceGroup(("pair",), _array(rows), spans) for rows, spans in ((inside, 1), (between, 2)) if rows]
 
 
-def _along(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    kept = [mesh.axis_names.index(axis) for axis in axes]
+def _along(mesh: Mesh, kept: list[int]) -> np.ndarray:
     others = [k for k in range(mesh.devices.ndim) if k not in kept]
     ranks = int(np.prod([mesh.devices.shape[k] for k in kept]))
     return mesh.devices.transpose(*others, *kept).reshape(-1, ranks)

@@ -52,6 +52,8 @@ _OF_THE_HOST = (
     "disaggregation_mode",
     "disaggregation_transfer_backend",
     "transfer_host",
+    "afd_role",
+    "afd_address",
 )
 """Options that change which commands an executor gets, and not what it makes of them; or that are another engine's."""
 
@@ -91,6 +93,13 @@ class EngineArgs:
     expert_mesh: str | None = option(
         None, "devices beside these that have the routed experts and nothing else, such as ep=24; with --attention-mesh"
     )
+    afd_role: str = option(
+        "both",
+        "with --expert-mesh; both: both sides are in this process; attention: this one calls the experts at --afd-address; expert: it has "
+        "the experts, and answers at --afd-address",
+        ("both", "attention", "expert"),
+    )
+    afd_address: str | None = option(None, "HOST:PORT at which the process with --afd-role expert listens")
     revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
     dtype: str = option(
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
@@ -377,7 +386,8 @@ class EngineArgs:
 
         if not self.separated:
             experts = expert_spec(self)
-            return MeshSpec.parse(self.mesh).num_devices + (experts.num_devices if experts else 0)
+            beside = experts.num_devices if experts and self.afd_role != "attention" else 0
+            return beside + (MeshSpec.parse(self.mesh).num_devices if self.afd_role != "expert" else 0)
         return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
 
     @property

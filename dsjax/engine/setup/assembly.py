@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -12,20 +13,22 @@ from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
 from dsjax.config.weights import FP8_BLOCK, ROW_FORMATS, WEIGHT_FORMATS
-from dsjax.engine.afd.expert_side import with_experts_apart
+from dsjax.engine.afd.expert_side import ExpertSide, Side, with_experts_apart
 from dsjax.engine.afd.options import expert_spec
+from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.batch_invariance import check_batch_invariant, open_sums
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.errors import UserError
+from dsjax.hosts.wire import split_address
 from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
-from dsjax.model.parameters import Weights
+from dsjax.model.parameters import ParameterInfo, Weights
 from dsjax.model.sparse import IndexScores
 from dsjax.model.step import ModelStep
 from dsjax.model.transformer import parameter_table
@@ -54,7 +57,7 @@ def make_step(
 
     bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
     configuration says. mtp: with the model's MTP module, and its layer in the cache.
-    expert_mesh: the devices of ``args.expert_mesh``; None: the experts are on ``mesh``.
+    expert_mesh: the devices of ``args.expert_mesh``, where it names any that are of this process.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
@@ -136,10 +139,26 @@ def make_step(
         overlap=_overlap(args),
     )
     if expert_side is not None:
-        step = with_experts_apart(step, expert_side, expert_mesh)
+        step = with_experts_apart(step, lambda infos: _experts_apart(args, expert_side, expert_mesh, infos, platform))
     if args.batch_invariant:
         check_batch_invariant(step, platform, weights)
     return step
+
+
+def _experts_apart(
+    args: EngineArgs, spec: MeshSpec, mesh: Mesh | None, infos: Mapping[str, ParameterInfo], platform: str
+) -> Side:
+    if mesh is not None:
+        return ExpertSide(spec, mesh, infos)
+    return RemoteExperts(
+        spec,
+        infos,
+        args.afd_address,
+        args.credentials.read(split_address(args.afd_address)[0]),
+        waits=platform == "cpu",
+        patience=args.start_timeout,
+        silence=args.heartbeat_timeout,
+    )
 
 
 def _overlap(args: EngineArgs) -> TwoBatchOverlap | None:
