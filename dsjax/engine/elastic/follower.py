@@ -104,7 +104,9 @@ class Follower:
             os.write(2, f"{signal.Signals(number).name} while {self.phase}: this process ends now\n".encode())
             os._exit(0)
         # Where it cannot ask, it ends at once: the others go on as after a loss.
-        self._threads.append(start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1)))
+        self._threads.append(
+            start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
+        )
 
     def run_with(self, args: EngineArgs) -> None:
         """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
