@@ -5,7 +5,11 @@ JAX is imported by the functions that need it, none of which starts a backend: a
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,6 +58,58 @@ def compilation_cache() -> Any:
     return compilation_cache
 
 
+def keep_programs_of_every_process() -> None:
+    """Have every process write the programs that it compiles to JAX's cache, and each entry appear whole or not at all.
+
+    JAX has process 0 alone write, so that the other hosts of a mesh find nothing when they are started again; and it writes in place,
+    where a process that is killed leaves half an entry, which no later one replaces.
+    """
+    from jax._src import compiler, lru_cache
+
+    write = compiler._cache_write
+    if getattr(write, "of_every_process", False):
+        return
+
+    def write_of_every_process(key: str, seconds: float, name: str, backend: Any, executable: Any, *rest: Any) -> None:
+        if distributed_state().process_id == 0:
+            write(key, seconds, name, backend, executable, *rest)
+        elif seconds >= jax_setting("persistent_cache_min_compile_time_secs") and not any(rest):
+            try:
+                compilation_cache().put_executable_and_time(key, name, executable, backend, int(seconds))
+            except Exception as error:  # as JAX does: what cannot be kept is compiled again
+                warnings.warn(f"a compiled program cannot be kept: {error}", stacklevel=1 << 20)
+
+    write_of_every_process.of_every_process = True
+    compiler._cache_write = write_of_every_process
+    put = lru_cache.LRUCache.put
+
+    def put_whole(cache: Any, key: str, value: bytes) -> None:
+        folder = str(cache.path)
+        if cache.eviction_enabled or "://" in folder:  # under a lock, or in a store whose writes are whole
+            return put(cache, key, value)
+        path = os.path.join(folder, f"{key}{lru_cache._CACHE_SUFFIX}")
+        if os.path.exists(path):
+            return None
+        unfinished = os.path.join(folder, f"writing-{uuid.uuid4().hex}")
+        try:
+            with open(unfinished, "xb") as file:
+                file.write(value)
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
+
+    lru_cache.LRUCache.put = put_whole
+
+
+def jax_setting(name: str) -> Any:
+    """The value that a setting of JAX has in this thread."""
+    from jax._src import config
+
+    return getattr(config, name).value
+
+
 def compile_options(device_ids: Sequence[int], backend: Any) -> Any:
     """The options with which JAX would compile a program for these devices."""
     import numpy as np
@@ -62,3 +118,17 @@ def compile_options(device_ids: Sequence[int], backend: Any) -> Any:
     return get_compile_options(
         num_replicas=1, num_partitions=len(device_ids), device_assignment=np.array([device_ids]), backend=backend
     )
+
+
+def equations_as_function(jaxpr: Any, equations: list, takes: list, gives: list, constants: dict) -> Callable:
+    """Make a function, to be traced, of some equations of a traced one: it takes and gives the values of these variables.
+
+    constants: the values of the variables that ``jaxpr`` has from elsewhere.
+    """
+    from jax._src import core
+
+    read = {id(value) for equation in equations for value in equation.invars}
+    used = [variable for variable in constants if id(variable) in read]
+    info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    part = jaxpr.replace(constvars=used, invars=takes, outvars=gives, eqns=equations, debug_info=info)
+    return lambda *values: core.eval_jaxpr(part, [constants[variable] for variable in used], *values)

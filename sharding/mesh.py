@@ -142,7 +142,7 @@ class MeshSpec:
 
         heads: attention heads; experts, redundant: logical and redundant experts (0 for a dense model); expert_width:
         one expert's width; dense_widths: name → width of MLPs split over ``tp``; block: width of a quantisation
-        block (128 for DeepSeek's FP8) that no split may cut; expert_block: that of the experts, where it is another one (16 or 32 for FP4).
+        block (128 for DeepSeek's FP8) that no split may cut; expert_block: that of the experts, where it is another one.
         """
         problems = []
         if heads % self.tp_size:

@@ -102,7 +102,12 @@ def wide(tp: int) -> dict:
 
 
 def widths(weights: str, tp: int) -> dict:
-    """What to change in ``TINY`` for these weights: as ``wide`` for FP8, and experts of whole blocks of FP4 on each of ``tp`` devices."""
+    """What to change in ``TINY`` for these weights: as ``wide`` for FP8, and experts of whole blocks of FP4 on each of ``tp`` devices.
+
+    weights: as of ``--weights``; ``auto`` keeps those of the checkpoint, which no block limits.
+    """
+    if weights == "auto":
+        return {}
     row = WEIGHT_FORMATS[weights]
     changed = wide(tp) if row.keeps_fp8 else {}
     if row.expert_block is not None:

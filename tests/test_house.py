@@ -23,7 +23,20 @@ HOUSE = (
 )
 """Each line may import those below it, never those above."""
 
-ENGINE = ("", "elastic", "setup", "stream", "transfer", "tiers", "experts", "device", "text", "schedule", "contract")
+ENGINE = (
+    "",
+    "elastic",
+    "setup",
+    "stream",
+    "transfer",
+    "tiers",
+    "experts",
+    "afd",
+    "device",
+    "text",
+    "schedule",
+    "contract",
+)
 """The engine's rooms, the front first: each may import those behind it, never those before it."""
 
 MOST_LINES = 4000
@@ -131,34 +144,47 @@ def test_the_readme_shows_this_house():
     assert shown == list(ENGINE)
 
 
-NAMES_FP4 = {
-    "dsjax/checkpoint": "convert.py fp4_tensors.py load.py source.py",
-    "dsjax/config": "fp4_quantization.py model_config.py quantization.py weights.py",
-    "dsjax/dryrun": "prices.py",
-    "dsjax/hardware": "description.py",
-    "dsjax/kernels/native": "bindings.cc experts.h fp4.h harness.cc",
-    "dsjax/kernels": "native_calls.py table.py",
-    "dsjax/kernels/pallas": "fp4_products.py shared_memory.py",
-    "dsjax/model": "experts.py fp4_matrix.py fp8_product.py moe.py native_products.py",
-    "dsjax/plan": "arguments.py chip.py cluster.py dry_runs.py engine.py launch.py "
-    "launch_flags.py memory.py operator_tables.py own_cluster.py precision.py recipe.py workload.py",
-    "sharding": "mesh.py",
+NAMED = {
+    "fp4": {
+        "dsjax/checkpoint": "fp4_tensors.py source.py",
+        "dsjax/config": "fp4_quantization.py quantization.py weights.py",
+        "dsjax/hardware": "description.py",
+        "dsjax/kernels/native": "bindings.cc experts.h fp4.h harness.cc",
+        "dsjax/kernels": "native_calls.py table.py",
+        "dsjax/kernels/pallas": "fp4_products.py",
+        "dsjax/model": "experts.py fp4_matrix.py moe.py native_products.py",
+        "dsjax/plan": "arguments.py chip.py engine.py launch.py launch_flags.py operator_tables.py precision.py workload.py",
+    },
+    r"sparse.attention|sparse_attention|(model|plan).sparse|indexer(?!ror)|index_(topk|scores|n_heads|head_dim)\b|v3\.2|deepseek_v32": {
+        "dsjax/checkpoint": "names.py",
+        "dsjax/config": "hugging_face.py model_config.py",
+        "dsjax/engine/setup": "args.py assembly.py batch_invariance.py",
+        "dsjax/kernels/native": "index.h",
+        "dsjax/kernels/pallas": "index.py tpu_index.py",
+        "dsjax/kernels": "table.py",
+        "dsjax/model": "attention.py dense.py forms.py mla.py mla_costs.py native_products.py parameter_counts.py step.py",
+        "dsjax/plan": "fit.py memory.py recipe.py sparse.py step.py",
+        "sharding": "fp8.py",
+    },
 }
-"""Files outside dsjax/fp4 that name FP4 or one of its formats, by folder: the list may only shrink.
+"""Of a capability, as the words that name it: the files outside its own folder that do, by folder. The lists may only shrink.
 
 Whoever has to know how weights are kept asks ``dsjax.config.weights``.
 """
+OWN_FOLDER = ("dsjax/fp4/", "dsjax/model/sparse/")
 
 
-def test_a_weight_format_is_named_in_its_folder_and_in_ever_fewer_files():
+@pytest.mark.parametrize("words", NAMED)
+def test_a_capability_is_named_in_its_folder_and_in_ever_fewer_files(words: str):
     files = [
         path
         for folder in ("dsjax", "sharding")
         for kind in ("py", "h", "cc")
         for path in (ROOT / folder).rglob(f"*.{kind}")
     ]
-    found = {str(path.relative_to(ROOT)) for path in files if "fp4" in path.read_text(encoding="utf-8").lower()}
-    found = {name for name in found if not name.startswith("dsjax/fp4/")}
-    listed = {f"{folder}/{name}" for folder, names in NAMES_FP4.items() for name in names.split()}
-    assert sorted(found - listed) == [], "ask the table of weight formats (dsjax/config/weights.py) instead"
+    named = re.compile(words, re.IGNORECASE)
+    found = {str(path.relative_to(ROOT)) for path in files if named.search(path.read_text(encoding="utf-8"))}
+    found = {name for name in found if not name.startswith(OWN_FOLDER)}
+    listed = {f"{folder}/{name}" for folder, names in NAMED[words].items() for name in names.split()}
+    assert sorted(found - listed) == [], "ask the tables that there are instead (weight formats, kernels, forms)"
     assert sorted(listed - found) == [], "take these from the list"

@@ -14,7 +14,6 @@ import numpy as np
 from dsjax.checkpoint.assemble import Assembler
 from dsjax.checkpoint.check import check_copies, check_structure
 from dsjax.checkpoint.errors import CheckpointError
-from dsjax.checkpoint.fp4_tensors import as_wanted
 from dsjax.checkpoint.load import to_hf_tensors
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, Manifest, config_hash, write_manifest, write_params
@@ -24,7 +23,7 @@ from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, write_folder
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
-from dsjax.config.fp4_quantization import hf_quant_config
+from dsjax.config.quantization import QUANTIZATION_FILES, quantization_files
 from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.model.parameters import Weights
 from dsjax.model.transformer import abstract_parameters
@@ -32,8 +31,7 @@ from dsjax.model.transformer import abstract_parameters
 Form = Literal["orbax", "hf"]
 MAX_SHARD_BYTES = 5 * 10**9
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", "")
-_QUANT_CONFIG = "hf_quant_config.json"
-_NOT_COPIED = ("config.json", INDEX_NAME, MANIFEST_NAME, _QUANT_CONFIG)
+_NOT_COPIED = ("config.json", INDEX_NAME, MANIFEST_NAME, *QUANTIZATION_FILES)
 
 
 def convert_checkpoint(
@@ -127,7 +125,7 @@ def _write(
     # A platform other than CPU: files hold the dtypes that are meant, not those that XLA's CPU backend likes.
     names = TensorNames(checkpoint.config, abstract_parameters(checkpoint.config, weights=weights, platform="any"))
     changed = weights != checkpoint.stored_weights
-    checkpoint = as_wanted(names, checkpoint)
+    checkpoint = checkpoint.as_wanted(names)
     check_structure(
         checkpoint.directory,
         names,
@@ -156,9 +154,8 @@ def _write(
         # What makes a directory one that loads comes last.
         config = _config_for(config_fields, weights, changed=changed)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        quantization = hf_quant_config(config.get("quantization_config") or {})
-        if quantization is not None:
-            (folder / _QUANT_CONFIG).write_text(json.dumps(quantization, indent=2) + "\n", encoding="utf-8")
+        for name, fields in quantization_files(config.get("quantization_config") or {}).items():
+            (folder / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         if to == "orbax":
             write_manifest(folder, Manifest(weights, config_hash(folder), copies, narrow), names.parameters)
     return destination

@@ -19,7 +19,6 @@ from dsjax.checkpoint.assemble import Assembler, Tensor
 from dsjax.checkpoint.check import check_copies, check_structure
 from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.fingerprint import fingerprint
-from dsjax.checkpoint.fp4_tensors import as_wanted
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.place import Region, local_bytes, place, progress_bar
@@ -94,7 +93,7 @@ def load(
         shared_apart=placement is None or placement.n_logical <= config.n_routed_experts,
     )
     names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
-    checkpoint = as_wanted(names, checkpoint)
+    checkpoint = checkpoint.as_wanted(names)
     check_structure(
         checkpoint.directory,
         names,
@@ -188,7 +187,7 @@ def from_hf_tensors(
     names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
     source = "in memory"
     specs = {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
-    checkpoint = as_wanted(names, Checkpoint(Path(source), "memory", config, tensors, specs))
+    checkpoint = Checkpoint(Path(source), "memory", config, tensors, specs).as_wanted(names)
     tensors = checkpoint.tensors
     check_structure(source, names, checkpoint.specs, problems=checkpoint.problems)
     assembler = Assembler(names, tensors)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dsjax.checkpoint.assemble import Tensor
 from dsjax.checkpoint.check import settle_mtp
 from dsjax.checkpoint.errors import CheckpointError
-from dsjax.checkpoint.fp4_tensors import stored_format
+from dsjax.checkpoint.fp4_tensors import as_wanted, stored_format
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors, read_manifest
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
 from dsjax.config import ModelConfig, load_config
 from dsjax.model.parameters import Weights
+
+if TYPE_CHECKING:
+    from dsjax.checkpoint.names import TensorNames
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ class Checkpoint:
         if any(spec.dtype == FP8 for spec in self.specs.values()):
             return "fp8"
         return self.natural_weights
+
+    def as_wanted(self, names: TensorNames) -> Checkpoint:
+        """The checkpoint with tensors as the model of ``names`` keeps them, packed or not; itself where they are so already."""
+        return as_wanted(names, self)
 
     @property
     def bf16_experts(self) -> bool:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.config.checks import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
-from dsjax.config.fp4_quantization import FP4Quantization
 from dsjax.config.hugging_face import read_fields, write_fields
-from dsjax.config.quantization import QuantizationConfig
+from dsjax.config.quantization import Quantization
 from dsjax.config.rope import RopeConfig
 from dsjax.errors import ConfigError, why_unreadable
 
@@ -83,7 +82,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     num_nextn_predict_layers: int = 0
-    quantization: QuantizationConfig | FP4Quantization | None = None
+    quantization: Quantization | None = None
     torch_dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsjax.config.checks import check_choice, check_mapping, reject, required
-from dsjax.config.fp4_quantization import METHODS, FP4Quantization, read_fp4_quantization
+from dsjax.config.fp4_quantization import METHODS, FP4Quantization, hf_quant_config, read_fp4_quantization
 
 _KEYS = (
     "quant_method",
@@ -16,6 +16,10 @@ _KEYS = (
     "modules_to_not_convert",
     "expert_dtype",
 )
+
+
+QUANTIZATION_FILES = ("hf_quant_config.json",)
+"""Files that some quantisation methods have beside `config.json`, which repeat what it says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +83,13 @@ def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | FP4Quantiz
         scale_fmt=given.get("scale_fmt"),
         expert_dtype=given.get("expert_dtype"),
     )
+
+
+Quantization = QuantizationConfig | FP4Quantization
+"""What `quantization_config` of a checkpoint can be."""
+
+
+def quantization_files(written: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Give the fields of each of `QUANTIZATION_FILES` that goes with a `quantization_config`, by the file's name."""
+    fields = hf_quant_config(written)
+    return {} if fields is None else {QUANTIZATION_FILES[0]: fields}

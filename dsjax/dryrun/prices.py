@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsjax.hardware import Hardware
+from dsjax.hardware.description import UNITS
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind, assumed
 from dsjax.plan.network import network_latency, torus_hops
@@ -46,9 +47,8 @@ def carried_bytes(one: ProgramCollective) -> tuple[float, float, int]:
 class Assumed:
     """Everything that a price is made of beside bytes and operations of the program; shares are of the ceilings."""
 
-    bf16_flops: Figure
-    fp8_flops: Figure
-    fp4_flops: Figure
+    peaks: Mapping[int, Figure]
+    """By the bits of what is multiplied, those of `dsjax.hardware.description.UNITS`."""
     f32_flops: Figure
     memory_bandwidth: Figure
     scale_up_bandwidth: Figure
@@ -70,13 +70,7 @@ class Assumed:
         chip, cuda = cluster.hardware, cluster.hardware.platform == "cuda"
         ceiling = chip.sources
         return cls(
-            bf16_flops=_ceiling(chip.bf16_flops, "bf16 operations a second", ceiling["bf16_flops"]),
-            fp8_flops=_ceiling(chip.fp8_flops, "FP8 operations a second", ceiling["fp8_flops"]),
-            fp4_flops=_ceiling(
-                chip.fp4_flops or chip.fp8_flops,
-                "FP4 operations a second",
-                ceiling["fp4_flops" if chip.fp4_flops else "fp8_flops"],
-            ),
+            peaks={bits: _peak_figure(chip, bits) for bits in sorted(UNITS, reverse=True)},
             f32_flops=assumed(
                 chip.bf16_flops / 16, chip.bf16_flops / 32, chip.bf16_flops / 6, "float32 operations a second",
                 "exact float32 products: vector units, or several bf16 products",
@@ -110,7 +104,14 @@ class Assumed:
 
     def figures(self) -> list[Figure]:
         """List all figures, in the order of their declaration."""
-        return [getattr(self, name) for name in self.__dataclass_fields__]
+        others = [getattr(self, name) for name in self.__dataclass_fields__ if name != "peaks"]
+        return [*self.peaks.values(), *others]
+
+
+def _peak_figure(chip: Hardware, bits: int) -> Figure:
+    unit, own = chip.unit(bits), UNITS[bits].removesuffix("_flops")
+    name = own.upper() if own.startswith("fp") else own
+    return _ceiling(chip.peaks[unit], f"{name} operations a second", chip.sources[unit])
 
 
 def _ceiling(value: float, name: str, source: str) -> Figure:
@@ -183,11 +184,9 @@ class TargetPrices:
         return self._rate(self.assumed.memory_bandwidth) * self._rate(self.assumed.memory_share)
 
     def _peak(self, dtype: str) -> float:
-        if dtype.startswith("f4"):
-            return self._rate(self.assumed.fp4_flops)
-        if dtype.startswith(("f8", "s8", "u8")):
-            return self._rate(self.assumed.fp8_flops)
-        return self._rate(self.assumed.f32_flops if dtype in ("f32", "f64") else self.assumed.bf16_flops)
+        if dtype in ("f32", "f64"):
+            return self._rate(self.assumed.f32_flops)
+        return self._rate(self.assumed.peaks[{"f4": 4, "f8": 8, "s8": 8, "u8": 8}.get(dtype[:2], 16)])
 
     def _time(self, figure: Figure) -> float:
         return getattr(figure, self.end)

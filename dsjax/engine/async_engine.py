@@ -183,7 +183,10 @@ class ThreadedEngine:
         if self.core.part(PrefillLinks) is not None and generations is None:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
-            raise UserError("this engine was given its executor, and cannot make another one for another mesh")
+            raise UserError(
+                "the mesh of this engine cannot change while it runs: its experts have devices of their own (--expert-mesh), or it was "
+                "given its executor"
+            )
         wanted = await asyncio.to_thread(generations.ask, mesh)
         try:
             # A change that has begun ends, whether or not somebody still waits for it.

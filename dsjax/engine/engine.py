@@ -11,9 +11,9 @@ from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_events import EventSink, EventSinks
+from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.setup.args import import_page_source
 from dsjax.engine.text.input_processor import InputProcessor, Prompt
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import RequestOutput
@@ -196,7 +196,10 @@ class LLMEngine:
         if self.prefills:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:
-            raise UserError("this engine was given its executor, and cannot make another one for another mesh")
+            raise UserError(
+                "the mesh of this engine cannot change while it runs: its experts have devices of their own (--expert-mesh), or it was "
+                "given its executor"
+            )
         return self.core.generations
 
     def flush_prefix_cache(self) -> bool:

@@ -120,7 +120,9 @@ class LLM:
         )
         self.engine = LLMEngine(self.parts)
         self._facts = loaded.facts
-        self._generations = None if self.args.separated else Generations(self.args, group, loaded, library)
+        self._generations = (
+            None if self.args.separated or self.args.expert_mesh else Generations(self.args, group, loaded, library)
+        )
         self.engine.core.generations = self._generations
         self._ids = itertools.count()
 

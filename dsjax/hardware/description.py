@@ -22,6 +22,8 @@ _KINDS = {
     "Mapping": (dict, "a table"),
 }
 """What a field of a file may be, by its type in `Hardware`."""
+UNITS = {4: "fp4_flops", 8: "fp8_flops", 16: "bf16_flops"}
+"""Bits of a floating-point number to the field with the rate of the unit that multiplies such numbers."""
 _DIES = {"h200": "GH100", "b200": "GB100"}
 """Dies of the devices that operations were measured on."""
 
@@ -63,6 +65,19 @@ class Hardware:
     def visible_bytes(self) -> int:
         """Memory as the driver reports it, of which `dsjax plan --fit` judges; the datasheet's where that is not known."""
         return self.driver_bytes or self.memory_bytes
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """Operations a second of the units of `UNITS` that it has, by field."""
+        return {name: getattr(self, name) for name in UNITS.values() if getattr(self, name)}
+
+    def unit(self, bits: int) -> str:
+        """The field of `peaks` of the unit that multiplies numbers of so many bits: their own, or the next wider one that there is."""
+        return next(name for width, name in UNITS.items() if width >= bits and name in self.peaks)
+
+    def scaled(self, factor: float) -> Hardware:
+        """The same device with `factor` times as many operations a second."""
+        return dataclasses.replace(self, **{name: rate * factor for name, rate in self.peaks.items()})
 
     @cached_property
     def same_die(self) -> bool:

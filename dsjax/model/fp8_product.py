@@ -23,8 +23,8 @@ class ActivationScheme:
     """How activations are quantised before products with FP8 weights (``quantization_config.activation_scheme``).
 
     dynamic: with scales from the values themselves, as they come. False: they are not, and weights are widened. powers: scales are
-    powers of two (``scale_fmt`` "ue8m0"). experts: what rows of routed experts are quantised to where it is something else than FP8:
-    ``nvfp4``, in ``dsjax/fp4/rows.py``.
+    powers of two (``scale_fmt`` "ue8m0"). experts: what rows of routed experts are quantised to where it is something else than FP8,
+    one of ``dsjax.config.weights.ROW_FORMATS``.
     """
 
     dynamic: bool = False

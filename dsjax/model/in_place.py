@@ -24,9 +24,8 @@ from dsjax.kernels.pallas.norm import rms_norm
 from dsjax.kernels.table import Kernels
 from dsjax.model.forms import Form, Layout
 from dsjax.model.fp8_product import ActivationScheme, block_product
-from dsjax.model.norm import RMSNorm
+from dsjax.model.norm import LayerNorm, RMSNorm
 from dsjax.model.parameters import Matrix, Multiply, ParameterInfo, reinterpret, value_of
-from dsjax.model.sparse.indexer import LayerNorm
 from sharding import MeshSpec, Rules, fp8
 from sharding.sums import pieces_here, tree_sum
 

@@ -15,6 +15,7 @@ from sharding.dispatch import Transit
 from sharding.placement import CopyTables
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tokens:
     """What a pass through the layers needs to know of its token slots."""

@@ -20,10 +20,9 @@ from dsjax.model.dense import Observe, XlaProducts, attend
 from dsjax.model.in_place import SHARED_DEPTHS
 from dsjax.model.mla import MLA, Projections
 from dsjax.model.moe import RoutedExperts
-from dsjax.model.norm import RMSNorm
+from dsjax.model.norm import LayerNorm, RMSNorm
 from dsjax.model.parameters import Matrix, value_of
 from dsjax.model.router import ExpertRouter
-from dsjax.model.sparse.indexer import LayerNorm
 from dsjax.model.transformer import Transformer
 from sharding.sums import pieces_of
 

@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm, and LayerNorm."""
 
 from collections.abc import Callable
 
@@ -25,6 +25,23 @@ class RMSNorm(nnx.Module):
         x_f32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + self.eps)
         return value_of(self.scale).astype(x.dtype) * (x_f32 * inverse).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """``(x - mean) / sqrt(variance + eps) × scale + bias`` over the last dimension, computed in float32 (arXiv 1607.06450)."""
+
+    def __init__(self, declare: Declaration, width: int, eps: float):
+        self.scale = declare.parameter((width,), (None,), init="ones")
+        self.bias = declare.parameter((width,), (None,), init="zeros")
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """Normalise; keeps the dtype of ``x``."""
+        x_f32 = x.astype(jnp.float32)
+        apart = x_f32 - jnp.mean(x_f32, axis=-1, keepdims=True)
+        normed = apart * jax.lax.rsqrt(jnp.mean(jnp.square(apart), axis=-1, keepdims=True) + self.eps)
+        scale, bias = (value_of(parameter).astype(jnp.float32) for parameter in (self.scale, self.bias))
+        return (normed * scale + bias).astype(x.dtype)
 
 
 Normalise = Callable[[Callable[[Array], Array], Array], Array]

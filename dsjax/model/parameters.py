@@ -8,8 +8,8 @@ checkpoint reader are all derived from the flat table ``{path: ParameterInfo}`` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -214,11 +214,15 @@ def value_of(parameter: nnx.Param) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class ParameterTable:
-    """A model's structure and the flat table of its parameters."""
+    """A model's structure and the flat table of its parameters.
+
+    paths: of all of them, in the order of ``tree``. Those that are not in ``infos`` are on other devices, and stay without a value.
+    """
 
     graph: nnx.GraphDef
     tree: jax.tree_util.PyTreeDef
     infos: Mapping[str, ParameterInfo]
+    paths: tuple[str, ...]
 
     @classmethod
     def of(cls, module: nnx.Module) -> ParameterTable:
@@ -226,11 +230,18 @@ class ParameterTable:
         graph, state = nnx.split(module)
         flat = nnx.to_flat_state(state)
         infos = {".".join(map(str, path)): leaf.info for path, leaf in flat}
-        return cls(graph, jax.tree.structure(state), infos)
+        return cls(graph, jax.tree.structure(state), infos, tuple(infos))
+
+    def without(self, paths: Container[str]) -> ParameterTable:
+        """The table for devices that do not have these parameters."""
+        return replace(self, infos={path: info for path, info in self.infos.items() if path not in paths})
 
     def bind(self, params: Mapping[str, Array]) -> nnx.Module:
         """The module with these values, ready to be called (inside ``jax.jit``)."""
-        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, [params[path] for path in self.infos]))
+        return nnx.merge(
+            self.graph,
+            jax.tree.unflatten(self.tree, [params[path] if path in self.infos else 0 for path in self.paths]),
+        )
 
 
 def component(path: str) -> str:

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
 from dsjax.kernels.native_calls import ExchangeInMemory
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
+from dsjax.model.apart import ExpertsApart, run_apart
 from dsjax.model.attention import Cache, PagedAttention, Rows
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import Form, common_layout
@@ -38,6 +41,7 @@ from dsjax.model.sparse import IndexScores
 from dsjax.model.transformer import MTP, DecoderLayer, Transformer
 from dsjax.model.two_batch import TwoBatchOverlap, run_in_halves
 from sharding import MeshSpec, Rules
+from sharding.cut import CutLowered, lower_cut
 from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, Transit
 from sharding.layer_placement import LayerPlacements
 from sharding.placement import CopyTables, assign_copies
@@ -65,6 +69,7 @@ class ModelStep:
     scheme: ActivationScheme = WIDEN
     index_scores: IndexScores = IndexScores()
     overlap: TwoBatchOverlap | None = None
+    apart: ExpertsApart | None = None
 
     @property
     def stored_placement(self) -> LayerPlacements:
@@ -146,6 +151,10 @@ class ModelStep:
             if copies is not None:
                 copies = jax.tree.map(lambda array: _first(array, self.config.num_moe_layers), copies)
             for stack in model.stacks:
+                if self.apart is not None and hasattr(stack, "moe"):
+                    first = self.config.num_dense_layers
+                    x, cache = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies)
+                    continue
                 x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
                 reports |= report
             return self.in_place.normalise(model.final_norm, x), cache, reports
@@ -189,6 +198,11 @@ class ModelStep:
             halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, self._whole(hidden))]
             x = self.in_place.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))
             x = self._constrain(x, self.spec.batch_axes)
+            if self.apart is not None:
+                own_copies = jax.tree.map(lambda array: array[self.config.num_moe_layers :], copies)
+                first = self.config.num_hidden_layers
+                x, cache = run_apart(self, "mtp.layers", params, x, cache, first, tokens, own_copies)
+                return normalise(module.final_norm, x), cache, filled, {}
             own_copies = (
                 None if copies is None else jax.tree.map(lambda array: array[self.config.num_moe_layers], copies)
             )
@@ -245,6 +259,12 @@ class ModelStep:
         rotation = Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
         return Tokens(groups, ids, active, slots, rotation)
 
+    def lower(self, program: Callable, *arguments: Any, donate_argnum: int) -> Lowered | CutLowered:
+        """Trace a program that has layers in it, for described arguments: one, or where experts are apart as many as it takes."""
+        if self.apart is not None:
+            return lower_cut(program, *arguments, donate_argnum=donate_argnum)
+        return jax.jit(program, donate_argnums=donate_argnum).lower(*arguments)
+
     def _run_stack(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
         # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
         # first copy a layer's experts on CPU, all of them, for the few that have tokens.
@@ -299,10 +319,14 @@ class ModelStep:
 
     def route(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
         """``send`` without the exchange: its tokens are packed."""
+        normed, routing = self.choose(of, x)
+        return Sent(x, normed, self._prepare(of, normed, routing))
+
+    def choose(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Routing]:
+        """The tokens as experts read them, and the experts of each."""
         normed = self._whole(self.in_place.normalise(of.block.mlp_norm, x))
         multiply = self.in_place.multiply(of.index, split_tokens=True)
-        routing = of.block.moe.router(normed, self._on_each_rank, multiply)
-        return Sent(x, normed, self._prepare(of, normed, routing))
+        return normed, of.block.moe.router(normed, self._on_each_rank, multiply)
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
         """The rest of ``send``: the exchange alone."""
@@ -337,13 +361,16 @@ class ModelStep:
         exchange, experts = self._exchange(of, computed.x)
         with jax.named_scope("experts"):
             y, report = exchange.add(computed.transit, experts)
-        y = y.reshape(computed.x.shape)
+        return self.add_sum(computed.x, y.reshape(computed.x.shape), computed.shared), report or {}
+
+    def add_sum(self, x: Float[Array, "B T D"], y: Float[Array, "B T D"], shared: Float[Array, "B T D"] | None):
+        """Tokens with the sums of their routed and of the shared experts added."""
         # Where the shared experts' sum comes split, too, the two are added before they are gathered.
         if self.kernels.name("other products") != "pallas":
             y = self._constrain(y, self.spec.batch_axes)
-        if computed.shared is not None:
-            y += computed.shared
-        return self._constrain(computed.x + y, self.spec.batch_axes), report or {}
+        if shared is not None:
+            y += shared
+        return self._constrain(x + y, self.spec.batch_axes)
 
     def _attend(self, block: DecoderLayer, index: Int[Array, ""], x, cache: Cache, layer, tokens: Tokens):
         attention, mla, multiply = self.attention, block.attn, self.in_place.multiply(index)
@@ -375,15 +402,15 @@ class ModelStep:
     def _prepare(self, of: Layer, x: Float[Array, "B T D"], routing: Routing) -> Transit:
         """Pack active tokens for the physical copies of their experts."""
         B, T, D = x.shape
-        K = routing.ids.shape[-1]
         with jax.named_scope("experts"):
-            logical = self._whole(routing.ids).reshape(B * T, K)
-            slots = assign_copies(of.copies, logical, of.tokens.active.reshape(B * T), ranks=B)
-            return self._exchange(of, x)[0].prepare(
-                self._whole(x.reshape(B * T, D)),
-                self._whole(slots),
-                self._whole(self._whole(routing.weights).reshape(B * T, K)),
-            )
+            return self._exchange(of, x)[0].prepare(self._whole(x.reshape(B * T, D)), *self.assign(of, routing))
+
+    def assign(self, of: Layer, routing: Routing) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
+        """The physical experts of all token slots, and their weights."""
+        B, T, K = routing.ids.shape
+        logical = self._whole(routing.ids).reshape(B * T, K)
+        slots = assign_copies(of.copies, logical, of.tokens.active.reshape(B * T), ranks=B)
+        return self._whole(slots), self._whole(self._whole(routing.weights).reshape(B * T, K))
 
     def _exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""

@@ -104,9 +104,7 @@ class Cluster:
         if self.measured is not None:
             self = dataclasses.replace(self, measured=self.measured.scaled(resource, factor))
         if resource == "compute":
-            chip = dataclasses.replace(chip, bf16_flops=chip.bf16_flops * factor, fp8_flops=chip.fp8_flops * factor)
-            if chip.fp4_flops:
-                chip = dataclasses.replace(chip, fp4_flops=chip.fp4_flops * factor)
+            chip = chip.scaled(factor)
         elif resource == "memory bandwidth":
             chip = dataclasses.replace(chip, memory_bandwidth=chip.memory_bandwidth * factor)
         elif resource == "scale-up":

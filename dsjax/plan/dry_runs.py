@@ -11,7 +11,7 @@ from dsjax.model.parameter_counts import parameter_counts
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.precision import BF16, FP8_BLOCK, Precision
+from dsjax.plan.precision import BF16, Precision
 
 
 def refusal(run: DryRun, config: ModelConfig, cluster: Cluster, precision: Precision) -> str | None:
@@ -21,12 +21,7 @@ def refusal(run: DryRun, config: ModelConfig, cluster: Cluster, precision: Preci
         return f"it is of a model of {run.parameters:,} parameters, the plan's has {total:,}"
     if run.target != token:
         return f"it was compiled for {run.target}, the cluster has {token}"
-    weights = {FP8_BLOCK: "fp8", BF16: "bfloat16"}.get(precision.linear)
-    if precision.widens_fp4 and precision.expert < 1:
-        weights = precision.name
-    elif precision.expert != precision.linear:
-        weights = None
-    if run.weights != weights:
+    if run.weights != precision.weights:
         return f"its weights are {run.weights}, the plan's precision is {precision.name}"
     if run.kv_cache_dtype != ("bfloat16" if precision.cache == BF16 else "float8_e4m3fn"):
         return f"its cache is {run.kv_cache_dtype}, the plan's has {precision.cache:g} bytes a value"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
@@ -11,7 +10,7 @@ from dsjax.model.parameter_counts import parameter_counts, router_bias_parameter
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, assumed, exact, largest
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.precision import FP4_BLOCK, FP8_BLOCK, Precision
+from dsjax.plan.precision import Precision, bytes_of
 
 
 def weight_bytes(
@@ -40,7 +39,7 @@ def weight_bytes(
     slots = (config.n_routed_experts + layout.redundant) // mesh.ep_size if config.is_moe else 0
     of_shared = mesh.expert_width_shards if layout.fused else tp
     sizes = {
-        "attention": layers * (_bytes(attention, precision.linear) + norms * 2),
+        "attention": layers * (bytes_of(attention, precision.linear) + norms * 2),
         "dense MLP": dense_layers * _mlp(width, config.intermediate_size // tp, precision.mlp),
         "experts": moe_layers * slots * expert_bytes(config, mesh.expert_width_shards, precision),
         "shared experts": moe_layers
@@ -58,15 +57,8 @@ def expert_bytes(config: ModelConfig, shards: int, precision: Precision) -> int:
     return _mlp(config.hidden_size, config.moe_intermediate_size // shards, precision.expert)
 
 
-def _bytes(matrices: list[tuple[int, int]], itemsize: float) -> int:
-    if itemsize == FP8_BLOCK:
-        return sum(k * n + 4 * math.ceil(k / 128) * math.ceil(n / 128) for k, n in matrices)
-    wholes = 4 * len(matrices) if itemsize == FP4_BLOCK else 0  # NVFP4 has a float32 scale for each matrix
-    return round(sum(k * n * itemsize for k, n in matrices)) + wholes
-
-
 def _mlp(width: int, hidden: int, itemsize: float) -> int:
-    return _bytes([(width, hidden), (width, hidden), (hidden, width)], itemsize) if hidden else 0
+    return bytes_of([(width, hidden), (width, hidden), (hidden, width)], itemsize) if hidden else 0
 
 
 def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:

@@ -79,7 +79,7 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
 
 def _timed_alike(chip: Hardware) -> tuple:
     """What times of a device's operations hang on."""
-    units = (chip.platform, chip.die, chip.operators, chip.bf16_flops, chip.fp8_flops, chip.fp4_flops)
+    units = (chip.platform, chip.die, chip.operators, *chip.peaks.items())
     return (*units, chip.memory_bandwidth, chip.scale_up_bandwidth)
 
 

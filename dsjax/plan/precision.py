@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsjax.errors import UserError
@@ -34,6 +36,13 @@ class Precision:
     wire: float = FP8_BLOCK
     mlp_bytes: float | None = None
     widens_fp4: bool = False
+
+    @property
+    def weights(self) -> str | None:
+        """What a dry run calls these weights; None where none has such."""
+        if self.widens_fp4 and self.expert < 1:
+            return self.name
+        return {FP8_BLOCK: "fp8", BF16: "bfloat16"}.get(self.linear) if self.expert == self.linear else None
 
     @property
     def mlp(self) -> float:
@@ -69,6 +78,14 @@ class Precision:
                 raise UserError(f"--precision {self.name}: {chip.name} has no FP4 unit; choose fp8 or bf16")
             return chip.fp4_flops
         return chip.fp8_flops if itemsize < BF16 else chip.bf16_flops
+
+
+def bytes_of(matrices: Sequence[tuple[int, int]], itemsize: float) -> int:
+    """Bytes of matrices of these shapes, of which a value takes `itemsize`, with the scales of blocks that are not whole and of tensors."""
+    if itemsize == FP8_BLOCK:
+        return sum(k * n + 4 * math.ceil(k / 128) * math.ceil(n / 128) for k, n in matrices)
+    wholes = 4 * len(matrices) if itemsize == FP4_BLOCK else 0  # NVFP4 has a float32 scale for each matrix
+    return round(sum(k * n * itemsize for k, n in matrices)) + wholes
 
 
 _WIRE_FP8 = 1 + 4 / 128

@@ -153,8 +153,6 @@ def notes(candidate: Candidate) -> list[str]:
         )
     if candidate.decode.layout.redundant and not able.balances and candidate.decode.options.engine.balances:
         remarks.append("The estimate places experts by their load, which is not an option of dsjax serve.")
-    if candidate.decode.options.precision.expert < 1 and not able.fp4:
-        remarks.append("The estimate has FP4 experts, which dsjax does not load.")
     return remarks
 
 

@@ -28,6 +28,12 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
     )
     console.print(_bytes_table(facts))
     console.print(_capacity(facts), highlight=False)
+    if facts.expert_mesh is not None:
+        console.print(
+            f"routed experts are on devices beside these: {facts.expert_mesh}, {facts.physical_experts_per_device} on each, "
+            f"{facts.expert_weight_bytes / 1e9:,.2f} GB of weights",
+            highlight=False,
+        )
     if facts.prefill_sizes is not None:
         console.print(_prefill_lines(facts), highlight=False)
     if facts.speculation is not None:

@@ -126,7 +126,7 @@ class Exchange:
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
     ) -> Transit:
         """Pack the tokens for their ways."""
-        pad = partial(_pad_per_dp_rank, dp=self.spec.dp_size, multiple=self.spec.tp_size)
+        pad = partial(pad_per_dp_rank, dp=self.spec.dp_size, multiple=self.spec.tp_size)
         inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK.astype(jnp.float32), fill=0)
         run = self._on_ranks(lambda *inputs: _stacked(self.method.prepare(*inputs)), (self._over_ranks,) * 3)
         return run(*inputs)
@@ -160,7 +160,7 @@ class Exchange:
 
         run = self._on_ranks(on_rank, (self._over_ranks, experts.param_specs))
         y_TD, counts = run(transit, experts.params)
-        return _unpad_per_dp_rank(y_TD, self.tokens, self.spec.dp_size), counts if self.config.report else None
+        return unpad_per_dp_rank(y_TD, self.tokens, self.spec.dp_size), counts if self.config.report else None
 
     def _experts(self, experts: ExpertsOfMesh, params: Any) -> RankExperts:
         return RankExperts(self.group, experts.local_experts, params, self.config.report, self.home)
@@ -265,7 +265,7 @@ def _leading_dimension(params: Any) -> int:
     return counts.pop()
 
 
-def _pad_per_dp_rank(array: jax.Array, *, dp: int, multiple: int, fill: int) -> jax.Array:
+def pad_per_dp_rank(array: jax.Array, *, dp: int, multiple: int, fill: int) -> jax.Array:
     """[dp * t, ...] with each DP rank's t padded to a multiple."""
     t = array.shape[0] // dp
     extra = -t % multiple
@@ -276,7 +276,8 @@ def _pad_per_dp_rank(array: jax.Array, *, dp: int, multiple: int, fill: int) -> 
     return rearrange(padded, "dp t ... -> (dp t) ...")
 
 
-def _unpad_per_dp_rank(array: jax.Array, tokens: int, dp: int) -> jax.Array:
+def unpad_per_dp_rank(array: jax.Array, tokens: int, dp: int) -> jax.Array:
+    """Undo ``pad_per_dp_rank``."""
     if array.shape[0] == tokens:
         return array
     whole = rearrange(array, "(dp t) ... -> dp t ...", dp=dp)

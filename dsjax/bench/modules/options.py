@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dsjax.config.weights import WEIGHT_FORMATS
+from dsjax.config.weights import ROW_FORMATS, WEIGHT_FORMATS
 from dsjax.options import Checked, OptionError, option
 
 MODULES = (
@@ -35,7 +35,9 @@ class ModelOptions(Checked):
         "how matrices are kept; auto: as dsjax serve",
         choices=("auto", *WEIGHT_FORMATS),
     )
-    activation_scheme: str = option("auto", "as of dsjax serve, with FP8 weights", choices=("auto", "dynamic", "none"))
+    activation_scheme: str = option(
+        "auto", "as of dsjax serve, with quantised weights", choices=("auto", "dynamic", *ROW_FORMATS, "none")
+    )
     kv_cache_dtype: str = option(
         "auto", "of the latent cache; auto: as dtype", choices=("auto", "float32", "bfloat16", "fp8")
     )

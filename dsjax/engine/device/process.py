@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from dsjax.errors import UserError
 from dsjax.ownership import why_distrusted
-from sharding.jax_internals import backend_is_running
+from sharding.jax_internals import backend_is_running, keep_programs_of_every_process
 
 LEAST_COMPILE_SECONDS = 0.2
 """Programs that compile faster than this are not worth a file."""
@@ -39,7 +39,7 @@ def cache_folder() -> Path | None:
 
 
 def enable_compile_cache() -> Path | None:
-    """Keep compiled programs on disk, in JAX's persistent cache, so that the next start finds them.
+    """Keep compiled programs on disk, in JAX's persistent cache, so that the next start finds them: in every process of a mesh.
 
     Gives the directory, or None where programs are not kept. A directory that can be read alone is read, and nothing is written there.
 
@@ -69,6 +69,11 @@ def enable_compile_cache() -> Path | None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_COMPILE_SECONDS)
     if error is not None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _NEVER_SECONDS)
+        return folder
+    try:
+        keep_programs_of_every_process()
+    except (ImportError, AttributeError) as failure:
+        _warn(f"this version of JAX keeps compiled programs of process 0 alone ({failure})")
     return folder
 
 

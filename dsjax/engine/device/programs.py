@@ -314,8 +314,7 @@ class Programs:
             pinned = self._pin((rows.pack(), outcome, logits, hidden), self._of_step(shape))
             return self._pin(state, self._state), *pinned, reports, *scores
 
-        packed = self._described((shape.packed_width,), np.int32)
-        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
+        return self._lower_step(run, self._described((shape.packed_width,), np.int32))
 
     def _lower_drafting_step(self, shape: LaunchShape, count: int) -> Lowered:
         def run(params, state, packed):
@@ -326,8 +325,7 @@ class Programs:
             outcome = self._pin(outcome, self._of_rows(shape.sampled)[1])
             return self._pin(state, self._state), outcome, proposed, reports
 
-        packed = self._described((shape.packed_width,), np.int32)
-        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
+        return self._lower_step(run, self._described((shape.packed_width,), np.int32))
 
     def lower_drafts(self, shape: LaunchShape, count: int) -> Lowered:
         """The program of ``drafts``, traced but not compiled."""
@@ -339,9 +337,12 @@ class Programs:
             )
             return self._pin(state, self._state), proposed
 
-        packed = self._described((shape.packed_width,), np.int32)
         rows, outcome, _, hidden = self._of_step(shape)
-        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed, rows, outcome, hidden)
+        return self._lower_step(run, self._described((shape.packed_width,), np.int32), rows, outcome, hidden)
+
+    def _lower_step(self, run: Callable, *arguments: Any) -> Lowered:
+        """A program of parameters, state and ``arguments`` that has layers in it."""
+        return self._step.lower(run, self._params, self._state, *arguments, donate_argnum=1)
 
     def _lower_allocate(self) -> Lowered:
         make = lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), self._state)  # noqa: E731
@@ -422,8 +423,7 @@ class Programs:
                 logits = jax.lax.with_sharding_constraint(logits, self.everywhere)
             return self._pin(state, self._state), logits
 
-        packed = self._described((shape.packed_width,), np.int32)
-        return jax.jit(run, donate_argnums=1).lower(self._params, self._state, packed)
+        return self._lower_step(run, self._described((shape.packed_width,), np.int32))
 
     def _lower_gather(self, described: Any) -> Lowered:
         return jax.jit(lambda tree: tree, out_shardings=self.everywhere).lower(described)

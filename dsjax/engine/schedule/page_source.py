@@ -6,11 +6,14 @@ Host memory, a disk and another engine that computes prompts are such places. do
 from __future__ import annotations
 
 import enum
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsjax.engine.contract.commands import Command
 from dsjax.engine.schedule.landing_area import LandingArea, PageLoad
+from dsjax.errors import UserError
 
 if TYPE_CHECKING:
     from dsjax.engine.schedule.page_events import RankEvents
@@ -276,3 +279,24 @@ class SourceChain(PageSource):
     def counts(self, rank: int) -> Mapping[str, Any]:
         """The counts of all."""
         return {tier: count for source in self.sources for tier, count in source.counts(rank).items()}
+
+
+def import_page_source(name: str) -> ModuleType:
+    """Import the module of `--page-source`, whose `attachment()` the core gets, and whose `device_part(device, staging)` the executor.
+
+    Raises:
+        UserError: it cannot be imported, or lacks one of the two.
+    """
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # whatever the module raises
+        raise UserError(
+            f"--page-source {name} cannot be imported ({type(error).__name__}: {error}); give the name of a module on PYTHONPATH"
+        ) from error
+    missing = [function for function in ("attachment", "device_part") if not callable(getattr(module, function, None))]
+    if missing:
+        raise UserError(
+            f"--page-source {name} has no {' and no '.join(missing)}; it must define attachment() and device_part(device, staging) "
+            "(docs/page-sources.md)"
+        )
+    return module

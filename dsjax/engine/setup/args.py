@@ -1,12 +1,11 @@
 """`EngineArgs`: every option of an engine, once, for `LLM(...)`, `dsjax serve` and `dsjax generate` alike."""
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from dsjax.config.weights import ROW_FORMATS, SERVED
+from dsjax.engine.afd.options import check_apart, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.experts.eplb import EplbConfig
@@ -81,6 +80,13 @@ class EngineArgs:
         "bundled name, directory with config.json and weights, Orbax directory of ours, or Hugging Face repository id",
     )
     mesh: str = option("dp=1", "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (default dp × tp)")
+    attention_mesh: str | None = option(
+        None,
+        "devices that have everything but the routed experts, such as dp=8 or dp=4,tp=2; with --expert-mesh, in place of --mesh",
+    )
+    expert_mesh: str | None = option(
+        None, "devices beside these that have the routed experts and nothing else, such as ep=24; with --attention-mesh"
+    )
     revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
     dtype: str = option(
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
@@ -321,6 +327,9 @@ class EngineArgs:
             self.credentials,
         )  # wrong ones are refused here
         check_sizes(self)
+        check_apart(self)
+        if self.attention_mesh is not None:
+            object.__setattr__(self, "mesh", self.attention_mesh)
         self._check_disk_cache()
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
@@ -356,7 +365,8 @@ class EngineArgs:
         from sharding.mesh import MeshSpec
 
         if not self.separated:
-            return MeshSpec.parse(self.mesh).num_devices
+            experts = expert_spec(self)
+            return MeshSpec.parse(self.mesh).num_devices + (experts.num_devices if experts else 0)
         return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
 
     @property
@@ -475,24 +485,3 @@ def _check(field: dataclasses.Field, value: Any) -> None:
             raise UserError(f"{flag} is None, expected an integer of at least {least}")
     elif isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{flag} is {value!r}, expected an integer of at least {least}")
-
-
-def import_page_source(name: str) -> ModuleType:
-    """Import the module of `--page-source`, whose `attachment()` the core gets, and whose `device_part(device, staging)` the executor.
-
-    Raises:
-        UserError: it cannot be imported, or lacks one of the two.
-    """
-    try:
-        module = importlib.import_module(name)
-    except Exception as error:  # whatever the module raises
-        raise UserError(
-            f"--page-source {name} cannot be imported ({type(error).__name__}: {error}); give the name of a module on PYTHONPATH"
-        ) from error
-    missing = [function for function in ("attachment", "device_part") if not callable(getattr(module, function, None))]
-    if missing:
-        raise UserError(
-            f"--page-source {name} has no {' and no '.join(missing)}; it must define attachment() and device_part(device, staging) "
-            "(docs/page-sources.md)"
-        )
-    return module

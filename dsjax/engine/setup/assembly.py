@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
 from dsjax.config.weights import ROW_FORMATS, WEIGHT_FORMATS
+from dsjax.engine.afd.expert_side import with_experts_apart
+from dsjax.engine.afd.options import expert_spec
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
@@ -46,11 +48,13 @@ def make_step(
     *,
     bf16_experts: bool | None = None,
     mtp: bool = False,
+    expert_mesh: Mesh | None = None,
 ) -> ModelStep:
     """Make the step that ``args`` describe, for this model on this mesh.
 
     bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
     configuration says. mtp: with the model's MTP module, and its layer in the cache.
+    expert_mesh: the devices of ``args.expert_mesh``; None: the experts are on ``mesh``.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
@@ -73,15 +77,16 @@ def make_step(
     cache_arrays(common_layout(args.mla_prefill, args.mla_decode), config, kept_in)  # that they go together
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     index_scores = IndexScores.parse(args.index_scores, config.index_head_dim, powers)
-    check_layout(config, spec, args.num_redundant, weights)
+    expert_side = expert_spec(args)
+    check_layout(config, spec, args.num_redundant, weights, expert_side)
     if scheme.experts is not None and spec.expert_width_shards > 1:
         raise UserError(
             f"--activation-scheme {scheme} gives a row of an expert one scale over its width, and --mesh {args.mesh} splits it over "
             f"{spec.expert_width_shards} devices; let ep be a multiple of tp, or give --activation-scheme dynamic"
         )
-    placement = expert_placement(config, spec, args.num_redundant, mtp=mtp)
+    placement = expert_placement(config, expert_side or spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
-        placement = placement_from_file(args, config, spec, placement)
+        placement = placement_from_file(args, config, expert_side or spec, placement)
     fusion = args.enable_shared_experts_fusion
     if fusion and WEIGHT_FORMATS[weights].packed is not None:
         raise UserError(
@@ -122,6 +127,8 @@ def make_step(
         index_scores=index_scores,
         overlap=_overlap(args),
     )
+    if expert_side is not None:
+        step = with_experts_apart(step, expert_side, expert_mesh)
     if args.batch_invariant:
         check_batch_invariant(step, platform, weights)
     return step
@@ -249,8 +256,10 @@ def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, d
     return ActivationScheme(dynamic, powers) if dynamic else WIDEN
 
 
-def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: Weights) -> None:
-    """Check that the mesh divides this model; see ``MeshSpec.check_fits``.
+def check_layout(
+    config: ModelConfig, spec: MeshSpec, redundant: int, weights: Weights, expert_side: MeshSpec | None = None
+) -> None:
+    """Check that the mesh divides this model; see ``MeshSpec.check_fits``. expert_side: the mesh of the experts, where that is another.
 
     Raises:
         MeshError: naming each number that does not fit.
@@ -275,15 +284,18 @@ def check_layout(config: ModelConfig, spec: MeshSpec, redundant: int, weights: W
         widths["query heads' width"] = heads * config.qk_head_dim
         widths["key and value heads' width"] = heads * (nope + value)
         widths["value heads' width"] = heads * value
-    spec.check_fits(
-        heads=config.num_attention_heads,
-        experts=config.n_routed_experts,
-        redundant=redundant,
-        expert_width=config.moe_intermediate_size,
-        dense_widths=widths,
-        block=row.block,
-        expert_block=row.expert_block,
-    )
+    experts = {
+        "experts": config.n_routed_experts,
+        "redundant": redundant,
+        "expert_width": config.moe_intermediate_size,
+        "expert_block": row.expert_block,
+    }
+    if expert_side is not None:
+        if not config.is_moe:
+            raise UserError("--expert-mesh is given, but this model has no experts; give --mesh alone")
+        expert_side.check_fits(heads=expert_side.tp_size, **experts)
+        experts = {}
+    spec.check_fits(heads=config.num_attention_heads, dense_widths=widths, block=row.block, **experts)
 
 
 def model_rules(config: ModelConfig, spec: MeshSpec) -> Rules:
@@ -380,10 +392,12 @@ def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
 def dispatch_method(step: ModelStep, tokens: int) -> str:
     """Say how a launch of ``tokens`` tokens a DP rank sends them to their experts: what ``auto`` comes to there.
 
-    ``local`` where one device holds all experts, ``none`` for a model without any.
+    ``local`` where one device holds all experts, ``apart`` where experts have devices of their own, ``none`` for a model without any.
     """
     if not step.config.is_moe:
         return "none"
+    if step.apart is not None:
+        return "apart"
     return resolved_method(
         step.spec,
         step.dispatch,

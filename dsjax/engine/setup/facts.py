@@ -64,6 +64,8 @@ class EngineFacts:
             engine there; None without it.
         host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
         page_bytes: of one page, all layers, on all the devices of a DP rank.
+        expert_mesh: the mesh of the devices beside these that have the routed experts, e.g. `ep=24`; None where these have them.
+            expert_weight_bytes: of one such device.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
     """
 
@@ -98,6 +100,8 @@ class EngineFacts:
     prefill_meshes: list[str] = field(default_factory=list)
     prefill_sizes: PrefillSizes | None = None
     activation_scheme: str = "none"
+    expert_mesh: str | None = None
+    expert_weight_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Give a JSON object with the same names."""
@@ -114,10 +118,13 @@ def describe_engine(
 ) -> EngineFacts:
     """Say what an engine is that was loaded with these options."""
     spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
+    apart, infos = step.apart, dict(step.table.infos)
+    if apart is not None:
+        infos |= apart.infos
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
     return EngineFacts(
         model=args.model,
-        parameters=sum(info.count for info in step.table.infos.values()),
+        parameters=sum(info.count for info in infos.values()),
         mesh=str(spec),
         mesh_shape=dict(step.mesh.shape),
         platform=device.platform,
@@ -125,7 +132,7 @@ def describe_engine(
         num_devices=spec.num_devices,
         num_processes=len({device.process_index for device in step.mesh.devices.flat}),
         dp_ranks=spec.dp_size,
-        physical_experts_per_device=step.placement.n_physical // spec.ep_size if config.is_moe else 0,
+        physical_experts_per_device=step.placement.n_physical // (apart or step).spec.ep_size if config.is_moe else 0,
         dtype=str(step.dtype),
         weights=weights,
         dispatch=_dispatch_methods(step, buckets),
@@ -145,6 +152,8 @@ def describe_engine(
         kernels=step.kernels.names(step.prefill_form, step.decode_form),
         kernels_note=step.kernels.note,
         activation_scheme=str(step.scheme),
+        expert_mesh=None if apart is None else f"ep={apart.spec.ep_size}",
+        expert_weight_bytes=0 if apart is None else apart.bytes_of_device,
     )
 
 

@@ -24,13 +24,16 @@ from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
+from dsjax.engine.afd.expert_side import build_both
+from dsjax.engine.afd.options import expert_spec
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
-from dsjax.engine.setup.args import EngineArgs, import_page_source
+from dsjax.engine.schedule.page_source import import_page_source
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, weights_format
 from dsjax.engine.setup.facts import EngineFacts, describe_engine
 from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
@@ -116,8 +119,12 @@ def load_model(
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
-    check_layout(config, spec, args.num_redundant, "bf16" if args.weights == "auto" else args.weights)
-    mesh = mesh or spec.build()
+    of_experts = expert_spec(args)
+    check_layout(config, spec, args.num_redundant, "bf16" if args.weights == "auto" else args.weights, of_experts)
+    if of_experts is None:
+        mesh, expert_mesh = mesh or spec.build(), None
+    else:
+        mesh, expert_mesh = build_both(spec, of_experts)
     if group is not None and not is_later:
         check_shares(spec, mesh, group)
     enable_compile_cache()
@@ -125,14 +132,18 @@ def load_model(
     if on_cpu:
         keep_freed_memory()
     library, held = library or ProgramLibrary(), HeldWeights() if held is None else held
-    layout = EngineLayout.of(args, checkpoint, mesh)
+    layout = EngineLayout.of(args, checkpoint, mesh, expert_mesh)
     step, buckets = layout.step, layout.buckets
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
 
     def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
-        fixed = {"weights": weights, "mtp": step.has_module}
-        return load(config, source, mesh, step.rules, placement=placement, **fixed, **options)
+        fixed = {"placement": placement, "weights": weights, "mtp": step.has_module}
+        if step.apart is None:
+            return load(config, source, mesh, step.rules, **fixed, **options)
+        side, progress = step.apart, options["progress"]
+        side.params = load(config, source, side.mesh, side.rules, only=side.infos, progress=progress, **fixed)
+        return load(config, source, mesh, step.rules, only=step.table.infos, progress=progress, **fixed)
 
     def read_all() -> dict[str, Array]:
         try:
@@ -184,7 +195,7 @@ def load_model(
                 lock and partial(_open_disk, args, page_space(args, step, directory), lock),
             ),
             meet=None if group is None else lambda: group.agreement.ask("compiled"),
-            library=library,
+            library=library if expert_mesh is None else None,  # it keeps steps that are one program each
         )
     if group is not None and group.is_leader and len(group.present) > 1:
         executor = LeaderExecutor(executor, group)

@@ -53,15 +53,19 @@ class EngineLayout:
     per_exchange: int
 
     @classmethod
-    def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh) -> EngineLayout:
+    def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, expert_mesh: Mesh | None = None) -> EngineLayout:
         """Lay out the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
+
+        expert_mesh: of the devices that ``args.expert_mesh`` names, where it names any.
 
         Raises:
             UserError, MeshError: options, model and mesh that do not go together.
         """
         config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh), args.speculation
         mtp = speculation is not None
-        step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp)
+        step = make_step(
+            args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp, expert_mesh=expert_mesh
+        )
         per_exchange = experts_per_exchange(args, step)
         sizes = _sizes(args, step)
         mixed = mesh.devices.flat[0].platform != "cpu"
@@ -196,10 +200,14 @@ def check_host_memory(args: EngineArgs, step: ModelStep, held: int = 0) -> None:
     available = available_bytes()
     if available is not None:
         available += held
-    needed = weight_bytes(step) * len(step.mesh.local_devices)
+    devices = len(step.mesh.local_devices)
+    needed = weight_bytes(step) * devices
+    if step.apart is not None:
+        devices += step.apart.spec.num_devices
+        needed += step.apart.bytes_of_device * step.apart.spec.num_devices
     if available is not None and needed > available:
         raise UserError(
-            f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {len(step.mesh.local_devices)} emulated devices, and this "
+            f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {devices} emulated devices, and this "
             f"host has {available / 1e9:,.1f} GB of memory available; use a mesh of fewer devices or a smaller model, or look at "
             f"this one with dsjax dryrun --model {args.model} --mesh {step.spec}"
         )
@@ -211,7 +219,9 @@ def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) ->
     Raises:
         UserError: with what the weights take, and what would fit.
     """
-    needed = weight_bytes(step)
+    needed, on = weight_bytes(step), str(step.spec)
+    if step.apart is not None and step.apart.bytes_of_device > needed:
+        needed, on = step.apart.bytes_of_device, f"ep={step.apart.spec.ep_size} of experts"
     if pool is None or needed <= pool.room:
         return
     ways = ["use a mesh of more devices"] + (["--weights fp8"] if args.weights == "auto" else [])
@@ -219,7 +229,7 @@ def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) ->
     if needed < 0.95 * whole:
         ways.append(f"a --gpu-memory-utilization above {needed / whole:.2f} (it is {args.gpu_memory_utilization:g})")
     raise UserError(
-        f"the weights of {args.model} take {needed / 1e9:,.1f} GB on each device of {step.spec}, and the pool of a device has "
+        f"the weights of {args.model} take {needed / 1e9:,.1f} GB on each device of {on}, and the pool of a device has "
         f"{pool.room / 1e9:,.1f} GB of {pool.size / 1e9:,.1f} GB free; {', or '.join(ways)}. "
         "dsjax dryrun --fit says what a mesh has room for"
     )

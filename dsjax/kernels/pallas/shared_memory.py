@@ -47,7 +47,7 @@ class ProductBytes:
     """Dtypes of a product, which decide what its tiles take.
 
     matrices: that each row is multiplied with (2: gate and up). rows: dtype that rows lie in; operand: that they are multiplied in.
-    stored: bytes of a weight in shared memory, with FP4's scale, of which each value has its own there.
+    stored: bytes of a weight in shared memory, with its share of a packed block's scale where each value has its own there.
     """
 
     matrices: int

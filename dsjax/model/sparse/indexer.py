@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dsjax.config import ModelConfig
-from dsjax.model.norm import Normalise, normalise
-from dsjax.model.parameters import Declaration, Matrix, Multiply, value_of
+from dsjax.model.norm import LayerNorm, Normalise, normalise
+from dsjax.model.parameters import Declaration, Matrix, Multiply
 from dsjax.model.rope import Rotation
 
 KEY_EPS = 1e-6
@@ -34,24 +34,6 @@ class IndexProjections:
     key: Float[Array, "*b A"]  # normed and rotated: what the cache keeps
 
 
-class LayerNorm(nnx.Module):
-    """``(x - mean) / sqrt(variance + eps) × scale + bias`` over the last dimension, computed in float32 (arXiv 1607.06450)."""
-
-    eps = KEY_EPS
-
-    def __init__(self, declare: Declaration, width: int):
-        self.scale = declare.parameter((width,), (None,), init="ones")
-        self.bias = declare.parameter((width,), (None,), init="zeros")
-
-    def __call__(self, x: Float[Array, "*b A"]) -> Float[Array, "*b A"]:
-        """Normalise; keeps the dtype of ``x``."""
-        x_f32 = x.astype(jnp.float32)
-        apart = x_f32 - jnp.mean(x_f32, axis=-1, keepdims=True)
-        normed = apart * jax.lax.rsqrt(jnp.mean(jnp.square(apart), axis=-1, keepdims=True) + self.eps)
-        scale, bias = (value_of(parameter).astype(jnp.float32) for parameter in (self.scale, self.bias))
-        return (normed * scale + bias).astype(x.dtype)
-
-
 class Indexer(nnx.Module):
     """The indexer of one attention layer. Its weights are whole on every device of a replica."""
 
@@ -60,7 +42,7 @@ class Indexer(nnx.Module):
         D, Q, I, A = config.hidden_size, config.q_lora_rank, config.index_n_heads, config.index_head_dim
         self.query = Matrix(declare, (Q, I * A), ("query_latent", None))
         self.key = Matrix(declare, (D, A), ("embed", None))
-        self.key_norm = LayerNorm(declare, A)
+        self.key_norm = LayerNorm(declare, A, KEY_EPS)
         self.head_weights = Matrix(declare, (D, I), ("embed", None), quantise=False)
 
     def __call__(

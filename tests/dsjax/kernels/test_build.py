@@ -113,7 +113,11 @@ def test_a_library_in_a_folder_that_cannot_be_written_is_used(kernels, monkeypat
 
 def test_a_library_that_hangs_costs_one_line(kernels, monkeypatch, tmp_path):
     shutil.copy(kernels.native.path, tmp_path)
-    monkeypatch.setattr(build, "TRY_SECONDS", 0)
+    hangs = tmp_path / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(build.sys, "executable", str(hangs))
+    monkeypatch.setattr(build, "TRY_SECONDS", 0.1)
     found = choose(cache=tmp_path)
     assert found.native is None
     assert "did not finish a small case" in found.note

@@ -26,7 +26,8 @@ def test_a_container_s_limit_counts_where_it_is_less_than_the_machine_s_memory(t
 def test_the_pool_is_sized_before_jax_starts_and_not_after(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
-    size_memory_pool(0.8)  # the backend of the tests runs
+    jax.devices()  # the backend runs
+    size_memory_pool(0.8)
     assert os.environ.get("XLA_CLIENT_MEM_FRACTION") is None
     monkeypatch.setattr("dsjax.engine.device.process.backend_is_running", lambda: False)
     size_memory_pool(0.8)

@@ -1,0 +1,200 @@
+"""Programs that are cut where something is done outside of them: traced as one function, run as several programs with the host between.
+
+``outside`` stands in a traced function for work that no XLA program can do by itself, such as a computation on other devices. ``lower_cut``
+traces the function once, cuts it there, and finds by itself which values each piece needs of those before it::
+
+    def step(params, state, x):
+        x, state = first_half(params, state, x)
+        [x] = outside(experts, [x], [x_described])
+        return second_half(params, state, x)
+
+    program = lower_cut(step, params, state, x, donate_argnum=1).compile()
+    state = program(params, state, x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, Primitive
+from jax.sharding import Sharding
+
+from sharding import jax_internals
+
+Described = jax.ShapeDtypeStruct
+
+
+Run = Callable[[list[jax.Array]], Sequence[jax.Array]]
+
+
+class Work(Protocol):
+    """What is done between two programs."""
+
+    def compile(self, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
+        """Compile what the work needs for such values; give the work, and the shardings of its results.
+
+        The work takes what ``outside`` was given. The list is its own, to empty: what it lets go of is freed.
+        """
+
+
+_outside = Primitive("outside")
+_outside.multiple_results = True
+
+
+@_outside.def_abstract_eval
+def _describe_results(*_, results: tuple[tuple[tuple[int, ...], np.dtype], ...], **__):
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in results]
+
+
+def outside(work: Work, values: Sequence[jax.Array], results: Sequence[Described]) -> list[jax.Array]:
+    """In a function that ``lower_cut`` traces, at its top level: the results of ``work`` on ``values``, of these shapes and dtypes."""
+    described = tuple((tuple(one.shape), np.dtype(one.dtype)) for one in results)
+    return _outside.bind(*values, work=work, results=described)
+
+
+class _Piece(NamedTuple):
+    """A run of equations, or one ``outside``. takes, gives: variables; donates: places in ``takes`` that nobody reads afterwards."""
+
+    equations: list
+    takes: list
+    gives: list
+    donates: tuple[int, ...]
+
+    @property
+    def work(self) -> Work | None:
+        """What is done outside; None where it is a program."""
+        is_outside = bool(self.equations) and self.equations[0].primitive is _outside
+        return self.equations[0].params["work"] if is_outside else None
+
+
+@dataclass(frozen=True)
+class CutLowered:
+    """A function traced and cut: what ``jax.stages.Lowered`` is of one program."""
+
+    jaxpr: ClosedJaxpr
+    pieces: Sequence[_Piece]
+    arguments: Sequence[Described]
+    out_tree: Any
+
+    def compile(self) -> CutCompiled:
+        """Compile piece after piece, each for the shardings in which those before it give their results."""
+        known = dict(zip(self.jaxpr.jaxpr.invars, self.arguments, strict=True))
+        constants = dict(zip(self.jaxpr.jaxpr.constvars, self.jaxpr.consts, strict=True))
+        runs = []
+        for piece in self.pieces:
+            described = [known[variable] for variable in piece.takes]
+            if piece.work is not None:
+                run, shardings = piece.work.compile(described)
+                runs.append(run)
+            else:
+                run = jax_internals.equations_as_function(
+                    self.jaxpr.jaxpr, piece.equations, piece.takes, piece.gives, constants
+                )
+                program = jax.jit(run, donate_argnums=piece.donates).lower(*described).compile()
+                shardings = program.output_shardings
+                runs.append(program)
+            for variable, sharding in zip(piece.gives, shardings, strict=True):
+                aval = variable.aval
+                known[variable] = Described(aval.shape, aval.dtype, sharding=sharding)
+        return CutCompiled(self, runs)
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """What ``memory_analysis`` says of the programs together: the most temporaries of one, and the results of all."""
+
+    temp_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+
+
+@dataclass(frozen=True)
+class CutCompiled:
+    """The programs of a cut function, called as one."""
+
+    lowered: CutLowered
+    runs: Sequence[Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What the function gives; the donated argument's arrays are taken."""
+        lowered = self.lowered
+        values = dict(zip(lowered.jaxpr.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
+        for piece, run in zip(lowered.pieces, self.runs, strict=True):
+            taken = [values[variable] for variable in piece.takes]
+            for place in piece.donates:
+                del values[piece.takes[place]]
+            given = run(*taken) if piece.work is None else run(taken)
+            del taken
+            values |= zip(piece.gives, given, strict=True)
+        return jax.tree.unflatten(lowered.out_tree, [values[variable] for variable in lowered.jaxpr.jaxpr.outvars])
+
+    def memory_analysis(self) -> MemoryStats:
+        """Bytes of one device, work between the pieces left out."""
+        programs = [run for piece, run in zip(self.lowered.pieces, self.runs, strict=True) if piece.work is None]
+        stats = [program.memory_analysis() for program in programs]
+        return MemoryStats(
+            max(one.temp_size_in_bytes for one in stats),
+            sum(one.output_size_in_bytes for one in stats),
+            sum(one.alias_size_in_bytes for one in stats),
+        )
+
+
+def lower_cut(function: Callable, *arguments: Any, donate_argnum: int) -> CutLowered:
+    """Trace a function of described arguments, and cut it at each ``outside``.
+
+    donate_argnum: the argument whose arrays the caller gives away, as of ``jax.jit``.
+    """
+    jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    leaves = [jax.tree.leaves(argument) for argument in arguments]
+    counts = np.cumsum([0, *map(len, leaves)])
+    given_away = set(jaxpr.jaxpr.invars[counts[donate_argnum] : counts[donate_argnum + 1]])
+    kept = set(jaxpr.jaxpr.invars) - given_away
+    runs: list[list] = [[]]
+    for equation in jaxpr.jaxpr.eqns:
+        if equation.primitive is _outside:
+            runs += [[equation], []]
+        else:
+            runs[-1].append(equation)
+    runs = [run for number, run in enumerate(runs) if run or number == len(runs) - 1]
+    constants = set(jaxpr.jaxpr.constvars)
+    made = [{out for equation in run for out in equation.outvars} for run in runs]
+    read = [_read_by(run, own | constants) for run, own in zip(runs, made, strict=True)]
+    pieces, finals = [], [variable for variable in jaxpr.jaxpr.outvars if not isinstance(variable, Literal)]
+    if len(finals) < len(jaxpr.jaxpr.outvars):
+        raise ValueError("a function that is cut gives a constant; give arrays that it computes")
+    for place, run in enumerate(runs):
+        later = set().union(*read[place + 1 :], finals)
+        is_outside = bool(run) and run[0].primitive is _outside
+        takes = list(run[0].invars) if is_outside else list(read[place])
+        gives = [out for equation in run for out in equation.outvars if is_outside or out in later]
+        gone = [v not in later and v not in kept for v in takes]
+        donates = tuple(place for place, free in enumerate(gone) if free)
+        if not is_outside:
+            donates = _usable(takes, gives, donates)
+        pieces.append(_Piece(run, takes, gives, donates))
+    return CutLowered(jaxpr, pieces, [leaf for some in leaves for leaf in some], jax.tree.structure(results))
+
+
+def _read_by(equations: list, others: set) -> dict:
+    """The variables that equations read, in that order, but for ``others``: the same order gives the same program in every run."""
+    read = [value for equation in equations for value in equation.invars if not isinstance(value, Literal)]
+    return {value: None for value in read if value not in others}
+
+
+def _usable(takes: list, gives: list, donates: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of ``donates`` whose memory a result of the same shape can take: JAX warns of others."""
+    room: dict[tuple, int] = {}
+    for variable in gives:
+        key = variable.aval.shape, variable.aval.dtype
+        room[key] = room.get(key, 0) + 1
+    usable = []
+    for place in donates:
+        key = takes[place].aval.shape, takes[place].aval.dtype
+        if room.get(key, 0):
+            room[key] -= 1
+            usable.append(place)
+    return tuple(usable)

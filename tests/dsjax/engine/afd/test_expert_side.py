@@ -1,0 +1,56 @@
+"""Experts on devices of their own change no bit of what one device gives."""
+
+import numpy as np
+import pytest
+from layouts import answer, write_checkpoint
+
+from dsjax import LLM
+from dsjax.errors import UserError
+from sharding import MeshError
+
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+SIDES = {"attention_mesh": "dp=2,tp=2", "expert_mesh": "ep=3", "redundant_experts": 4}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("apart"), mtp=True)
+
+
+@pytest.mark.slow  # compiles two engines
+def test_prompts_in_chunks_decodes_and_drafts_are_those_of_one_device_to_the_bit(checkpoint):
+    options = DRAFTS | {
+        "cache_tokens": 140
+    }  # a third of what all take; in one form: what is computed again is a prompt
+    one = answer(checkpoint, "dp=1", "auto", "CC", "CC", new_tokens=12, **options)
+    apart = answer(checkpoint, SIDES["attention_mesh"], "auto", "CC", "CC", new_tokens=12, **options, **SIDES)
+    assert one.exact
+    assert apart.exact
+    np.testing.assert_array_equal(apart.logits, one.logits)
+    assert apart.tokens == one.tokens
+    assert apart.logprobs == one.logprobs
+
+
+def test_each_side_has_its_own_parameters_and_no_others(checkpoint):
+    llm = LLM(str(checkpoint), attention_mesh="dp=2", expert_mesh="ep=4", max_num_seqs=1, max_model_len=32)
+    try:
+        executor, facts = llm.executor, llm.facts
+        side = executor.device.model.apart
+        assert {device for array in side.params.values() for device in array.devices()} == set(side.mesh.devices.flat)
+        assert not set(side.mesh.devices.flat) & set(executor.device.model.mesh.devices.flat)
+        assert all(".moe.experts." in path for path in side.params)
+        assert not any(".moe.experts." in path for path in executor.params)
+        assert (facts.mesh, facts.expert_mesh, facts.physical_experts_per_device) == ("dp=2", "ep=4", 8)
+        assert "routed experts" not in facts.weight_bytes
+        assert facts.expert_weight_bytes > 0
+        with pytest.raises(UserError, match="experts have devices of their own"):
+            llm.scale("dp=1")
+    finally:
+        llm.shutdown()
+
+
+def test_what_does_not_fit_the_experts_side_is_said_before_anything_is_loaded(checkpoint):
+    with pytest.raises(MeshError, match="least number of redundant experts that fits is 1"):
+        LLM(str(checkpoint), attention_mesh="dp=2", expert_mesh="ep=3")
+    with pytest.raises(MeshError, match="want 9999 devices"):
+        LLM(str(checkpoint), attention_mesh="dp=9967", expert_mesh="ep=32")
