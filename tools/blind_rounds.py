@@ -22,6 +22,7 @@ from tools.plan_data.apart_loops import distance as apart_distance
 from tools.plan_data.apart_loops import rows as apart_rows
 from tools.plan_data.closed_loops import rows
 from tools.plan_data.drafts import rows as draft_rows
+from tools.plan_data.tpu import rows as tpu_rows
 from tools.plan_data.unseen import FURTHER, MEASURED, SAID
 
 DATA = ROOT / "configs" / "blind_predictions.csv"
@@ -60,6 +61,10 @@ def blind() -> Iterator[Blind]:
     for row in draft_rows():
         figure = Figure(*(float(row[end]) for end in ("predicted", "low", "high")))
         yield Blind("drafts", row["key"], row["metric"], DRAFTS, figure, float(row["measured"]))
+    for row in tpu_rows():
+        if row["seen"] == "0":
+            figure = Figure(*(float(row[end]) for end in ("predicted", "low", "high")))
+            yield Blind("TPUs", row["key"], row["metric"], FAR, figure, float(row["measured"]))
 
 
 def csv_text() -> str:

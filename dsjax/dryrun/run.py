@@ -29,6 +29,7 @@ from sharding import MeshSpec
 from sharding.program import Program, program_collectives, program_costs, true_dtypes
 from sharding.program.reductions import Reduction, program_reductions
 from sharding.program.walk import TripCount
+from sharding.scheduler_flags import start_exchanges_early
 
 CPU_HOST_DEVICES = 8
 """Devices of a host that the CPU target's emulated ones are divided into, for bytes inside and between hosts."""
@@ -81,6 +82,8 @@ def dry_run(
     )
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = _cluster(hardware, cluster, spec.num_devices)
+    if args.engine.enable_dbo and hardware is not None:
+        start_exchanges_early()
     mesh = spec.build(target_devices(hardware, spec.num_devices))
     compiled = compile_step(args, config, mesh)
     shape, step = compiled.shape, compiled.step
@@ -106,7 +109,7 @@ def dry_run(
         cache_tokens=(compiled.limits.pages_per_rank - 1) * step.page_size,
         rebalance=read_rebalance(compiled, args.engine.eplb, machines) if compiled.exchange else None,
         orders=_orders(compiled, variants, config, hardware) if reductions else None,
-        fit=fit(args, config, mesh, hardware.memory_bytes, compiled.exchange) if search and hardware else None,
+        fit=fit(args, config, mesh, hardware.visible_bytes, compiled.exchange) if search and hardware else None,
         assumptions=dict(TEXT),
         notes=tuple(_notes(hardware, compiled)),
         seconds={

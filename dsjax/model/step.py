@@ -331,11 +331,11 @@ class ModelStep:
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
         """The rest of ``send``: the exchange alone."""
         with jax.named_scope("experts"):
-            return replace(sent, transit=self._exchange(of, sent.normed)[0].send(sent.transit))
+            return replace(sent, transit=self.exchange(of, sent.normed)[0].send(sent.transit))
 
     def compute(self, of: Layer, sent: Sent) -> Computed:
         """The third part: the routed experts of the tokens that arrived here, and the shared experts of this rank's own."""
-        exchange, experts = self._exchange(of, sent.normed)
+        exchange, experts = self.exchange(of, sent.normed)
         with jax.named_scope("experts"):
             transit = exchange.compute(sent.transit, experts)
         return Computed(sent.x, transit, self.share(of, sent.normed))
@@ -354,11 +354,11 @@ class ModelStep:
     def exchange_sums(self, of: Layer, computed: Computed) -> Computed:
         """The exchange of ``receive`` alone."""
         with jax.named_scope("experts"):
-            return replace(computed, transit=self._exchange(of, computed.x)[0].answer(computed.transit))
+            return replace(computed, transit=self.exchange(of, computed.x)[0].answer(computed.transit))
 
     def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """The rest of ``receive``: each token's sum of what came back."""
-        exchange, experts = self._exchange(of, computed.x)
+        exchange, experts = self.exchange(of, computed.x)
         with jax.named_scope("experts"):
             y, report = exchange.add(computed.transit, experts)
         return self.add_sum(computed.x, y.reshape(computed.x.shape), computed.shared), report or {}
@@ -403,7 +403,7 @@ class ModelStep:
         """Pack active tokens for the physical copies of their experts."""
         B, T, D = x.shape
         with jax.named_scope("experts"):
-            return self._exchange(of, x)[0].prepare(self._whole(x.reshape(B * T, D)), *self.assign(of, routing))
+            return self.exchange(of, x)[0].prepare(self._whole(x.reshape(B * T, D)), *self.assign(of, routing))
 
     def assign(self, of: Layer, routing: Routing) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
         """The physical experts of all token slots, and their weights."""
@@ -412,7 +412,7 @@ class ModelStep:
         slots = assign_copies(of.copies, logical, of.tokens.active.reshape(B * T), ranks=B)
         return self._whole(slots), self._whole(self._whole(routing.weights).reshape(B * T, K))
 
-    def _exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
+    def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""
         (B, T, D), K = x.shape, self.config.num_experts_per_tok
         experts = of.block.moe.experts

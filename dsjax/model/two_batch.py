@@ -10,13 +10,14 @@ beside, the last also, across the boundary between two layers:
     | 3      | tokens of half b                       | experts of half a, shared experts |
     | 4      | sums of half a                         | experts of half b                 |
 
-What XLA's scheduler needs for it stands here and nowhere else. It starts a collective late and ends it early, or hides several behind
-one product, unless ``optimization_barrier`` holds both ends of each window: then it has nothing else to put between the two. The cache
-is among what the barriers hold, because a write that may move past them makes the scheduler copy the pool. A ragged exchange begins and
-ends with nothing between all the same, so ``auto`` takes none (``DispatchConfig.overlapped``).
+What XLA's scheduler needs for it stands here, and as flags in ``sharding/scheduler_flags.py``. It starts a collective late and ends it
+early, or hides several behind one product, unless ``optimization_barrier`` holds both ends of each window: then it has nothing else to put
+between the two. The cache is among what the barriers hold, because a write that may move past them makes the scheduler copy the pool. A
+ragged exchange begins and ends with nothing between all the same, so ``auto`` takes none (``DispatchConfig.overlapped``).
 
-Each half's sums are added, in further rounds too where tokens were over capacity, beside the next exchange of the other half. Matrices of
-attention and experts are read once for each half, which is what a step in halves costs.
+Tokens over capacity go in further rounds, of both halves together, between the last window and the next layer's first: the host asks the
+device once a layer how many there are, and no window holds a collective beside its own. Matrices of attention and experts are read once
+for each half, which is what a step in halves costs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from dsjax.model.attention import Cache
 from dsjax.model.layer_values import Computed, Layer, Sent, Tokens
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.transformer import DecoderLayer
+from sharding.dispatch import further_together
 from sharding.placement import CopyTables
 
 if TYPE_CHECKING:
@@ -155,6 +157,9 @@ def run_in_halves(
     def turn(carry, xs):
         returned_a, computed_b, cache, layer = carry
         a, b = layer_of(*xs, layer)
+        returned_a, computed_b = _further_rounds(step, [(before(a), returned_a), (before(b), computed_b)])
+        returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
+
         returned_b = step.exchange_sums(before(b), computed_b)
         x_a, counts_a = step.add(before(a), returned_a)
         routed_a, cache = _attend_and_route(step, a, x_a, cache)
@@ -188,6 +193,19 @@ def run_in_halves(
     last = jax.tree.map(jnp.add, counts_a, counts_b)
     counts = jax.tree.map(lambda some, last: jnp.concatenate([some[1:], last[None]]), counts, last)
     return jnp.concatenate([x_a, x_b], axis=1)[:, np.argsort(halves.places)], cache, counts
+
+
+def _further_rounds(step: ModelStep, halves: Sequence[tuple[Layer, Computed]]) -> list[Computed]:
+    """Run the further rounds of both halves together, so that ``add`` has none to run."""
+    exchanges = [step.exchange(of, computed.x) for of, computed in halves]
+    with jax.named_scope("experts"):
+        transits = further_together(
+            [
+                (exchange, computed.transit, experts)
+                for (exchange, experts), (_, computed) in zip(exchanges, halves, strict=True)
+            ]
+        )
+    return [replace(computed, transit=one) for (_, computed), one in zip(halves, transits, strict=True)]
 
 
 def _attend_and_route(step: ModelStep, of: Layer, x: Array, cache: Cache) -> tuple[Sent, Cache]:

@@ -74,7 +74,10 @@ class PlanArgs:
     )
     kv_cache_dtype: str = option("auto", "Latent cache: auto, bf16 or fp8.")
     mtp: int = option(0, "Tokens drafted by the MTP module a step.")
-    mtp_acceptance: float = option(0.85, "Chance that a draft is accepted.")
+    mtp_acceptance: str = option(
+        "0.85",
+        "Chance that the first draft of a step is accepted, or of each position, as vLLM logs it: 0.74,0.48,0.26.",
+    )
     redundant_experts: int | None = option(None, "Physical minus logical; default: tried.")
     enable_shared_experts_fusion: bool = option(
         False, "The shared expert is one more routed one, with a copy on each device.", switch=True
@@ -99,7 +102,10 @@ class PlanArgs:
     host_scheduling: str = option(
         "overlapped", "overlapped with the device's work, or serial: the device waits for it."
     )
-    two_batch_overlap: str = option("auto", "auto, on or off.")
+    two_batch_overlap: str = option(
+        "auto",
+        "auto: where it is faster; on; off. Of --engine dsjax `on` is where it is faster, and auto is off, as --enable-dbo is.",
+    )
     mode: str = option("both", "aggregated, separated, both; or static, static_ctx, static_gen: one batch.")
     batch: int | None = option(None, "Static modes: requests of a DP rank; default: all that fit.", min=1)
     context: int | None = option(
@@ -319,6 +325,7 @@ class PlanArgs:
 
     def _options(self, engine: Engine, measured: Measured | None, tables: OperatorTables) -> PlanOptions:
         from dsjax.plan.compiled import read_dry_run
+        from dsjax.plan.drafting import read_acceptance
         from dsjax.plan.own_cluster import choose_precision
         from dsjax.plan.skew import read_skew
         from dsjax.plan.workload import PlanOptions
@@ -326,7 +333,7 @@ class PlanArgs:
         return PlanOptions(
             precision=engine.precision(choose_precision(self.precision, self.kv_cache_dtype, measured)),
             drafts=self.mtp,
-            acceptance=self.mtp_acceptance,
+            acceptance=read_acceptance(self.mtp_acceptance),
             redundant=self.redundant_experts,
             skew=read_skew(self.expert_skew),
             overlap=self.two_batch_overlap,

@@ -19,7 +19,8 @@ class Engine:
     dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step one by one, and each pass of the
     MTP module by itself; otherwise one compiled program has all of them.
     most_drafts: tokens that it drafts a step at most, None where no bound is known. shared_beside: decode computes the shared expert
-    beside the routed ones, on a second stream. fp8_mla: decode multiplies an FP8 cache as FP8 on an H20. credits: capability → the option
+    beside the routed ones, on a second stream. holds_prompts: with attention DP prompts wait until every replica has some.
+    fp8_mla: decode multiplies an FP8 cache as FP8 on an H20. credits: capability → the option
     or file of the engine that has it; what is not in it is not credited.
     """
 
@@ -36,6 +37,7 @@ class Engine:
     most_drafts: int | None = None
     widens_fp4: bool = False
     shared_beside: bool = False
+    holds_prompts: bool = False
     fp8_mla: bool = False
     credits: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -59,11 +61,7 @@ class Engine:
             )
         asked = (
             (separated and not self.transfers, "--mode separated", "does not move caches between instances"),
-            (
-                overlap and not self.overlaps,
-                "--two-batch-overlap on",
-                "is priced without its --enable-dbo" if self.name == "dsjax" else "does not overlap two half batches",
-            ),
+            (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
             (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
             (
                 drafts > (self.most_drafts or drafts),
@@ -91,7 +89,17 @@ class Engine:
         return dataclasses.replace(chosen, cache=self.fp8_cache)
 
 
-CAPABILITIES = ("balances", "overlaps", "transfers", "drafts", "fp4", "fp8_cache", "int8", "shared_beside")
+CAPABILITIES = (
+    "balances",
+    "overlaps",
+    "transfers",
+    "drafts",
+    "fp4",
+    "fp8_cache",
+    "int8",
+    "shared_beside",
+    "holds_prompts",
+)
 """Fields of `Engine` that make a plan better, and that something must be named for."""
 _CREDITS = {
     "vllm": {
@@ -120,6 +128,7 @@ _CREDITS = {
         "fp4": "moe_config.backend, with an NVFP4 checkpoint",
         "fp8_cache": "kv_cache_config.dtype",
         "shared_beside": "tensorrt_llm/_torch/models/modeling_deepseekv3.py, aux_stream",
+        "holds_prompts": "attention_dp_config.enable_balance",
     },
 }
 _OURS = {
@@ -176,7 +185,7 @@ def dsjax_engine() -> Engine:
     made = Engine(
         "dsjax",
         balances="enable_eplb" in fields,
-        overlaps=False,  # it has --enable-dbo, which the estimates do not price: they know no padding of a half, and no ragged exchange
+        overlaps="enable_dbo" in fields,
         transfers="kv_transfer_config" in fields or "prefill_mesh" in fields or "disaggregation_mode" in fields,
         drafts="speculative_config" in fields,
         fp4="nvfp4" in (fields["weights"].metadata.get("choices") or ()),
@@ -208,6 +217,7 @@ WORDS = {
     "fp8_cache": "FP8 cache",
     "int8": "block-wise INT8",
     "shared_beside": "shared expert beside the routed ones, in decode",
+    "holds_prompts": "prompts held back until every replica has some",
 }
 """`CAPABILITIES` for a reader."""
 ENGINES = ("dsjax", "published", *_OTHERS)

@@ -34,7 +34,11 @@ hold the longest request. `static`: of what is free at the start, for weights an
 (SGLang's `--mem-fraction-static`). `free`: of what is free beside weights and a step's peak, for the cache
 (TensorRT-LLM's `free_gpu_memory_fraction`)."""
 _MOST_EXPERT_TOKENS = 32768
-"""Engines compute the routed experts of at most so many tokens at once (vLLM: `VLLM_FUSED_MOE_CHUNK_SIZE`)."""
+"""vLLM and SGLang compute the routed experts of at most so many tokens at once (vLLM: `VLLM_FUSED_MOE_CHUNK_SIZE`); TensorRT-LLM those of
+all replicas, unless it is given `moe_config.max_num_tokens` (its default is a step's tokens times the replicas)."""
+_WHOLE_EXPERTS = ("vllm", "tensorrt-llm", "published", "dsjax")
+"""Engines whose attention replicas share whole experts, so that the arrays between both products are as wide as an expert (vLLM's
+`fused_experts`: `[tokens, top-k, 2 × width]`). SGLang's cut every expert over all devices unless DeepEP is asked for."""
 _LOW_LATENCY_TOKENS = 128
 """Tokens of a rank for which DeepEP's decode kernels keep buffers, as in its README."""
 
@@ -49,6 +53,7 @@ class Launch:
 
     prefill_tokens: most prompt tokens of a DP rank in a step. longest: tokens of the longest request. sampled: rows of a step that sample.
     graphs: whether decode steps are captured. deepep: buffers of DeepEP's decode kernels. mtp: the MTP module is loaded.
+    stages: of a pipeline, each of which has a share of the layers in whole ones; the fullest one is judged.
     """
 
     engine: str
@@ -60,6 +65,7 @@ class Launch:
     graphs: bool = True
     deepep: bool = False
     mtp: bool = False
+    stages: int = 1
 
     def __post_init__(self):
         if self.fraction is not None and not 0 < self.fraction <= 1:
@@ -139,6 +145,10 @@ def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launc
     """Judge a launch."""
     parts = _parts(config, layout, precision, launch)
     per_token = cache_bytes_per_token(config, precision, launch.mtp)
+    if launch.stages > 1:
+        per_token = math.ceil(
+            per_token * math.ceil(config.num_hidden_layers / launch.stages) / config.num_hidden_layers
+        )
     conditions, cache = _judge(launch, launch.share, parts, per_token)
     tried = [n / 100 for n in range(30, 100)]
     good = [f for f in tried if all(c.left.value >= 0 for c in _judge(launch, f, parts, per_token)[0])]
@@ -239,7 +249,10 @@ def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, la
 
 def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> int:
     """All weights of a device, and with other engines than dsjax the absorbed matrices, which they keep beside `kv_b_proj` in bf16."""
-    total = sum(weight_bytes(config, layout, precision, launch.mtp).values())
+    sizes = weight_bytes(config, layout, precision, launch.mtp)
+    if launch.stages > 1:
+        return _fullest_stage(config, layout, launch, sizes)
+    total = sum(sizes.values())
     if launch.engine == "dsjax":
         return total
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if launch.mtp else 0)
@@ -248,12 +261,24 @@ def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, 
     return total + round(layers * absorbed * BF16)
 
 
+def _fullest_stage(config: ModelConfig, layout: InstanceLayout, launch: Launch, sizes: dict[str, int]) -> int:
+    """Weights of a device of the stage that has most: the first with the embedding, or the last with the head; its layers count as the
+    mean one."""
+    ends = sizes.get("embedding and head", 0)
+    most = math.ceil(config.num_hidden_layers / launch.stages)
+    heads = config.num_attention_heads // layout.mesh.tp_size
+    absorbed = heads * config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim) * BF16
+    each = (sum(sizes.values()) - ends) / config.num_hidden_layers + (0 if launch.engine == "dsjax" else absorbed)
+    return round(most * each + ends / 2)
+
+
 def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> Figure:
     """The most that a prefill step holds at once, in bf16: queries, keys, values and outputs of one layer's attention, or each chosen
     expert's row before and after; the residual stream and its copies; float32 logits of the rows that sample.
 
     V3.2's indexer scores each token of the step against every position of the longest request (sgl-project/sglang issue 35201).
     Without DeepEP, DP ranks gather each other's tokens, and each device has rows for all of them; with it, about as many as its own.
+    Where replicas share whole experts, an expert's inner width is not cut.
     """
     mesh, tokens, width = layout.mesh, launch.prefill_tokens, config.hidden_size
     heads = config.num_attention_heads // mesh.tp_size
@@ -262,9 +287,11 @@ def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> Figure
     if config.index_topk is not None:  # absorbed, behind an indexer with a float32 score for each token and position
         latent = 2 * config.kv_lora_rank + config.qk_rope_head_dim
         attention = tokens * heads * (latent + config.qk_head_dim + config.v_head_dim) + 2 * tokens * launch.longest
-    gathered = tokens if launch.deepep else min(tokens * mesh.dp_size, max(tokens, _MOST_EXPERT_TOKENS))
-    rows = min(gathered, _MOST_EXPERT_TOKENS) * (config.num_experts_per_tok if config.is_moe else 0)
-    cut = mesh.tp_size if launch.deepep else mesh.num_devices
+    most = math.inf if launch.engine == "tensorrt-llm" else _MOST_EXPERT_TOKENS
+    gathered = tokens if launch.deepep else min(tokens * mesh.dp_size, max(tokens, most))
+    rows = min(gathered, most) * (config.num_experts_per_tok if config.is_moe else 0)
+    whole = mesh.dp_size > 1 and launch.engine in _WHOLE_EXPERTS
+    cut = mesh.tp_size if launch.deepep else mesh.expert_width_shards if whole else mesh.num_devices
     experts = rows * (width + 3 * config.moe_intermediate_size // cut)
     stream = 4 * tokens * width + (2 * gathered * width if gathered > tokens else 0)
     values = (max(attention, experts) + stream) * BF16
@@ -282,7 +309,10 @@ def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> Figure
 def _graphs(launch: Launch) -> Figure:
     if not launch.graphs:
         return exact(0, "graphs", "B")
-    return assumed(1.5e9, 0.5e9, 4e9, "graphs", "captured decode steps of all batch sizes, with workspaces", "B")
+    return assumed(
+        1.5e9, 0.5e9, 6e9, "graphs",
+        "captured decode steps of all batch sizes, with workspaces; 5 to 6 GB with FlashAttention 3 (sgl-project/sglang issue 16143)", "B",
+    )  # fmt: skip
 
 
 def _outside(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> Figure:

@@ -12,6 +12,7 @@ from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
 from dsjax.plan.dry_runs import runs_of, wire_refusal
 from dsjax.plan.figure import Figure, unless_settled
+from dsjax.plan.halves import HALVES
 from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
@@ -91,6 +92,10 @@ class Instance:
             shared = self.steps.setdefault("shared", {})
             choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
             if (
+                options.engine.name == "dsjax"
+            ):  # it has to be asked for, as --enable-dbo; thresholds then choose the faster
+                choices = (False, True) if options.overlap == "on" else (False,)
+            if (
                 self.layout.mesh.ep_size == 1 or programs or not options.engine.overlaps
             ):  # nothing to overlap; or the program that was compiled does not
                 choices = (False,)
@@ -159,7 +164,20 @@ class Instance:
 
     def overlapped(self, batch: float) -> bool:
         """Whether `decode_step` overlaps two half batches."""
-        return any(part.name.startswith("layers, two halves") for part in self.decode_step(batch).parts)
+        return _overlaps(self.decode_step(batch))
+
+    def halved_from(self, most: int) -> int | None:
+        """Least tokens of a DP rank whose decode step is faster in two halves, as are all above it up to ``most`` requests, or None."""
+        least = None
+        for batch in sorted({one for one in self.batches() if one < most} | {most}, reverse=True):
+            if not self.overlapped(batch):
+                break
+            least = batch * (1 + self.options.drafts)
+        return least
+
+    def halved(self, tokens: float) -> bool:
+        """Whether `prefill_step` overlaps two half batches."""
+        return _overlaps(self.prefill_step(tokens))
 
     def tpot(self, batch: float) -> Figure:
         """`static_gen`: seconds between a request's tokens when nothing but decoding happens."""
@@ -224,3 +242,7 @@ class Instance:
     def prompt_seconds(self, tokens: float) -> Figure:
         """Seconds of the whole instance that one prompt of one DP rank costs, in steps of `tokens` a rank."""
         return self.prefill_step(tokens) * (self.workload.computed / tokens)
+
+
+def _overlaps(figure: Figure) -> bool:
+    return figure.name == HALVES or any(_overlaps(part) for part in figure.parts)

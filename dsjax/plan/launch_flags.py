@@ -17,6 +17,8 @@ _DBO_DECODE, _DBO_PREFILL = 32, 512
 """Tokens of a rank from which vLLM halves a batch: its defaults, and what the published recipes give."""
 _BOOTSTRAP = 30001
 """Port at which SGLang's decode servers ask a prefill server for a request's pages, as in the published recipes."""
+_WAIT_FOR_PROMPTS = 60
+"""Steps for which TensorRT-LLM holds prompts back until every replica has some, as InferenceX's scripts for DeepSeek-R1 give."""
 _MANY_STREAMS, _STREAM_INTERVAL = 512, 20
 """From so many streams on, tokens are sent so many at a time, as in the published recipe for GB200."""
 
@@ -224,6 +226,10 @@ def _tensorrt(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
         made.put("--enable_chunked_prefill")
     made.put("--extra_llm_api_options", made.file)
     made.key("enable_attention_dp", mesh.dp_size > 1)
+    if mesh.dp_size > 1 and made.role == "prefill and decode":
+        made.key("attention_dp_config.enable_balance", True)
+        made.key("attention_dp_config.timeout_iters", _WAIT_FOR_PROMPTS)
+        made.key("attention_dp_config.batching_wait_iters", 0)
     if made.role != "prefill":
         made.key("cuda_graph_config.enable_padding", True)
         made.key("cuda_graph_config.max_batch_size", limits.seqs)

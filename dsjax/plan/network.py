@@ -180,29 +180,39 @@ def normal_exchange(
     return time + links.fixed
 
 
-def own_method(dispatch: str, tokens: float, top_k: int, ranks: int) -> str:
-    """The method of dsjax's own dispatch for so many tokens of a device on an accelerator: `auto` is resolved."""
+def own_method(dispatch: str, tokens: float, top_k: int, ranks: int, overlapped: bool = False) -> str:
+    """The method of dsjax's own dispatch for so many tokens of a device on an accelerator: `auto` is resolved.
+
+    overlapped: as of `DispatchConfig`, here and below: the tokens are a half batch.
+    """
     if dispatch != "auto":
         return dispatch
-    return choose_method(max(1, math.ceil(tokens)), top_k, ranks, "gpu")
+    return choose_method(max(1, math.ceil(tokens)), top_k, ranks, "gpu", overlapped)
 
 
-def exchanged_rows(method: str, tokens: float, top_k: int, ranks: int) -> float:
+def exchanged_rows(method: str, tokens: float, top_k: int, ranks: int, overlapped: bool = False) -> float:
     """Rows of a device to each other rank: all of its (`gather`), the default capacity (`padded`), those needed (`ragged`)."""
     whole = max(1, math.ceil(tokens))
     if method == "ragged":
         return tokens * (1 - (1 - 1 / ranks) ** top_k)
-    return float(default_capacity(whole, top_k, ranks) if method == "padded" else whole)
+    return float(default_capacity(whole, top_k, ranks, overlapped) if method == "padded" else whole)
 
 
 def own_exchange(
-    cluster: Cluster, method: str, ranks: int, tokens: float, top_k: int, row_bytes: float, slowest: Figure
+    cluster: Cluster,
+    method: str,
+    ranks: int,
+    tokens: float,
+    top_k: int,
+    row_bytes: float,
+    slowest: Figure,
+    overlapped: bool = False,
 ) -> Figure:
     """One way of dsjax's own dispatch (`docs/dispatch.md`) as XLA's collectives: `gather`, `padded`, `ragged` or `auto`."""
     if ranks == 1:
         return exact(0.0)
-    method = own_method(method, tokens, top_k, ranks)
-    each = exact(exchanged_rows(method, tokens, top_k, ranks))
+    method = own_method(method, tokens, top_k, ranks, overlapped)
+    each = exact(exchanged_rows(method, tokens, top_k, ranks, overlapped))
     each = (each * slowest if method == "ragged" else each) * row_bytes
     kind = {"gather": "all_gather", "padded": "all_to_all", "ragged": "ragged_all_to_all"}[method]
     return xla_collective(cluster, ranks, each, 2 if method == "ragged" else 1, kind)  # sizes go before rows

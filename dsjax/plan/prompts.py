@@ -22,7 +22,7 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     In a step each request gets a token, so `batch × replicas ÷ output` requests end and as many prompts take their places:
     a Poisson number, spread evenly by the router. A step that has any lasts as long as its fullest replica
     computes, `⌈prompts ÷ replicas⌉` of them; the other replicas wait, idle but for their experts. The low end is an engine that
-    holds prompts back until every replica has a whole step of them.
+    holds prompts back until every replica has a whole step of them, and with such an engine (`Engine.holds_prompts`) the value.
 
     tokens: most prompt tokens of a replica in a step; longer prompts come as chunks. The second figure is what they add to a step of
     decodes. Of `instance.middle` both are middle values alone, which the search asks for very many times.
@@ -41,9 +41,14 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     added = _between_whole(depth, lambda count: _added(instance, batch, count * size, busy))
     steps = share * deepest / depth
     each = (added * min(steps, 1.0) + step * max(0.0, steps - 1)) / made
-    if instance.only_middle:
+    holds = instance.options.engine.holds_prompts and ranks > 1
+    if instance.only_middle and not holds:
         return each, added
     together = instance.prompt_seconds(tokens) * (batch / work.output.mean)
+    if holds:
+        each = Figure(together.value, together.low, max(together.high, each.high), each.kinds, parts=each.parts)
+        if instance.only_middle:
+            return each, added
     low = each.low if is_settled(MEAN_OF_STEPS) else min(each.low, together.low)
     source = f"replicas wait for the one with most prompts ({ADP_BALANCE}); low end: prompts of all replicas at once"
     kinds = each.kinds | Kind.ASSUMPTION

@@ -98,6 +98,14 @@ def serve_options(
         chosen["--mla-prefill"] = EngineArgs.mla_decode
     if instance.layout.fused:
         chosen["--enable-shared-experts-fusion"] = ""
+    decodes, prompts = instance.halved_from(seqs), instance.halved(prefill_tokens)
+    if prompts or (decodes is not None and not prefill_only):
+        chosen["--enable-dbo"] = ""
+        never = max(seqs * (1 + options.drafts), tokens) + 1
+        chosen["--dbo-decode-token-threshold"] = str(never if decodes is None else decodes)
+        chosen["--dbo-prefill-token-threshold"] = str(
+            min(math.ceil(prefill_tokens), EngineArgs.dbo_prefill_token_threshold) if prompts else never
+        )
     if instance.layout.redundant and instance.places_by_load and dsjax_engine().balances:
         chosen["--enable-eplb"] = ""
         chosen["--eplb-config"] = json.dumps({"num_redundant_experts": instance.layout.redundant})
@@ -140,10 +148,6 @@ def notes(candidate: Candidate) -> list[str]:
             remarks.append(
                 f"Prefill belongs on the hosts of {sides[0]} and decode on those of {sides[1]}: start them there."
             )
-    if candidate.decode.overlapped(candidate.batch) and not able.overlaps:
-        remarks.append(
-            "The estimate overlaps two half batches; dsjax serve does so with --enable-dbo, which is not priced."
-        )
     if candidate.decode.options.drafts and not able.drafts:
         remarks.append("The estimate drafts with the MTP module, which is not an option of dsjax serve.")
     if candidate.mode == "aggregated" and (rate := candidate.throughput.high / candidate.count) > _MOST_FRONT_ENDS:

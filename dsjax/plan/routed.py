@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from dsjax.plan.step import StepModel
 
 
-def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, busy: float) -> dict[str, Figure]:
+def routed_experts(
+    step: StepModel, tokens: float, decode: bool, layers: int, busy: float, halved: bool = False
+) -> dict[str, Figure]:
     """The routed experts, the way there and the way back, of so many layers.
 
-    They hang on the tokens of a device and the size of the EP group: `dp=32` is as `dp=16,tp=2` with twice the batch.
+    They hang on the tokens of a device and the size of the EP group: `dp=32` is as `dp=16,tp=2` with twice the batch. halved: the
+    tokens are one of two half batches.
     """
     config, mesh, chip = step.config, step.layout.mesh, step.chip
     width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
@@ -37,6 +40,7 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
         layers,
         busy,
         fused,
+        halved,
         step.sums_experts,
         step.middle,
     )
@@ -49,7 +53,7 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
     arriving = exact(rows, "rows of the mean rank", "rows") * slowest
     everyone = rank_tokens * busy * devices
     touched = step.skew.touched(everyone, top_k, config.n_routed_experts)
-    used = slots * touched / config.n_routed_experts
+    used = step.skew.most_touched(everyone, top_k, config.n_routed_experts, slots, mesh.ep_size)
     inner = hidden // mesh.expert_width_shards
     products = None
     if mesh.splits_expert_width and step.chip.hardware.same_die and (width, hidden, top_k) == (7168, 2048, 8):
@@ -73,7 +77,7 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
             1 + 1 / touched, 1.0, more, "the shared expert in the same product",
             "one expert's weights more, or where rows take the time one in top-k of them",
         )  # fmt: skip
-    there, back = _exchanges(step, rank_tokens, decode, slowest)
+    there, back = _exchanges(step, rank_tokens, decode, slowest, halved)
     if mesh.splits_expert_width and mesh.ep_size > 1:
         size = tokens * top_k * width * BF16
         back = back + all_reduce(step.cluster, mesh.tp_size, size)
@@ -83,7 +87,9 @@ def routed_experts(step: StepModel, tokens: float, decode: bool, layers: int, bu
     return parts
 
 
-def _exchanges(step: StepModel, rank_tokens: float, decode: bool, slowest: Figure) -> tuple[Figure, Figure]:
+def _exchanges(
+    step: StepModel, rank_tokens: float, decode: bool, slowest: Figure, halved: bool
+) -> tuple[Figure, Figure]:
     config, cluster, mesh = step.config, step.cluster, step.layout.mesh
     ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
     width, top_k = config.hidden_size, config.num_experts_per_tok
@@ -95,7 +101,9 @@ def _exchanges(step: StepModel, rank_tokens: float, decode: bool, slowest: Figur
         if run:
             return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
         rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
-        return tuple(own_exchange(cluster, step.dispatch, ranks, rank_tokens, top_k, row, slowest) for row in rows)
+        return tuple(
+            own_exchange(cluster, step.dispatch, ranks, rank_tokens, top_k, row, slowest, halved) for row in rows
+        )
     if decode:
         return (
             low_latency_exchange(

@@ -13,6 +13,7 @@ from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, Kind, Middle, assumed, exact, largest, total
+from dsjax.plan.halves import HALVES, halved_layers
 from dsjax.plan.host_time import OVERLAPPED, HostTime, compiled_layer, eager_layer
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_bytes
@@ -179,8 +180,14 @@ class StepModel:
         return {"moving experts": self.shared[key]}
 
     def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, Figure]:
-        """What all layers of a step cost, by name, before two-batch overlap; nothing waits for another replica."""
-        return self._parts(tokens, read, context, decode, self.config.num_hidden_layers, Figure(1.0), None)
+        """What all layers of a step, or of a half batch where it overlaps two, cost by name; nothing waits for another replica."""
+        layers, halved = self.config.num_hidden_layers, self.overlap and self.in_windows
+        return self._parts(tokens, read, context, decode, layers, Figure(1.0), None, halved=halved)
+
+    @property
+    def in_windows(self) -> bool:
+        """Whether half batches overlap as dsjax's own step has it, part beside part (`dsjax/model/two_batch.py`), and not as published."""
+        return self.dispatch != "deepep"
 
     def hidden(self) -> Figure:
         """With two-batch overlap: the share of the shorter of computation and communication that the longer hides."""
@@ -191,6 +198,9 @@ class StepModel:
         """With two-batch overlap in prefill: the share of a GPU that communicates and does not compute."""
         if self.cluster.hardware.platform != "cuda":
             return None
+        if self.in_windows:
+            name, why = "multiprocessors that NCCL takes", "not measured: a block a channel, 8 to 32 of 132"
+            return self._known(name, lambda: assumed(16 / H800_SMS, 8 / H800_SMS, 32 / H800_SMS, name, why))
         name, why = "multiprocessors that communicate", f"{DEEPEP}: 24 of 132 by default"
         return self._known(name, lambda: assumed(NORMAL_SMS / H800_SMS, 0.1, 0.2, name, why))
 
@@ -235,7 +245,15 @@ class StepModel:
         busy: float = 1.0,
     ) -> dict[str, Figure]:
         """All layers' parts by name. read: cached positions that the rank reads; context: positions a token attends to."""
-        if not self.overlap or not self.config.is_moe:
+        if self.overlap and self.in_windows:
+            whole = (
+                self.config.num_dense_layers if dense is None else dense
+            )  # computed as a whole; so is the MTP module's layer
+            if layers - whole > 1:
+                parts = self._parts(tokens, read, context, decode, whole, wait, whole, busy)
+                half = self._parts(tokens / 2, read / 2, context, decode, layers - whole, wait, 0, busy, halved=True)
+                return halved_layers(self, tokens, decode, layers - whole, parts, half)
+        if not self.overlap or self.in_windows or not self.config.is_moe:
             return {
                 n: p.named(n, "s")
                 for n, p in self._parts(tokens, read, context, decode, layers, wait, dense, busy).items()
@@ -250,9 +268,7 @@ class StepModel:
         elif share:
             work = (work / (1 - share)).named("computation beside communication", "s")
         hidden = self.hidden()
-        return {
-            "layers, two halves overlapped": _overlapped(work, talk, hidden).named("layers, two halves overlapped", "s")
-        }
+        return {HALVES: _overlapped(work, talk, hidden).named(HALVES, "s")}
 
     def _parts(
         self,
@@ -264,6 +280,7 @@ class StepModel:
         wait: Figure,
         dense: int | None,
         busy: float = 1.0,
+        halved: bool = False,
     ) -> dict[str, Figure]:
         config, tp = self.config, self.layout.mesh.tp_size
         dense = config.num_dense_layers if dense is None else dense
@@ -283,7 +300,7 @@ class StepModel:
                 seconds_of["products beyond the model's own"] = beyond
         if not moe:
             return seconds_of
-        seconds_of |= routed_experts(self, tokens, decode, moe, busy)
+        seconds_of |= routed_experts(self, tokens, decode, moe, busy, halved)
         if decode and self.shared_beside and "shared experts" in seconds_of and not self.overlap:
             seconds_of["shared experts"] = seconds_of["shared experts"] * self.beside_routed()
         return seconds_of

@@ -10,8 +10,9 @@ from functools import cached_property
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.plan.compiled import DryRun
+from dsjax.plan.drafting import FIRST, check_acceptance, tokens_a_step
 from dsjax.plan.engine import PUBLISHED, Engine
-from dsjax.plan.figure import Figure, Kind, unless_settled
+from dsjax.plan.figure import Figure, unless_settled
 from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.measured import Measured
 from dsjax.plan.operator_tables import BUNDLED, OperatorTables
@@ -205,19 +206,20 @@ class Pins:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Choices: precision; MTP drafts and the chance that each is accepted; redundant experts (None: tried); skew.
+    """Choices: precision; MTP drafts; the chance that the first is accepted, or each position's; redundant experts (None: tried); skew.
 
-    overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster. modes: `aggregated`, `separated`. prefill_tokens:
-    most prompt tokens of a DP rank in one step. max_devices: of the cluster's, None for all. dispatch: `deepep`, or one of
-    dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they are of a layout. mesh: of every
-    instance; None searches. measured: times of modules, taken where they are of a layout. operators: tables of operations. host:
-    `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of separated services.
-    widest: most devices of an instance, None for all. fused: the shared expert is a routed one, with a copy on each device.
+    overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster; of dsjax `on` is that, and `auto` is `off`.
+    modes: `aggregated`, `separated`. prefill_tokens: most prompt tokens of a DP rank in one step. max_devices: of the cluster's,
+    None for all. dispatch: `deepep`, or one of dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they
+    are of a layout. mesh: of every instance; None searches. measured: times of modules, taken where they are of a layout. operators:
+    tables of operations. host: `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of
+    separated services. widest: most devices of an instance, None for all. fused: the shared expert is a routed one, with a copy on
+    each device.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
     drafts: int = 0
-    acceptance: float = 0.85
+    acceptance: float | tuple[float, ...] = FIRST
     redundant: int | None = None
     skew: Skew = DEFAULT_SKEW
     overlap: str = "auto"
@@ -247,8 +249,7 @@ class PlanOptions:
             raise UserError(f"--dispatch is {self.dispatch!r}, expected one of {', '.join(DISPATCHES)}")
         if self.overlap not in ("auto", "on", "off"):
             raise UserError(f"--two-batch-overlap is {self.overlap!r}, expected auto, on or off")
-        if not 0 <= self.acceptance <= 1:
-            raise UserError(f"--mtp-acceptance is {self.acceptance}, expected a share from 0 to 1")
+        check_acceptance(self.acceptance, self.drafts)
         if not self.modes or any(mode not in ("aggregated", "separated") for mode in self.modes):
             raise UserError(f"--mode is {self.modes}, expected aggregated, separated or both")
         for flag, value, least in (
@@ -309,12 +310,4 @@ class PlanOptions:
 
     @cached_property
     def _tokens_a_step(self) -> Figure:
-        if not self.drafts:
-            return Figure(1.0)
-        ends = [min(1.0, max(0.0, self.acceptance + d)) for d in (0, -0.05, 0.05)]
-        return Figure(
-            *(sum(a**i for i in range(self.drafts + 1)) for a in ends),
-            Kind.ASSUMPTION,
-            name="tokens a step",
-            source="MTP acceptance as given, ± 0.05",
-        )
+        return tokens_a_step(self.acceptance, self.drafts)

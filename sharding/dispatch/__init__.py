@@ -17,6 +17,7 @@ __all__ = [
     "default_capacity",
     "dispatch",
     "dispatch_collectives",
+    "further_together",
     "resolved_method",
 ]
 
@@ -28,6 +29,7 @@ _WITH_JAX = {
     "Transit": "transit",
     "dispatch": "entry",
     "dispatch_collectives": "cost",
+    "further_together": "entry",
     "resolved_method": "entry",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from sharding.dispatch.local import Counts, LocalExperts, RankExperts
 from sharding.dispatch.methods import Alone, ByChoice, InChunks
 from sharding.dispatch.padded import Padded
 from sharding.dispatch.ragged import Ragged
-from sharding.dispatch.transit import Method, Transit
+from sharding.dispatch.transit import Method, Transit, run_together
 from sharding.dispatch.wire import WireFormat
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
@@ -172,6 +172,26 @@ class Exchange:
     def _on_ranks(self, part: Callable, in_specs: tuple) -> Callable:
         run = jax.shard_map(part, mesh=self.mesh, in_specs=in_specs, out_specs=self._over_ranks, check_vma=False)
         return jax.named_scope("dispatch")(run)
+
+
+def further_together(exchanges: Sequence[tuple[Exchange, Transit, ExpertsOfMesh]]) -> list[Transit]:
+    """Run the rounds after the first of several exchanges with the same experts, in one loop, between ``compute`` and ``add``.
+
+    ``add`` then runs none, so that it holds no collective. Gives the transits as they came where one round is always enough.
+    """
+    first, _, experts = exchanges[0]
+
+    def on_ranks(transits: list[Transit], params: Any) -> list[Transit]:
+        ran = run_together(
+            [
+                (one.method, _own(transit), one._experts(own, params))
+                for (one, _, own), transit in zip(exchanges, transits, strict=True)
+            ]
+        )
+        return [_stacked(transit) for transit in ran]
+
+    run = first._on_ranks(on_ranks, (first._over_ranks, experts.param_specs))
+    return run([transit for _, transit, _ in exchanges], experts.params)
 
 
 def _stacked(tree: Any) -> Any:

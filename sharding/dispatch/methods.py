@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,12 @@ from jaxtyping import Array
 
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, home_slots
-from sharding.dispatch.transit import Method, Transit, whole_exchange
+from sharding.dispatch.transit import Method, NoRoundsApart, Transit, whole_exchange
 from sharding.sums import add_in_order
 
 
 @dataclass(frozen=True)
-class Alone:
+class Alone(NoRoundsApart):
     """``Method`` of a rank that holds all experts: nothing travels."""
 
     home: bool
@@ -99,9 +100,29 @@ class ByChoice:
             y = add_in_order(y.reshape(tokens, self.top_k, -1).astype(jnp.float32), axis=1).astype(y.dtype)
         return y if own is None else y + own, counts
 
+    def rounds(self, transit: Transit) -> Array | None:
+        """As ``method`` needs, and so with the rest."""
+        return self.method.rounds(self._inner(transit))
+
+    def before_further(self, transit: Transit) -> Any:
+        """As ``method`` does."""
+        return self.method.before_further(self._inner(transit))
+
+    def round(self, transit: Transit, r: Array, so_far: Any, experts: RankExperts) -> Any:
+        """As ``method`` does."""
+        return self.method.round(self._inner(transit), r, so_far, experts.without_home)
+
+    def after_further(self, transit: Transit, so_far: Any) -> Transit:
+        """As ``method`` does."""
+        inner = self.method.after_further(self._inner(transit), so_far)
+        return Transit(inner.rows, (inner.kept, transit.kept[1]))
+
+    def _inner(self, transit: Transit) -> Transit:
+        return Transit(transit.rows, transit.kept[0])
+
 
 @dataclass(frozen=True)
-class InChunks:
+class InChunks(NoRoundsApart):
     """Chunks of a rank's tokens, each exchanged as a whole before the next: all of it is ``compute``, and nothing travels beside it.
 
     method: of one chunk. tokens: of the rank, in ``chunks`` chunks of ``chunk``.

@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, add_sent, home_slots
 from sharding.dispatch.route import Route, add_returned, fill_cells, plan_route, total_counts
-from sharding.dispatch.transit import Transit
+from sharding.dispatch.transit import Transit, in_rounds
 from sharding.dispatch.wire import WireFormat
 
 
@@ -27,7 +26,8 @@ class _Kept(NamedTuple):
     """What a rank keeps while its first round is on its way.
 
     packed: its tokens, and an empty row behind them; home: those for the expert that it has for them, or None.
-    From ``compute`` on, seen: counts; rounds: how many all ranks need. From ``answer`` on, own: what ``home`` gave.
+    From ``compute`` on, seen: counts; rounds: how many all ranks need. From ``answer`` on, own: what ``home`` gave. more: the sums of
+    further rounds, float32, where they were run before ``add``.
     """
 
     packed: Array
@@ -36,6 +36,7 @@ class _Kept(NamedTuple):
     seen: Counts | None = None
     rounds: Array | None = None
     own: Array | None = None
+    more: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -85,28 +86,47 @@ class Padded:
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The sums of the first round, and those of further rounds, which come and go here."""
-        packed, _, route, seen, rounds, own = transit.kept
-        y_TD = add_returned(transit.rows, *self._cell(route, 0))
-        if own is not None:
-            y_TD += own.astype(jnp.float32)
-        rounds = jnp.maximum(rounds, 1)
-        if self.capacity < packed.shape[0] - 1:
+        kept = transit.kept
+        cell_TK, first_TK = self._cell(kept.route, 0)
+        y_TD, seen = add_returned(transit.rows, cell_TK, first_TK), kept.seen
+        if kept.own is not None:
+            y_TD += kept.own.astype(jnp.float32)
+        if kept.more is not None:
+            y_TD = jnp.where(first_TK, y_TD, kept.more) if first_TK.shape[1] == 1 else y_TD + kept.more
+        elif (rounds := self.rounds(transit)) is not None:
+            y_TD, seen = in_rounds(rounds, lambda r, so_far: self.round(transit, r, so_far, experts), (y_TD, seen))
+        return y_TD.astype(self.wire.dtype), add_sent(
+            self.group, seen, kept.route.counts_G, jnp.maximum(kept.rounds, 1)
+        )
 
-            def further(state):
-                r, y_TD, seen = state
-                arrived = self.group.exchange(self._fill(packed, route, r))
-                rows, slots_NK, weights_NK, _ = self.wire.unpack(self.group.pool_width(arrived))
-                sums_ND, more_seen = experts(rows, slots_NK, weights_NK)
-                returned = self.group.exchange(self.group.share_width(sums_ND))
-                cell_TK, now_TK = self._cell(route, r)
-                more_TD = add_returned(returned, cell_TK, now_TK)
-                # A row of one choice is sent in one round.
-                y_TD = jnp.where(now_TK, more_TD, y_TD) if now_TK.shape[1] == 1 else y_TD + more_TD
-                return r + 1, y_TD, total_counts(seen, more_seen)
+    def rounds(self, transit: Transit) -> Array | None:
+        """How many rounds all ranks need, where one is not always enough."""
+        kept = transit.kept
+        return jnp.maximum(kept.rounds, 1) if self.capacity < kept.packed.shape[0] - 1 else None
 
-            # The trip count is the same on all ranks that meet in the body's collectives.
-            _, y_TD, seen = lax.while_loop(lambda state: state[0] < rounds, further, (jnp.int32(1), y_TD, seen))
-        return y_TD.astype(self.wire.dtype), add_sent(self.group, seen, route.counts_G, rounds)
+    def before_further(self, transit: Transit) -> tuple[Array, Counts | None]:
+        """No sums of further rounds, and the counts of the first."""
+        packed, width = transit.kept.packed, transit.rows.shape[1]
+        return jnp.zeros((packed.shape[0] - 1, width), jnp.float32), transit.kept.seen
+
+    def round(
+        self, transit: Transit, r: jax.Array, so_far: tuple[Array, Counts | None], experts: RankExperts
+    ) -> tuple[Array, Counts | None]:
+        """Bring round ``r`` there and back, and add it."""
+        packed, route, (y_TD, seen) = transit.kept.packed, transit.kept.route, so_far
+        arrived = self.group.exchange(self._fill(packed, route, r))
+        rows, slots_NK, weights_NK, _ = self.wire.unpack(self.group.pool_width(arrived))
+        sums_ND, more_seen = experts(rows, slots_NK, weights_NK)
+        returned = self.group.exchange(self.group.share_width(sums_ND))
+        cell_TK, now_TK = self._cell(route, r)
+        more_TD = add_returned(returned, cell_TK, now_TK)
+        # A row of one choice is sent in one round.
+        y_TD = jnp.where(now_TK, more_TD, y_TD) if now_TK.shape[1] == 1 else y_TD + more_TD
+        return y_TD, total_counts(seen, more_seen)
+
+    def after_further(self, transit: Transit, so_far: tuple[Array, Counts | None]) -> Transit:
+        """The same, for ``add`` to run no rounds itself."""
+        return Transit(transit.rows, transit.kept._replace(more=so_far[0], seen=so_far[1]))
 
     def _cell(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
         """In which cell of round ``r`` each choice's row goes and comes back, and whether it does."""

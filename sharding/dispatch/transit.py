@@ -2,15 +2,19 @@
 
 Each way of dispatch is five functions of one rank, inside ``shard_map``: ``prepare`` and ``send`` begin it, ``compute`` applies the
 experts to what arrived, ``answer`` and ``add`` finish it. ``send`` and ``answer`` hold the collectives that carry rows and nothing that
-computes, so that a program may run something else beside them (``docs/architecture.md``, "A layer in four parts").
+computes, so that a program may run something else beside them (``docs/architecture.md``, "A layer in four parts"). Four more run the
+rounds after the first, where ``add`` is not to.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sharding.dispatch.local import Counts, RankExperts
@@ -48,6 +52,54 @@ class Method(Protocol):
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Float[Array, "T D"], Counts]:
         """Add what came back of each token, in further rounds too where there was no room for all; give the sums and the counts."""
+
+    def rounds(self, transit: Transit) -> Array | None:
+        """Rounds that all ranks need, where others than the first can be run before ``add``; else None, without the next three."""
+
+    def before_further(self, transit: Transit) -> Any:
+        """What ``round`` adds to."""
+
+    def round(self, transit: Transit, r: jax.Array, so_far: Any, experts: RankExperts) -> Any:
+        """Run round ``r``, the second being 1, and add it to what the rounds before gave."""
+
+    def after_further(self, transit: Transit, so_far: Any) -> Transit:
+        """Hand the further rounds' sums to ``add``, which then runs none."""
+
+
+class NoRoundsApart:
+    """For a ``Method`` to inherit that has one round, or runs all others in ``add``."""
+
+    def rounds(self, transit: Transit) -> Array | None:
+        """None to run apart from ``add``."""
+        return None
+
+
+def in_rounds(rounds: Array, run: Callable[[Array, Any], Any], so_far: Any) -> Any:
+    """``run(r, so_far)`` for each round after the first, which is number 0. All ranks that meet in it have the same ``rounds``."""
+    last = jax.lax.while_loop(
+        lambda state: state[0] < rounds, lambda state: (state[0] + 1, run(*state)), (jnp.int32(1), so_far)
+    )
+    return last[1]
+
+
+def run_together(exchanges: Sequence[tuple[Method, Transit, RankExperts]]) -> list[Transit]:
+    """Run the further rounds of several exchanges in one loop: one question for the host, and at a place that the caller chooses."""
+    rounds = [method.rounds(transit) for method, transit, _ in exchanges]
+    some = [one for one, needed in zip(exchanges, rounds, strict=True) if needed is not None]
+    if not some:
+        return [transit for _, transit, _ in exchanges]
+
+    def run(r: Array, so_far: list) -> list:
+        return [
+            method.round(transit, r, one, experts) for (method, transit, experts), one in zip(some, so_far, strict=True)
+        ]
+
+    most = functools.reduce(jnp.maximum, [needed for needed in rounds if needed is not None])
+    gave = iter(in_rounds(most, run, [method.before_further(transit) for method, transit, _ in some]))
+    return [
+        transit if needed is None else method.after_further(transit, next(gave))
+        for (method, transit, _), needed in zip(exchanges, rounds, strict=True)
+    ]
 
 
 def whole_exchange(

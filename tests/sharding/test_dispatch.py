@@ -16,15 +16,18 @@ from dispatch_cases import (
     K,
     coded_experts,
     coded_rows,
+    codes,
     compiled,
     expected,
     routings,
     weights_of,
 )
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from quick_compilation import QUICK_COMPILATION
 
 from sharding import MeshError, MeshSpec
-from sharding.dispatch import DispatchConfig, dispatch
+from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, dispatch, further_together
 
 EXPERTS, TOKENS = 32, 3  # tokens of a device
 METHODS = {
@@ -104,6 +107,41 @@ def test_every_dispatch_by_choice_equals_the_single_device_sums(layout, method, 
         if method == "gather":  # other methods send a row for each choice
             np.testing.assert_array_equal(report["rows_sent"], sent, err_msg=name)
             np.testing.assert_array_equal(report["rows_received"], received, err_msg=name)
+
+
+@pytest.mark.parametrize("by_choice", [False, True])
+def test_two_exchanges_run_their_further_rounds_together_before_either_adds(by_choice):
+    config = DispatchConfig("padded", capacity=1, report=True, by_choice=by_choice)
+    spec = MeshSpec.parse("dp=8")
+    mesh, param_specs = spec.build(), {"code": P(spec.expert_axes, None)}
+    params = {"code": jax.device_put(codes(np.arange(EXPERTS) + 1), NamedSharding(mesh, param_specs["code"]))}
+    found = routings(TOKENS * 8, EXPERTS, 8)
+    # Of the first a rank has three rows for another, so that it needs three rounds; of the second one or two.
+    halves = [found["every token to one expert"], found["random, some idle"]]
+    x, weights = coded_rows(TOKENS * 8), weights_of(TOKENS * 8)
+
+    @jax.jit
+    def step(halves, params):
+        experts = ExpertsOfMesh(coded_experts, params, param_specs)
+        exchanges = [Exchange.of(spec, mesh, config, x, slots, EXPERTS) for slots in halves]
+        sums = [
+            one.answer(one.compute(one.begin(x, slots, weights), experts))
+            for one, slots in zip(exchanges, halves, strict=True)
+        ]
+        ran = further_together([(one, transit, experts) for one, transit in zip(exchanges, sums, strict=True)])
+
+        def adding(transit):
+            return str(jax.make_jaxpr(lambda transit: exchanges[0].add(transit, experts))(transit))
+
+        assert "all_to_all" in adding(sums[0])
+        assert "all_to_all" not in adding(ran[0]), "nothing is left to bring"
+        return [one.add(transit, experts) for one, transit in zip(exchanges, ran, strict=True)]
+
+    for slots, (y, report) in zip(halves, jax.block_until_ready(step(halves, params)), strict=True):
+        np.testing.assert_array_equal(y, expected(x, slots, weights))
+        loads, _, _ = expected_counts(spec, slots, EXPERTS)
+        np.testing.assert_array_equal(report["tokens_per_expert"], loads)
+    assert set(np.asarray(report["rounds"])) != {1}
 
 
 def test_a_longer_queue_of_terms_takes_further_rounds_which_are_reported():

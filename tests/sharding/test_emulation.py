@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sharding.scheduler_flags import start_exchanges_early
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -139,3 +141,21 @@ def test_a_platform_that_is_not_there_is_said(platforms):
     message = run(BUILD.format(count=2), JAX_PLATFORMS=platforms)
     assert f"JAX_PLATFORMS is '{platforms}', and JAX found no device of that platform" in message
     assert "set it to cpu" in message
+
+
+def test_flags_for_early_exchanges_are_of_installed_compilers_and_leave_the_users(monkeypatch):
+    for variable, value in (("XLA_FLAGS", "--xla_dump_to=/x"), ("LIBTPU_INIT_ARGS", "")):
+        monkeypatch.setenv(variable, value)
+    installed = set()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    start_exchanges_early()
+    assert (os.environ["XLA_FLAGS"], os.environ["LIBTPU_INIT_ARGS"]) == ("--xla_dump_to=/x", "")
+    installed |= {"jax_cuda13_plugin", "libtpu"}
+    start_exchanges_early()
+    start_exchanges_early()
+    flag = "--xla_gpu_analytical_latency_estimator_options"
+    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=/x {flag}=nccl_op_launch_us=1000000,rtt_us=1000000"
+    assert os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_enable_async_all_to_all=true"
+    monkeypatch.setenv("XLA_FLAGS", f"{flag}=rtt_us=5")
+    start_exchanges_early()
+    assert os.environ["XLA_FLAGS"] == f"{flag}=rtt_us=5"

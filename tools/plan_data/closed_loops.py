@@ -124,7 +124,11 @@ def deployment(run: Run) -> Candidate:
     cache = "bf16" if (run.device, run.engine) == ("h200", "sglang") else "fp8"
     operators = BUNDLED.of_version(run.tables) if run.tables else BUNDLED
     options = PlanOptions(
-        precision(RUN_PRECISIONS[run.weights], cache), overlap="off", operators=operators, prefill_tokens=STEP_TOKENS
+        precision(RUN_PRECISIONS[run.weights], cache),
+        overlap="off",
+        operators=operators,
+        prefill_tokens=STEP_TOKENS,
+        engine=run.program,
     )
     layout = dataclasses.replace(parse_layout(run.mesh, 0, config), fused=run.fuses)
     work = Workload(*lengths, concurrency=float(run.users))

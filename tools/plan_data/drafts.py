@@ -15,12 +15,15 @@ import csv
 import dataclasses
 import json
 import sys
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from dsjax.plan.candidate import aggregated
+from dsjax.plan.figure import Figure
 from tools.plan_data.closed_loops import STEP_TOKENS, deployment
-from tools.plan_data.inferencex import Run
+from tools.plan_data.inferencex import LENGTHS_SHARE, SOURCE, Run
+from tools.plan_data.validation import Point
 
 DATA = Path(__file__).parent / "drafts.csv"
 METRICS = {"rate": ("output_tput_per_gpu", 1.0), "tpot": ("median_tpot", 1e3)}
@@ -94,6 +97,45 @@ def enter(results: list[dict[str, Any]]) -> list[dict[str, str]]:
         column, factor = METRICS[row["metric"]]
         row["measured"] = f"{by_key[row['key']]['metrics'][column] * factor:.4g}"
     return entered
+
+
+RANDOM_ACCEPTANCE = 0.70
+"""Chance that the first draft is accepted where prompts are random tokens: measured of DeepSeek-V4-Flash at temperature 1
+(vllm-project/vllm pull request 41044), whose one module is trained and used as R1's. Of R1 on random prompts nothing is published."""
+
+
+def today(row: dict[str, str], acceptance: float) -> tuple[Figure, Figure]:
+    """(rate, ms a token) of a run as the model of today predicts it, which has been changed since the measured values were read.
+
+    TensorRT-LLM's scripts allow a step one prompt (`MAX_NUM_TOKENS`: the prompt, 64, and the tokens that are verified).
+    """
+    told = [row[name] for name in ("device", "engine", "weights")]
+    run = Run(*told, *(int(row[name]) for name in ("prompt", "output", "users")), row["mesh"])
+    plain = deployment(run)
+    options = dataclasses.replace(plain.decode.options, drafts=int(row["drafts"]), acceptance=acceptance)
+    instance = dataclasses.replace(plain.decode, options=options, steps={})
+    most = min(STEP_TOKENS, LENGTHS_SHARE * run.prompt) if run.engine == "trt" else STEP_TOKENS
+    found = aggregated(instance, 1, plain.batch, most)
+    return found.throughput / found.devices, found.tpot * 1e3
+
+
+@cache
+def points_of_today(acceptance: float) -> list[Point]:
+    """The rates of these runs."""
+    found = []
+    for row in rows():
+        if row["metric"] == "rate":
+            rate, name = (
+                today(row, acceptance)[0],
+                f"{row['device'].upper()}, {row['engine']}, {row['mesh']}, {row['users']} users",
+            )
+            figure = partial(_same, rate)
+            found.append(Point(row["key"], name, SOURCE, "tokens/s", float(row["measured"]), figure, "serving"))
+    return found
+
+
+def _same(figure: Figure) -> Figure:
+    return figure
 
 
 def rows() -> list[dict[str, str]]:

@@ -2,9 +2,9 @@
 
 The rule (`dsjax/plan/fit.py`) was committed before the launches were looked for, and its verdict on each (`said`, `left_gb`) before its
 outcome (`fitted`, `happened`) was entered. Columns of the CSV: `thread` below https://github.com/; `device` of `DEVICES`; `precision` of
-the planner or `w4afp8`; `prefill_tokens` of a DP rank in a step; `longest` request; `sampled`, `graphs`, `deepep`, `mtp` as `Launch` has
-them. Left out are launches whose options are not given, versions of vLLM before 0.7.1 with long requests (their cache is not the latent
-one), other engines, AWQ and GGUF.
+the planner or `w4afp8`; `stages` of a pipeline, whose mesh is one stage's; `prefill_tokens` of a DP rank in a step; `longest` request;
+`sampled`, `graphs`, `deepep`, `mtp` as `Launch` has them. Left out are launches whose options are not given, versions of vLLM before 0.7.1
+with long requests (their cache is not the latent one), other engines, AWQ and GGUF.
 """
 
 import csv
@@ -17,6 +17,8 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import BF16, PRECISIONS, Precision
 
 CSV = Path(__file__).with_name("fit_incidents.csv")
+SECOND = Path(__file__).with_name("fit_incidents_second.csv")
+"""Further launches, which the rule as it was changed after the first ones had not been held against."""
 SITE = "https://github.com/"
 DEVICES = {
     "90 GiB": 92160,
@@ -26,6 +28,7 @@ DEVICES = {
     "H20-3e": 143771,
     "H200": 143771,
     "L40": 46068,
+    "RTX PRO 6000": 97887,
     "RTX 4090": 24564,
 }
 """MiB of a device, as nvidia-smi shows them."""
@@ -33,9 +36,9 @@ W4AFP8 = dataclasses.replace(PRECISIONS["fp8"], name="w4afp8", expert=0.5 + 2 / 
 """Routed experts in four bits with a bf16 scale for 128, everything else in FP8."""
 
 
-def rows() -> list[dict[str, str]]:
-    """The launches."""
-    with CSV.open(encoding="utf-8", newline="") as lines:
+def rows(file: Path = CSV) -> list[dict[str, str]]:
+    """The launches of a file."""
+    with file.open(encoding="utf-8", newline="") as lines:
         return list(csv.DictReader(lines))
 
 
@@ -52,8 +55,9 @@ def judge(row: dict[str, str]) -> Verdict:
         graphs=row["graphs"] == "1",
         deepep=row["deepep"] == "1",
         mtp=row["mtp"] == "1",
+        stages=int(row.get("stages") or 1),
     )
-    return fit(config, parse_layout(row["mesh"], 0, config), _precision(row), launch)
+    return fit(config, parse_layout(row["mesh"], int(row.get("redundant") or 0), config), _precision(row), launch)
 
 
 def _precision(row: dict[str, str]) -> Precision:
@@ -66,9 +70,9 @@ def right(row: dict[str, str], words: str) -> bool:
     return (row["fitted"] == "yes") == ("not" not in words)
 
 
-def score() -> dict[str, tuple[int, int]]:
+def score(file: Path = CSV) -> dict[str, tuple[int, int]]:
     """(right, counted) of the verdicts that were committed first, and of today's; by outcome too."""
-    counted = [row for row in rows() if row["fitted"]]
+    counted = [row for row in rows(file) if row["fitted"]]
     found = {}
     for name, said in (("committed", lambda row: row["said"]), ("today", lambda row: judge(row).words)):
         for which in ("all", "yes", "no"):
@@ -77,10 +81,10 @@ def score() -> dict[str, tuple[int, int]]:
     return found
 
 
-def table() -> str:
-    """Markdown: each launch with the verdict that was committed, today's, and what happened."""
+def table(file: Path = CSV) -> str:
+    """Markdown: each launch of a file with the verdict that was committed, today's, and what happened."""
     lines = ["| # | launch | said | today | what happened |", "|---|---|---|---|---|"]
-    for row in rows():
+    for row in rows(file):
         today = judge(row)
         left = min(condition.left.value for condition in today.conditions) / 1e9
         mark = "" if not row["fitted"] or right(row, row["said"]) else " ✗"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from dsjax.config import load_config
 from dsjax.plan.candidate import aggregated
 from dsjax.plan.cluster import load_cluster
+from dsjax.plan.engine import PUBLISHED, Engine
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
@@ -54,13 +55,20 @@ class Run:
         """Whether the shared expert is a routed one: SGLang's way on Hopper where experts are cut, unless it is told otherwise."""
         return (self.device, self.engine) == ("h200", "sglang") and self.mesh.endswith("ep=1")
 
+    @property
+    def program(self) -> Engine:
+        """What the engine can do: TensorRT-LLM is started with `attention_dp_config.enable_balance`."""
+        return dataclasses.replace(PUBLISHED, holds_prompts=self.engine == "trt")
+
     def predict(self) -> Figure:
         """Output tokens a second a device: the mean-value answer of a closed loop."""
         config = load_config("deepseek-v3")
         lengths = (Lengths(LENGTHS_SHARE * tokens, LENGTHS_VARIATION) for tokens in (self.prompt, self.output))
         cache = "bf16" if (self.device, self.engine) == ("h200", "sglang") else "fp8"
         operators = BUNDLED.of_version(self.tables) if self.tables else BUNDLED
-        options = PlanOptions(precision(RUN_PRECISIONS[self.weights], cache), overlap="off", operators=operators)
+        options = PlanOptions(
+            precision(RUN_PRECISIONS[self.weights], cache), overlap="off", operators=operators, engine=self.program
+        )
         layout = parse_layout(self.mesh, 0, config)
         layout = dataclasses.replace(layout, fused=self.fuses)
         work = Workload(*lengths, concurrency=float(self.users))

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
+from dsjax.plan.drafting import FIRST
+from tools.plan_data.drafts import RANDOM_ACCEPTANCE
+from tools.plan_data.drafts import points_of_today as drafts_of_today
 from tools.plan_data.inferencex import RUNS, Run, inferencex_points, points_of_today
 from tools.plan_data.inferencex_apart import apart_points
+from tools.plan_data.tpu import tpu_points
 from tools.plan_data.unseen import further_points, unseen_points
 from tools.plan_data.validation import Point, points
 from tools.plan_data.validation_score import KINDS, rates, score
@@ -94,6 +98,16 @@ def _parts(every: list[Point], runs: tuple[_R, ...], tests: dict[str, Callable[[
     return {name: [point for point, run in pairs if holds(run)] for name, holds in tests.items()}
 
 
+def _drafts(acceptance: float) -> PointSet:
+    every = drafts_of_today(acceptance)
+    return PointSet(f"drafts, first accepted {acceptance:g}", TODAY, every, {"all": every})
+
+
+def _tpus() -> PointSet:
+    every = tpu_points()
+    return PointSet("TPUs", TODAY, every, {"all": every})
+
+
 @cache
 def point_sets() -> tuple[PointSet, ...]:
     """The sets in the page's order. The runs of one host appear twice: as predicted beforehand, and as predicted today."""
@@ -105,6 +119,8 @@ def point_sets() -> tuple[PointSet, ...]:
         PointSet("one host of 2026", COMMITTED, committed, {"all": committed}),
         PointSet("one host of 2026", TODAY, today, _parts(today, RUNS, _RUN_PARTS)),
         PointSet("wide EP", COMMITTED, apart, {"all": apart}),
+        *(_drafts(acceptance) for acceptance in (FIRST, RANDOM_ACCEPTANCE)),
+        _tpus(),
     )
 
 

@@ -12,6 +12,7 @@ from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
 from dsjax.versions import installed_version
 from sharding.emulation import emulate_devices
+from sharding.scheduler_flags import start_exchanges_early
 
 LOOPBACK = "127.0.0.1"
 """Where a process that is alone and was given no address listens for others."""
@@ -44,6 +45,8 @@ def join_group(args: EngineArgs, options: HostOptions | None):
         UserError, GroupError: somebody is missing or was started otherwise, or the model cannot be found: in all processes.
     """
     devices = args.num_devices
+    if args.enable_dbo:
+        start_exchanges_early()
     if args.is_side:  # what is wrong with it is said before a model is loaded
         args.credentials.read(args.transfer_host or (options.address if options else LOOPBACK))
     if options is None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dsjax.plan.curves import Grid
 from dsjax.plan.figure import Figure, exact
+from dsjax.plan.halves import further_rounds, more_launches
 from dsjax.plan.step import StepModel
 
 _FINEST = 2**0.25
@@ -90,10 +93,13 @@ class StepPrices:
         sizes = [1.0]
         while sizes[-1] < max(most_tokens, 2.0):
             sizes.append(sizes[-1] * _FINEST)
-        self._local, self._experts, self._talk = {}, {}, {}
+        self._windows, self._further = self._overlap and model.in_windows, partial(further_rounds, model)
+        self._more = [2 * launches.value for launches in more_launches(model, model.config.num_moe_layers)]
+        self._local, self._experts, self._there, self._back = {}, {}, {}, {}
+        tables = self._local, self._experts, self._there, self._back
         for decode in (True, False):
             rows = [_split(model, size, decode) for size in sizes]
-            for table, column in zip((self._local, self._experts, self._talk), zip(*rows, strict=True), strict=True):
+            for table, column in zip(tables, zip(*rows, strict=True), strict=True):
                 table[decode] = _Table(sizes, list(column))
         layers = model.config.num_hidden_layers
         lengths = [float(2**power) for power in range(5, 21)]
@@ -132,9 +138,15 @@ class StepPrices:
         mean = sum(self._tokens(work) for work in ranks) / len(ranks)
         decode = not any(work.prompts for work in ranks)
         attention = max(self._attention(work) for work in ranks)
-        work = self._halved(self._local, decode, tokens) + self._halved(self._experts, decode, mean) + attention
-        talk = self._halved(self._talk, decode, tokens)
-        if self._overlap:
+        first = self._halved(self._local, decode, tokens) + attention
+        experts = self._halved(self._experts, decode, mean)
+        there, back = (self._halved(table, decode, tokens) for table in (self._there, self._back))
+        work, talk = first + experts, there + back
+        if self._windows:
+            first, experts = first + self._more[0], experts + self._more[1]
+            pairs = itertools.product((first * self._beside[decode], experts * self._beside[decode]), (there, back))
+            layers = sum(max(pair) / 2 for pair in pairs) + self._further(mean) * (work + talk - first)
+        elif self._overlap:
             work = work * self._beside[decode] + (self._copies * talk if decode else 0.0)
             layers = max(work, talk) + min(work, talk) * self._unhidden
         else:
@@ -171,9 +183,10 @@ def _projections(parts: dict[str, Figure]) -> float:
     return parts["projections"].value if "projections" in parts else 0.0
 
 
-def _split(model: StepModel, tokens: float, decode: bool) -> tuple[float, float, float]:
-    """(what the rank's own tokens cost, its experts, its exchanges) of all layers at no context."""
+def _split(model: StepModel, tokens: float, decode: bool) -> tuple[float, float, float, float]:
+    """(what the rank's own tokens cost, its experts, the way there and the way back) of all layers at no context."""
     parts = model.parts(tokens, 0.0, 0.0, decode)
-    experts = parts.pop("experts", exact(0.0)).value
-    talk = sum(parts.pop(name, exact(0.0)).value for name in ("dispatch", "combine"))
-    return sum(part.value for name, part in parts.items() if name != "attention"), experts, talk
+    beside = ("experts", "shared experts") if model.overlap and model.in_windows else ("experts",)
+    experts = sum(parts.pop(name, exact(0.0)).value for name in beside)
+    there, back = (parts.pop(name, exact(0.0)).value for name in ("dispatch", "combine"))
+    return sum(part.value for name, part in parts.items() if name != "attention"), experts, there, back

@@ -94,6 +94,8 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, weights, tm
     assert report["costs"]["expert_flops"] <= experts <= 2.05 * report["costs"]["expert_flops"]
     assert report["costs"]["uncounted"] == {}  # every kernel tells its cost
     if step == "decode":
+        # The shared experts run beside the way back; they are all that does not depend on an exchange.
+        assert any("pallas_call" in name or "gemm" in name for name in layers[-1]["beside"])
         assert report["costs"]["bytes"] <= 1.1 * (memory["weights_total"] + memory["cache"])
     assert (tmp_path / "t.png").is_file()
 
@@ -126,7 +128,8 @@ def test_in_two_halves_every_exchange_has_something_computed_beside_it(tmp_path)
     assert [one["kind"] for one in exchanges] == ["all-to-all"] * 4  # of two halves, there and back
     for one in exchanges:
         kernels = [name for name in one["beside"] if name.startswith("pallas_call")]
-        assert kernels, f"{one['name']} starts and ends with {one['beside']} between"
+        # Attention's seven kernels, projections among them, or the five of the experts: none is left outside its window.
+        assert len(kernels) >= 5, f"{one['name']} starts and ends with {one['beside']} between"
     timeline = report["timeline"]
     assert timeline["exposed_network"] < 0.05 * timeline["step_seconds"]
 

@@ -18,9 +18,16 @@ from dsjax.dryrun.run import even_experts
 from dsjax.dryrun.timeline import Timeline
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hardware import load_hardware
+from dsjax.plan.arguments import PlanArgs
 from dsjax.plan.engine import CAPABILITIES, credit_table, dsjax_engine, find_engine
+from dsjax.plan.halves import further_rounds
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.prompts import prompts_beside_decodes
+from dsjax.plan.recipe import serve_options
+from dsjax.plan.sides import PARTS, sides_table
+from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM
 from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
 from sharding.program import Program, program_collectives
@@ -70,13 +77,46 @@ def timeline(tmp_path_factory):
     return Timeline.of(program, collectives, hosts, trips), collectives
 
 
+@pytest.mark.parametrize(
+    ("weights", "rows", "ratio"), [("bf16", 32, 0.93), ("fp8", 128, 0.80), ("bf16", 0, 0.70)], ids=str
+)
+def test_two_halves_gain_what_their_compiled_program_gains(ask, weights, rows, ratio):
+    """The ratios of docs/dryrun.md, "Two half batches": steps of 32 H200s by their programs' timelines, 4,096 positions."""
+    options = PlanOptions(PRECISIONS[weights], skew=UNIFORM, engine=dsjax_engine(), dispatch="auto", overlap="on")
+    question = ask("h200-16", hosts=4, options=options)
+    whole, halves = question.instance(parse_layout("dp=32", 0, question.config), {}).step_models()
+    seconds = [
+        one.decode(rows, 4096).value if rows else one.prefill(2048, prompt=256, cached=3840).value
+        for one in (whole, halves)
+    ]
+    assert seconds[1] / seconds[0] == pytest.approx(ratio, abs=0.06)
+    assert halves.decode(8, 4096).value > whole.decode(8, 4096).value, "a small batch loses by it"
+    assert further_rounds(halves, 2048) == 0 < further_rounds(dataclasses.replace(halves, skew=DEFAULT_SKEW), 2048)
+
+
+def test_ours_is_planned_in_halves_where_it_is_asked_to_and_gains(ask):
+    def instance_of(overlap):
+        options = PlanOptions(engine=dsjax_engine(), dispatch="auto", overlap=overlap, modes=("aggregated",))
+        question = ask("h200-16", hosts=4, options=options)
+        return question.instance(parse_layout("dp=32", 0, question.config), {})
+
+    instance = instance_of("on")
+    least = instance.halved_from(128)
+    assert instance.overlapped(least)
+    assert not instance.overlapped(max(one for one in instance.batches() if one < least))
+    chosen = serve_options("deepseek-v3", instance, 128, 4096)
+    assert chosen["--enable-dbo"] == ""
+    assert chosen["--dbo-decode-token-threshold"] == str(least)
+    assert "--enable-dbo" not in serve_options("deepseek-v3", instance_of("auto"), 128, 4096)
+
+
 def test_the_compiled_step_overlaps_what_ours_is_credited_with_and_no_more(timeline):
     step, collectives = timeline
     able = dsjax_engine()
     exchanges = [one for one in collectives if "dispatch" in one.op_name]
     assert exchanges
     beside = {scope for one in exchanges for scope in one.beside}
-    assert bool(beside) == able.overlaps, "what runs beside an exchange"
+    assert not beside, "what runs beside an exchange without --enable-dbo, of a plan without --two-batch-overlap"
     # One thread computes: the shared expert's operations and the routed ones' stand one after the other.
     assert step.compute + step.exposed_network == pytest.approx(step.step.value)
     assert able.shared_beside is False
@@ -91,6 +131,26 @@ def test_a_shared_expert_that_waits_its_turn_makes_decode_slower(ask):
 
     assert seconds("dsjax") > seconds("dsjax", shared_beside=True)
     assert seconds("published") < seconds("published", shared_beside=False)
+
+
+def test_parts_of_one_side_name_options_that_the_side_has_and_stand_on_the_page():
+    planner, engine = ({field.name for field in dataclasses.fields(kind)} for kind in (PlanArgs, EngineArgs))
+    for part in PARTS:
+        assert set(part.planner) <= planner, part.name
+        assert set(part.engine) <= engine, part.name
+    assert {part.side for part in PARTS} >= {"both", "planner only", "engine only"}
+    assert sides_table() in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+
+
+def test_an_engine_that_holds_prompts_back_is_not_slowed_by_replicas_that_wait_one_by_one(ask):
+    def added(holds):
+        engine = dataclasses.replace(find_engine("published"), holds_prompts=holds)
+        question = ask("h200-8", options=PlanOptions(engine=engine, dispatch=engine.dispatch))
+        return prompts_beside_decodes(question.instance(parse_layout("dp=8", 0, question.config), {}), 16, 8192)[0]
+
+    held, usual = added(True), added(False)
+    assert usual.low <= held.value < usual.value
+    assert held.high >= usual.high
 
 
 def test_the_page_has_the_credits():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.plan_data.fit_incidents import judge, right, rows, score
+from tools.plan_data.fit_incidents import SECOND, judge, right, rows, score
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan-validation.md"
 
@@ -25,8 +25,18 @@ def test_most_verdicts_are_right_and_no_launch_that_fitted_was_called_too_large(
     assert found["today, all"][0] >= 19
 
 
+def test_the_second_set_is_that_which_was_committed_before_its_outcomes_and_most_of_it_is_right():
+    """Commit c480840e."""
+    asked = [[value for name, value in row.items() if name not in ("fitted", "happened")] for row in rows(SECOND)]
+    assert hashlib.sha256(repr(asked).encode()).hexdigest()[:16] == "3476b5d259a643b1"
+    found = score(SECOND)
+    assert found["committed, all"] == (10, 11)
+    assert found["committed, yes"] == (8, 8)
+    assert found["today, all"][0] >= 10
+
+
 def test_outcomes_are_said_for_each_and_counted_where_known():
-    for row in rows():
+    for row in (*rows(), *rows(SECOND)):
         assert row["fitted"] in ("yes", "no", "")
         assert row["happened"]
         assert row["fitted"] or "not counted" in row["happened"]

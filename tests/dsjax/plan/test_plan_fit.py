@@ -75,6 +75,20 @@ def test_cache_tokens_are_what_is_left_by_the_tokens_size(v3):
     assert verdict.cache_tokens.value == pytest.approx(left / cache_bytes_per_token(v3, PRECISIONS["fp8"]))
 
 
+def test_replicas_that_share_whole_experts_need_arrays_as_wide_as_an_expert(v3):
+    """vLLM's cache of `[tokens, top-k, 2 × width]`; SGLang cuts experts over all devices."""
+    steps = {
+        engine: _judged(v3, "dp=8", engine=engine, prefill_tokens=8192).parts[1].value for engine in ("vllm", "sglang")
+    }
+    rows = 32768 * v3.num_experts_per_tok
+    assert steps["vllm"] - steps["sglang"] == rows * 3 * v3.moe_intermediate_size * 7 // 8 * 2
+
+
+def test_the_fullest_stage_of_a_pipeline_has_whole_layers(v3):
+    weights = [_judged(v3, stages=stages).parts[0].value for stages in (1, 4)]
+    assert weights[0] / 4 < weights[1] < weights[0] / 4 * 16 / 15
+
+
 def test_a_fraction_is_a_share(v3):
     with pytest.raises(UserError, match="--memory-fraction is 90, expected a number above 0 and at most 1"):
         _judged(v3, fraction=90)

@@ -196,3 +196,17 @@ def test_files_that_hold_no_loads_are_refused(tmp_path, recorded):
             read_skew(str(path))
     with pytest.raises(UserError, match="No such file"):
         read_skew(str(tmp_path / "missing.json"))
+
+
+def test_the_rank_with_most_experts_has_more_than_the_mean_while_tokens_are_few_and_no_more_than_all():
+    """Against draws: 8 of 256 experts a token, evenly, over 8 ranks."""
+    random = np.random.default_rng(0)
+    for tokens in (1, 4, 16, 256):
+        drawn = []
+        for _ in range(300):
+            used = np.zeros(256, bool)
+            for _ in range(tokens):
+                used[random.permutation(256)[:8]] = True
+            drawn.append(used.reshape(8, 32).sum(axis=1).max())
+        assert UNIFORM.most_touched(tokens, 8, 256, 32, 8) == pytest.approx(np.mean(drawn), rel=0.1)
+    assert UNIFORM.most_touched(16, 8, 256, 256, 1) == pytest.approx(UNIFORM.touched(16, 8, 256))
