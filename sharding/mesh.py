@@ -15,34 +15,43 @@ from sharding.errors import MeshError
 if TYPE_CHECKING:
     import jax
 
-AXES = ("dp", "ep", "tp")
+USER_AXES = ("dp", "tp", "ep", "etp")
+"""What a user gives sizes of; the physical mesh's axes are ``MeshSpec.axes``."""
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """The user's three numbers, and the physical mesh that follows from them.
+    """The user's four numbers, and the physical mesh that follows from them.
 
-    ``dp_size`` attention replicas of ``tp_size`` devices each; ``ep_size`` devices together hold one copy of all
-    routed experts. The physical mesh always has the axes ``("dp", "ep", "tp")``: ``tp`` as given, ``ep`` the DP ranks
-    that share one copy of the experts, ``dp`` the number of copies. All axis tuples that arrays are sharded
-    over are properties here, so that no other file spells them out.
+    ``dp_size`` attention replicas of ``tp_size`` devices each; ``ep_size`` groups of ``etp_size`` devices together hold one copy of all
+    routed experts, each of which is cut over the devices of a group (Megatron-Core's expert model and expert tensor parallel sizes).
+    The physical mesh has the axes ``("dp", "ep", "tp")``: ``tp`` as given, ``ep`` the DP ranks over which whole experts are spread,
+    ``dp`` the number of copies; and before ``tp`` an axis ``"etp"`` where an expert is cut over several DP ranks. All axis tuples that
+    arrays are sharded over are properties here, so that no other file spells them out.
     """
 
     dp_size: int = 1
     tp_size: int = 1
-    ep_size: int = 0  # 0: all devices
+    ep_size: int = 0  # 0: all devices, divided by etp_size
+    etp_size: int = 0  # 0: 1, or tp_size where ep_size is no multiple of it
 
     def __post_init__(self):
-        if self.ep_size == 0:
-            object.__setattr__(self, "ep_size", self.dp_size * self.tp_size)
-        for name, value in (("dp", self.dp_size), ("tp", self.tp_size), ("ep", self.ep_size)):
+        sizes = (("dp", self.dp_size), ("tp", self.tp_size), ("ep", self.ep_size or 1), ("etp", self.etp_size or 1))
+        for name, value in sizes:
             if value < 1:
                 raise MeshError(f"mesh axis {name}={value}: expected a size of at least 1")
+        given = self.etp_size != 0
+        if self.ep_size == 0:
+            object.__setattr__(self, "ep_size", max(1, self.num_devices // (self.etp_size or 1)))
         if self.num_devices % self.ep_size:
             raise MeshError(
                 f"ep={self.ep_size} does not divide dp × tp = {self.dp_size} × {self.tp_size} = {self.num_devices}; "
                 f"choose ep from {_divisors(self.num_devices)}"
             )
+        if given:
+            self._check_expert_width()
+            return
+        object.__setattr__(self, "etp_size", self.tp_size if self.ep_size % self.tp_size else 1)
         if self.ep_size % self.tp_size and self.dp_size % self.ep_size:
             fits = [e for e in _divisors(self.num_devices) if e % self.tp_size == 0 or self.dp_size % e == 0]
             raise MeshError(
@@ -50,17 +59,31 @@ class MeshSpec:
                 f"divisor of dp={self.dp_size} (each expert's width over tp); choose ep from {fits}"
             )
 
+    def _check_expert_width(self) -> None:
+        """Check a size of ``etp`` that was given."""
+        ep, etp, tp = self.ep_size, self.etp_size, self.tp_size
+        if self.num_devices % (ep * etp):
+            raise MeshError(
+                f"ep × etp = {ep} × {etp} = {ep * etp} does not divide dp × tp = {self.dp_size} × {tp} = {self.num_devices}; "
+                f"with ep={ep} choose etp from {_divisors(self.num_devices // ep)}"
+            )
+        if etp % tp and (ep % tp or self.dp_size % (ep // tp * etp)):
+            raise MeshError(
+                f"etp={etp} is no multiple of tp={tp} (each expert's width over the tp ranks and etp ÷ tp DP ranks), and ep={ep} is no "
+                f"multiple of it (experts over the tp ranks, widths over etp DP ranks); make one of the two so"
+            )
+
     @classmethod
     def parse(cls, text: str | MeshSpec) -> MeshSpec:
-        """Read ``"dp=4,tp=8"``; an axis left out takes its default (dp 1, tp 1, ep dp × tp)."""
+        """Read ``"dp=4,tp=8"``; an axis left out takes its default (dp 1, tp 1, ep dp × tp ÷ etp, etp as ep leaves it)."""
         if isinstance(text, MeshSpec):
             return text
         sizes: dict[str, int] = {}
         for part in text.replace(" ", "").split(","):
             match = re.fullmatch(r"([a-z]+)=(\d+)", part)
-            if not match or match.group(1) not in AXES:
+            if not match or match.group(1) not in USER_AXES:
                 raise MeshError(
-                    f"mesh {text!r}: found {part!r}, expected axis=size with axis one of dp, tp, ep (for example dp=4,tp=8)"
+                    f"mesh {text!r}: found {part!r}, expected axis=size with axis one of {', '.join(USER_AXES)} (for example dp=4,tp=8)"
                 )
             name, size = match.group(1), int(match.group(2))
             if name in sizes:
@@ -68,12 +91,14 @@ class MeshSpec:
             if size < 1:
                 raise MeshError(f"mesh {text!r}: {name}={size}, expected a size of at least 1")
             sizes[name] = size
-        return cls(dp_size=sizes.get("dp", 1), tp_size=sizes.get("tp", 1), ep_size=sizes.get("ep", 0))
+        return cls(sizes.get("dp", 1), sizes.get("tp", 1), sizes.get("ep", 0), sizes.get("etp", 0))
 
     def __str__(self) -> str:
         parts = [f"dp={self.dp_size}"] if self.dp_size > 1 or self.tp_size == 1 else []
         parts += [f"tp={self.tp_size}"] if self.tp_size > 1 else []
         parts += [f"ep={self.ep_size}"] if self.ep_size != self.num_devices else []
+        usual = self.tp_size if self.ep_size % self.tp_size else 1
+        parts += [f"etp={self.etp_size}"] if self.etp_size != usual else []
         return ",".join(parts)
 
     @property
@@ -83,14 +108,30 @@ class MeshSpec:
 
     @property
     def splits_expert_width(self) -> bool:
-        """Whether each expert's width, rather than the set of experts, is spread over ``tp``."""
-        return self.ep_size % self.tp_size != 0
+        """Whether each expert's width is spread over several devices."""
+        return self.etp_size > 1
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Sizes of the physical axes ``("dp", "ep", "tp")``."""
-        ep_ranks = self.ep_size if self.splits_expert_width else self.ep_size // self.tp_size
-        return (self.dp_size // ep_ranks, ep_ranks, self.tp_size)
+    def _width_over_tp(self) -> bool:
+        """Whether the ``tp`` ranks of a replica share each expert's width, and not the set of experts."""
+        return self.tp_size == 1 or (self.splits_expert_width and self.etp_size % self.tp_size == 0)
+
+    @property
+    def _width_ranks(self) -> int:
+        """DP ranks that share each expert's width."""
+        return self.etp_size // self.tp_size if self._width_over_tp else self.etp_size
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The physical axes, outermost first."""
+        return ("dp", "ep", "etp", "tp") if self._width_ranks > 1 else ("dp", "ep", "tp")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the physical ``axes``."""
+        ep_ranks = self.ep_size if self._width_over_tp else self.ep_size // self.tp_size
+        sizes = (ep_ranks, self._width_ranks, self.tp_size) if self._width_ranks > 1 else (ep_ranks, self.tp_size)
+        return (self.num_devices // math.prod(sizes), *sizes)
 
     @property
     def expert_copies(self) -> int:
@@ -100,12 +141,12 @@ class MeshSpec:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Axes over which requests, and with them the cache's pages, are spread."""
-        return ("dp", "ep")
+        return self.axes[:-1]
 
     @property
     def token_axes(self) -> tuple[str, ...]:
         """Axes over which the tokens of a step are spread for dispatch: a DP rank's tokens are split over its tp ranks."""
-        return ("dp", "ep", "tp")
+        return self.axes
 
     @property
     def head_axes(self) -> tuple[str, ...]:
@@ -115,17 +156,20 @@ class MeshSpec:
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """Axes over which physical experts are spread."""
-        return ("ep",) if self.splits_expert_width else ("ep", "tp")
+        return ("ep",) if self.splits_expert_width and self._width_over_tp else ("ep", "tp")
 
     @property
     def expert_width_axes(self) -> tuple[str, ...]:
         """Axes over which each expert's width is spread."""
-        return ("tp",) if self.splits_expert_width else ()
+        if not self.splits_expert_width:
+            return ()
+        over_ranks = ("etp",) if self._width_ranks > 1 else ()
+        return over_ranks + (("tp",) if self._width_over_tp else ())
 
     @property
     def expert_width_shards(self) -> int:
         """Into how many pieces each expert's width is cut."""
-        return self.tp_size if self.splits_expert_width else 1
+        return self.etp_size
 
     def check_fits(
         self,
@@ -157,19 +201,20 @@ class MeshSpec:
                 f"the least number of redundant experts that fits is {least}"
             )
         widths = dict(dense_widths or {})
-        split_widths = {name: (width, self.tp_size) for name, width in widths.items()}
+        split_widths = {name: (width, self.tp_size, "tp") for name, width in widths.items()}
         if experts:
-            split_widths["expert width"] = (expert_width, self.expert_width_shards)
-        for name, (width, shards) in split_widths.items():
+            axis = "tp" if self.expert_width_axes == ("tp",) else "etp"
+            split_widths["expert width"] = (expert_width, self.expert_width_shards, axis)
+        for name, (width, shards, axis) in split_widths.items():
             other = expert_block is not None and name == "expert width"
             size, bits = (expert_block, 4) if other else (block, 8)
             if width % shards:
-                problems.append(f"{name} {width} is not divisible by tp={shards}; tp may be {_divisors(width)}")
+                problems.append(f"{name} {width} is not divisible by {axis}={shards}; {axis} may be {_divisors(width)}")
             elif size and shards > 1 and (width // shards) % size:
                 whole = _divisors(width // size) if width % size == 0 else [1]
                 problems.append(
-                    f"{name} {width} over tp={shards} is {width // shards} a device, which cuts a quantisation block of "
-                    f"{size}; tp may be {whole}, or use weights that are not FP{bits}"
+                    f"{name} {width} over {axis}={shards} is {width // shards} a device, which cuts a quantisation block of "
+                    f"{size}; {axis} may be {whole}, or use weights that are not FP{bits}"
                 )
         if problems:
             raise MeshError(f"mesh {self} does not fit the model: " + "; ".join(problems))
@@ -178,7 +223,7 @@ class MeshSpec:
         """Make the mesh from ``devices`` (default: all of the process group's), ordered by host.
 
         ``tp`` neighbours are neighbours on a host first, then ``ep`` neighbours: the last axis moves fastest
-        over devices sorted by process and id (ids alone are not contiguous over processes).
+        over devices sorted by process and id (ids alone are not contiguous over processes). ``etp`` lies between the two.
 
         Raises:
             MeshError: fewer devices exist than the mesh wants, or JAX does not start.
@@ -204,7 +249,7 @@ class MeshSpec:
         from jax.sharding import AxisType, Mesh
 
         grid = np.array(devices, dtype=object).reshape(self.shape)
-        return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return Mesh(grid, self.axes, axis_types=(AxisType.Auto,) * len(self.axes))
 
 
 def device_order(device: jax.Device) -> tuple[int, int, int]:

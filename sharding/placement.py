@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from sharding.balancing import checked_load, rebalance
 from sharding.errors import MeshError
+from sharding.mesh import MeshSpec
 
 
 class CopyTables(NamedTuple):
@@ -112,14 +113,21 @@ def least_redundancy(n_logical: int, ep: int) -> int:
 
 
 def assign_copies(
-    tables: CopyTables, logical_TK: Int[Array, "T K"], active_T: Bool[Array, "T"], ranks: int = 1
+    tables: CopyTables,
+    logical_TK: Int[Array, "T K"],
+    active_T: Bool[Array, "T"],
+    ranks: int = 1,
+    distance: Int[np.ndarray, "R P"] | None = None,
 ) -> Int[Array, "T K"]:
     """Physical expert ids ``[T, K]`` of each token's logical ones, -1 for tokens that are not active; jit-able.
 
     A rank sends its tokens for an expert to the copies in turn (counted over its active tokens in order), and rank r
     starts at copy r: on each rank, and over ranks that have one token each, no two copies' counts differ by more than 1.
 
-    ranks: the T tokens are this many equal runs, one per DP rank. Tables of width 1, without a redundant copy, cost one look-up.
+    ranks: the T tokens are this many equal runs, one per DP rank. distance: of each run to each physical slot, as ``slot_distances``
+        gives it: only the nearest copies take turns, and counts are even among these alone.
+
+    Tables of width 1, without a redundant copy, cost one look-up.
     """
     active_TK = jnp.broadcast_to(active_T[:, None], logical_TK.shape)
     if tables.physical_EC.shape[1] == 1:
@@ -127,9 +135,44 @@ def assign_copies(
     experts = tables.copies_E.shape[0]
     groups_RP = jnp.where(active_TK, logical_TK, experts).reshape(ranks, -1)
     turn_RP = jax.vmap(lambda group_P: _running_count(group_P, experts + 1))(groups_RP) + jnp.arange(ranks)[:, None]
-    copies_TK = jnp.asarray(tables.copies_E)[logical_TK]
-    physical_TK = jnp.asarray(tables.physical_EC)[logical_TK, turn_RP.reshape(logical_TK.shape) % copies_TK]
+    if distance is None:
+        copies_TK = jnp.asarray(tables.copies_E)[logical_TK]
+        physical_TK = jnp.asarray(tables.physical_EC)[logical_TK, turn_RP.reshape(logical_TK.shape) % copies_TK]
+    else:
+        nearest_REC, copies_RE = _nearest(tables, distance)
+        rank_RP = jnp.arange(ranks)[:, None]
+        logical_RP = logical_TK.reshape(ranks, -1)
+        physical_RP = nearest_REC[rank_RP, logical_RP, turn_RP % copies_RE[rank_RP, logical_RP]]
+        physical_TK = physical_RP.reshape(logical_TK.shape)
     return jnp.where(active_TK, physical_TK, -1)
+
+
+def _nearest(tables: CopyTables, distance_RP: Int[np.ndarray, "R P"]) -> tuple[Int[Array, "R E C"], Int[Array, "R E"]]:
+    """Each expert's slots in the order of their distance from each rank, and how many of them are as near as the first."""
+    physical_EC = jnp.asarray(tables.physical_EC)
+    away_REC = jnp.where(physical_EC >= 0, jnp.asarray(distance_RP)[:, physical_EC], jnp.iinfo(jnp.int32).max)
+    order_REC = jnp.argsort(away_REC, axis=-1, stable=True)
+    sorted_REC = jnp.take_along_axis(jnp.broadcast_to(physical_EC, away_REC.shape), order_REC, axis=-1)
+    return sorted_REC, jnp.sum(away_REC == away_REC.min(axis=-1, keepdims=True), axis=-1)
+
+
+def slot_distances(spec: MeshSpec, hosts: Int[np.ndarray, "N"], n_physical: int) -> Int[np.ndarray, "R P"]:
+    """How far each physical slot is from each DP rank: 0 on a device of its own, 1 on its host, 2 elsewhere.
+
+    hosts: of each device, in the order of the mesh. A slot that several devices hold a part of is as near as the nearest of them.
+    """
+    sizes = dict(zip(spec.axes, spec.shape, strict=True))
+    index = dict(zip(spec.axes, np.unravel_index(np.arange(spec.num_devices), spec.shape), strict=True))
+    place = np.zeros(spec.num_devices, np.int64)
+    for axis in spec.expert_axes:
+        place = place * sizes[axis] + index[axis]
+    rank, hosts = np.arange(spec.num_devices) // spec.tp_size, np.asarray(hosts)
+    away = np.full((spec.dp_size, spec.ep_size), 2, np.int32)
+    for one in range(spec.num_devices):
+        for other in np.flatnonzero(index["dp"] == index["dp"][one]):
+            found = 0 if rank[one] == rank[other] else 1 if hosts[one] == hosts[other] else 2
+            away[rank[one], place[other]] = min(away[rank[one], place[other]], found)
+    return np.repeat(away, n_physical // spec.ep_size, axis=1)
 
 
 def _running_count(group_P: Int[Array, "P"], groups: int) -> Int[Array, "P"]:

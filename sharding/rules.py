@@ -35,7 +35,9 @@ class Rules:
             {
                 "layers": (),
                 "embed": (),
+                "embedded_vocab": spec.head_axes,
                 "vocab": spec.head_axes,
+                "head_tokens": (),
                 "heads": spec.head_axes,
                 "query_latent": (),
                 "latent": (),

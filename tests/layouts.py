@@ -28,6 +28,8 @@ LAYOUTS = (
     "dp=32",
     "dp=4,tp=8",
     "dp=16,tp=2,ep=8",
+    "dp=8,ep=1,etp=8",
+    "dp=8,ep=2,etp=4",
 )
 DISPATCHES = ("gather", "padded", "ragged")
 # (prefill, decode): every form decodes once, and prefills once.

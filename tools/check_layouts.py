@@ -1,4 +1,4 @@
-"""Hold every layout × dispatch × pair of MLA forms to the answer of one device: 9 × 3 × 6 runs of a tiny model.
+"""Hold every layout × dispatch × pair of MLA forms to the answer of one device: 11 × 3 × 6 runs of a tiny model.
 
 Runs whose products are native (``ModelStep.is_exact``) must equal one device's to the bit: logits, tokens, log-probabilities. What
 plain forms compute (``--kernels plain``, FP4 with ``--activation-scheme dynamic``) keeps a bound of float32's rounding, and the same
@@ -11,6 +11,8 @@ tokens; and one device with native kernels keeps it against one with the plain f
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
     python tools/check_layouts.py --eplb dp=8 dp=4,tp=2 dp=32 dp=32,ep=8    # each run twice, once with experts that move beneath it
     python tools/check_layouts.py --shared-experts-fusion                 # each run twice, once with the shared expert as a routed one
+    python tools/check_layouts.py --by-data tp=8 dp=4,tp=8 # each run twice, once with --moe-dense-tp-size 1 --enable-dp-lm-head
+    python tools/check_layouts.py --eplb --ep-dispatch-algorithm static     # the same, with tokens that go to the nearest copies
     python tools/check_layouts.py --eplb --skip-plain dp=8                # only the runs beneath which experts move
     python tools/check_layouts.py --weights nvfp4-bf16 --eplb               # with experts in FP4, held to one device with them
     python tools/check_layouts.py --kv-cache-dtype fp8 dp=8 dp=2,tp=4       # with an FP8 cache, held to one device with such a cache
@@ -54,6 +56,8 @@ NAMES = {
     "async_scheduling": "synchronous",
     "enable_eplb": "balanced",
     "enable_shared_experts_fusion": "fused",
+    "moe_dense_tp_size": "dense by data",
+    "enable_dp_lm_head": "head by data",
 }
 
 
@@ -79,10 +83,14 @@ def main() -> int:
         "--shared-experts-fusion", action="store_true", help="each run with the shared expert as a routed one too"
     )
     parser.add_argument(
+        "--by-data", action="store_true", help="each run with --moe-dense-tp-size 1 and --enable-dp-lm-head too"
+    )
+    parser.add_argument(
         "--skip-plain",
         action="store_true",
         help="of these only the runs that have all that was asked for: not the plain ones, which another sweep holds",
     )
+    parser.add_argument("--ep-dispatch-algorithm", default="dynamic", help="of the runs beneath which experts move")
     parser.add_argument("--weights", default="auto", help="as of dsjax serve, of one device too")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of dsjax serve, of one device too")
     parser.add_argument(
@@ -102,17 +110,18 @@ def main() -> int:
     chosen = args.layouts or LAYOUTS
     specs = {layout: MeshSpec.parse(layout) for layout in chosen}
     with tempfile.TemporaryDirectory() as folder:
-        widest = max(spec.tp_size for spec in specs.values())
+        widest = max(max(spec.tp_size, spec.etp_size) for spec in specs.values())
         directory = write_checkpoint(Path(folder), mtp=True, **MODELS[args.model] | widths(args.weights, widest))
         kept = {name: getattr(args, name) for name in ("weights", "kv_cache_dtype", "activation_scheme")}
         one_device = functools.partial(answer, directory, "dp=1", "auto")
         references = References(one_device, kept, args.kernels)
         variants = [
-            {**drafting, **scheduling, **balancing, **fusion}
+            {**drafting, **scheduling, **balancing, **fusion, **placing}
             for drafting in ({}, *([{"speculative_config": SPECULATION}] if args.speculative else []))
             for scheduling in ({}, *([{"async_scheduling": False}] if args.no_async_scheduling else []))
             for balancing in ({}, *([{"enable_eplb": True}] if args.eplb else []))
             for fusion in ({}, *([{"enable_shared_experts_fusion": True}] if args.shared_experts_fusion else []))
+            for placing in ({}, *([{"moe_dense_tp_size": 1, "enable_dp_lm_head": True}] if args.by_data else []))
         ]
         if args.skip_plain:
             variants = variants[-1:]  # with all that was asked for
@@ -138,7 +147,7 @@ def main() -> int:
             name = " ".join([*run, *(NAMES[option] for option in variant)])
             if balanced := variant.get("enable_eplb"):
                 eplb = {"num_redundant_experts": specs[run[0]].ep_size, "window_size": 4, "step_interval": 4}
-                variant = variant | {"eplb_config": eplb | {"payback": 0}}
+                variant |= {"eplb_config": eplb | {"payback": 0}, "ep_dispatch_algorithm": args.ep_dispatch_algorithm}
             found = answer(directory, *run, kernels=args.kernels, **variant, **kept)
             exact += found.exact
             reference = references.of(found, *run[2:], variant)

@@ -29,7 +29,6 @@ from dsjax.kernels.pallas.tile_table import ATTENTION, Product, TileTable, Tuned
 from dsjax.model.forms import Layout, cache_arrays
 from dsjax.model.parameters import ParameterInfo
 from sharding import MeshSpec, Rules, fp8
-from sharding.mesh import AXES
 from sharding.rules import axes_of
 
 STACK_BYTES = 2**30
@@ -78,7 +77,7 @@ def find_products(
 
     infos: of all parameters. n_physical: physical experts. quantises: whether rows are FP8 where weights are.
     """
-    ways = dict(zip(AXES, spec.shape, strict=True))
+    ways = dict(zip(spec.axes, spec.shape, strict=True))
     products_of_layers: dict[Product, None] = {}
     for path, info in infos.items():
         layer, name = path.startswith(("dense_layers.", "moe_layers.")), path.split(".")[-2]

@@ -56,11 +56,11 @@ def tune(
     config, spec = load_config(args.model), MeshSpec.parse(args.mesh)
     dtype = assembly.compute_dtype(args, config, device.platform)
     weights = assembly.weights_format(args, config, dtype)
-    assembly.check_layout(config, spec, args.num_redundant, weights)
+    assembly.check_layout(config, spec, args.num_redundant, weights, dense_tp=args.moe_dense_tp_size)
     scheme = assembly.activation_scheme(args, config, weights, device)
     n_physical = config.n_routed_experts + args.num_redundant
     infos = parameter_table(config, weights=weights, platform=device.platform, num_physical=n_physical, mtp=False).infos
-    rules = assembly.model_rules(config, spec)
+    rules = assembly.model_rules(args, config, spec)
     todo = tuning.find_products(config, infos, spec, rules, counts, n_physical=n_physical, quantises=scheme.dynamic)
     layout = common_layout(args.mla_prefill, args.mla_decode)
     cache_dtype = assembly.cache_dtype(args, dtype)

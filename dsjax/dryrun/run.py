@@ -77,9 +77,8 @@ def dry_run(
         args = replace(args, context=config.max_position_embeddings)
     spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.
-    check_layout(
-        config, spec, args.engine.num_redundant, "bf16" if args.engine.weights == "auto" else args.engine.weights
-    )
+    weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
+    check_layout(config, spec, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = _cluster(hardware, cluster, spec.num_devices)
     if args.engine.enable_dbo and hardware is not None:

@@ -72,6 +72,11 @@ class LLM:
         from dsjax.engine.setup.loading import load_model  # starts JAX, so only after the devices are arranged
 
         size_memory_pool(self.args.gpu_memory_utilization)
+        if self.args.afd_role == "expert":
+            raise UserError(
+                "a process with experts alone makes no text; dsjax serve --afd-role expert and dsjax.engine.expert_process.load_experts "
+                "have it"
+            )
 
         if group is not None and not group.is_leader:
             from dsjax.engine.elastic.follower import Follower

@@ -10,10 +10,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -23,6 +24,7 @@ from dsjax.model.attention import Cache
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.layer_values import Layer, Tokens
 from dsjax.model.parameters import ParameterInfo
+from dsjax.model.two_batch import Halves
 from sharding import MeshSpec, Rules
 from sharding.cut import Work, outside
 from sharding.dispatch import ExpertsOfMesh
@@ -40,28 +42,32 @@ EXPERTS = ".moe.experts."
 class ExpertsApart(Protocol):
     """The devices that have the routed experts, and nothing else.
 
-    spec, mesh: of these devices, each of which has whole experts. rules: where their parameters are; infos: these, by path.
+    spec: of these devices, each of which has whole experts. infos: their parameters by path.
     """
 
     spec: MeshSpec
-    mesh: Mesh
-    rules: Rules
     infos: Mapping[str, ParameterInfo]
 
-    def work(self, through: LayerPass) -> Work:
-        """What takes tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x`` and ``cache``."""
+    def work(self, passes: Sequence[LayerPass], tree: Any) -> Work:
+        """What takes tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x`` and ``cache``.
+
+        passes: one, or one for each half. tree: the structure of the ``Passing``.
+        """
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Passing:
-    """What a pass takes: parameters of the stack but for its experts, tokens, cache, and where the copies of experts are."""
+    """What a pass takes: parameters of the stack but for its experts, the cache, where the copies of experts are, and tokens.
+
+    x, tokens: of the step, or of its halves.
+    """
 
     params: dict[str, Array]
-    x: Float[Array, "B T D"]
     cache: Cache
-    tokens: Tokens
     copies: CopyTables
+    x: list[Float[Array, "B T D"]]
+    tokens: list[Tokens]
 
 
 def run_apart(
@@ -73,26 +79,35 @@ def run_apart(
     first: int,
     tokens: Tokens,
     copies: CopyTables,
+    in_halves: bool = False,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """In a traced step: take tokens through the stack of layers at path ``stack``, the first of which is ``first`` of the cache.
 
-    copies: of these layers, with a leading axis.
+    copies: of these layers, with a leading axis. in_halves: whether both sides compute at once, each on another half of the tokens.
     """
     own = {path: array for path, array in params.items() if path.startswith(f"{stack}.")}
     constrain, batch = step._constrain, step.spec.batch_axes
-    passing = Passing(own, constrain(x, batch), cache, jax.tree.map(lambda a: constrain(a, batch), tokens), copies)
-    leaves, tree = jax.tree.flatten(passing)
-    through = LayerPass(step, stack, first, copies.copies_E.shape[0], tree, tuple(x.shape))
-    results, shape = jax.tree.flatten((x, cache))
-    given = outside(step.apart.work(through), leaves, results)
-    return jax.tree.unflatten(shape, given)
+    xs, of_tokens, halves = [x], [tokens], None
+    if in_halves:
+        halves = Halves.of(tokens.groups)
+        ordered = x[:, halves.places]
+        xs = [ordered[:, : halves.first], ordered[:, halves.first :]]
+        of_tokens = [step.tokens(halves.a), step.tokens(halves.b)]
+    xs, of_tokens = jax.tree.map(lambda array: constrain(array, batch), (xs, of_tokens))
+    leaves, tree = jax.tree.flatten(Passing(own, cache, copies, xs, of_tokens))
+    passes = [LayerPass(step, stack, first, copies.copies_E.shape[0], tuple(one.shape)) for one in xs]
+    results, shape = jax.tree.flatten((xs, cache))
+    xs, cache = jax.tree.unflatten(shape, outside(step.apart.work(passes, tree), leaves, results))
+    if halves is None:
+        return xs[0], cache
+    return jnp.concatenate(xs, axis=1)[:, np.argsort(halves.places)], cache
 
 
 @dataclass(frozen=True)
 class LayerPass:
     """A pass of so many tokens through a stack of layers, as what its programs compute. Equal passes have equal programs.
 
-    stack: path of the layers among the parameters. first: number of the first of ``layers`` layers in the cache. tree: of ``Passing``.
+    stack: path of the layers among the parameters. first: number of the first of ``layers`` layers in the cache.
     shape: ``(B, T, D)`` of the tokens. Each method but ``between`` is traced; ``index`` is a layer's number in the stack.
     """
 
@@ -100,17 +115,16 @@ class LayerPass:
     stack: str
     first: int
     layers: int
-    tree: Any
     shape: tuple[int, int, int]
 
-    @cached_property
-    def between(self) -> Between:
-        """How a layer's tokens travel."""
+    def between(self, expert_mesh: Mesh | None = None) -> Between:
+        """How a layer's tokens travel. expert_mesh: of the experts' devices, where these are of this process."""
         step, (B, T, D) = self.step, self.shape
         wire = WireFormat(D, step.config.num_experts_per_tok, step.dtype, step.dispatch.wire == "fp8")
         by_choice = step.dispatch.by_choice or step.in_place.ordered
-        apart = step.apart
-        return Between(step.spec, step.mesh, apart.spec, apart.mesh, B * T, step.placement.n_physical, wire, by_choice)
+        return Between(
+            step.spec, step.mesh, step.apart.spec, expert_mesh, B * T, step.placement.n_physical, wire, by_choice
+        )
 
     def attend(
         self, params: Mapping[str, Array], cache: Cache, x: Array, tokens: Tokens, copies: CopyTables, index: Array
@@ -123,7 +137,7 @@ class LayerPass:
             normed, routing = step.choose(of, x)
             with jax.named_scope("experts"):
                 slots, weights = step.assign(of, routing)
-                rows = self.between.pack(step._whole(normed.reshape(B * T, D)), slots, weights)
+                rows = self.between().pack(step._whole(normed.reshape(B * T, D)), slots, weights)
             return cache, step._whole(x), step._whole(normed), slots, rows
 
     def share(self, params: Mapping[str, Array], normed: Array, index: Array) -> Array | None:
@@ -132,29 +146,34 @@ class LayerPass:
             return self.step.share(self._layer(params, None, None, index), normed)
 
     def compute(
-        self, experts: Mapping[str, Array], arrivals: Sequence[Array], index: Int[Array, ""]
+        self,
+        expert_mesh: Mesh,
+        rules: Rules,
+        experts: Mapping[str, Array],
+        arrivals: Sequence[Array],
+        index: Int[Array, ""],
     ) -> list[Float[Array, "m D"]]:
-        """On the experts' devices: what they give for the rows of each token device. experts: parameters by path."""
+        """On the experts' devices: what they give for the rows of each token device. experts: parameters by path, laid out by ``rules``."""
         step, apart, (B, T, _) = self.step, self.step.apart, self.shape
         prefix = f"{self.stack}{EXPERTS}"
         infos = {path.removeprefix(prefix): info for path, info in apart.infos.items() if path.startswith(prefix)}
         product = ExpertProduct(
             weight_dtype=infos["down.weight"].dtype,
-            platform=apart.mesh.devices.flat[0].platform,
+            platform=expert_mesh.devices.flat[0].platform,
             mean_load=B * T * step.config.num_experts_per_tok / step.placement.n_physical,
             kernels=step.kernels,
             scheme=step.scheme,
         )
-        specs = {name: apart.rules.spec(info.logical_axes) for name, info in infos.items()}
+        specs = {name: rules.spec(info.logical_axes) for name, info in infos.items()}
         arrays = {name: experts[prefix + name] for name in infos}
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
             ranks = ExpertsOfMesh(product, arrays | {"layer": index}, specs | {"layer": P()})
-            return self.between.compute(arrivals, ranks)
+            return self.between(expert_mesh).compute(arrivals, ranks)
 
     def receive(self, x: Array, shared: Array | None, slots: Array, returned: Sequence[Array]) -> Array:
         """Each token with the sum of what came back added to it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
-            y = self.between.add(returned, slots).reshape(x.shape)
+            y = self.between().add(returned, slots).reshape(x.shape)
         return self.step.add_sum(x, y, shared)
 
     def _layer(

@@ -26,6 +26,7 @@ from dsjax.model.forms import Form, Layout
 from dsjax.model.fp8_product import ActivationScheme, block_product
 from dsjax.model.norm import LayerNorm, RMSNorm
 from dsjax.model.parameters import Matrix, Multiply, ParameterInfo, reinterpret, value_of
+from dsjax.model.transformer import Transformer
 from sharding import MeshSpec, Rules, fp8
 from sharding.sums import pieces_here, tree_sum
 
@@ -111,8 +112,13 @@ class MatricesInPlace:
             return takes_by_head(weight, scale, self.config.qk_nope_head_dim, self.config.v_head_dim)
         return self._dense_takes(weight, scale)
 
-    def multiply(self, index: Int[Array, ""], *, split_tokens: bool = False) -> Multiply:
+    def multiply(
+        self, index: Int[Array, ""], *, split_tokens: bool = False, scatter: bool = False, by_data: bool = False
+    ) -> Multiply:
         """Products with the matrices of layer ``index`` of a stack, in the stack where they were left there.
+
+        scatter: ``split_tokens`` where XLA multiplies, too: a reduce-scatter of the program's own, and not what the compiler makes of it.
+        by_data: the tokens are split over ``tp`` already, and the matrices are whole on each device.
 
         split_tokens: leave a replica's tokens split over its ``tp`` devices where the product is summed over them and ``tp`` divides
         them. The shared experts' sum is then added to the routed experts', which come so, and both are gathered at once.
@@ -121,23 +127,22 @@ class MatricesInPlace:
         def in_stack(matrix: Matrix, x: Array) -> Array:
             info, weight, kept_fp8 = matrix.weight.info, matrix.weight[...], hasattr(matrix, "scale")
             if self.ordered:
-                return self._ordered(matrix, index, x, split_tokens)
+                return self._ordered(matrix, index, x, split_tokens=split_tokens, by_data=by_data)
             sliced = weight.ndim < len(info.shape)
             quantise = kept_fp8 and self.scheme.dynamic
             # A kernel reads an FP8 slice where the stack is too large for it: the copy is a fourth of what a dequantised one moves.
             pallas = self.kernels.name("other products") == "pallas"
             pallas = pallas and (not sliced or (kept_fp8 and self._takes_slice(info, matrix.scale.info)))
-            if not (pallas or quantise):
-                return matrix.product(x)
             spec, batch = self.rules.spec(info.logical_axes), self.spec.batch_axes
             depth, columns = spec[1], spec[2:]
+            split = split_tokens and depth and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
+            if not (pallas or quantise):
+                return self._scattered(matrix, spec, x) if split and scatter else matrix.product(x)
             arrays = {"weight": weight} | ({"scale": matrix.scale[...]} if kept_fp8 else {})
             if sliced:
                 arrays, layer = {name: array[None] for name, array in arrays.items()}, jnp.int32(0)
             else:
                 layer = index
-
-            split = split_tokens and depth and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
 
             def local(arrays, layer, x):
                 rows = x[0]
@@ -164,16 +169,28 @@ class MatricesInPlace:
                     out = jax.lax.psum(out, depth)
                 return out[None]
 
-            specs = (dict.fromkeys(arrays, spec), P(), P(batch, None, depth))
-            out_specs = P(batch, depth if split else None, *columns)
+            tokens = self.spec.head_axes if by_data else None
+            specs = (dict.fromkeys(arrays, spec), P(), P(batch, tokens, depth))
+            out_specs = P(batch, depth if split else tokens, *columns)
             run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
             out = run(arrays, layer, x.reshape(self.spec.dp_size, -1, x.shape[-1]))
             return out.reshape(*x.shape[:-1], *out.shape[2:])
 
         return in_stack
 
-    def _ordered(self, matrix: Matrix, index: Int[Array, ""] | None, x: Array, split_tokens: bool) -> Array:
-        """``Matrix.product`` by ``ordered_product``; index: of the layer, where ``matrix`` is the stack's."""
+    def _scattered(self, matrix: Matrix, spec: P, x: Array) -> Array:
+        """``Matrix.product`` with one layer's matrix, whose sum over ``tp`` is scattered over the tokens."""
+
+        def local(weight: Array, x: Array) -> Array:
+            return jax.lax.psum_scatter((x[0] @ weight)[None], spec[1], scatter_dimension=1, tiled=True)
+
+        by_rank = self.spec.batch_axes
+        in_specs, out_specs = (P(*spec[1:]), P(by_rank, None, spec[1])), P(by_rank, spec[1])
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return run(matrix.value(x.dtype), x)
+
+    def _ordered(self, matrix: Matrix, index: Int[Array, ""] | None, x: Array, **tokens: bool) -> Array:
+        """``Matrix.product`` by ``ordered_product``; index: of the layer, where ``matrix`` is the stack's; tokens: as of ``multiply``."""
         info, weight = matrix.weight.info, matrix.weight[...]
         axes = info.logical_axes[1:] if info.logical_axes[0] == "layers" else info.logical_axes
         arrays = {"weight": weight} | ({"scale": matrix.scale[...]} if hasattr(matrix, "scale") else {})
@@ -181,10 +198,8 @@ class MatricesInPlace:
             arrays, index = {name: array[None] for name, array in arrays.items()}, jnp.int32(0)
             if not self.native and not self._takes_slice(*(getattr(matrix, name).info for name in arrays)):
                 widened = matrix.value(x.dtype) if "scale" in arrays else value_of(matrix.weight)
-                return self.ordered_product(
-                    {"weight": widened[None]}, index, x, ("layers", *axes), split_tokens=split_tokens
-                )
-        return self.ordered_product(arrays, index, x, ("layers", *axes), stored=info.dtype, split_tokens=split_tokens)
+                return self.ordered_product({"weight": widened[None]}, index, x, ("layers", *axes), **tokens)
+        return self.ordered_product(arrays, index, x, ("layers", *axes), stored=info.dtype, **tokens)
 
     def ordered_product(
         self,
@@ -196,13 +211,15 @@ class MatricesInPlace:
         stored: np.dtype | None = None,
         dtype: np.dtype | None = None,
         split_tokens: bool = False,
+        by_data: bool = False,
         transposed: bool = False,
     ) -> Array:
         """``x [..., K]`` times layer ``layer`` of ``weight [L, K, *columns]`` with logical ``axes``; transposed it lies as ``[L, J, K]``.
 
         Where K can be cut over devices, its sum is the tree of ``sharding.sums`` on every mesh, and devices that share it add its branches.
         Pallas kernels take stored weights alone that do not lie transposed; stored: what their bits mean, if not what their dtype says.
-        dtype: of the result; None: that of ``x``. Rows are quantised first where the scheme says so, in blocks of 128 of K.
+        split_tokens, by_data: as of ``multiply``. dtype: of the result; None: that of ``x``. Rows are quantised first where the scheme
+        says so, in blocks of 128 of K.
         """
         dtype, stored = dtype or x.dtype, stored or arrays["weight"].dtype
         spec, batch = self.rules.spec(axes), self.spec.batch_axes
@@ -225,11 +242,12 @@ class MatricesInPlace:
             return tree_sum(out, depth, shares, split=split, dtype=dtype, least=least)[None] if depth else out[None]
 
         own = P(spec[0], *columns, depth) if transposed else spec  # as the weight lies
-        out_specs = P(batch, depth if split else None, *columns)
+        rows = self.spec.head_axes if by_data else None
+        out_specs = P(batch, depth if split else rows, *columns)
         run = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(dict.fromkeys(arrays, own), P(), P(batch, None, depth)),
+            in_specs=(dict.fromkeys(arrays, own), P(), P(batch, rows, depth)),
             out_specs=out_specs,
             check_vma=False,
         )
@@ -261,8 +279,24 @@ class MatricesInPlace:
             rows = activations.quantise(rows, powers=self.scheme.powers, interpret=options["interpret"])
         return products.dense(*stack, layer, rows, cores=self.kernels.pallas.cores, **options)
 
-    def normalise(self, norm: RMSNorm | LayerNorm, x: Array) -> Array:
-        """The norm, by a kernel where products have one order."""
+    def project(self, model: Transformer, hidden: Array, dtype: np.dtype, *, by_data: bool) -> Array:
+        """Float32 logits ``[B, J, V]`` of hidden states ``[B, J, D]``. by_data: as of ``multiply``."""
+        if not self.ordered:
+            weight = model.head_weight(dtype)
+            return jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
+        weight, transposed = model.stored_head() if self.native else (model.head_weight(dtype), False)
+        return self.ordered_product(
+            {"weight": weight[None]},
+            jnp.int32(0),
+            hidden,
+            ("layers", "embed", "vocab"),
+            dtype=jnp.dtype("float32"),
+            by_data=by_data,
+            transposed=transposed,
+        )
+
+    def normalise(self, norm: RMSNorm | LayerNorm, x: Array, *, by_data: bool = False) -> Array:
+        """The norm, by a kernel where products have one order. by_data: tokens are split over ``tp``."""
         if not self.ordered or (not self.native and isinstance(norm, LayerNorm)):
             return norm(x)
 
@@ -271,7 +305,7 @@ class MatricesInPlace:
                 return self.kernels.native.norm(x[0], scale, norm.eps, bias)[None]
             return rms_norm(x[0], scale, norm.eps, self.kernels.pallas)[None]
 
-        by_rank = P(self.spec.batch_axes)
+        by_rank = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
         run = jax.shard_map(local, mesh=self.mesh, in_specs=(by_rank, P(), P()), out_specs=by_rank, check_vma=False)
         scale = value_of(norm.scale).astype(x.dtype)
         bias = value_of(norm.bias).astype(x.dtype) if isinstance(norm, LayerNorm) else None

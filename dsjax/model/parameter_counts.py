@@ -9,17 +9,10 @@ from dsjax.config import ModelConfig
 
 def mla_parameters(config: ModelConfig) -> int:
     """One attention layer: projections, biases, the norms on the latents, and the indexer (V3: 187,107,328; V3.2: 201,066,752)."""
-    heads, width = config.num_attention_heads, config.hidden_size
-    query_width, rank = heads * config.qk_head_dim, config.kv_lora_rank
-    if config.q_lora_rank is None:
-        query = width * query_width
-    else:
-        query = config.q_lora_rank * (width + 1 + query_width)
-    latent = width * (rank + config.qk_rope_head_dim) + rank
-    expansion = rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
-    output = heads * config.v_head_dim * width
-    biases = (config.q_lora_rank or 0) + rank + config.qk_rope_head_dim + width if config.attention_bias else 0
-    return query + latent + expansion + output + biases + indexer_parameters(config)
+    matrices, others = attention_matrices(config)
+    rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    biases = (config.q_lora_rank or 0) + rank + rotated + config.hidden_size if config.attention_bias else 0
+    return sum(rows * columns for rows, columns in matrices) + others + biases
 
 
 def indexer_parameters(config: ModelConfig) -> int:
@@ -28,6 +21,24 @@ def indexer_parameters(config: ModelConfig) -> int:
         return 0
     heads, width = config.index_n_heads, config.index_head_dim
     return config.q_lora_rank * heads * width + config.hidden_size * (width + heads) + 2 * width
+
+
+def attention_matrices(config: ModelConfig, tp: int = 1) -> tuple[list[tuple[int, int]], int]:
+    """A device's part of one attention layer: shapes `[in, out]` of the matrices that can be quantised, and the number of all other values.
+
+    tp: devices that share the heads; all else is whole on each of them. Biases are left out.
+    """
+    heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
+    query = config.q_lora_rank or width
+    matrices = [(rank, heads * (config.qk_nope_head_dim + config.v_head_dim)), (heads * config.v_head_dim, width)]
+    matrices += [(query, heads * config.qk_head_dim), (width, rank + config.qk_rope_head_dim)]
+    matrices += [(width, query)] if config.query_compressed else []
+    others = rank + (config.q_lora_rank or 0)
+    if config.index_topk is not None:
+        index = config.index_head_dim
+        matrices += [(query, config.index_n_heads * index), (width, index)]
+        others += 2 * index + width * config.index_n_heads
+    return matrices, others
 
 
 def mlp_parameters(config: ModelConfig, hidden: int) -> int:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -44,7 +46,7 @@ from sharding import MeshSpec, Rules
 from sharding.cut import CutLowered, lower_cut
 from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, Transit
 from sharding.layer_placement import LayerPlacements
-from sharding.placement import CopyTables, assign_copies
+from sharding.placement import CopyTables, assign_copies, slot_distances
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,7 @@ class ModelStep:
     block_tokens: int | None = None
     kernels: Kernels = Kernels()
     shared_experts_fusion: bool = False
+    nearest_copies: bool = False
     scheme: ActivationScheme = WIDEN
     index_scores: IndexScores = IndexScores()
     overlap: TwoBatchOverlap | None = None
@@ -153,11 +156,12 @@ class ModelStep:
             for stack in model.stacks:
                 if self.apart is not None and hasattr(stack, "moe"):
                     first = self.config.num_dense_layers
-                    x, cache = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies)
+                    halves = self.in_halves([group.shape for group in groups])
+                    x, cache = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, halves)
                     continue
                 x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
                 reports |= report
-            return self.in_place.normalise(model.final_norm, x), cache, reports
+            return self._whole(self.in_place.normalise(model.final_norm, self._whole(x))), cache, reports
 
     def further(
         self,
@@ -228,22 +232,17 @@ class ModelStep:
         """Float32 logits of hidden states that ``hidden`` gave; the vocabulary is spread over ``tp`` where that divides it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("head"):
             model: Transformer = self.table.bind(params)
-            if self.in_place.ordered:
-                stored = model.stored_head() if self.in_place.native else (model.head_weight(self.dtype), False)
-                weight, transposed = stored
-                axes = ("layers", "embed", "vocab")
-                logits = self.in_place.ordered_product(
-                    {"weight": weight[None]},
-                    jnp.int32(0),
-                    hidden,
-                    axes,
-                    dtype=jnp.dtype("float32"),
-                    transposed=transposed,
-                )
-            else:
-                weight = model.head_weight(self.dtype)
-                logits = jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
-            return self._constrain(logits, self.spec.batch_axes, None, self.rules.spec(("vocab",))[0])
+            placed = self.logits_spec(hidden.shape[1])
+            by_data = placed[1] is not None
+            if by_data:
+                hidden = self._split(self._whole(hidden))
+            logits = self.in_place.project(model, hidden, self.dtype, by_data=by_data)
+            return self._constrain(logits, *placed)
+
+    def logits_spec(self, positions: int) -> P:
+        """How logits ``[B, positions, V]`` are spread over ``tp``: by vocabulary, or by positions where it divides those."""
+        batch, tokens, vocab = self.rules.spec(("ranks", "head_tokens", "vocab"))
+        return P(batch, tokens if positions % self.spec.tp_size == 0 else None, vocab)
 
     def tokens(self, groups: Sequence[RowGroup]) -> Tokens:
         """What the layers need to know of these groups' token slots."""
@@ -294,7 +293,8 @@ class ModelStep:
 
     def in_halves(self, shapes: Sequence[GroupShape]) -> bool:
         """Whether a step of these groups is computed in two halves (``dsjax/model/two_batch.py``): where it is wanted and rows travel."""
-        travels = self.config.is_moe and self.spec.ep_size * self.spec.expert_width_shards > 1
+        away = self.apart is not None or self.spec.ep_size * self.spec.expert_width_shards > 1
+        travels = self.config.is_moe and away
         return self.overlap is not None and travels and self.overlap.halves(shapes)
 
     def _run_layer(self, block: DecoderLayer, x, cache: Cache, layer, first, tokens: Tokens, copies: CopyTables | None):
@@ -302,16 +302,37 @@ class ModelStep:
         of = Layer(block, layer - first, layer, tokens, copies)
         x, cache = self.attend(of, x, cache)
         if hasattr(block, "mlp"):
-            y = block.mlp(self._whole(self.in_place.normalise(block.mlp_norm, x)), self.in_place.multiply(of.index))
+            normed, multiply = self._normed(of, x), self.in_place.multiply(of.index, by_data=self.by_data(of, x))
+            y = block.mlp(normed, multiply)
             return self._constrain(x + y, self.spec.batch_axes), cache, {}
         x, report = self.receive(of, self.compute(of, self.send(of, x)))
         return x, cache, report
 
+    def by_data(self, of: Layer, x: Float[Array, "B T D"]) -> bool:
+        """Whether the layer's tokens are split over ``tp`` behind attention, since nothing that follows in it is cut over ``tp``.
+
+        Attention's sum is then scattered, and the layer's result gathered: together what one all-reduce sends.
+        """
+        if self.spec.tp_size == 1 or x.shape[1] % self.spec.tp_size:
+            return False
+        if hasattr(of.block, "mlp"):
+            return not self.rules.table["mlp_width"]
+        if self.apart is not None:
+            return False  # they go to other devices
+        return not (hasattr(of.block.moe, "shared") and self.rules.table["shared_width"])
+
     def attend(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
         """The first of a layer's four parts: attention, and the entries that it writes to the cache."""
+        x = self._whole(x)
         normed = self._whole(self.in_place.normalise(of.block.attn_norm, x))
-        attended, cache = self._attend(of.block, of.index, normed, cache, of.layer, of.tokens)
-        return x + attended, cache
+        attended, cache = self._attend(of, normed, cache)
+        return (self._split(x + attended) if self.by_data(of, x) else x + attended), cache
+
+    def _normed(self, of: Layer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What attention left, normalised for the MLP or the experts."""
+        by_data = self.by_data(of, x)
+        normed = self.in_place.normalise(of.block.mlp_norm, x, by_data=by_data)
+        return self._split(normed) if by_data else self._whole(normed)
 
     def send(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
         """The second part: choose the experts of each token, and send it to them."""
@@ -324,9 +345,9 @@ class ModelStep:
 
     def choose(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Routing]:
         """The tokens as experts read them, and the experts of each."""
-        normed = self._whole(self.in_place.normalise(of.block.mlp_norm, x))
-        multiply = self.in_place.multiply(of.index, split_tokens=True)
-        return normed, of.block.moe.router(normed, self._on_each_rank, multiply)
+        normed, by_data = self._normed(of, x), self.by_data(of, x)
+        multiply = self.in_place.multiply(of.index, split_tokens=True, by_data=by_data)
+        return normed, of.block.moe.router(normed, partial(self._on_each_rank, by_data=by_data), multiply)
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
         """The rest of ``send``: the exchange alone."""
@@ -342,10 +363,10 @@ class ModelStep:
 
     def share(self, of: Layer, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"] | None:
         """What the shared experts add, where they are not among the routed ones."""
-        moe = of.block.moe
-        return (
-            moe.shared(normed, self.in_place.multiply(of.index, split_tokens=True)) if hasattr(moe, "shared") else None
-        )
+        if not hasattr(of.block.moe, "shared"):
+            return None
+        multiply = self.in_place.multiply(of.index, split_tokens=True, by_data=self.by_data(of, normed))
+        return of.block.moe.shared(normed, multiply)
 
     def receive(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """The fourth part: bring the experts' sums back, and add them; and the exchange's counts."""
@@ -361,19 +382,28 @@ class ModelStep:
         exchange, experts = self.exchange(of, computed.x)
         with jax.named_scope("experts"):
             y, report = exchange.add(computed.transit, experts)
-        return self.add_sum(computed.x, y.reshape(computed.x.shape), computed.shared), report or {}
+        y, by_data = y.reshape(computed.x.shape), self.by_data(of, computed.x)
+        return self.add_sum(computed.x, y, computed.shared, by_data=by_data), report or {}
 
-    def add_sum(self, x: Float[Array, "B T D"], y: Float[Array, "B T D"], shared: Float[Array, "B T D"] | None):
-        """Tokens with the sums of their routed and of the shared experts added."""
+    def add_sum(
+        self,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "B T D"],
+        shared: Float[Array, "B T D"] | None,
+        *,
+        by_data: bool = False,
+    ) -> Float[Array, "B T D"]:
+        """Tokens with the sums of their routed and of the shared experts added. by_data: all three are split over ``tp``."""
         # Where the shared experts' sum comes split, too, the two are added before they are gathered.
-        if self.kernels.name("other products") != "pallas":
+        if self.kernels.name("other products") != "pallas" and not by_data:
             y = self._constrain(y, self.spec.batch_axes)
         if shared is not None:
             y += shared
         return self._constrain(x + y, self.spec.batch_axes)
 
-    def _attend(self, block: DecoderLayer, index: Int[Array, ""], x, cache: Cache, layer, tokens: Tokens):
-        attention, mla, multiply = self.attention, block.attn, self.in_place.multiply(index)
+    def _attend(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+        index, layer, tokens, by_data = of.index, of.layer, of.tokens, self.by_data(of, x)
+        attention, mla, multiply = self.attention, of.block.attn, self.in_place.multiply(index)
         in_stack = mla.kv_b.weight[...].ndim == len(mla.kv_b.weight.info.shape)
         by_head = index if in_stack else None
         query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups) or self.in_place.native
@@ -389,28 +419,48 @@ class ModelStep:
             part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
             rows = Rows(group.positions, group.tables, group.length, tokens.filled)
             heads = attention.attend(mla, group.shape.form, cache, layer, rows, part, by_head)
+            if by_data and len(tokens.groups) == 1:
+                heads, multiply = (
+                    heads.reshape(B, R * C, *heads.shape[3:]),
+                    self.in_place.multiply(index, split_tokens=True, scatter=True),
+                )
             out = mla.add_output_bias(heads) if group.shape.form == "AM_CC_ME" else mla.output(heads, multiply)
             outs.append(out.reshape(B, R * C, -1))
             start += R * C
-        return self._constrain(jnp.concatenate(outs, axis=1), self.spec.batch_axes), cache
+        attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+        return self._split(attended) if by_data else self._whole(attended), cache
 
-    def _on_each_rank(self, choose: Callable) -> Callable:
+    def _on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
         """``choose(logits, bias)`` for each DP rank's tokens by itself."""
-        tokens = P(self.spec.batch_axes)
+        tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
         return jax.shard_map(choose, mesh=self.mesh, in_specs=(tokens, P()), out_specs=tokens, check_vma=False)
 
     def _prepare(self, of: Layer, x: Float[Array, "B T D"], routing: Routing) -> Transit:
         """Pack active tokens for the physical copies of their experts."""
         B, T, D = x.shape
         with jax.named_scope("experts"):
-            return self.exchange(of, x)[0].prepare(self._whole(x.reshape(B * T, D)), *self.assign(of, routing))
+            by_data = self.by_data(of, x)
+            rows = self._constrain(x.reshape(B * T, D), self.spec.token_axes if by_data else self.spec.batch_axes)
+            return self.exchange(of, x)[0].prepare(rows, *self.assign(of, routing, by_data=by_data))
 
-    def assign(self, of: Layer, routing: Routing) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
-        """The physical experts of all token slots, and their weights."""
+    def assign(
+        self, of: Layer, routing: Routing, *, by_data: bool = False
+    ) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
+        """The physical experts of all token slots, and their weights. by_data: tokens are split over ``tp``."""
         B, T, K = routing.ids.shape
-        logical = self._whole(routing.ids).reshape(B * T, K)
-        slots = assign_copies(of.copies, logical, of.tokens.active.reshape(B * T), ranks=B)
-        return self._whole(slots), self._whole(self._whole(routing.weights).reshape(B * T, K))
+        whole, axes = (self._split, self.spec.token_axes) if by_data else (self._whole, self.spec.batch_axes)
+        logical, active = whole(routing.ids).reshape(B * T, K), whole(of.tokens.active).reshape(B * T)
+        # Copies take turns on each DP rank, or on each device where the tokens are split already.
+        runs = self.spec.tp_size if by_data else 1
+        slots = assign_copies(of.copies, logical, active, B * runs, self._slot_distances(runs))
+        return self._constrain(slots, axes), self._constrain(whole(routing.weights).reshape(B * T, K), axes)
+
+    def _slot_distances(self, runs: int) -> Int[np.ndarray, "R P"] | None:
+        """What ``assign_copies`` takes, where a token goes to the nearest copies; runs: of a DP rank's tokens."""
+        if not self.nearest_copies:
+            return None
+        hosts = np.array([device.process_index for device in self.mesh.devices.flat])
+        return np.repeat(slot_distances(self.spec, hosts, self.placement.n_physical), runs, axis=0)
 
     def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""
@@ -498,6 +548,10 @@ class ModelStep:
         that is computed before, and add collectives there.
         """
         return self._constrain(array, self.spec.batch_axes)
+
+    def _split(self, array: Array) -> Array:
+        """Split each DP rank's tokens over its ``tp`` devices."""
+        return self._constrain(array, self.spec.batch_axes, self.spec.head_axes)
 
     def _constrain(self, array: Array, *axes) -> Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, P(*axes)))

@@ -37,7 +37,7 @@ class Embedding(nnx.Module):
     """Token embedding table."""
 
     def __init__(self, declare: Declaration, config: ModelConfig):
-        self.weight = declare.parameter((config.vocab_size, config.hidden_size), ("vocab", "embed"))
+        self.weight = declare.parameter((config.vocab_size, config.hidden_size), ("embedded_vocab", "embed"))
 
     def __call__(self, tokens: Int[Array, "*b"], dtype) -> Float[Array, "*b D"]:
         """Rows of the table, in the compute dtype."""

@@ -63,7 +63,7 @@ class TwoBatchOverlap:
 
 
 @dataclass(frozen=True)
-class _Halves:
+class Halves:
     """Row groups in two halves. places: of all token slots of a DP rank, first those of half a and then those of half b."""
 
     a: Sequence[RowGroup]
@@ -76,7 +76,7 @@ class _Halves:
         return sum(group.shape.tokens for group in self.a)
 
     @classmethod
-    def of(cls, groups: Sequence[RowGroup]) -> _Halves:
+    def of(cls, groups: Sequence[RowGroup]) -> Halves:
         """Every second row to each half, as padding comes last; a row alone is cut in the middle of its chunk."""
         a, b, places_a, places_b, start = [], [], [], [], 0
         for group in groups:
@@ -129,7 +129,7 @@ def run_in_halves(
     merge: makes a layer of its slice of ``weights``. first: the stack's first layer's number in the cache.
     """
     step = replace(step, dispatch=replace(step.dispatch, overlapped=True))
-    halves = _Halves.of(tokens.groups)
+    halves = Halves.of(tokens.groups)
     tokens_a, tokens_b = step.tokens(halves.a), step.tokens(halves.b)
     ordered = x[:, halves.places]
     x_a, x_b = ordered[:, : halves.first], ordered[:, halves.first :]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.errors import UserError
 from dsjax.options import option
+from dsjax.plan.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from dsjax.plan.cluster import Cluster
@@ -70,7 +71,7 @@ class PlanArgs:
     )
     precision: str = option(
         "auto",
-        "fp8, bf16, int8, nvfp4, mxfp4; with bf16 attention nvfp4-bf16, mxfp4-bf16; auto: fp8, or what --measured was taken with.",
+        f"{', '.join(PRECISIONS)} (-bf16: with attention in bf16); auto: fp8, or what --measured was taken with.",
     )
     kv_cache_dtype: str = option("auto", "Latent cache: auto, bf16 or fp8.")
     mtp: int = option(0, "Tokens drafted by the MTP module a step.")

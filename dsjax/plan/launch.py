@@ -126,6 +126,8 @@ def unfit(engine: str, layout: InstanceLayout, host: int, hardware: Hardware, pr
     host: devices of one. hardware: the device, on which TensorRT-LLM's expert kernels depend.
     """
     mesh = layout.unit.mesh
+    if "etp" in mesh.axes:
+        return f"{layout.mesh}: for {engine} no command is written in which DP ranks share an expert's width"
     hybrid = mesh.splits_expert_width and mesh.ep_size > 1
     if engine == "vllm" and hybrid:
         return f"{layout.mesh}: vLLM spreads experts over all devices of an instance or cuts all of them, not both"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,7 +29,9 @@ class InstanceLayout:
         """Dynamo's name: TP, TEP and DEP with their width, or the mixture."""
         mesh = self.mesh
         experts = "TP" if mesh.splits_expert_width else "TEP"
-        if mesh.tp_size == 1:
+        if "etp" in mesh.axes:
+            name = f"DP{mesh.dp_size}" + (f"×TP{mesh.tp_size}" if mesh.tp_size > 1 else "") + f", ETP{mesh.etp_size}"
+        elif mesh.tp_size == 1:
             name = f"DEP{mesh.dp_size}" if mesh.num_devices > 1 else "one device"
         elif mesh.dp_size == 1:
             name = f"{experts}{mesh.tp_size}"
@@ -44,7 +46,9 @@ class InstanceLayout:
         if mesh.expert_copies == 1:
             return self
         return InstanceLayout(
-            MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size), self.redundant, self.fused
+            MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size, mesh.etp_size),
+            self.redundant,
+            self.fused,
         )
 
     def __str__(self) -> str:
@@ -99,6 +103,18 @@ def layouts(
                     layout = InstanceLayout(mesh, extra)
                     if fits(config, layout, block) is None:
                         yield layout
+
+
+def named_layouts(
+    config: ModelConfig, meshes: Collection[MeshSpec | None], *, redundant: int | None, block: int | None
+) -> Iterator[InstanceLayout]:
+    """Layouts of those of the meshes that ``layouts`` does not try: whose DP ranks share the width of an expert."""
+    for mesh in meshes:
+        if mesh is not None and "etp" in mesh.axes:
+            tried = (
+                InstanceLayout(mesh, extra) for extra in _redundancies(config.n_routed_experts, mesh.ep_size, redundant)
+            )
+            yield from (layout for layout in tried if fits(config, layout, block) is None)
 
 
 def _redundancies(logical: int, ep: int, wanted: int | None) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
 from dsjax.model.mla_costs import index_key_bytes
-from dsjax.model.parameter_counts import parameter_counts, router_bias_parameters
+from dsjax.model.parameter_counts import attention_matrices, parameter_counts, router_bias_parameters
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, assumed, exact, largest
 from dsjax.plan.layout import InstanceLayout
@@ -25,21 +25,11 @@ def weight_bytes(
     tp, layers = mesh.tp_size, config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     moe_layers = layers - config.num_dense_layers if config.is_moe else 0
     dense_layers = layers - moe_layers
-    width, heads = config.hidden_size, config.num_attention_heads // tp
-    per_query, rank = config.qk_head_dim, config.kv_lora_rank
-    query = config.q_lora_rank or width
-    attention = [(rank, heads * (config.qk_nope_head_dim + config.v_head_dim)), (heads * config.v_head_dim, width)]
-    attention += [(query, heads * per_query), (width, rank + config.qk_rope_head_dim)]
-    attention += [(width, query)] if config.query_compressed else []
-    norms = 2 * width + rank + (config.q_lora_rank or 0)
-    if config.index_topk is not None:
-        index = config.index_head_dim
-        attention += [(query, config.index_n_heads * index), (width, index)]
-        norms += 2 * index + width * config.index_n_heads  # the heads' weights are bf16, too
+    width, (attention, others) = config.hidden_size, attention_matrices(config, tp)
     slots = (config.n_routed_experts + layout.redundant) // mesh.ep_size if config.is_moe else 0
     of_shared = mesh.expert_width_shards if layout.fused else tp
     sizes = {
-        "attention": layers * (bytes_of(attention, precision.linear) + norms * 2),
+        "attention": layers * (bytes_of(attention, precision.linear) + (others + 2 * width) * 2),
         "dense MLP": dense_layers * _mlp(width, config.intermediate_size // tp, precision.mlp),
         "experts": moe_layers * slots * expert_bytes(config, mesh.expert_width_shards, precision),
         "shared experts": moe_layers

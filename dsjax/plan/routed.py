@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dsjax.plan.figure import Figure, assumed, exact
-from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange, own_exchange
+from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange, own_exchange, xla_collective
 from dsjax.plan.precision import BF16
 from dsjax.plan.program import exchange_run, exchanges
 
@@ -25,7 +25,7 @@ def routed_experts(
     config, mesh, chip = step.config, step.layout.mesh, step.chip
     width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
     rank_tokens, devices = tokens / mesh.tp_size, mesh.num_devices // mesh.expert_copies
-    split = mesh.tp_size if mesh.splits_expert_width else 1
+    split = mesh.expert_width_shards
     balanced = step.places_by_load
     fused = step.layout.fused
     key = (
@@ -78,9 +78,9 @@ def routed_experts(
             "one expert's weights more, or where rows take the time one in top-k of them",
         )  # fmt: skip
     there, back = _exchanges(step, rank_tokens, decode, slowest, halved)
-    if mesh.splits_expert_width and mesh.ep_size > 1:
-        size = tokens * top_k * width * BF16
-        back = back + all_reduce(step.cluster, mesh.tp_size, size)
+    if mesh.splits_expert_width and mesh.ep_size > 1 and "etp" not in mesh.axes:
+        size = rank_tokens * split * top_k * width * BF16
+        back = back + all_reduce(step.cluster, split, size)
     parts = {"experts": products * layers, "dispatch": there * layers, "combine": back * layers}
     if not step.dry_runs:
         step.shared[key] = parts
@@ -96,6 +96,9 @@ def _exchanges(
     if step.sums_experts:
         return exact(0.0), exact(0.0)
     there, back = width * step.precision.wire, width * BF16
+    if "etp" in mesh.axes:
+        rows = {"all_gather": there + 6 * top_k + 4, "reduce_scatter": back}
+        return tuple(_pooled_exchange(step, rank_tokens, row, kind) for kind, row in rows.items())
     if step.dispatch != "deepep":
         run = exchange_run(step.dry_runs, decode, step.dispatch, top_k, ranks, rank_tokens) if ranks > 1 else None
         if run:
@@ -115,3 +118,18 @@ def _exchanges(
         normal_exchange(cluster, config, ranks, rank_tokens, there, slowest, False, step.operators, step.shared),
         normal_exchange(cluster, config, ranks, rank_tokens, back, slowest, True, step.operators, step.shared),
     )
+
+
+def _pooled_exchange(step: StepModel, rank_tokens: float, row_bytes: float, kind: str) -> Figure:
+    """One way of tokens whose experts' widths DP ranks share: to one of the ranks that share an expert, then to all of them.
+
+    Ranks that share a width are neighbours, so that those with other experts are ``etp`` devices apart.
+    """
+    cluster, mesh, top_k = step.cluster, step.layout.mesh, step.config.num_experts_per_tok
+    ranks, sharing = mesh.ep_size, mesh.etp_size
+    arriving = rank_tokens * ranks * (1 - (1 - 1 / ranks) ** top_k) if ranks > 1 else rank_tokens
+    time = xla_collective(cluster, sharing, exact(arriving) * row_bytes, kind=kind)
+    if ranks > 1:
+        near = max(1, min(ranks, cluster.domain // sharing))
+        time = time + xla_collective(cluster, ranks, exact(arriving / ranks) * row_bytes, near=near)
+    return time

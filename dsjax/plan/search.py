@@ -15,11 +15,13 @@ from dsjax.plan.candidate import Candidate, frontier, in_full, quick_aggregated
 from dsjax.plan.dry_runs import DryRunUsage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
-from dsjax.plan.layout import InstanceLayout, layouts
+from dsjax.plan.layout import InstanceLayout, layouts, named_layouts
 from dsjax.plan.precision import FP8_BLOCK
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import FEW_DEVICES, SHOWN, Question, users_told_apart
 from dsjax.plan.separated import separated_candidates
+from dsjax.plan.workload import PlanOptions
+from sharding import MeshSpec
 
 _TYPICAL_BATCH = 64
 """At which the size of a step's prompts is chosen on many devices."""
@@ -72,6 +74,13 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
             copies=question.devices <= 64,
         )
     )
+    runnable += [
+        layout
+        for layout in named_layouts(
+            question.config, wanted_meshes(question.options), redundant=question.options.redundant, block=block
+        )
+        if layout.devices <= question.devices
+    ]
     if question.options.fused:
         if question.config.n_shared_experts != 1:
             raise UserError(
@@ -100,6 +109,11 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
     return runnable, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
 
 
+def wanted_meshes(options: PlanOptions) -> set[MeshSpec]:
+    """The meshes that a user named."""
+    return {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
+
+
 def _runnable(question: Question, layouts: list[InstanceLayout]) -> list[InstanceLayout]:
     """Without those that the engine cannot be asked for.
 
@@ -114,7 +128,7 @@ def _runnable(question: Question, layouts: list[InstanceLayout]) -> list[Instanc
         for layout in layouts
     }
     kept = [layout for layout in layouts if reasons[layout] is None]
-    wanted = {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
+    wanted = wanted_meshes(options)
     for mesh in sorted(wanted, key=str):
         refused = next((reasons[layout] for layout in layouts if layout.mesh == mesh and reasons[layout]), None)
         if refused and not any(layout.mesh == mesh for layout in kept):

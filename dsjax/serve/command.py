@@ -1,7 +1,9 @@
 """`dsjax serve`: load a model onto a mesh and answer OpenAI's clients."""
 
 import dataclasses
+import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -107,6 +109,9 @@ def serve(
     listener = listeners[0]
     check_listener(listener, keys, allow_unauthenticated)
     console = Console()
+    if args.afd_role == "expert":
+        serve_experts(args, console)
+        return
     if group_options is not None and not group_options.is_leader:
         from dsjax.serve.headless import Headless
 
@@ -130,6 +135,22 @@ def serve(
     )
     if code:
         raise typer.Exit(code)
+
+
+def serve_experts(args: EngineArgs, console: Console) -> None:
+    """Answer the attention side's calls until the process is told to end."""
+    from dsjax.engine.elastic.joining import join_group
+
+    join_group(args, None)  # has devices emulated
+    from dsjax.engine.expert_process import load_experts
+
+    process = load_experts(args, show_progress=True)
+    console.print(f"routed experts of {args.model} on {args.expert_mesh} answer at {args.afd_address}", highlight=False)
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    signal.signal(signal.SIGINT, lambda *_: ended.set())
+    ended.wait()
+    process.close()
 
 
 def serve_model(

@@ -1,6 +1,7 @@
 """What the terminal shows while a server starts: the mesh, bytes per device, cache capacity, warm-up, the URL."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,7 +88,8 @@ def _speculation_line(speculation: dict[str, Any]) -> str:
 
 def _mesh_picture(facts: EngineFacts) -> Group:
     """Devices as numbers in order: one line an EP row, `tp` neighbours joined."""
-    copies, ep, tp = facts.mesh_shape.values()
+    copies, *over_ranks, tp = facts.mesh_shape.values()
+    ep = math.prod(over_ranks)
     lines: list[Text] = []
     for copy in range(copies):
         if copy == _MOST_ROWS:
@@ -103,7 +105,7 @@ def _mesh_picture(facts: EngineFacts) -> Group:
 
 
 def _layout_line(facts: EngineFacts) -> Text:
-    copies, _, tp = facts.mesh_shape.values()
+    copies, *_, tp = facts.mesh_shape.values()
     parts = [f"{facts.dp_ranks} DP ranks of {tp}", f"{facts.physical_experts_per_device} experts a device"]
     parts += [f"{copies} copies of the experts"] if copies > 1 else []
     parts += [f"{facts.num_processes} processes"] if facts.num_processes > 1 else []

@@ -37,7 +37,8 @@ from sharding.sums import add_in_order
 class Between:
     """One exchange of so many tokens.
 
-    spec, mesh: of the devices with tokens; expert_spec, expert_mesh: of those with experts, each of which has whole ones.
+    spec, mesh: of the devices with tokens; expert_spec, expert_mesh: of those with experts, each of which has whole ones. Without the
+    mesh, where these are another process's, there is no ``to_experts``, ``compute`` and ``to_tokens``.
     tokens: of the whole step, a multiple of ``spec.dp_size``. experts: physical ones in all. wire: what a packed row is.
     by_choice: as of ``DispatchConfig``.
     """
@@ -45,7 +46,7 @@ class Between:
     spec: MeshSpec
     mesh: Mesh
     expert_spec: MeshSpec
-    expert_mesh: Mesh
+    expert_mesh: Mesh | None
     tokens: int
     experts: int
     wire: WireFormat
@@ -54,7 +55,7 @@ class Between:
     @cached_property
     def group(self) -> ExpertGroup:
         """The devices of the experts."""
-        return ExpertGroup.of(self.expert_spec, self.experts, self.expert_mesh.devices.flat[0].platform, self.by_choice)
+        return ExpertGroup.of(self.expert_spec, self.experts, self.mesh.devices.flat[0].platform, self.by_choice)
 
     @property
     def senders(self) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from sharding.mesh import AXES, MeshSpec
+from sharding.mesh import MeshSpec
 from sharding.sums import tree_sum
 
 InMemory = Callable[[jax.Array, tuple[str, ...], int, bool], jax.Array]
@@ -48,7 +48,7 @@ class ExpertGroup:
         cls, spec: MeshSpec, experts: int, platform: str, in_order: bool = False, in_memory: InMemory | None = None
     ) -> ExpertGroup:
         """The group that ``spec`` lays out, with ``experts`` physical experts in all, a multiple of ``spec.ep_size``."""
-        sizes = dict(zip(AXES, spec.shape, strict=True))
+        sizes = dict(zip(spec.axes, spec.shape, strict=True))
         axes = tuple(a for a in spec.expert_axes if sizes[a] > 1)
         width_axes = tuple(a for a in spec.expert_width_axes if sizes[a] > 1)
         return cls(

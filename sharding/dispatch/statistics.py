@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange, reduce
 
 from sharding.balancing import balancedness_of_ranks
 from sharding.dispatch.config import DispatchConfig
@@ -100,11 +99,11 @@ class DispatchStatistics:
 
 def tokens_per_physical_expert(spec: MeshSpec, counts: np.ndarray) -> np.ndarray:
     """What each device counted of its own slots, ``[layers, devices, X]``, as ``[layers, slots of an EP group]``: copies of it added up."""
-    dp, ep, tp = spec.shape
-    by_axis = rearrange(counts, "layer (dp ep tp) x -> layer dp ep tp x", dp=dp, ep=ep, tp=tp)
-    if spec.splits_expert_width:
-        by_axis = by_axis[:, :, :, :1]  # devices that share an expert's width counted the same pairs
-    return reduce(by_axis, "layer dp ep tp x -> layer (ep tp x)", "sum")
+    by_axis = counts.reshape(len(counts), *spec.shape, -1)
+    # Devices that share an expert's width counted the same pairs.
+    alike = tuple(slice(1) if axis in spec.expert_width_axes else slice(None) for axis in spec.axes)
+    copies = by_axis[(slice(None), *alike)].sum(axis=1)
+    return copies.reshape(len(counts), -1)
 
 
 def _wire_bytes(

@@ -27,7 +27,20 @@ LAYOUTS = (
     "dp=16,tp=2,ep=8",
     "dp=8,tp=4,ep=2",
     "dp=4,tp=2,ep=1",
+    "dp=8,ep=2,etp=4",
+    "dp=8,tp=2,ep=4,etp=4",
+    "dp=8,tp=4,ep=8,etp=2",
 )
+
+
+def places(spec):
+    """Of each device: the number of its copy of the experts, and its place in that copy's EP group."""
+    index = dict(zip(spec.axes, np.unravel_index(np.arange(spec.num_devices), spec.shape), strict=True))
+    sizes = dict(zip(spec.axes, spec.shape, strict=True))
+    place = np.zeros(spec.num_devices, int)
+    for axis in spec.expert_axes:
+        place = place * sizes[axis] + index[axis]
+    return index["dp"], place
 
 
 def coded_experts(params, rows, ids, weights):

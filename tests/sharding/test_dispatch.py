@@ -19,6 +19,7 @@ from dispatch_cases import (
     codes,
     compiled,
     expected,
+    places,
     routings,
     weights_of,
 )
@@ -44,23 +45,17 @@ CASES += [(layout, "padded, chunks") for layout in ("dp=1", "dp=8", "dp=8,tp=4,e
 
 def expected_counts(spec, slots, experts):
     """Counts by plain NumPy, from the routing alone: tokens per expert on each rank, rows sent and received by each."""
-    dp, ep, tp = spec.shape
     per_rank = experts // spec.ep_size
     holder = slots // per_rank  # place in the EP group
-    devices = np.arange(spec.num_devices).reshape(dp, ep, tp)
+    copy, place = places(spec)
     loads = np.zeros((spec.num_devices, per_rank), int)
     sent, received = np.zeros(spec.num_devices, int), np.zeros(spec.num_devices, int)
     tokens = len(slots) // spec.num_devices
     for t, row in enumerate(slots):
         home = t // tokens
-        copy, _, _ = np.unravel_index(home, (dp, ep, tp))
         reached = set()
         for k in np.flatnonzero(row >= 0):
-            if spec.splits_expert_width:
-                holders = devices[copy, holder[t, k], :]
-            else:
-                holders = [devices[copy].reshape(-1)[holder[t, k]]]
-            for device in holders:
+            for device in np.flatnonzero((copy == copy[home]) & (place == holder[t, k])):
                 loads[device, row[k] % per_rank] += 1
                 reached.add(int(device))
         sent[home] += len(reached - {home})
@@ -96,8 +91,7 @@ def test_every_dispatch_by_choice_equals_the_single_device_sums(layout, method, 
     spec, call = compiled(layout, BY_CHOICE[method], EXPERTS, home=home)
     tokens = TOKENS * spec.num_devices
     x, weights = coded_rows(tokens), weights_of(tokens)
-    _, place, part = np.unravel_index(np.arange(spec.num_devices), spec.shape)
-    gain = 500 + np.repeat(place if spec.splits_expert_width else place * spec.tp_size + part, TOKENS)[:, None]
+    gain = 500 + np.repeat(places(spec)[1], TOKENS)[:, None]
     for name, slots in routings(tokens, EXPERTS, spec.num_devices).items():
         y, report = call(x, slots, weights)
         own = home * x * gain * (slots >= 0).any(axis=1, keepdims=True)
@@ -193,8 +187,7 @@ def test_an_expert_that_each_rank_has_for_its_own_tokens_adds_to_theirs_and_send
     spec, call = compiled(layout, METHODS[method], EXPERTS, home=True)
     tokens = TOKENS * spec.num_devices
     x, weights = coded_rows(tokens), weights_of(tokens)
-    _, place, part = np.unravel_index(np.arange(spec.num_devices), spec.shape)
-    own = place if spec.splits_expert_width else place * spec.tp_size + part
+    own = places(spec)[1]
     gain = 500 + np.repeat(own, TOKENS)[:, None]
     for name, slots in routings(tokens, EXPERTS, spec.num_devices).items():
         y, report = call(x, slots, weights)

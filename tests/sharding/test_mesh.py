@@ -28,6 +28,11 @@ TABLE = [
     ("tp=8,ep=1", (1, 1, 8), 8, 256, 0),
     ("dp=32,ep=8", (4, 8, 1), 32, 32, 0),
     ("dp=72", (1, 72, 1), 72, 4, 32),
+    ("dp=8,ep=1,etp=8", (1, 1, 8, 1), 8, 256, 0),
+    ("dp=8,ep=2,etp=4", (1, 2, 4, 1), 8, 128, 0),
+    ("dp=4,tp=2,ep=2,etp=4", (1, 2, 2, 2), 8, 128, 0),
+    ("dp=8,tp=4,ep=8,etp=2", (2, 2, 2, 4), 32, 32, 0),
+    ("dp=8,tp=4,ep=4,etp=4", (2, 4, 4), 32, 64, 0),
 ]
 
 
@@ -36,9 +41,7 @@ def test_each_row_of_the_design_gives_its_physical_mesh(text, shape, devices, ex
     spec = MeshSpec.parse(text)
     spec.check_fits(heads=128 if spec.tp_size > 1 else 1, experts=256, redundant=redundant, expert_width=2048)
     assert (spec.shape, spec.num_devices) == (shape, devices)
-    experts_over = math.prod(
-        size for axis, size in zip(("dp", "ep", "tp"), shape, strict=True) if axis in spec.expert_axes
-    )
+    experts_over = math.prod(size for axis, size in zip(spec.axes, shape, strict=True) if axis in spec.expert_axes)
     assert (256 + redundant) // experts_over == experts_on_a_device
     assert str(spec) == text
 
@@ -48,6 +51,15 @@ def test_width_is_split_only_where_ep_leaves_no_room_for_tp():
     assert (whole.expert_axes, whole.expert_width_axes, whole.expert_copies) == (("ep", "tp"), (), 2)
     assert (split.expert_axes, split.expert_width_axes, split.expert_copies) == (("ep",), ("tp",), 1)
     assert split.expert_width_shards == 4
+
+
+def test_a_width_that_dp_ranks_share_has_an_axis_of_its_own_beside_tp():
+    over_both, over_ranks = MeshSpec.parse("dp=4,tp=2,ep=2,etp=4"), MeshSpec.parse("dp=8,tp=4,ep=8,etp=2")
+    assert (over_both.expert_axes, over_both.expert_width_axes) == (("ep",), ("etp", "tp"))
+    assert (over_ranks.expert_axes, over_ranks.expert_width_axes) == (("ep", "tp"), ("etp",))
+    assert over_both.batch_axes == over_ranks.batch_axes == ("dp", "ep", "etp")
+    assert MeshSpec.parse("tp=8,ep=1,etp=8") == MeshSpec.parse("tp=8,ep=1")
+    assert MeshSpec.parse("dp=8,etp=4").ep_size == 2
 
 
 def test_axes_left_out_take_their_defaults_and_spaces_do_not_count():
@@ -65,7 +77,9 @@ def test_axes_left_out_take_their_defaults_and_spaces_do_not_count():
         ("dp", ["found 'dp'", "axis=size"]),
         ("dp=4,", ["found ''"]),
         ("dp=4;tp=2", ["found 'dp=4;tp=2'"]),
-        ("pp=2", ["found 'pp=2'", "dp, tp, ep"]),
+        ("pp=2", ["found 'pp=2'", "dp, tp, ep, etp"]),
+        ("dp=8,ep=2,etp=3", ["ep × etp = 2 × 3 = 6", "8 × 1 = 8", "[1, 2, 4]"]),
+        ("dp=4,tp=4,ep=2,etp=2", ["etp=2 is no multiple of tp=4", "ep=2"]),
         ("dp=-2", ["found 'dp=-2'"]),
         ("dp=2.0", ["found 'dp=2.0'"]),
         ("dp=2,tp=2,dp=4", ["axis dp is given twice"]),
@@ -101,6 +115,7 @@ def fits(text, **model):
         ("dp=72", {}, ["256 physical experts (256 + 0 redundant)", "ep=72", "fits is 32"]),
         ("dp=72", {"redundant": 40}, ["296 physical experts (256 + 40 redundant)", "fits is 32"]),
         ("tp=4,ep=1", {"expert_width": 18}, ["expert width 18", "tp=4", "[1, 2, 3, 6, 9, 18]"]),
+        ("dp=8,ep=1,etp=8", {"expert_width": 12}, ["expert width 12", "etp=8", "[1, 2, 3, 4, 6, 12]"]),
         ("tp=4", {"dense_widths": {"dense MLP width": 10}}, ["dense MLP width 10", "tp=4", "[1, 2, 5, 10]"]),
         ("tp=32,ep=1", {"block": 128}, ["expert width 2048 over tp=32 is 64", "block of 128", "[1, 2, 4, 8, 16]"]),
         # 384 is three blocks: tp = 2 cuts the middle one although fewer than three devices share it.
@@ -137,19 +152,21 @@ def test_what_divides_fits_and_only_split_widths_are_looked_at():
 SIZES = st.integers(1, 12)
 
 
-@given(dp=SIZES, tp=SIZES, ep=st.integers(1, 144))
-def test_any_spec_covers_its_devices_exactly_or_is_refused(dp, tp, ep):
+@given(dp=SIZES, tp=SIZES, ep=st.integers(1, 144), etp=st.integers(0, 24))
+def test_any_spec_covers_its_devices_exactly_or_is_refused(dp, tp, ep, etp):
     valid = dp * tp % ep == 0 and (ep % tp == 0 or dp % ep == 0)
+    if etp:
+        valid = dp * tp % (ep * etp) == 0 and (etp % tp == 0 or (ep % tp == 0 and dp % (ep // tp * etp) == 0))
     if not valid:
-        with pytest.raises(MeshError, match=f"ep={ep}"):
-            MeshSpec(dp, tp, ep)
+        with pytest.raises(MeshError, match=f"ep ?.*{ep}"):
+            MeshSpec(dp, tp, ep, etp)
         return
-    spec = MeshSpec(dp, tp, ep)
-    sizes = dict(zip(("dp", "ep", "tp"), spec.shape, strict=True))
+    spec = MeshSpec(dp, tp, ep, etp)
+    sizes = dict(zip(spec.axes, spec.shape, strict=True))
     assert math.prod(spec.shape) == spec.num_devices == dp * tp
     assert math.prod(sizes[axis] for axis in spec.batch_axes) == dp
     assert math.prod(sizes[axis] for axis in spec.expert_axes) == ep
-    assert math.prod(sizes[axis] for axis in spec.expert_width_axes) == spec.expert_width_shards
+    assert math.prod(sizes[axis] for axis in spec.expert_width_axes) == spec.expert_width_shards == spec.etp_size
     assert spec.expert_copies * ep * spec.expert_width_shards == spec.num_devices
     assert MeshSpec.parse(str(spec)) == spec
     # No expert's weights are split over an axis that also spreads experts, or over the copies.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from dispatch_cases import K, coded_rows, compiled, expected, weights_of
 
-from sharding import MeshError
+from sharding import MeshError, MeshSpec
 from sharding.dispatch import DispatchConfig
-from sharding.placement import Placement, assign_copies, least_redundancy
+from sharding.placement import Placement, assign_copies, least_redundancy, slot_distances
 
 
 def test_identity_returns_ids_unchanged_and_drops_inactive_tokens():
@@ -55,6 +55,42 @@ def test_copies_are_used_evenly_on_every_rank_whatever_the_routing(ranks):
             used = np.bincount(run[run >= 0], minlength=20)
             for copies in placement.logical_to_physical:
                 assert used[list(copies)].max() - used[list(copies)].min() <= 1
+
+
+def test_the_nearest_copies_take_turns_and_fewer_choices_leave_their_host():
+    spec, tokens = MeshSpec.parse("dp=32"), 64
+    # Experts 0 to 31 have a copy on each of four hosts, four of them on a rank, beside seven of the others.
+    rows = [[*range(4 * (r % 8), 4 * (r % 8) + 4), *range(32 + 7 * r, 39 + 7 * r)] for r in range(32)]
+    placement = Placement(tuple(np.ravel(rows).tolist()), 256)
+    away = slot_distances(spec, np.arange(32) // 8, placement.n_physical)
+    assert away[9, 9 * 11] == 0
+    assert away[9, 8 * 11] == 1
+    assert away[9, 0] == 2
+    rng = np.random.default_rng(5)
+    logical, active = np.argsort(rng.random((32 * tokens, 256)), axis=1)[:, :8], np.ones(32 * tokens, bool)
+    leaving = {}
+    for distance in (None, away):
+        slots = np.asarray(assign_copies(placement.tables, logical, active, 32, distance))
+        np.testing.assert_array_equal(np.asarray(placement.physical_to_logical)[slots], logical)
+        own = np.repeat(np.arange(32), tokens)[:, None]
+        leaving[distance is None] = (away[own, slots] == 2).mean()
+        if distance is not None:
+            for run, ids in zip(slots.reshape(32, -1), range(32), strict=True):
+                used = np.bincount(run, minlength=placement.n_physical)
+                for copies in map(np.array, placement.logical_to_physical):
+                    near = away[ids, copies] == away[ids, copies].min()
+                    assert used[copies[~near]].sum() == 0
+                    assert np.ptp(used[copies[near]]) <= 1
+    # In turn three of four choices leave their host; those of experts 0 to 31, an eighth of all, need not.
+    assert leaving[True] == pytest.approx(3 / 4, abs=0.01)
+    assert leaving[False] == pytest.approx(3 / 4 * 7 / 8, abs=0.01)
+
+
+def test_a_slot_is_as_near_as_the_nearest_device_that_holds_a_part_of_it():
+    away = slot_distances(MeshSpec.parse("dp=4,tp=2,ep=2,etp=4"), np.arange(8) // 4, 2)
+    np.testing.assert_array_equal(away, [[0, 2], [0, 2], [2, 0], [2, 0]])
+    split = slot_distances(MeshSpec.parse("dp=8,tp=2,ep=8"), np.arange(16) // 4, 8)  # two copies of the experts
+    np.testing.assert_array_equal(split[5], [1, 1, 0, 0, 2, 2, 2, 2])
 
 
 def test_ranks_with_one_token_each_do_not_all_choose_the_first_copy():

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from dsjax.bench.modules.timing import device_loop
 from dsjax.errors import UserError
 from sharding import MeshSpec
-from sharding.mesh import AXES
 
 _RANK = "rank"
 _ALL = P(("group", _RANK))
@@ -86,7 +85,7 @@ def device_groups(spec: MeshSpec, mesh: Mesh) -> list[DeviceGroup]:
     candidates = [("host", by_host), ("hosts", by_host.T)]
     for use, axes in (("experts", spec.expert_axes), ("tp", spec.head_axes)):
         if spec.ep_size > 1 or use == "tp":
-            candidates.append((use, _along(mesh, axes)))
+            candidates.append((use, _along(mesh, [spec.axes.index(axis) for axis in axes])))
     groups: dict[tuple, DeviceGroup] = {}
     for use, devices in candidates:
         if devices.shape[1] == 1:
@@ -112,9 +111,8 @@ def device_pairs(mesh: Mesh) -> list[DeviceGroup]:
     return [DeviceGroup(("pair",), _array(rows), spans) for rows, spans in ((inside, 1), (between, 2)) if rows]
 
 
-def _along(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    kept = [AXES.index(axis) for axis in axes]
-    others = [k for k in range(len(AXES)) if k not in kept]
+def _along(mesh: Mesh, kept: list[int]) -> np.ndarray:
+    others = [k for k in range(mesh.devices.ndim) if k not in kept]
     ranks = int(np.prod([mesh.devices.shape[k] for k in kept]))
     return mesh.devices.transpose(*others, *kept).reshape(-1, ranks)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -14,12 +15,14 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from jaxtyping import Array
 
+from dsjax.engine.device.access import DevicePart
 from dsjax.model.apart import EXPERTS, LayerPass, Passing, described_like
-from dsjax.model.parameters import ParameterInfo, device_bytes
+from dsjax.model.parameters import ParameterInfo
 from dsjax.model.step import ModelStep
 from sharding import MeshError, MeshSpec, Rules
 from sharding.arrays import put
 from sharding.cut import Described, Run
+from sharding.dispatch.between import Between
 from sharding.mesh import advice_on_emulation, device_order
 
 
@@ -41,33 +44,71 @@ def build_both(attention: MeshSpec, experts: MeshSpec) -> tuple[Mesh, Mesh]:
     return attention.arrange(devices[:first]), experts.arrange(devices[first:wanted])
 
 
-def with_experts_apart(step: ModelStep, spec: MeshSpec, mesh: Mesh) -> ModelStep:
-    """A step whose routed experts are on the devices of ``mesh``, and everything else where it was."""
+def with_experts_apart(step: ModelStep, make: Callable[[Mapping[str, ParameterInfo]], Side]) -> ModelStep:
+    """A step whose routed experts are where ``make`` says for their parameters, and everything else where it was."""
     infos = {path: info for path, info in step.table.infos.items() if EXPERTS in path}
-    return replace(step, table=step.table.without(infos), apart=ExpertSide(spec, mesh, infos))
+    return replace(step, table=step.table.without(infos), apart=make(infos))
 
 
-class ExpertSide:
-    """The devices that have the routed experts: ``ExpertsApart`` of a model's step.
+class Side(DevicePart):
+    """Where the routed experts of a model's step are: its ``ExpertsApart``.
 
-    They keep nothing from one call to the next but parameters. Between two steps others may be put in their place.
+    They keep nothing from one call to the next but parameters. Between two calls others may be put in their place.
 
     Args:
-        spec, mesh: ``ep=N`` and its devices. infos: of the experts' parameters.
+        spec: ``ep=N``. infos: of the experts' parameters.
 
     Attributes:
-        params: the parameters by path, assigned when they are loaded.
         waits: whether each program is waited for before the next starts: emulated devices that share a host's cores can deadlock in
             collectives of programs that are in flight together.
     """
 
-    def __init__(self, spec: MeshSpec, mesh: Mesh, infos: Mapping[str, ParameterInfo]):
-        self.spec, self.mesh, self.infos = spec, mesh, infos
-        self.rules = Rules.for_mesh(spec)
-        self.params: dict[str, Array] = {}
-        self.waits = mesh.devices.flat[0].platform == "cpu"
-        self._passes: dict[Hashable, _CompiledPass] = {}
+    def __init__(self, spec: MeshSpec, infos: Mapping[str, ParameterInfo], *, waits: bool):
+        self.spec, self.infos, self.waits = spec, infos, waits
+        self._passes: dict[Hashable, CompiledPass] = {}
         self._lock = threading.Lock()
+
+    @property
+    def bytes_of_device(self) -> int:
+        """Bytes of the parameters of one device, each of which has whole experts."""
+        return sum(info.nbytes for info in self.infos.values()) // self.spec.ep_size
+
+    def way(self, through: LayerPass) -> Way:
+        """How the rows of a pass get there and back, all that it needs compiled."""
+        raise NotImplementedError
+
+    def work(self, passes: Sequence[LayerPass], tree: Any) -> _Work:
+        """What takes tokens through a stack of layers."""
+        return _Work(self, tuple(passes), tree)
+
+    def compiled(self, passes: Sequence[LayerPass], tree: Any, described: Sequence[Described]) -> CompiledPass:
+        """The programs of a pass, which several steps can share."""
+        shardings = tuple((one.shape, str(one.dtype), one.sharding) for one in described)
+        key = tuple((one.stack, one.first, one.shape) for one in passes), tree, shardings
+        with self._lock:
+            if key not in self._passes:
+                passing: Passing = jax.tree.unflatten(tree, described)
+                everywhere = NamedSharding(passes[0].step.mesh, P())
+                layers = [put(np.int32(layer), everywhere) for layer in range(passes[0].layers)]
+                programs = [PassPrograms.of(self, one, passing, half) for half, one in enumerate(passes)]
+                self._passes[key] = CompiledPass(programs, layers, self.waits)
+            return self._passes[key]
+
+
+class ExpertSide(Side):
+    """Experts on devices of this process.
+
+    Args:
+        mesh: of the devices.
+
+    Attributes:
+        rules: where their parameters are. params: these by path, assigned when they are loaded.
+    """
+
+    def __init__(self, spec: MeshSpec, mesh: Mesh, infos: Mapping[str, ParameterInfo]):
+        super().__init__(spec, infos, waits=mesh.devices.flat[0].platform == "cpu")
+        self.mesh, self.rules = mesh, Rules.for_mesh(spec)
+        self.params: dict[str, Array] = {}
 
     def described(self) -> dict[str, Described]:
         """Every parameter as a shape, its storage dtype and its sharding."""
@@ -78,100 +119,138 @@ class ExpertSide:
             for path, info in self.infos.items()
         }
 
-    @property
-    def bytes_of_device(self) -> int:
-        """Bytes of the parameters of one device."""
-        return sum(device_bytes(self.described()).values())
+    def compile(self, through: LayerPass) -> Compiled:
+        """Compile ``(params, arrivals, layer) -> answers`` for the rows of a pass."""
+        index = Described((), np.int32, sharding=NamedSharding(self.mesh, P()))
+        compute = functools.partial(through.compute, self.mesh, self.rules)
+        return jax.jit(compute).lower(self.described(), through.between(self.mesh).described_arrivals, index).compile()
 
-    def work(self, through: LayerPass) -> _Work:
-        """What takes tokens through a stack of layers."""
-        return _Work(self, through)
-
-    def compiled(self, through: LayerPass, described: Sequence[Described]) -> _CompiledPass:
-        """The programs of a pass, which several steps can share."""
-        shardings = tuple((one.shape, str(one.dtype), one.sharding) for one in described)
-        key = through.stack, through.first, through.tree, through.shape, shardings
-        with self._lock:
-            if key not in self._passes:
-                self._passes[key] = _CompiledPass.of(self, through, described)
-            return self._passes[key]
+    def way(self, through: LayerPass) -> WayToDevices:
+        """How rows get to the devices."""
+        everywhere = NamedSharding(self.mesh, P())
+        layers = [put(np.int32(layer), everywhere) for layer in range(through.layers)]
+        return WayToDevices(self, through.between(self.mesh), self.compile(through), layers)
 
 
 @dataclass(frozen=True)
 class _Work:
     """``sharding.cut.Work`` of one pass."""
 
-    side: ExpertSide
-    through: LayerPass
+    side: Side
+    passes: tuple[LayerPass, ...]
+    tree: Any
 
     def compile(self, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
         """Compile the programs of the pass, or take those of an equal one."""
-        compiled = self.side.compiled(self.through, described)
-        passing: Passing = jax.tree.unflatten(self.through.tree, described)
-        return compiled.run, [leaf.sharding for leaf in jax.tree.leaves((passing.x, passing.cache))]
+        compiled = self.side.compiled(self.passes, self.tree, described)
+        passing: Passing = jax.tree.unflatten(self.tree, described)
+
+        def run(leaves: list[Array]) -> list[Array]:
+            passing = jax.tree.unflatten(self.tree, leaves)
+            leaves.clear()
+            return jax.tree.leaves(compiled.run(passing))
+
+        return run, [leaf.sharding for leaf in jax.tree.leaves((passing.x, passing.cache))]
+
+
+class Way(Protocol):
+    """How a layer's rows get to the experts, and what these give back: for so many tokens."""
+
+    def call(self, rows: Array, layer: int) -> Any:
+        """Begin to have the rows computed by the experts of a layer of the stack."""
+
+    def returned(self, away: Any) -> list[Array]:
+        """The answers to a call, on the tokens' devices, as ``Between.add`` takes them."""
 
 
 @dataclass(frozen=True, eq=False)
-class _CompiledPass:
-    """A pass through a stack of layers: four programs a layer, and two moves.
-
-    layers: the numbers of the layers on the tokens' devices and on the experts'.
-    """
+class WayToDevices:
+    """``Way`` to devices of this process. layers: their numbers on these devices."""
 
     side: ExpertSide
-    through: LayerPass
-    attend: Compiled
-    share: Compiled
-    compute: Compiled
-    receive: Compiled
-    layers: Sequence[tuple[Array, Array]]
+    between: Between
+    program: Compiled
+    layers: Sequence[Array]
+
+    def call(self, rows: Array, layer: int) -> list[Array]:
+        """Copy the rows to the experts' devices, and start their program."""
+        answers = self.program(self.side.params, self.between.to_experts(rows), self.layers[layer])
+        return jax.block_until_ready(answers) if self.side.waits else answers
+
+    def returned(self, away: list[Array]) -> list[Array]:
+        """Copy the answers back."""
+        return self.between.to_tokens(away)
+
+
+class PassPrograms(NamedTuple):
+    """The programs of a layer for so many tokens, which take its number; and how the tokens travel between them."""
+
+    attend: Callable
+    share: Callable
+    receive: Callable
+    way: Way
 
     @classmethod
-    def of(cls, side: ExpertSide, through: LayerPass, described: Sequence[Described]) -> _CompiledPass:
-        """Trace and compile the programs. described: the leaves of a ``Passing``."""
-        passing: Passing = jax.tree.unflatten(through.tree, described)
-        step, between = through.step, through.between
-        everywhere = NamedSharding(step.mesh, P()), NamedSharding(side.mesh, P())
-        numbers = [tuple(put(np.int32(layer), sharding) for sharding in everywhere) for layer in range(through.layers)]
-        here, there = (Described((), np.int32, sharding=sharding) for sharding in everywhere)
+    def of(cls, side: Side, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
+        """Trace and compile the programs. passing: descriptions; half: which of its tokens are meant."""
+        step, x = through.step, passing.x[half]
+        here = Described((), np.int32, sharding=NamedSharding(step.mesh, P()))
 
         def attend(params, cache, x, tokens, copies, index):
             cache, *others = through.attend(params, cache, x, tokens, copies, index)
             return described_like(cache, passing.cache), *others
 
-        own = passing.params, passing.cache, passing.x, passing.tokens, passing.copies
+        own = passing.params, passing.cache, x, passing.tokens[half], passing.copies
         attended = jax.jit(attend, donate_argnums=1).lower(*own, here).compile()
-        _, x, normed, slots, rows = _results(attended)
+        _, after, normed, slots, _ = _results(attended)
         shared = jax.jit(through.share).lower(passing.params, normed, here).compile()
-        arrivals = [_in_place_of(rows, one) for one in between.described_arrivals]
-        computed = jax.jit(through.compute).lower(side.described(), arrivals, there).compile()
-        answers = _results(computed)
-        returned = [_in_place_of(answers[0], one) for one in between.described_returns]
+        returned = through.between().described_returns
 
         def receive(x, shared, slots, returned):
-            return described_like(through.receive(x, shared, slots, returned), passing.x)
+            return described_like(through.receive(x, shared, slots, returned), passing.x[half])
 
-        received = jax.jit(receive).lower(x, _results(shared), slots, returned).compile()
-        return cls(side, through, attended, shared, computed, received, numbers)
+        received = jax.jit(receive).lower(after, _results(shared), slots, returned).compile()
+        return cls(attended, shared, received, side.way(through))
 
-    def run(self, leaves: list[Array]) -> list[Array]:
-        """Take tokens through the layers. leaves: of a ``Passing``; the list is emptied, and the cache given away."""
-        passing: Passing = jax.tree.unflatten(self.through.tree, leaves)
-        leaves.clear()
-        between, experts = self.through.between, self.side.params
-        params, tokens, copies, x, cache = passing.params, passing.tokens, passing.copies, passing.x, passing.cache
-        del passing
-        for here, there in self.layers:
-            cache, x, normed, slots, rows = self._done(self.attend(params, cache, x, tokens, copies, here))
-            answers = self.compute(experts, between.to_experts(rows), there)
-            if self.side.waits:
-                jax.block_until_ready(answers)
-            shared = self._done(self.share(params, normed, here))
-            x = self._done(self.receive(x, shared, slots, between.to_tokens(answers)))
-        return jax.tree.leaves((x, cache))
+
+@dataclass(frozen=True, eq=False)
+class CompiledPass:
+    """A pass through a stack of layers: of each half, or of the whole step, four programs a layer, and two moves.
+
+    layers: the numbers of the layers on the tokens' devices. waits: as of ``Side``.
+    """
+
+    programs: Sequence[PassPrograms]
+    layers: Sequence[Array]
+    waits: bool
+
+    def run(self, passing: Passing) -> tuple[list[Array], dict[str, Array]]:
+        """Take tokens through the layers: give them, and the cache, which was given away.
+
+        With two halves the one's experts are started before the other's sums are added and its next layer begins: each side then
+        computes while the other does, and waits for it only where it is the faster one.
+        """
+        params, cache, tokens, copies = passing.params, passing.cache, passing.tokens, passing.copies
+        xs = passing.x
+        away: list[tuple] = [()] * len(xs)
+        for number, here in enumerate(self.layers):
+            for half, programs in enumerate(self.programs):
+                if away[half]:
+                    xs[half] = self._received(programs, away[half])
+                cache, x, normed, slots, rows = self._done(
+                    programs.attend(params, cache, xs[half], tokens[half], copies, here)
+                )
+                called = programs.way.call(rows, number)
+                away[half] = x, self._done(programs.share(params, normed, here)), slots, called
+        xs = [self._received(programs, one) for programs, one in zip(self.programs, away, strict=True)]
+        return xs, cache
+
+    def _received(self, programs: PassPrograms, away: tuple) -> Array:
+        x, shared, slots, called = away
+        return self._done(programs.receive(x, shared, slots, programs.way.returned(called)))
 
     def _done(self, results: Any) -> Any:
-        return jax.block_until_ready(results) if self.side.waits else results
+        return jax.block_until_ready(results) if self.waits else results
 
 
 def _results(program: Compiled) -> Any:
@@ -181,14 +260,3 @@ def _results(program: Compiled) -> Any:
         program.out_info,
         program.output_shardings,
     )
-
-
-def _in_place_of(made: Described, wanted: Described) -> Described:
-    """What is to be moved, as where it goes to: the dtype is that of what was made.
-
-    Raises:
-        ValueError: another dtype than was described.
-    """
-    if made.dtype != wanted.dtype:
-        raise ValueError(f"rows of {made.dtype} travel, expected {wanted.dtype}")
-    return wanted

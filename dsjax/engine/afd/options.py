@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsjax.errors import UserError
+from dsjax.hosts.wire import split_address
 
 if TYPE_CHECKING:
     from sharding.mesh import MeshSpec
@@ -17,10 +18,10 @@ Args = TypeVar("Args")
 _REFUSED = {
     "prefill_mesh": "prompts are computed on the attention side",
     "disaggregation_mode": "prompts are computed on the attention side",
-    "coordinator_address": "both sides are in one process",
+    "coordinator_address": "each side is one process (--afd-role)",
     "enable_eplb": "experts stay where they are; --redundant-experts and --init-expert-location place them",
+    "ep_dispatch_algorithm": "no device of an expert is nearer than another",
     "enable_shared_experts_fusion": "shared experts are on the attention side",
-    "enable_dbo": "halves of a step are those of a mesh whose ranks exchange rows",
     "dispatch": "rows go to all of the experts' devices",
     "moe_chunk_tokens": "a step's tokens travel at once; give a smaller --max-num-batched-tokens",
 }
@@ -34,10 +35,24 @@ def check_apart(args: Args) -> None:
         UserError: they do not. MeshError: a mesh cannot be.
     """
     if args.attention_mesh is None and args.expert_mesh is None:
+        if args.afd_role != "both" or args.afd_address is not None:
+            raise UserError("--afd-role and --afd-address go with --attention-mesh and --expert-mesh; give these too")
         return
+    if (args.afd_role == "both") != (args.afd_address is None):
+        raise UserError(
+            f"--afd-role is {args.afd_role} and --afd-address {args.afd_address}; an address is for two processes, --afd-role attention "
+            "and --afd-role expert, and both need it"
+        )
     for given, other in (("attention", "expert"), ("expert", "attention")):
         if getattr(args, f"{other}_mesh") is None:
             raise UserError(f"--{given}-mesh is given without --{other}-mesh; give both, or --mesh alone")
+    if args.afd_address is not None:
+        try:
+            split_address(args.afd_address)
+        except UserError:
+            raise UserError(
+                f"--afd-address is {args.afd_address!r}, expected HOST:PORT, such as 10.0.0.2:7000"
+            ) from None
     if args.mesh not in (type(args).mesh, args.attention_mesh):
         raise UserError(
             f"--mesh {args.mesh} is given with --attention-mesh and --expert-mesh, which name all devices; leave one out"

@@ -442,7 +442,7 @@ class Programs:
         return *self._of_rows(shape.sampled), hidden
 
     def _logits(self, sampled: tuple[int, int, int]) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(self._step.mesh, self._step.rules.spec(("ranks", None, "vocab")))
+        sharding = NamedSharding(self._step.mesh, self._step.logits_spec(positions(sampled)))
         shape = (self._limits.num_ranks, positions(sampled), self._limits.vocab_size)
         return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
 

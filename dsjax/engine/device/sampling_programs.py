@@ -21,7 +21,8 @@ def add_biases(
     step: ModelStep, state: DeviceState, rows: StepRows, logits: Float[Array, "B J V"], biases: Int[Array, "B _ 4"]
 ) -> Float[Array, "B J V"]:
     """Logits with the biases of ``logit_edits.add_biases``; the vocabulary stays spread over ``tp``."""
-    spec, by_rank = step.rules.spec(("ranks", None, "vocab")), P(step.spec.batch_axes)
+    _, _, vocab = step.logits_spec(logits.shape[1])
+    spec, by_rank = P(step.spec.batch_axes, None, vocab), P(step.spec.batch_axes)
     R, C = rows.tokens.shape[1:]
 
     def local(logits, biases, place):

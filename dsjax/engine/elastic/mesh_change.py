@@ -44,7 +44,7 @@ def check_mesh(args: EngineArgs, config: ModelConfig, weights: Weights, spec: Me
             f"mesh {spec} wants {spec.num_devices} devices, and this server has {len(devices)}; ask for at most that, or start it "
             "with more"
         )
-    check_layout(config, spec, redundant_experts(args, config, spec), weights)
+    check_layout(config, spec, redundant_experts(args, config, spec), weights, dense_tp=args.moe_dense_tp_size)
 
 
 def largest_mesh(
@@ -57,7 +57,7 @@ def largest_mesh(
     """
     for spec in _smaller(wanted, len(devices) // wanted.tp_size):
         try:
-            check_layout(config, spec, redundant_experts(args, config, spec), weights)
+            check_layout(config, spec, redundant_experts(args, config, spec), weights, dense_tp=args.moe_dense_tp_size)
         except MeshError:
             continue
         return spec
@@ -86,9 +86,12 @@ def changed_options(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> di
 
 
 def _smaller(wanted: MeshSpec, most: int) -> Iterator[MeshSpec]:
-    """Meshes with `wanted`'s `tp`, largest first; of each size with its `ep`, then with all devices in one EP group."""
+    """Meshes with `wanted`'s `tp`, largest first; of each size with its `ep` and `etp`, then its `etp`, then one EP group of all."""
     for dp in range(min(wanted.dp_size, most), 0, -1):
         if wanted.ep_size != wanted.num_devices:
             with contextlib.suppress(MeshError):
-                yield MeshSpec(dp, wanted.tp_size, wanted.ep_size)
+                yield MeshSpec(dp, wanted.tp_size, wanted.ep_size, wanted.etp_size)
+        if "etp" in wanted.axes:
+            with contextlib.suppress(MeshError):
+                yield MeshSpec(dp, wanted.tp_size, etp_size=wanted.etp_size)
         yield MeshSpec(dp, wanted.tp_size)

@@ -52,6 +52,8 @@ _OF_THE_HOST = (
     "disaggregation_mode",
     "disaggregation_transfer_backend",
     "transfer_host",
+    "afd_role",
+    "afd_address",
 )
 """Options that change which commands an executor gets, and not what it makes of them; or that are another engine's."""
 
@@ -79,7 +81,11 @@ class EngineArgs:
         "demo",
         "bundled name, directory with config.json and weights, Orbax directory of ours, or Hugging Face repository id",
     )
-    mesh: str = option("dp=1", "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (default dp × tp)")
+    mesh: str = option(
+        "dp=1",
+        "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (groups that experts are spread over; default dp × tp ÷ etp), "
+        "etp (devices of a group, which share its experts' widths; default 1, or tp where ep is no multiple of it)",
+    )
     attention_mesh: str | None = option(
         None,
         "devices that have everything but the routed experts, such as dp=8 or dp=4,tp=2; with --expert-mesh, in place of --mesh",
@@ -87,6 +93,13 @@ class EngineArgs:
     expert_mesh: str | None = option(
         None, "devices beside these that have the routed experts and nothing else, such as ep=24; with --attention-mesh"
     )
+    afd_role: str = option(
+        "both",
+        "with --expert-mesh; both: both sides are in this process; attention: this one calls the experts at --afd-address; expert: it has "
+        "the experts, and answers at --afd-address",
+        ("both", "attention", "expert"),
+    )
+    afd_address: str | None = option(None, "HOST:PORT at which the process with --afd-role expert listens")
     revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
     dtype: str = option(
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
@@ -194,6 +207,11 @@ class EngineArgs:
         None, "file of tile sizes of the Pallas kernels that dsjax tune made; default: reckoned from shapes"
     )
     redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
+    ep_dispatch_algorithm: str = option(
+        "dynamic",
+        "to which copy of an expert a token goes; dynamic: to all in turn; static: to those on its own DP rank, else on its host, in turn",
+        ("dynamic", "static"),
+    )
     enable_shared_experts_fusion: bool = option(
         False, "the shared expert is one more routed expert, with a copy on each device: one grouped product"
     )
@@ -207,6 +225,8 @@ class EngineArgs:
         None,
         "file of experts' loads or places, as /dump_expert_distribution_record gives it: a start with experts already balanced",
     )
+    moe_dense_tp_size: int | None = option(None, "1: dense MLPs whole on each of tp devices, by tokens", least=1)
+    enable_dp_lm_head: bool = option(False, "the head whole on each of tp devices, by positions, not by vocabulary")
     stream_interval: int = option(
         1,
         "tokens after which a stream is sent its next piece; its first token and its end are sent at once. More costs less of the "
@@ -366,7 +386,8 @@ class EngineArgs:
 
         if not self.separated:
             experts = expert_spec(self)
-            return MeshSpec.parse(self.mesh).num_devices + (experts.num_devices if experts else 0)
+            beside = experts.num_devices if experts and self.afd_role != "attention" else 0
+            return beside + (MeshSpec.parse(self.mesh).num_devices if self.afd_role != "expert" else 0)
         return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -12,20 +13,22 @@ from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
 from dsjax.config.weights import ROW_FORMATS, WEIGHT_FORMATS
-from dsjax.engine.afd.expert_side import with_experts_apart
+from dsjax.engine.afd.expert_side import ExpertSide, Side, with_experts_apart
 from dsjax.engine.afd.options import expert_spec
+from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.batch_invariance import check_batch_invariant, open_sums
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.errors import UserError
+from dsjax.hosts.wire import split_address
 from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
-from dsjax.model.parameters import Weights
+from dsjax.model.parameters import ParameterInfo, Weights
 from dsjax.model.sparse import IndexScores
 from dsjax.model.step import ModelStep
 from dsjax.model.transformer import parameter_table
@@ -54,7 +57,7 @@ def make_step(
 
     bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
     configuration says. mtp: with the model's MTP module, and its layer in the cache.
-    expert_mesh: the devices of ``args.expert_mesh``; None: the experts are on ``mesh``.
+    expert_mesh: the devices of ``args.expert_mesh``, where it names any that are of this process.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
@@ -78,11 +81,11 @@ def make_step(
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     index_scores = IndexScores.parse(args.index_scores, config.index_head_dim, powers)
     expert_side = expert_spec(args)
-    check_layout(config, spec, args.num_redundant, weights, expert_side)
+    check_layout(config, spec, args.num_redundant, weights, expert_side, args.moe_dense_tp_size)
     if scheme.experts is not None and spec.expert_width_shards > 1:
         raise UserError(
             f"--activation-scheme {scheme} gives a row of an expert one scale over its width, and --mesh {args.mesh} splits it over "
-            f"{spec.expert_width_shards} devices; let ep be a multiple of tp, or give --activation-scheme dynamic"
+            f"{spec.expert_width_shards} devices; let ep be a multiple of tp and leave etp out, or give --activation-scheme dynamic"
         )
     placement = expert_placement(config, expert_side or spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
@@ -113,7 +116,7 @@ def make_step(
         table=table,
         spec=spec,
         mesh=mesh,
-        rules=model_rules(config, spec),
+        rules=model_rules(args, config, spec),
         placement=placement,
         dispatch=DispatchConfig(method=args.dispatch, wire=args.dispatch_wire, chunk_tokens=args.moe_chunk_tokens),
         dtype=dtype,
@@ -123,15 +126,32 @@ def make_step(
         page_size=args.page_size,
         kernels=_kernels(args, config, spec, mesh.devices.flat[0], dtype, kept_in, weights, scheme),
         shared_experts_fusion=fusion,
+        nearest_copies=args.ep_dispatch_algorithm == "static",
         scheme=scheme,
         index_scores=index_scores,
         overlap=_overlap(args),
     )
     if expert_side is not None:
-        step = with_experts_apart(step, expert_side, expert_mesh)
+        step = with_experts_apart(step, lambda infos: _experts_apart(args, expert_side, expert_mesh, infos, platform))
     if args.batch_invariant:
         check_batch_invariant(step, platform, weights)
     return step
+
+
+def _experts_apart(
+    args: EngineArgs, spec: MeshSpec, mesh: Mesh | None, infos: Mapping[str, ParameterInfo], platform: str
+) -> Side:
+    if mesh is not None:
+        return ExpertSide(spec, mesh, infos)
+    return RemoteExperts(
+        spec,
+        infos,
+        args.afd_address,
+        args.credentials.read(split_address(args.afd_address)[0]),
+        waits=platform == "cpu",
+        patience=args.start_timeout,
+        silence=args.heartbeat_timeout,
+    )
 
 
 def _overlap(args: EngineArgs) -> TwoBatchOverlap | None:
@@ -257,9 +277,16 @@ def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, d
 
 
 def check_layout(
-    config: ModelConfig, spec: MeshSpec, redundant: int, weights: Weights, expert_side: MeshSpec | None = None
+    config: ModelConfig,
+    spec: MeshSpec,
+    redundant: int,
+    weights: Weights,
+    expert_side: MeshSpec | None = None,
+    dense_tp: int | None = None,
 ) -> None:
-    """Check that the mesh divides this model; see ``MeshSpec.check_fits``. expert_side: the mesh of the experts, where that is another.
+    """Check that the mesh divides this model; see ``MeshSpec.check_fits``.
+
+    expert_side: the mesh of the experts, where that is another. dense_tp: of ``--moe-dense-tp-size``.
 
     Raises:
         MeshError: naming each number that does not fit.
@@ -267,7 +294,13 @@ def check_layout(
     """
     if redundant and not config.is_moe:
         raise UserError(f"--redundant-experts is {redundant}, but this model has no experts; leave it out")
-    widths = {"dense MLP width": config.intermediate_size} if config.num_dense_layers else {}
+    if dense_tp not in (None, 1, spec.tp_size):
+        raise UserError(
+            f"--moe-dense-tp-size is {dense_tp}: dense MLPs are whole on each device (1) or shared by all devices of a DP rank "
+            f"(tp={spec.tp_size}); give 1 or leave it out"
+        )
+    split = config.num_dense_layers and dense_tp != 1
+    widths = {"dense MLP width": config.intermediate_size} if split else {}
     if config.n_shared_experts:
         widths["shared expert width"] = config.n_shared_experts * config.moe_intermediate_size
     row = WEIGHT_FORMATS[weights]
@@ -298,10 +331,18 @@ def check_layout(
     spec.check_fits(heads=config.num_attention_heads, dense_widths=widths, block=row.block, **experts)
 
 
-def model_rules(config: ModelConfig, spec: MeshSpec) -> Rules:
-    """Give the default layout; the vocabulary is kept whole where ``tp`` does not divide it."""
+def model_rules(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> Rules:
+    """Give the layout of the options; the vocabulary is kept whole where ``tp`` does not divide it."""
     rules = Rules.for_mesh(spec)
-    return rules.replace(vocab=()) if config.vocab_size % spec.tp_size else rules
+    if config.vocab_size % spec.tp_size:
+        rules = rules.replace(vocab=(), embedded_vocab=())
+    if args.moe_dense_tp_size == 1:
+        rules = rules.replace(mlp_width=())
+    if args.enable_dp_lm_head:
+        rules = rules.replace(vocab=(), head_tokens=spec.head_axes)
+        if config.tie_word_embeddings:  # the head is the embedding
+            rules = rules.replace(embedded_vocab=())
+    return rules
 
 
 def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp: bool = False) -> LayerPlacements:

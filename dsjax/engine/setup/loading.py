@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -119,9 +121,9 @@ def load_model(
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
     # Before the mesh is built, for that starts JAX and emulates its devices.
-    of_experts = expert_spec(args)
-    check_layout(config, spec, args.num_redundant, "bf16" if args.weights == "auto" else args.weights, of_experts)
-    if of_experts is None:
+    of_experts, weights = expert_spec(args), "bf16" if args.weights == "auto" else args.weights
+    check_layout(config, spec, args.num_redundant, weights, of_experts, args.moe_dense_tp_size)
+    if of_experts is None or args.afd_role == "attention":
         mesh, expert_mesh = mesh or spec.build(), None
     else:
         mesh, expert_mesh = build_both(spec, of_experts)
@@ -135,6 +137,9 @@ def load_model(
     layout = EngineLayout.of(args, checkpoint, mesh, expert_mesh)
     step, buckets = layout.step, layout.buckets
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
+    if of_experts is not None and expert_mesh is None:
+        step.apart.space = expert_space(args, step, directory)
+        step.apart.connect()
     smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
 
     def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
@@ -142,7 +147,8 @@ def load_model(
         if step.apart is None:
             return load(config, source, mesh, step.rules, **fixed, **options)
         side, progress = step.apart, options["progress"]
-        side.params = load(config, source, side.mesh, side.rules, only=side.infos, progress=progress, **fixed)
+        if expert_mesh is not None:
+            side.params = load(config, source, side.mesh, side.rules, only=side.infos, progress=progress, **fixed)
         return load(config, source, mesh, step.rules, only=step.table.infos, progress=progress, **fixed)
 
     def read_all() -> dict[str, Array]:
@@ -193,9 +199,10 @@ def load_model(
                 layout.per_exchange,
                 lambda paths, placements: read(directory, step.stored(placements), only=paths),
                 lock and partial(_open_disk, args, page_space(args, step, directory), lock),
-            ),
+            )
+            + ([lambda *_: step.apart] if of_experts is not None else []),
             meet=None if group is None else lambda: group.agreement.ask("compiled"),
-            library=library if expert_mesh is None else None,  # it keeps steps that are one program each
+            library=library if of_experts is None else None,  # it keeps steps that are one program each
         )
     if group is not None and group.is_leader and len(group.present) > 1:
         executor = LeaderExecutor(executor, group)
@@ -268,6 +275,22 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
         "layout": step.attention.layout,
         "page_size": step.page_size,
         "module_layer": step.has_module,
+    }
+
+
+def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
+    """Say what the answers of routed experts in another process depend on, beside the rows. directory: of the checkpoint."""
+    placement = hashlib.sha256(np.ascontiguousarray(step.placement.physical_to_logical, "<i4").tobytes())
+    return {
+        "fingerprint": fingerprint(directory),
+        "dtype": str(step.dtype),
+        "weights": args.weights,
+        "activation_scheme": str(step.scheme),
+        "dispatch_wire": args.dispatch_wire,
+        "expert_mesh": args.expert_mesh,
+        "places of experts": placement.hexdigest(),
+        "sums by choice": step.dispatch.by_choice or step.in_place.ordered,
+        "MTP module": step.has_module,
     }
 
 

@@ -202,7 +202,7 @@ def check_host_memory(args: EngineArgs, step: ModelStep, held: int = 0) -> None:
         available += held
     devices = len(step.mesh.local_devices)
     needed = weight_bytes(step) * devices
-    if step.apart is not None:
+    if args.expert_mesh is not None and args.afd_role == "both":
         devices += step.apart.spec.num_devices
         needed += step.apart.bytes_of_device * step.apart.spec.num_devices
     if available is not None and needed > available:
@@ -220,7 +220,7 @@ def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) ->
         UserError: with what the weights take, and what would fit.
     """
     needed, on = weight_bytes(step), str(step.spec)
-    if step.apart is not None and step.apart.bytes_of_device > needed:
+    if args.expert_mesh is not None and args.afd_role == "both" and step.apart.bytes_of_device > needed:
         needed, on = step.apart.bytes_of_device, f"ep={step.apart.spec.ep_size} of experts"
     if pool is None or needed <= pool.room:
         return

@@ -32,7 +32,7 @@ class DeviceOrders:
         self._current: set[Group] = set()
         self._broken: set[Group] = set()
 
-    def choose(self, device_ids: Sequence[int], shape: tuple[int, int, int]) -> list[int]:
+    def choose(self, device_ids: Sequence[int], shape: tuple[int, ...]) -> list[int]:
         """The devices for a mesh of this shape, `(dp, ep, tp)`, row by row: by process and id, or the first order after it in which
         nothing is formed again that broke. The devices of a tensor-parallel group stay together.
 
@@ -51,7 +51,7 @@ class DeviceOrders:
         self._formed |= self._current
         return order
 
-    def find(self, device_ids: Sequence[int], shape: tuple[int, int, int]) -> list[int] | None:
+    def find(self, device_ids: Sequence[int], shape: tuple[int, ...]) -> list[int] | None:
         """What `choose` would choose; None where there is nothing."""
         blocks = _blocks(device_ids, shape[-1], self._process_of)
         orders = (_order(blocks, attempt) for attempt in range(_TRIES))
@@ -66,16 +66,18 @@ class DeviceOrders:
         """These processes have ended, or are about to: every group that they were ever in is broken, whoever comes under their ids."""
         self._broken |= {group for group in self._formed if {self._process_of[i] for i in group} & set(ended)}
 
-    def _groups(self, order: Sequence[int], shape: tuple[int, int, int]) -> set[Group]:
+    def _groups(self, order: Sequence[int], shape: tuple[int, ...]) -> set[Group]:
         """The ordered groups in which collectives over any of the mesh's axes take place, as far as they span processes."""
         grid, across = np.array(order).reshape(shape), set()
-        axes = [axis for axis in range(3) if shape[axis] > 1]
-        for count in range(1, len(axes) + 1):
-            for within in itertools.combinations(axes, count):
-                others = [axis for axis in range(3) if axis not in within]
-                size = int(np.prod([shape[axis] for axis in within]))
-                rows = grid.transpose(*others, *within).reshape(-1, size).tolist()
-                across |= {tuple(row) for row in rows if len({self._process_of[i] for i in row}) > 1}
+        axes = [axis for axis in range(len(shape)) if shape[axis] > 1]
+        ways = [way for count in range(1, len(axes) + 1) for way in itertools.combinations(axes, count)]
+        # Experts over ep and tp, widths over etp: dispatch counts the ranks that share a width last.
+        ways += [(1, 3, 2)] if len(shape) == 4 else []
+        for within in ways:
+            others = [axis for axis in range(len(shape)) if axis not in within]
+            size = int(np.prod([shape[axis] for axis in within]))
+            rows = grid.transpose(*others, *within).reshape(-1, size).tolist()
+            across |= {tuple(row) for row in rows if len({self._process_of[i] for i in row}) > 1}
         return across
 
 

@@ -12,7 +12,11 @@ import pytest
 pytestmark = pytest.mark.slow  # all together
 
 BUDGETS = Path(__file__).with_name("collective_budgets.json")
-LAYOUTS = ("dp=32", "dp=4,tp=8", "tp=8", "tp=8,ep=1", "dp=32,ep=8", "dp=8,tp=4,ep=2")
+BY_DATA = {"moe_dense_tp_size": 1, "enable_dp_lm_head": True}
+OPTIONS = {"dense by data": BY_DATA, "all by data": BY_DATA | {"enable_shared_experts_fusion": True}}
+"""What stands behind a mesh → the options that it names."""
+LAYOUTS = ("dp=32", "dp=4,tp=8", "tp=8", "tp=8,ep=1", "dp=32,ep=8", "dp=8,tp=4,ep=2", "dp=8,ep=2,etp=4")
+LAYOUTS += tuple(f"dp=4,tp=8, {options}" for options in OPTIONS)
 STEPS = ("decode", "prefill")
 
 
@@ -25,7 +29,9 @@ def budget(layout: str, step: str, directory: Path) -> dict[str, list[float]]:
     from dsjax.engine.setup.args import EngineArgs
 
     (directory / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
-    engine = EngineArgs(model=str(directory), mesh=layout, dispatch="padded", prefill_chunk=16, page_size=4)
+    mesh, _, named = layout.partition(", ")
+    options = {"dispatch": "padded", "prefill_chunk": 16, "page_size": 4} | OPTIONS.get(named, {})
+    engine = EngineArgs(model=str(directory), mesh=mesh, **options)
     report = dry_run(DryRunArgs(engine=engine, step=step, batch=8, context=64))
     found: dict[str, list[float]] = {}
     for one in report.collectives:
@@ -40,6 +46,7 @@ def budget(layout: str, step: str, directory: Path) -> dict[str, list[float]]:
 # Where they are copied, or split, the step differs from one of these in one of its axes alone.
 RUNS = [(layout, step) for layout in ("dp=32", "dp=4,tp=8", "tp=8") for step in STEPS]
 RUNS += [("tp=8,ep=1", "decode"), ("dp=32,ep=8", "prefill"), ("dp=8,tp=4,ep=2", "decode")]
+RUNS += [("dp=8,ep=2,etp=4", "decode"), ("dp=4,tp=8, all by data", "decode")]
 
 
 @pytest.mark.parametrize(("layout", "step"), RUNS)
@@ -68,6 +75,24 @@ def test_with_tensor_parallelism_each_part_of_the_model_communicates_once():
             assert times.pop("all-reduce over tp, f32") + times.pop("all-reduce over tp, s32") == 3
             # Two MoE layers: there, back, and the parts of a replica's tokens together again.
             assert sum(times.values()) == 2 * 3, "XLA re-shards something: see Step._whole"
+
+
+def test_tokens_split_over_tp_halve_what_a_dense_layer_sends_over_it():
+    budgets = json.loads(BUDGETS.read_text())
+    for step in STEPS:
+        usual, dense, everything = (
+            {name.split(",")[0]: entry for name, entry in budgets[f"dp=4,tp=8{named}"][step].items() if "bf16" in name}
+            for named in ("", ", dense by data", ", all by data")
+        )
+        each = usual["all-reduce over tp"][1] / 7  # of a sum that every device gets
+        # The dense layer: two sums, or one that is scattered and then gathered.
+        assert dense["all-reduce over tp"] == [5, 5 * each]
+        assert dense["reduce-scatter over tp"] == [1, each / 2]
+        assert dense["all-gather over tp"] == [3, 3 * each / 2]
+        # With the shared expert on each device all layers are so; what is left is the embedding.
+        assert everything["all-reduce over tp"] == [1, each]
+        assert everything["reduce-scatter over tp"] == everything["all-gather over tp"] == [3, 3 * each / 2]
+        assert dense["all-to-all over ep×tp"] == everything["all-to-all over ep×tp"] == usual["all-to-all over ep×tp"]
 
 
 def write(folder: Path) -> None:

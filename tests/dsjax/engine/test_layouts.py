@@ -24,6 +24,10 @@ PLAIN = {"kernels": "plain"}
 MIXED = {"mixed": True}  # prompts and decodes in one launch
 FUSED = {"redundant_experts": 8, "enable_shared_experts_fusion": True}  # the shared expert as a routed one
 CHUNKS = {"moe_chunk_tokens": 5}
+BY_DATA = {
+    "moe_dense_tp_size": 1,
+    "enable_dp_lm_head": True,
+}  # dense MLP and head: tokens are split over tp, not widths
 PREEMPTED = {"cache_tokens": 140}  # a third of what the prompts and their tokens take
 
 FORMS = (("CC", "A_CC"), ("A_CC_ME", "AM_CC_ME"), ("CD", "CD"))
@@ -36,14 +40,16 @@ RUNS = [
     ("dp=8", "padded", "CD", "CD", FUSED),
     ("dp=8", "ragged", "A_CC_ME", "CC", PLAIN),
     ("dp=2,tp=4", "gather", "A_CC", "A_CC", PLAIN),
-    ("dp=2,tp=4", "ragged", "CC", "A_CC", {}),
+    ("dp=2,tp=4", "ragged", "CC", "A_CC", BY_DATA),
     ("tp=8", "gather", "A_CC_ME", "AM_CC_ME", {}),
     ("tp=8,ep=1", "gather", "CD", "CD", FUSED),
     ("dp=8,ep=2", "gather", "CC", "A_CC", FUSED),
     ("dp=32", "ragged", "CD", "CD", {}),
-    ("dp=4,tp=8", "padded", "CC", "A_CC", MIXED),
+    ("dp=4,tp=8", "padded", "CC", "A_CC", MIXED | BY_DATA),
     ("dp=16,tp=2,ep=8", "ragged", "A_CC_ME", "AM_CC_ME", FUSED),
-    ("dp=12", "padded", "A_CC_ME", "AM_CC_ME", {"redundant_experts": 4} | CHUNKS),
+    ("dp=8,ep=1,etp=8", "gather", "CC", "A_CC", FUSED),
+    ("dp=8,ep=2,etp=4", "padded", "A_CC_ME", "AM_CC_ME", {"redundant_experts": 8} | CHUNKS),
+    ("dp=12", "padded", "A_CC_ME", "AM_CC_ME", {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS),
 ]
 # Sparse attention: both of its ways in prefill and in decode, on meshes with and without tp.
 SPARSE_RUNS = [

@@ -10,7 +10,7 @@ from layouts import TINY
 
 from dsjax.config import ModelConfig
 from dsjax.model.rows import GroupShape, RowGroup
-from dsjax.model.two_batch import TwoBatchOverlap, _Halves
+from dsjax.model.two_batch import Halves, TwoBatchOverlap
 
 ALWAYS = TwoBatchOverlap(1, 1)
 SMALL = TINY | {"num_hidden_layers": 4, "n_routed_experts": 32, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
@@ -82,7 +82,7 @@ def test_every_second_row_goes_to_each_half_and_a_row_alone_is_cut():
         )
         return RowGroup(*arrays, GroupShape(rows, chunk, test_step.TABLE, "CC"))
 
-    halves = _Halves.of([group(3, 1, [1, 1, 0]), group(1, 5, [4]), group(1, 1, [1])])
+    halves = Halves.of([group(3, 1, [1, 1, 0]), group(1, 5, [4]), group(1, 1, [1])])
     assert [(one.shape.rows, one.shape.chunk) for one in halves.a] == [(2, 1), (1, 3), (1, 1)]
     assert [(one.shape.rows, one.shape.chunk) for one in halves.b] == [(1, 1), (1, 2)]
     assert halves.places.tolist() == [0, 2, 3, 4, 5, 8, 1, 6, 7]

@@ -31,6 +31,18 @@ def test_the_named_layouts_are_there(v3):
     } <= kinds
 
 
+def test_widths_that_dp_ranks_share_are_planned_where_a_mesh_names_them(ask):
+    mesh = MeshSpec.parse("dp=8,ep=2,etp=4")
+    found = search(ask("h200-8", options=PlanOptions(mesh=mesh, redundant=0)))
+    assert {str(layout) for layout in found.considered} == {"dp=8,ep=2,etp=4"}
+    (layout,) = found.considered
+    assert layout.kind == "DP8, ETP4, EP2"
+    (instance,) = found.fitting
+    apart = search(ask("h200-8", options=PlanOptions(mesh=MeshSpec.parse("dp=8"), redundant=0))).fitting[0]
+    # Each rank sees the tokens of the four that share an expert's width.
+    assert instance.decode_step(64).value > apart.decode_step(64).value
+
+
 @pytest.mark.parametrize("ep", [72, 144, 320])
 def test_ep_sizes_that_only_redundancy_makes_possible_are_found(v3, ep):
     found = [layout for layout in every(v3, 320, copies=False) if layout.mesh == MeshSpec(dp_size=ep)]

@@ -5,7 +5,9 @@ import pytest
 from layouts import answer, write_checkpoint
 
 from dsjax import LLM
+from dsjax.engine.afd.expert_side import CompiledPass
 from dsjax.errors import UserError
+from dsjax.model.apart import Passing
 from sharding import MeshError
 
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
@@ -18,12 +20,13 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.slow  # compiles two engines
-def test_prompts_in_chunks_decodes_and_drafts_are_those_of_one_device_to_the_bit(checkpoint):
+def test_prompts_in_chunks_decodes_drafts_and_halves_are_those_of_one_device_to_the_bit(checkpoint):
     options = DRAFTS | {
         "cache_tokens": 140
     }  # a third of what all take; in one form: what is computed again is a prompt
     one = answer(checkpoint, "dp=1", "auto", "CC", "CC", new_tokens=12, **options)
-    apart = answer(checkpoint, SIDES["attention_mesh"], "auto", "CC", "CC", new_tokens=12, **options, **SIDES)
+    halved = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+    apart = answer(checkpoint, "dp=2,tp=2", "auto", "CC", "CC", new_tokens=12, **options, **SIDES, **halved)
     assert one.exact
     assert apart.exact
     np.testing.assert_array_equal(apart.logits, one.logits)
@@ -54,3 +57,42 @@ def test_what_does_not_fit_the_experts_side_is_said_before_anything_is_loaded(ch
         LLM(str(checkpoint), attention_mesh="dp=2", expert_mesh="ep=3")
     with pytest.raises(MeshError, match="want 9999 devices"):
         LLM(str(checkpoint), attention_mesh="dp=9967", expert_mesh="ep=32")
+
+
+class Recorded:
+    """Stands for the programs of one half: writes down what is started, and gives names of what comes of it."""
+
+    def __init__(self, half: str, started: list[str]):
+        self.half, self.started, self.way = half, started, self
+
+    def attend(self, params, cache, x, tokens, copies, layer):
+        self.started.append(f"attend {self.half}{layer}")
+        return cache + [f"{self.half}{layer}"], x, "normed", "slots", "rows"
+
+    def call(self, rows, layer):
+        self.started.append(f"compute {self.half}{layer}")
+
+    def share(self, params, normed, layer):
+        self.started.append(f"share {self.half}{layer}")
+
+    def receive(self, x, shared, slots, returned):
+        self.started.append(f"receive {self.half}")
+        return x + 1
+
+    def returned(self, away):
+        return away
+
+
+def test_of_two_halves_the_one_attends_while_experts_compute_the_other():
+    started: list[str] = []
+    both = CompiledPass([Recorded("a", started), Recorded("b", started)], [0, 1], waits=False)
+    xs, cache = both.run(Passing({}, [], None, [0, 10], [None, None]))
+    assert (xs, cache) == (
+        [2, 12],
+        ["a0", "b0", "a1", "b1"],
+    )  # two layers, each half's entries after those of the half before
+    on_attention = [name for name in started if not name.startswith("compute")]
+    first_of_b = started.index("compute b0")
+    assert started.index("attend b0") > started.index("compute a0")
+    assert started[first_of_b + 2 : first_of_b + 4] == ["receive a", "attend a1"]  # behind b's shared experts
+    assert on_attention[-2:] == ["receive a", "receive b"]

@@ -12,7 +12,9 @@ class Args(SimpleNamespace):
     """What of `EngineArgs` decides."""
 
     def __init__(self, num_redundant=0, eplb=None):
-        super().__init__(num_redundant=num_redundant, eplb=eplb, init_expert_location=None, mesh="dp=4")
+        super().__init__(
+            num_redundant=num_redundant, eplb=eplb, init_expert_location=None, mesh="dp=4", moe_dense_tp_size=None
+        )
 
 
 def config(experts=32, heads=8):

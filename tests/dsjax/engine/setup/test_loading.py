@@ -6,14 +6,17 @@ These are the tests of `setup/facts.py` too.
 import json
 
 import pytest
-from layouts import write_checkpoint
+from layouts import TINY, write_checkpoint
 from tiny_tokenizer import tiny_tokenizer
 
+from dsjax.config import ModelConfig
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import check_layout
 from dsjax.engine.setup.loading import load_model, read_eos_token_ids
 from dsjax.engine.text.tokenizer import TokenizerError
 from dsjax.errors import UserError
 from dsjax.hosts import options
+from sharding import MeshError, MeshSpec
 
 
 def test_generation_config_adds_to_the_tokenizer_and_comes_before_config(tmp_path):
@@ -63,3 +66,12 @@ def test_an_address_that_the_other_side_cannot_reach_is_refused_before_weights_a
     with pytest.raises(UserError) as error:
         load_model(EngineArgs(model="missing", disaggregation_mode="prefill", transfer_host=host))
     assert message in str(error.value)
+
+
+def test_a_dense_width_that_tp_does_not_divide_fits_where_each_device_has_all_of_it():
+    config, spec = ModelConfig.from_dict(TINY | {"intermediate_size": 50}), MeshSpec.parse("tp=4")
+    with pytest.raises(MeshError, match="dense MLP width 50 is not divisible by tp=4"):
+        check_layout(config, spec, 0, "f32")
+    check_layout(config, spec, 0, "f32", dense_tp=1)
+    with pytest.raises(UserError, match=r"--moe-dense-tp-size is 2.*give 1 or leave it out"):
+        check_layout(config, spec, 0, "f32", dense_tp=2)

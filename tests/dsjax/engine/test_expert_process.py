@@ -1,0 +1,115 @@
+"""Experts in a process of their own: they may go and come back, and no token changes.
+
+These are the tests of `afd/remote_experts.py` and `afd/messages.py` too. Both sides are in this process, each with its own devices' arrays,
+and speak over the loopback interface.
+"""
+
+import logging
+import socket
+
+import pytest
+from layouts import write_checkpoint
+
+from dsjax import LLM, SamplingParams
+from dsjax.engine.afd import remote_experts
+from dsjax.engine.expert_process import load_experts
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.errors import UserError
+
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "prefill_chunk": 16,
+    "page_size": 4,
+    "max_model_len": 64,
+    "mla_prefill": "A_CC_ME",
+}
+"""Prompts in the form of decodes, so that what stands in the cache has one value, whichever of the two computed it."""
+MESHES = {"attention_mesh": "dp=2", "expert_mesh": "ep=4", "dtype": "float32"}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
+PROMPTS = [
+    {"prompt_token_ids": [5, 9, 33, 2, 71]},
+    {"prompt_token_ids": [8, 8, 60]},
+    {"prompt_token_ids": list(range(2, 30))},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def experts(checkpoint, address, **options):
+    return load_experts(
+        EngineArgs(model=str(checkpoint), afd_role="expert", afd_address=address, **MESHES | SIZES | options)
+    )
+
+
+def attention(checkpoint, address, **options):
+    return LLM(str(checkpoint), afd_role="attention", afd_address=address, **MESHES, **SIZES, **options)
+
+
+def made(llm):
+    return [
+        (one.outputs[0].token_ids, [next(iter(p.values())).logprob for p in one.outputs[0].logprobs])
+        for one in llm.generate(PROMPTS, GREEDY)
+    ]
+
+
+@pytest.mark.slow  # compiles two engines
+def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(checkpoint, address, monkeypatch, caplog):
+    one = LLM(str(checkpoint), mesh="dp=1", dtype="float32", **SIZES)
+    expected = made(one)
+    one.shutdown()
+    process = experts(checkpoint, address)
+    llm = attention(checkpoint, address)
+    try:
+        assert made(llm) == expected
+        assert not any(".moe.experts." in path for path in llm.executor.params)
+        side, first, comers = llm.executor.device.model.apart, process.num_calls, []
+
+        def compute(*arguments):  # in the midst of a layer the process goes; another one comes while the step waits
+            if process.num_calls == first + 3:
+                process.close()
+                comers.append(experts(checkpoint, address))
+            return original(*arguments)
+
+        original = process._compute
+        monkeypatch.setattr(process, "_compute", compute)
+        with caplog.at_level(logging.WARNING, logger=remote_experts.__name__):
+            assert made(llm) == expected  # in part from pages of the cache, which has stayed
+        assert len(comers) == 1
+        assert comers[0].num_calls > 0
+        assert side.losses >= 1
+        assert side.last_gap > 0
+        assert "the call is made again" in caplog.text
+    finally:
+        llm.shutdown()
+        for comer in [process, *comers]:
+            comer.close()
+
+
+def test_experts_of_another_model_or_with_other_options_are_refused(checkpoint, address):
+    process = experts(checkpoint, address, dispatch_wire="fp8")
+    try:
+        with pytest.raises(UserError, match="differ in dispatch_wire 'fp8' here and 'compute' there"):
+            attention(checkpoint, address)
+    finally:
+        process.close()
+
+
+def test_where_no_experts_come_in_time_the_start_ends_with_what_to_do(checkpoint, address):
+    with pytest.raises(remote_experts.ExpertsGoneError, match=r"for 1 s .*start one with --afd-role expert"):
+        attention(checkpoint, address, start_timeout=1)
+
+
+def test_a_process_with_experts_alone_is_no_llm(checkpoint, address):
+    with pytest.raises(UserError, match="load_experts"):
+        LLM(str(checkpoint), afd_role="expert", afd_address=address, **MESHES)
