@@ -14,8 +14,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from sharding.mesh import AXES
-
 TARGETS = ("experts", "dense", "norm", "absorbed_attention", "expanded_attention", "index_choice", "exchange")
 
 
@@ -250,13 +248,17 @@ class NativeKernels:
 
 @dataclass(frozen=True)
 class ExchangeInMemory:
-    """``sharding.dispatch.group.InMemory`` by the native kernels: rows pass between the devices of this process without a collective."""
+    """``sharding.dispatch.group.InMemory`` by the native kernels: rows pass between the devices of this process without a collective.
+
+    mesh_axes: all axes of the mesh.
+    """
 
     kernels: NativeKernels
+    mesh_axes: tuple[str, ...]
 
     def __call__(self, rows_NW: Array, axes: tuple[str, ...], ranks: int, gathers: bool) -> Array:
         """Inside ``shard_map``: an exchange over ``axes``, which ``ranks`` devices have."""
-        group = lax.axis_index(tuple(axis for axis in AXES if axis not in axes))
+        group = lax.axis_index(tuple(axis for axis in self.mesh_axes if axis not in axes))
         return self.kernels.exchange(rows_NW, lax.axis_index(axes), group, ranks=ranks, gathers=gathers)
 
 

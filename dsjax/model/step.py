@@ -535,7 +535,7 @@ class ModelStep:
         alone = all(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
         if not self.in_place.native or not alone or self.dispatch.overlapped:
             return None
-        return ExchangeInMemory(self.kernels.native)
+        return ExchangeInMemory(self.kernels.native, self.mesh.axis_names)
 
     @property
     def _platform(self) -> str:

@@ -20,7 +20,7 @@ from dsjax.model.sparse import choose, index_scores
 from dsjax.model.sparse.choose import pack
 from sharding import fp8
 from sharding.dispatch.wire import WireFormat
-from sharding.mesh import AXES, MeshSpec
+from sharding.mesh import MeshSpec
 from sharding.sums import add_as_tree, add_in_order
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
@@ -431,7 +431,7 @@ def exchanges(kernels, axes, *, beside_a_collective):
     """A function of rows: three turns of ``all_gather`` and ``all_to_all`` over ``axes`` of a mesh, in memory and by XLA."""
     mesh = MeshSpec.parse("dp=4,tp=2,ep=4").build()
     ranks = math.prod(mesh.shape[axis] for axis in axes)
-    in_memory = ExchangeInMemory(kernels.native)
+    in_memory = ExchangeInMemory(kernels.native, mesh.axis_names)
 
     def turns(rows, gather, swap):
         def turn(_, rows):
@@ -449,7 +449,7 @@ def exchanges(kernels, axes, *, beside_a_collective):
         )
         return mine, theirs
 
-    spread = P(AXES)
+    spread = P(mesh.axis_names)
     return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False))
 
 
