@@ -19,6 +19,7 @@ tokens; and one device with native kernels keeps it against one with the plain f
     python tools/check_layouts.py --model v3.2 dp=8 tp=8   # a model with sparse attention, of which only form CD is left out
     python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
     python tools/check_layouts.py --weights fp8 --activation-scheme dynamic dp=1 dp=2,tp=2   # with FP8 activations, on one device too
+    python tools/check_layouts.py --speculative --no-async-scheduling --every 19   # each 19th of these runs
 
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
 ``--eplb`` experts are placed anew every four steps, at least three times, on as many redundant slots as the EP group has ranks (meshes
@@ -90,6 +91,13 @@ def main() -> int:
         action="store_true",
         help="of these only the runs that have all that was asked for: not the plain ones, which another sweep holds",
     )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="each N-th of the runs only; an N that neither 2 nor 3 divides meets all layouts, dispatches, forms and options alike",
+    )
     parser.add_argument("--ep-dispatch-algorithm", default="dynamic", help="of the runs beneath which experts move")
     parser.add_argument("--weights", default="auto", help="as of dsjax serve, of one device too")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of dsjax serve, of one device too")
@@ -141,6 +149,7 @@ def main() -> int:
             for variant in variants
             if not (variant.get("enable_eplb") and specs[run[0]].ep_size == 1)
         ]
+        of, runs = len(runs), runs[:: args.every]
         equal, exact = 0, 0
         for number, (run, variant) in enumerate(runs, 1):
             start = time.monotonic()
@@ -155,7 +164,8 @@ def main() -> int:
             equal += text == "equal"
             text += " to the bit" if found.exact and text == "equal" else ""
             print(f"{number}/{len(runs)} {name}: {text} ({time.monotonic() - start:.1f} s)", flush=True)
-    print(f"{equal} of {len(runs)} equal to one device; {exact} of the {len(runs)} were held to its bits")
+    sample = "" if args.every == 1 else f" (each {args.every}th of {of})"
+    print(f"{equal} of {len(runs)} equal to one device{sample}; {exact} of the {len(runs)} were held to its bits")
     return 0 if equal == len(runs) else 1
 
 

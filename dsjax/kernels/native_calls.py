@@ -15,6 +15,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 TARGETS = ("experts", "dense", "norm", "absorbed_attention", "expanded_attention", "index_choice", "exchange")
+HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
+"""What an expert's hidden values can be rounded to, in the order of the enumeration ``Hidden`` in ``native/experts.h``."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class NativeKernels:
         pieces: int = 1,
         apart: bool = False,
         fp4_block: int = 0,
-        rounds: bool = False,
+        hidden: str = "float32",
         powers: bool = False,
     ) -> Float[Array, "N D"] | Float[Array, "N K D"]:
         """``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])`` in float32, ids -1 for none; added in the order of k.
@@ -60,7 +62,8 @@ class NativeKernels:
         stack: ``gate_up.weight [L, X, D, 2, F]`` and ``down.weight [L, X, F, D]`` in float32, or as the bits of bfloat16 or
             e4m3; for the last also ``gate_up.scale`` and ``down.scale``; or FP4, two values a byte along the depth, with scales, and in
             NVFP4 ``gate_up.global_scale`` and ``down.global_scale``. fp4_block: values that share a scale in FP4; 0: it is not FP4.
-        rounds: hidden values are rounded to FP8, as ``sharding.fp8`` does; powers: as there. Rows are what the caller made of them.
+        hidden: what hidden values are rounded to, of ``HIDDEN_FORMATS``: ``fp8`` as ``sharding.fp8`` does, with ``powers``, or ``nvfp4`` as
+            ``dsjax.fp4.rows``. Rows are what the caller made of them.
         rows: ``[N, W]`` of four-byte elements, whose first D columns are float32 (``PackedRows`` are read where they lie).
         """
         gate_up, down = stack["gate_up.weight"], stack["down.weight"]
@@ -82,7 +85,7 @@ class NativeKernels:
             threads=np.int64(self.threads),
             pieces=np.int64(pieces),
             fp4_block=np.int64(fp4_block),
-            rounds=rounds,
+            hidden=np.int64(HIDDEN_FORMATS.index(hidden)),
             powers=powers,
         )[0]
 

@@ -23,13 +23,14 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from dsjax.fp4 import rows as nvfp4_rows
 from dsjax.fp4.formats import FP4Format
 from dsjax.kernels.pallas import activations, fp4_products, tpu_products
 from dsjax.kernels.pallas.experts import combine, round_pairs
 from dsjax.kernels.pallas.products import SLACK, Groups, ProductTiles, addressable, down, gate_up
 from dsjax.kernels.table import Kernels
 from dsjax.model import fp8_product
-from dsjax.model.fp4_matrix import PARTS, decoded, format_of, meant, swiglu_w4a4, swiglu_w4a8
+from dsjax.model.fp4_matrix import PACKED, PARTS, decoded, format_of, meant, swiglu_w4a4, swiglu_w4a8
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import dequantise, reinterpret
 from sharding import fp8
@@ -133,16 +134,20 @@ class ExpertProduct:
 
     def _is_native(self, rows_ND) -> bool:
         native = self.kernels.name("experts") == "native" and rows_ND.dtype == jnp.float32
-        multiplies = not self.scheme.dynamic or self.weight_dtype == fp8.E4M3  # quantised rows with FP8 weights alone
+        # Quantised rows are for weights in FP8 and FP4.
+        multiplies = not self.scheme.dynamic or self.weight_dtype in (fp8.E4M3, PACKED)
         return native and multiplies and self.implementation == "auto"
 
     def _native(self, experts: Experts, rows_ND, ids_NK, weights_NK, apart: bool = False) -> Array:
         stack, layer = experts.stack(), experts.layer
-        dynamic = self.scheme.dynamic
-        if dynamic and not (
-            isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8
-        ):  # what travelled in FP8 is rounded already
-            rows_ND = fp8.dequantise(*self.scheme.quantise(rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)))
+        hidden = (self.scheme.experts or "fp8") if self.scheme.dynamic else "float32"
+        # What travelled in FP8 is rounded to it already.
+        rounded = hidden == "fp8" and isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8
+        if hidden != "float32" and not rounded:
+            rows_ND = rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)
+            rows_ND = (
+                nvfp4_rows.round_trip(rows_ND) if hidden == "nvfp4" else fp8.dequantise(*self.scheme.quantise(rows_ND))
+            )
         if isinstance(rows_ND, PackedRows):
             # A packed float32 row begins with its values: the kernel reads the rows that it needs where they lie.
             rows_ND = rows_ND.words_NW if not rows_ND.wire.fp8 else rows_ND.take(jnp.arange(rows_ND.shape[0]))
@@ -153,7 +158,7 @@ class ExpertProduct:
             "pieces": pieces,
             "apart": apart,
             "fp4_block": block,
-            "rounds": dynamic,
+            "hidden": hidden,
             "powers": self.scheme.powers,
         }
         return self.kernels.native.experts(stack, layer, rows_ND, ids_NK, weights_NK, **options)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
-from dsjax.config.weights import ROW_FORMATS, WEIGHT_FORMATS
+from dsjax.config.weights import FP8_BLOCK, ROW_FORMATS, WEIGHT_FORMATS
 from dsjax.engine.afd.expert_side import ExpertSide, Side, with_experts_apart
 from dsjax.engine.afd.options import expert_spec
 from dsjax.engine.afd.remote_experts import RemoteExperts
@@ -86,6 +86,13 @@ def make_step(
         raise UserError(
             f"--activation-scheme {scheme} gives a row of an expert one scale over its width, and --mesh {args.mesh} splits it over "
             f"{spec.expert_width_shards} devices; let ep be a multiple of tp and leave etp out, or give --activation-scheme dynamic"
+        )
+    shares = (expert_side or spec).expert_width_shards
+    own_width = config.moe_intermediate_size // shares
+    if scheme.dynamic and config.is_moe and shares > 1 and own_width % FP8_BLOCK:
+        raise UserError(
+            f"--activation-scheme {scheme} gives {FP8_BLOCK} values of an expert's width one scale, and --mesh {args.mesh} leaves "
+            f"{own_width} of {config.moe_intermediate_size} on a device; let ep be a multiple of tp, or give --activation-scheme none"
         )
     placement = expert_placement(config, expert_side or spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
@@ -182,8 +189,6 @@ def _kernels(
         tiles=None if args.kernel_config is None else Path(args.kernel_config),
         cores=Cores.of(device),
     )
-    if kernels.native is not None and scheme.dynamic and WEIGHT_FORMATS[weights].experts != "fp8":
-        return dataclasses.replace(kernels, left_plain=("experts",))  # theirs are FP8 by FP8
     if args.batch_invariant and kernels.pallas is not None:
         if args.kernel_config is not None:
             raise UserError(

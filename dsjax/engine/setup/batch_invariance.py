@@ -61,8 +61,6 @@ def check_batch_invariant(step: ModelStep, platform: str, weights: Weights) -> N
     found = (
         f"the devices are {platform} and --kernels is plain"
         if platform != "cpu"
-        else f"--activation-scheme {step.scheme} leaves products of experts to the compiler"
-        if step.kernels.left_plain
         else step.kernels.note or f"--kernels leaves {step.kernels.name('other products')} ones"
     )
     raise UserError(

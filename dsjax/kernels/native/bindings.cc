@@ -32,7 +32,7 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer gate_up, ffi::AnyBuffer 
                    ffi::AnyBuffer gate_up_scale, ffi::AnyBuffer down_scale, ffi::Buffer<ffi::F32> gate_up_whole,
                    ffi::Buffer<ffi::F32> down_whole, ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer rows,
                    ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::F32> weights, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> scratch,
-                   int64_t threads, int64_t pieces, int64_t fp4_block, bool rounds, bool powers) {
+                   int64_t threads, int64_t pieces, int64_t fp4_block, int64_t hidden, bool powers) {
   auto shape = gate_up.dimensions(), table = ids.dimensions();
   const bool wholes = fp4_block && gate_up_whole.dimensions().size() == 4;
   Experts kernel;
@@ -44,7 +44,7 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer gate_up, ffi::AnyBuffer 
   kernel.layer = *layer.typed_data();
   kernel.X = shape[1], kernel.D = shape[2] * (fp4_block ? 2 : 1), kernel.F = shape[4];
   kernel.fp4_block = fp4_block;
-  kernel.rounds_hidden = rounds, kernel.powers = powers;
+  kernel.hidden_format = static_cast<Hidden>(hidden), kernel.powers = powers;
   kernel.gate_up_whole = wholes ? gate_up_whole.typed_data() : nullptr;
   kernel.down_whole = wholes ? down_whole.typed_data() : nullptr;
   kernel.rows = static_cast<const float*>(rows.untyped_data());
@@ -207,7 +207,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_experts, experts,
                                   .Attr<int64_t>("threads")
                                   .Attr<int64_t>("pieces")
                                   .Attr<int64_t>("fp4_block")
-                                  .Attr<bool>("rounds")
+                                  .Attr<int64_t>("hidden")
                                   .Attr<bool>("powers"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_dense, dense,

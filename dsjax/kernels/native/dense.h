@@ -11,6 +11,7 @@
 namespace dsjax {
 
 constexpr long kLeastWork = 1 << 19;  // multiply-adds below which another thread is not worth waking
+constexpr long kNear = 2048;           // floats from a matrix's row to the next, up to which panels would cost more than they save
 
 struct Dense {
   // [layers, K, parts * width]; `bytes` of an element: 4 float32, 2 bfloat16, 1 FP8 with scales [layers, K/128, parts, width/128].
@@ -89,6 +90,7 @@ struct Dense {
         static_cast<const typename Format::Stored*>(weight) + layer * K * stride + part * width, stride,
         Matrix<Format>::scaled ? scale + (layer * ((K + kScaleBlock - 1) / kScaleBlock) * parts + part) * blocks : nullptr, parts * blocks};
     if (N <= kStreamRows) return Stream(own, N).product(count, a, b, from, to, K, c, 0, K / pieces);
+    if (std::is_same_v<Format, Float32> && stride <= kNear) return product(count, a, 1, b, from, to, K, c, Sums::replace, 0, K / pieces);
     Panels(own, std::min(N, Panels::kMostRows)).product(count, a, b, from, to, K, c, 0, K / pieces);
   }
 };

@@ -15,6 +15,9 @@ constexpr long kChunkRows = 48;    // rows of an expert that one item takes
 constexpr long kFewPairs = 64;      // up to so many pairs in all, strips of the result are as wide as threads allow
 constexpr long kRoundPairs = 4096;  // (row, expert) pairs whose hidden values are kept at once; all of a row's are in one round
 
+// What hidden values are rounded to before they are multiplied with an expert's second matrix.
+enum class Hidden : int64_t { float32 = 0, fp8 = 1, nvfp4 = 2 };
+
 struct Experts {
   // Weights: gate and up [layers, X, D, 2, F], down [layers, X, F, D]; `bytes` of an element: 4 float32, 2 bfloat16, 1 FP8 with
   // scales [layers, X, D/128, 2, F/128] and [layers, X, F/128, D/128].
@@ -40,8 +43,9 @@ struct Experts {
   // Of each matrix of an expert in NVFP4, [layers, X, 2] and [layers, X]; null for 1.
   const float* gate_up_whole = nullptr;
   const float* down_whole = nullptr;
-  // Hidden values are rounded to FP8 in blocks of 128 before they are multiplied with `down`; with `powers`, by scales that are powers of two.
-  bool rounds_hidden = false, powers = false;
+  // What hidden values are rounded to before they are multiplied with `down`; with `powers`, FP8's scales are powers of two.
+  Hidden hidden_format = Hidden::float32;
+  bool powers = false;
 
   // Bytes of working memory that `run` needs, aligned to 64.
   size_t scratch_bytes() const { return layout(nullptr).total; }
@@ -96,8 +100,10 @@ struct Experts {
   static long in_strips(long columns, long parts, long strip = kStrip) {
     return std::max(strip, ((columns + parts - 1) / parts + strip - 1) / strip * strip);
   }
-  // The same of hidden values: in whole blocks where a block is rounded together.
-  long hidden_width(long parts) const { return in_strips(F, parts, rounds_hidden ? kRoundedTogether : kStrip); }
+  // The same of hidden values: in whole blocks where a block is rounded together, which in NVFP4 all of a row is.
+  long hidden_width(long parts) const {
+    return in_strips(F, parts, hidden_format == Hidden::nvfp4 ? F : hidden_format == Hidden::fp8 ? kRoundedTogether : kStrip);
+  }
   // Into how many parts a chunk's hidden values are cut, so that all threads have some of few chunks.
   long hidden_strips(long chunks) const {
     const long wanted = chunks == 0 || threads <= 1 ? 1 : (2 * threads + chunks - 1) / chunks;
@@ -183,12 +189,13 @@ struct Experts {
         through(chunk.count, a, b, from, from + columns, D, c, product_memory(at, worker), part * columns - from, D);
       });
     const float whole_gate = gate_up_whole ? gate_up_whole[2 * expert] : 1.0f, whole_up = gate_up_whole ? gate_up_whole[2 * expert + 1] : 1.0f;
-    const float whole = whole_up * (down_whole ? down_whole[expert] : 1.0f);
+    const float whole_down = down_whole ? down_whole[expert] : 1.0f, whole = whole_up * whole_down;
     float* to = at.hidden + (chunk.first - round.pair) * F + from;
     for (int32_t r = 0; r < chunk.count; r++, to += F) {
-      const float weight = whole * at.weight[chunk.first + r];
-      swiglu(c[r], columns, whole_gate, rounds_hidden ? 1.0f : weight, to);
-      if (rounds_hidden) round_to_fp8(to, columns, powers, weight);
+      const float weight = at.weight[chunk.first + r];
+      swiglu(c[r], columns, whole_gate, hidden_format == Hidden::float32 ? whole * weight : whole_up, to);
+      if (hidden_format == Hidden::fp8) round_to_fp8(to, columns, powers, whole_down * weight);
+      if (hidden_format == Hidden::nvfp4) round_to_nvfp4(to, columns, whole_down * weight);
     }
   }
 

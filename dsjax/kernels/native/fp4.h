@@ -4,8 +4,11 @@
 #include <algorithm>
 
 #include "product.h"
+#include "quantise.h"
 
 namespace dsjax {
+
+constexpr long kRoundedTogetherInFp4 = 16;  // values of a row that share a scale in NVFP4
 
 // Of a byte in each lane, in its low eight bits: the value of its low half. Higher bits may be anything.
 inline Vec widen_e2m1(UIntVec code) {
@@ -146,6 +149,34 @@ inline void fp4_product(long count, const float* const* a, const Fp4& b, long fr
   long column = from;
   for (; column + Fp4::kColumns <= to; column += Fp4::kColumns) strips<true>(count, a, b, column, Fp4::kColumns, depth, c, c_shift, piece);
   if (column < to) strips<false>(count, a, b, column, to - column, depth, c, c_shift, piece);
+}
+
+// The e2m1 number nearest to a value of at most 6; of two equally near the one whose fraction is even.
+inline float to_e2m1(float value) {
+  const float size = std::fabs(value);
+  if (size < 2.0f) return std::nearbyint(value * 2.0f) * 0.5f;
+  return size < 4.0f ? std::nearbyint(value) : std::nearbyint(value * 0.5f) * 2.0f;
+}
+
+// row[i] becomes `factor` times what NVFP4 keeps of it, as dsjax/fp4/rows.py has it: a scale of the whole row, largest magnitude / (6 x 448),
+// and an e4m3 scale of each 16 values. `width` is whole blocks of 16. A number that is not finite leaves NaNs.
+inline void round_to_nvfp4(float* row, long width, float factor) {
+  auto most_of = [&](long first, long end) {
+    float most = 0;
+    for (long i = first; i < end; i++) {
+      const float size = std::fabs(row[i]);
+      if (size > most || size != size) most = size;
+    }
+    return most;
+  };
+  float whole = most_of(0, width) * (1.0f / (6.0f * 448.0f));
+  if (whole < std::numeric_limits<float>::min()) whole = 1.0f;  // XLA takes it for zero
+  for (long first = 0; first < width; first += kRoundedTogetherInFp4) {
+    const long end = first + kRoundedTogetherInFp4;
+    const float scale = to_e4m3(std::clamp(most_of(first, end) * (1.0f / 6.0f) / whole, 0.001953125f, 448.0f));
+    for (long i = first; i < end; i++)
+      row[i] = to_e2m1(std::clamp(row[i] / (scale * whole), -6.0f, 6.0f)) * scale * whole * factor;
+  }
 }
 
 }  // namespace dsjax

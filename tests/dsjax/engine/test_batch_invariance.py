@@ -4,12 +4,20 @@ GPU kernels are run here by Pallas's interpreter, in float32; `test_gpu_invarian
 `setup/batch_invariance.py`.
 """
 
+import dataclasses
+import re
+
+import jax
 import numpy as np
 import pytest
 from bits_together import bits_alone_and_together
 from layouts import TINY, write_checkpoint
 
 from dsjax.config import ModelConfig
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device import device_state, step_programs
+from dsjax.engine.device.buckets import Rectangle
+from dsjax.engine.device.programs import Programs
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.engine.setup.batch_invariance import OPEN_SUMS, open_sums
@@ -41,6 +49,34 @@ def test_without_the_option_no_kernel_has_fixed_sizes():
     assert not step.kernels.fixed
     assert not step.in_place.ordered
     assert "batch-invariant" not in step.kernels.note
+
+
+def gpu_program(**options) -> str:
+    """The text of a decode step for GPUs, lowered and not compiled: neither a GPU nor its compiler is needed."""
+    step = step_of("dp=2,tp=2", {"num_hidden_layers": 2}, dtype="bfloat16", **options)
+    compiled = dataclasses.replace(step.kernels.pallas, interpret=False)
+    step = dataclasses.replace(step, kernels=dataclasses.replace(step.kernels, pallas=compiled))
+    limits = ExecutorLimits(4, 4, 8, 16, 3, 2, 8, TINY["vocab_size"])
+    params, state = step.abstract_parameters(), device_state.describe(step, limits, 0, counts_loads=False)
+    shape = Programs(step, params, state, limits).shape(Rectangle(4, 1), None)
+    run = jax.jit(lambda *arrays: step_programs.compute(step, *arrays, shape, False))
+    traced = run.trace(params, state, jax.ShapeDtypeStruct((2, shape.packed_width), np.int32))
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.slow
+def test_a_gpus_program_has_the_options_operations_and_orders_with_it_and_none_of_them_without():
+    """Its norm kernel, pieces of a depth, sizes that nothing chose, and no sum of a collective's or the compiler's products."""
+    of_the_option, of_others = ('name = "rms_norm"', "order_piece"), ("all_reduce", "reduce_scatter", "dot_general")
+    chosen = {"rows.mesh", "rows", "mesh"}
+    for on in (False, True):
+        text = gpu_program(batch_invariant=on)
+        depends = set(re.findall(r"order_depends\\22: \\22([a-z.]*)\\22", text))
+        assert 'name = "dense"' in text
+        assert [part in text for part in of_the_option] == [on] * len(of_the_option)
+        assert [f"stablehlo.{part}" in text for part in of_others] == [not on] * len(of_others)
+        assert depends <= ({"", "exact"} if on else chosen), depends
+        assert depends & ({""} if on else chosen)
 
 
 @pytest.mark.parametrize(

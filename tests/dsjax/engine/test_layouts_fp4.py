@@ -1,10 +1,10 @@
-"""With experts in FP4, every layout gives the logits and the greedy tokens of one device, and a mesh that cuts a block is refused."""
+"""With experts in FP4, every layout gives the answer of one device to the bit, and a mesh that cuts a block is refused."""
 
 import functools
 
 import pytest
+from layouts import References, difference, widths, write_checkpoint
 from layouts import answer as answer_of
-from layouts import difference, widths, write_checkpoint
 
 from dsjax import LLM
 from dsjax.errors import UserError
@@ -25,8 +25,9 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_device(checkpoint):
-    plain = functools.partial(answer, checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain")
-    return functools.cache(lambda weights, scheme="auto": plain(weights=weights, activation_scheme=scheme))
+    """What answers with some weights and some activations are held to, when they are first asked for."""
+    alone = functools.partial(answer, checkpoint, "dp=1", "auto")
+    return functools.cache(lambda weights, scheme: References(alone, {"weights": weights, "activation_scheme": scheme}))
 
 
 @pytest.mark.slow
@@ -37,13 +38,16 @@ def one_device(checkpoint):
         ("nvfp4-bf16", "tp=2,ep=1", "gather", {}),
         ("nvfp4-bf16", "dp=2", "ragged", EPLB),
         ("nvfp4-bf16", "dp=2,tp=2", "padded", {"activation_scheme": "nvfp4"}),
+        ("nvfp4-bf16", "dp=2", "ragged", {"activation_scheme": "dynamic"}),
         ("mxfp4-bf16", "tp=2,ep=1", "gather", {"kernels": "plain"}),
         ("mxfp4-bf16", "dp=8", "ragged", {"redundant_experts": 8}),
     ],
 )
-def test_layout_gives_the_answer_of_one_device(checkpoint, one_device, weights, layout, dispatch, options):
+def test_layout_gives_the_answer_of_one_device(checkpoint, one_device, kernels, weights, layout, dispatch, options):
     found = answer(checkpoint, layout, dispatch, "CC", "A_CC_ME", weights=weights, **options)
-    assert difference(found, one_device(weights, options.get("activation_scheme", "auto"))) is None
+    assert found.exact == ("kernels" not in options)
+    references = one_device(weights, options.get("activation_scheme", "auto"))
+    assert difference(found, references.of(found, "CC", "A_CC_ME", options)) is None
     assert found.rebalances >= (1 if "enable_eplb" in options else 0)
 
 
@@ -81,3 +85,10 @@ def test_the_shared_expert_does_not_become_one_in_fp4(checkpoint):
 def test_rows_in_nvfp4_need_experts_in_nvfp4_that_are_whole(checkpoint, mesh, weights, reason):
     with pytest.raises(UserError, match=reason):
         LLM(str(checkpoint), mesh=mesh, weights=weights, activation_scheme="nvfp4")
+
+
+def test_a_mesh_that_cuts_a_block_of_rows_in_fp8_is_refused(checkpoint):
+    with pytest.raises(
+        UserError, match="gives 128 values of an expert's width one scale, and --mesh tp=2,ep=1 leaves 32 of 64"
+    ):
+        LLM(str(checkpoint), mesh="tp=2,ep=1", weights="mxfp4-bf16", activation_scheme="dynamic")

@@ -23,6 +23,7 @@ from worded_checkpoint import write_worded_checkpoint
 
 from dsjax import LLM, SamplingParams
 from dsjax.config import load_config
+from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.model.transformer import abstract_parameters
 
 pytestmark = pytest.mark.slow
@@ -46,8 +47,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint):
-    llm = LLM(str(checkpoint), **OPTIONS)
+def alone(checkpoint, kernels):
+    llm = LLM(str(checkpoint), batch_invariant=True, **OPTIONS)
     yield llm
     llm.shutdown()
 
@@ -60,7 +61,7 @@ class Served:
         flags = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
         command = ["-m", "dsjax.serve", "--model", str(checkpoint), "--served-model-name", "tiny", "--port", "0"]
         with mock.patch.dict(os.environ, {"DSJAX_CLUSTER_KEY": CLUSTER_KEY}):
-            self.group = Group([*command, "--mesh", "dp=4", "--admin-api-key", "admin", *flags], 2)
+            self.group = Group([*command, "--mesh", "dp=4", "--batch-invariant", "--admin-api-key", "admin", *flags], 2)
         self.group.wait_for(0, "serving tiny at", 300)
         self.leader = re.search(r"serving tiny at (http://[\d.:]+)", self.group.output[0]).group(1)
         self.follower = re.search(r"/metrics at (http://[\d.:]+)", self.group.output[1]).group(1)
@@ -75,7 +76,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(checkpoint):
+def served(checkpoint, kernels):
     served = Served(checkpoint)
     yield served
     served.group.end()
@@ -121,7 +122,7 @@ def test_completions_are_those_of_one_process(served, alone):
     assert [choice["text"] for choice in answer.json()["choices"]] == [e.outputs[0].text for e in expected]
 
 
-def test_seeded_samples_with_their_log_probabilities_are_those_of_one_process(kernels, served, alone):
+def test_seeded_samples_with_their_log_probabilities_are_those_of_one_process(served, alone):
     params = SamplingParams(temperature=1, seed=5, max_tokens=5, logprobs=2, n=2)
     expected = alone.generate(PROMPTS[0], params)[0].outputs
     choices = served.complete(prompt=PROMPTS[0], temperature=1, seed=5, max_tokens=5, logprobs=2, n=2).json()["choices"]
@@ -190,17 +191,21 @@ def test_nothing_is_compiled_while_serving_and_pages_come_back(served):
 
 MIXED = [
     {"prompt": PROMPTS[0]},
-    {"prompt": PROMPTS[1], "temperature": 1, "seed": 5, "logprobs": 2},
+    {"prompt": PROMPTS[1], "temperature": 1, "seed": 5},
     {"prompt": PROMPTS[2], "repetition_penalty": 1.3, "presence_penalty": 0.4},
     {"prompt": PROMPTS[3], "structured_outputs": {"regex": "[a-z ]{60,80}"}, "temperature": 0.7, "seed": 9},
 ]
 
 
+COMMON = {"max_tokens": 80, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+
+
 class Streams:
-    """Requests of several kinds, each streamed to its end by a thread."""
+    """Requests of several kinds, each streamed to its end by a thread: text, and the log-probability of each token."""
 
     def __init__(self, served: Served, requests: list[dict]):
-        self.served, self.texts, self.first = served, [""] * len(requests), threading.Event()
+        self.served, self.first = served, threading.Event()
+        self.texts, self.logprobs = [""] * len(requests), [[] for _ in requests]
         self.errors: list[str] = []
         self.threads = [
             threading.Thread(target=self._read, args=(index, request), daemon=True)
@@ -210,9 +215,8 @@ class Streams:
             thread.start()
 
     def _read(self, index: int, request: dict) -> None:
-        common = {"model": "tiny", "max_tokens": 80, "temperature": 0, "ignore_eos": True, "stream": True}
-        url = f"{self.served.leader}/v1/completions"
-        with httpx.stream("POST", url, json=common | request, timeout=120) as answer:
+        body = {"model": "tiny", "stream": True, **COMMON, **request}
+        with httpx.stream("POST", f"{self.served.leader}/v1/completions", json=body, timeout=120) as answer:
             for line in answer.iter_lines():
                 if not line or line == "data: [DONE]":
                     continue
@@ -220,23 +224,34 @@ class Streams:
                 if "error" in event:
                     self.errors.append(str(event))
                     return
-                self.texts[index] += event["choices"][0]["text"]
+                (choice,) = event["choices"]
+                self.texts[index] += choice["text"]
+                self.logprobs[index] += (choice["logprobs"] or {}).get("token_logprobs", [])
                 self.first.set()
 
-    def join(self) -> list[str]:
-        """What each said, to its end."""
+    def join(self) -> list[tuple[str, list[float]]]:
+        """What each said, to its end, and the log-probabilities of it."""
         for thread in self.threads:
             thread.join(120)
             assert not thread.is_alive(), self.served.group.last_words()
         assert not self.errors
-        return self.texts
+        return list(zip(self.texts, self.logprobs, strict=True))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(served):
-    texts = Streams(served, MIXED).join()
-    assert all(texts)
-    return texts
+def undisturbed(alone):
+    """What one device alone gives for each of ``MIXED``."""
+
+    def made(request):
+        request = COMMON | request
+        prompt = request.pop("prompt")
+        if "structured_outputs" in request:
+            request["structured_outputs"] = StructuredOutputs(**request["structured_outputs"])
+        (output,) = alone.generate(prompt, SamplingParams(**request))[0].outputs
+        chosen = zip(output.token_ids, output.logprobs, strict=True)
+        return output.text, [found[token].logprob for token, found in chosen]
+
+    return [made(request) for request in MIXED]
 
 
 def metric(served, name: str) -> float:
@@ -282,7 +297,7 @@ def test_a_mesh_that_cannot_be_is_refused_and_changes_nothing(served):
     assert metric(served, "dsjax_generation") == 0
 
 
-def test_streams_stay_open_and_say_the_same_while_the_mesh_shrinks_and_grows(served, undisturbed):
+def test_streams_stay_open_and_are_those_of_one_device_to_the_bit_while_the_mesh_shrinks_and_grows(served, undisturbed):
     streams = Streams(served, MIXED)
     streams.first.wait(60)
     answers: list[httpx.Response] = []

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from kernel_cases import STORED, AttentionCase, DenseCase, ExpertsCase, IndexCase
 
+from dsjax.fp4 import rows as nvfp4_rows
 from dsjax.kernels.native_calls import ExchangeInMemory
 from dsjax.kernels.table import PLAIN
 from dsjax.model.experts import ExpertProduct
@@ -145,7 +146,7 @@ def test_experts_round_rows_and_hidden_values_to_fp8_as_the_plain_form_does(kern
     assert np.all(np.abs(found - plain) <= 2e-5 * size)
 
 
-def test_numbers_of_all_sizes_are_rounded_to_fp8_alike(kernels):
+def test_numbers_of_all_sizes_are_rounded_to_fp8_and_to_nvfp4_alike(kernels):
     """Hidden values go through an expert that is the identity: silu(x) × 1, rounded."""
     rng = np.random.default_rng(2)
     N, F = 64, 256
@@ -157,9 +158,14 @@ def test_numbers_of_all_sizes_are_rounded_to_fp8_alike(kernels):
     wide = np.concatenate([rows, np.ones((N, 1), np.float32)], axis=1)
     one = np.zeros((N, 1), np.int32), np.full((N, 1), 0.01, np.float32)
     stack["down.weight"] = np.eye(F, F + 1, dtype=np.float32)[None, None]
-    for powers in (False, True):
-        found = kernels.native.experts(stack, jnp.int32(0), wide, *one, rounds=True, powers=powers)[:, :F]
-        expected = fp8.dequantise(*fp8.quantise(rows * np.float32(100), powers=powers)) * np.float32(0.01)
+    hundredfold = rows * np.float32(100)
+    for hidden, powers, rounded in (
+        ("fp8", False, fp8.dequantise(*fp8.quantise(hundredfold))),
+        ("fp8", True, fp8.dequantise(*fp8.quantise(hundredfold, powers=True))),
+        ("nvfp4", False, nvfp4_rows.round_trip(hundredfold)),
+    ):
+        found = kernels.native.experts(stack, jnp.int32(0), wide, *one, hidden=hidden, powers=powers)[:, :F]
+        expected = rounded * np.float32(0.01)
         finite = [n for n in range(N) if n not in (3, 4)]
         np.testing.assert_array_equal(np.asarray(found)[finite], np.asarray(expected)[finite])
         assert np.isnan(np.asarray(found)[3:5]).any(axis=1).all()

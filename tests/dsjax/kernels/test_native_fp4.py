@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import ExpertsCase
 
-from dsjax.fp4.formats import FORMATS
+from dsjax.fp4.formats import FORMATS, MXFP4, NVFP4
+from dsjax.kernels.table import PLAIN
 from dsjax.model.experts import ExpertProduct
+from dsjax.model.fp8_product import WIDEN, ActivationScheme
 
 FORMS = st.sampled_from(list(FORMATS.values()))
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
@@ -34,9 +36,10 @@ class Drawn:
         numbers = dataclasses.replace(case, gate_up=decoded["gate_up.weight"][None], down=decoded["down.weight"][None])
         return cls(case, stacks | {"layer": np.int32(1)}, numbers)
 
-    def run(self, kernels, threads=1, rows=None):
-        native = dataclasses.replace(kernels, native=dataclasses.replace(kernels.native, threads=threads))
-        product = ExpertProduct(weight_dtype=np.dtype(np.uint8), kernels=native)
+    def run(self, kernels, threads=1, rows=None, scheme=WIDEN):
+        if kernels.native is not None:
+            kernels = dataclasses.replace(kernels, native=dataclasses.replace(kernels.native, threads=threads))
+        product = ExpertProduct(weight_dtype=np.dtype(np.uint8), kernels=kernels, scheme=scheme)
         case = self.case
         arrays = [array[:rows] for array in (case.rows, case.ids, case.weights)]
         return np.asarray(jax.jit(product)(self.packed, *arrays))
@@ -76,6 +79,26 @@ def test_threads_and_the_other_rows_change_no_bit_of_a_result(kernels, form, thr
     np.testing.assert_array_equal(drawn.run(kernels, threads), many)
     for rows in (1, 2, 7):
         np.testing.assert_array_equal(drawn.run(kernels, threads, rows), many[:rows])
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [
+        (NVFP4, ActivationScheme(dynamic=True)),
+        (MXFP4, ActivationScheme(dynamic=True, powers=True)),
+        (NVFP4, ActivationScheme(dynamic=True, experts="nvfp4")),
+    ],
+    ids=["NVFP4 × FP8", "MXFP4 × FP8 by powers of two", "NVFP4 × NVFP4"],
+)
+def test_rows_and_hidden_values_are_rounded_as_the_plain_form_does_whatever_threads_and_rows(kernels, form, scheme):
+    drawn = Drawn.of(9, form, X=4, D=320, F=288, N=70, K=2, routing="all")
+    found, plain = drawn.run(kernels, scheme=scheme), drawn.run(PLAIN, scheme=scheme)
+    exact, size = drawn.numbers.expected()
+    assert np.abs(plain - exact).max() > 1e-3 * size.max(), "activations are quantised at all"
+    # A hidden value in the middle between two numbers goes to either, as float32 rounds: of some 40,000 of them one or two.
+    assert (np.abs(found - plain) > 2e-5 * size).any(axis=1).sum() <= 2
+    for threads, rows in ((5, None), (1, 1), (2, 7)):
+        np.testing.assert_array_equal(drawn.run(kernels, threads, rows, scheme), found[:rows])
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)

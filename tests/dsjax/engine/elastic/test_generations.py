@@ -160,33 +160,50 @@ FEATURES = {
 }
 
 
+def answer(output):
+    """Tokens, and the log-probability of each."""
+    (made,) = output.outputs
+    return list(made.token_ids), [one[token].logprob for token, one in zip(made.token_ids, made.logprobs, strict=True)]
+
+
 @pytest.mark.slow
-def test_a_model_goes_down_and_up_in_the_middle_of_requests_and_makes_the_same_tokens(checkpoint, tmp_path):
+def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_of_each_alone_on_one_device(
+    checkpoint, tmp_path, kernels
+):
+    fixed = {"max_tokens": 9, "ignore_eos": True, "detokenize": False, "logprobs": 0}
     params = [
-        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False),
-        SamplingParams(temperature=0.9, seed=4, max_tokens=9, ignore_eos=True, detokenize=False),
-        SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=9, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=0, **fixed),
+        SamplingParams(temperature=0.9, seed=4, **fixed),
+        SamplingParams(temperature=0, repetition_penalty=1.4, **fixed),
     ]
     prompts = [{"prompt_token_ids": list(range(3 + i, 9 + 2 * i))} for i in range(3)]
     disk = {
         "disk_cache": str(tmp_path / "pages"),
         "disk_cache_bytes": 10_000_000,
     }  # its lock is given back and taken again
-    llm = LLM(str(checkpoint), mesh="dp=2", **FEW_SHAPES, **FEATURES, **disk)
-    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    options = FEW_SHAPES | FEATURES | disk | {"kernels": "native", "batch_invariant": True}
+    llm = LLM(str(checkpoint), mesh="dp=2", **options)
+    llm.scale("dp=1")
+    expected = [answer(llm.generate([prompt], [param])[0]) for prompt, param in zip(prompts, params, strict=True)]
+    llm.engine.flush_prefix_cache()
     for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         llm.engine.add_request(str(index), prompt, param)
-    token_ids: dict[str, list[int]] = {}
-    for mesh in ("dp=1", "dp=2"):
+    found = {}
+
+    def step():
+        found.update({output.request_id: answer(output) for output in llm.engine.step() if output.finished})
+
+    for mesh in ("dp=2", "dp=1", "dp=2"):
         for _ in range(3):
-            llm.engine.step()
+            step()
+        assert len(found) < len(prompts)
         llm.scale(mesh)
         assert llm.facts.mesh == mesh
         assert (llm.executor.extension(ExpertMover) is None) == (mesh == "dp=1")
-    assert llm._generations.number == 2
+    assert llm._generations.number == 4
     while llm.engine.has_unfinished():
-        token_ids |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step() if output.finished}
-    assert [token_ids[str(index)] for index in range(3)] == expected
+        step()
+    assert [found[str(index)] for index in range(3)] == expected
     with pytest.raises(MeshError, match=r"mesh dp=4096 wants 4096 devices, and this server has \d+"):
         llm.scale("dp=4096")
     with pytest.raises(MeshError, match="heads are not divisible by tp=3"):

@@ -1,4 +1,4 @@
-"""A model with offload tiers: its tokens stay the same, and its pages come back, from an earlier engine's folder too.
+"""A model with offload tiers gives to the bit what one device gives without, and its pages come back, from an earlier engine's folder too.
 
 These are the tests of `tiers/offloaded_pages.py` and `setup/sizes.py` too.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
-from layouts import MODELS
+from layouts import ARITHMETIC, MODELS
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.setup.args import EngineArgs
@@ -31,12 +31,13 @@ def checkpoint(checkpoints):
     return checkpoints("v3")
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 
 
 def load(checkpoint, **options):
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 64}
-    llm = LLM(str(checkpoint), dtype="float32", **sizes, **options)
+    # A preempted request's answer is computed again, as a prompt.
+    llm = LLM(str(checkpoint), dtype="float32", batch_invariant=True, **sizes, **options)
     llm.executor.buckets = dataclasses.replace(
         llm.executor.buckets, decode=(2,)
     )  # one program for decodes instead of two
@@ -49,13 +50,20 @@ def prompts():
     return [{"prompt_token_ids": beginnings[i % 4] + [int(t)]} for i, t in enumerate(rng.integers(2, 290, size=16))]
 
 
-@pytest.fixture(scope="module")
-def expected_of(checkpoints):
-    """Each model's tokens without tiers, when they are first asked for."""
+def answer(output):
+    """Tokens, and the log-probability of each."""
+    (made,) = output.outputs
+    return list(made.token_ids), [one[token].logprob for token, one in zip(made.token_ids, made.logprobs, strict=True)]
 
-    def made(model):
-        llm = load(checkpoints(model))
-        outputs = [list(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) for prompt in prompts()]
+
+@pytest.fixture(scope="module")
+def expected_of(checkpoints, kernels):
+    """What one device gives for each prompt alone, without tiers, when it is first asked for: of a model in an MLA form."""
+
+    def made(model, form):
+        llm = load(checkpoints(model), mla_prefill=form, mla_decode=form)
+        assert llm.executor.model.is_exact
+        outputs = generated(llm)
         llm.shutdown()
         return outputs
 
@@ -68,7 +76,7 @@ def test_room_for_less_than_a_page_is_refused(checkpoint):
 
 
 def generated(llm):
-    return [list(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) for prompt in prompts()]
+    return [answer(llm.generate([prompt], GREEDY)[0]) for prompt in prompts()]
 
 
 @pytest.mark.slow
@@ -81,11 +89,12 @@ def generated(llm):
     ],
     ids=["dp=2,tp=2, drafts", "keys and values, disk alone", "index keys, drafts"],
 )
-def test_a_models_tokens_are_the_same_and_its_pages_come_back_after_a_restart_too(
+def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_restart_too(
     checkpoints, expected_of, model, options, tmp_path
 ):
     """The first engine has room for all in host memory, the second one for a page or two of each rank, 5 % of what is needed."""
-    checkpoint, expected = checkpoints(model), expected_of(model)
+    form = ARITHMETIC[options.get("mla_decode", "A_CC_ME")]
+    checkpoint, expected = checkpoints(model), expected_of(model, form)
     on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "cache_tokens": 92}
     first = load(checkpoint, **on_disk, **{"host_cache_bytes": 1 << 20} | options)
     try:
@@ -113,7 +122,7 @@ def test_a_models_tokens_are_the_same_and_its_pages_come_back_after_a_restart_to
             second.engine.step()
             second.engine.abort("gone")
             outputs = second.generate(prompts(), GREEDY)
-            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+            assert [answer(output) for output in outputs] == expected
         assert all(rank.pool.num_used == 0 for rank in ranks)
         assert len(ranks) > 1 or ranks[0].num_preemptions
         second.engine.flush_prefix_cache()
