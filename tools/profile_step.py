@@ -22,6 +22,7 @@ import glob
 import gzip
 import json
 import re
+import resource
 import statistics
 import sys
 import tempfile
@@ -67,11 +68,11 @@ def main() -> None:
     if args.constant_placement:
         compare_placements(llm, run, args.rows, args.steps)
         return
-    seconds, processor = measure(run, args.steps)
+    seconds, processor, waits = measure(run, args.steps)
     print(
         f"{args.mesh}, {args.rows} rows a rank at context {args.context}: {seconds * 1e3:.2f} ms a step (median of {args.steps})"
     )
-    print(f"processor time {processor * 1e3:.2f} ms a step")
+    print(f"processor time {processor * 1e3:.2f} ms a step; threads waited {waits:.0f} times")
     print_table(trace(run), scopes_of(text))
 
 
@@ -137,16 +138,17 @@ def compare_placements(llm, run, rows: int, steps: int) -> None:
         )
 
 
-def measure(run, steps: int) -> tuple[float, float]:
-    """Median wall seconds and mean processor seconds of a step."""
+def measure(run, steps: int) -> tuple[float, float, float]:
+    """Median wall seconds, mean processor seconds, and how often threads of the process went to sleep, of a step."""
     for _ in range(WARM):
         run()
-    times, processor = [], time.process_time()
+    times, processor, waits = [], time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
     for _ in range(steps):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return statistics.median(times), (time.process_time() - processor) / steps
+    waits = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - waits
+    return statistics.median(times), (time.process_time() - processor) / steps, waits / steps
 
 
 def trace(run) -> list[dict]:

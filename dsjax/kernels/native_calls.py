@@ -11,9 +11,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-TARGETS = ("experts", "dense", "norm", "absorbed_attention", "expanded_attention", "index_choice")
+TARGETS = ("experts", "dense", "norm", "absorbed_attention", "expanded_attention", "index_choice", "exchange")
 HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
 """What an expert's hidden values can be rounded to, in the order of the enumeration ``Hidden`` in ``native/experts.h``."""
 
@@ -127,6 +128,26 @@ class NativeKernels:
         settings = {"threads": np.int64(self.threads), "eps": np.float32(eps), "centred": bias is not None}
         return self._call("norm", out, ())(rows, scale, scale if bias is None else bias, **settings)[0]
 
+    def exchange(
+        self,
+        rows_NW: Array,
+        place: Int[Array, ""],
+        group: Int[Array, ""],
+        *,
+        ranks: int,
+        gathers: bool,
+    ) -> Array:
+        """Rows exchanged in memory between ``ranks`` devices of this process: ``all_gather`` or, in equal blocks, ``all_to_all``.
+
+        place: this device's in its group; group: which of the groups it is. gathers: every device gets all rows, ``[ranks * N, W]``;
+            otherwise block r of the N rows goes to device r, and block s of the result is from device s.
+
+        Two exchanges of a program that are not one after the other for every device must differ in the bytes of a block, or in ``gathers``.
+        """
+        rows, *width = rows_NW.shape
+        out = jax.ShapeDtypeStruct((rows * ranks if gathers else rows, *width), rows_NW.dtype)
+        return self._call("exchange", out, ())(rows_NW, place, group, ranks=np.int64(ranks), gathers=gathers)[0]
+
     def absorbed_attention(self, *arguments, **settings) -> Float[Array, "R C H W"]:
         """Attention in latent space; arguments as ``_attention``. Without weights, queries and results are in latent space."""
         return self._attention("absorbed_attention", *arguments, **settings)
@@ -226,6 +247,22 @@ class NativeKernels:
         scratch = count(*(ctypes.c_int64(size) for size in (*sizes, self.threads)))
         outs = out if isinstance(out, list) else [out]
         return jax.ffi.ffi_call(_target(kernel, self.name), (*outs, jax.ShapeDtypeStruct((scratch,), jnp.uint8)))
+
+
+@dataclass(frozen=True)
+class ExchangeInMemory:
+    """``sharding.dispatch.group.InMemory`` by the native kernels: rows pass between the devices of this process without a collective.
+
+    mesh_axes: all axes of the mesh.
+    """
+
+    kernels: NativeKernels
+    mesh_axes: tuple[str, ...]
+
+    def __call__(self, rows_NW: Array, axes: tuple[str, ...], ranks: int, gathers: bool) -> Array:
+        """Inside ``shard_map``: an exchange over ``axes``, which ``ranks`` devices have."""
+        group = lax.axis_index(tuple(axis for axis in self.mesh_axes if axis not in axes))
+        return self.kernels.exchange(rows_NW, lax.axis_index(axes), group, ranks=ranks, gathers=gathers)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.native_calls import ExchangeInMemory
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.apart import ExpertsApart, run_apart
@@ -145,7 +146,10 @@ class ModelStep:
         with jax.default_matmul_precision("highest"):
             model: Transformer = self.table.bind(params)
             tokens = self.tokens(groups)
-            x = self._constrain(model.embed(tokens.ids, self.dtype), self.spec.batch_axes)
+            x = model.embed(tokens.ids, self.dtype)
+            if self.in_place.native:  # a row of zeros stays one through all layers, and native kernels pass it over
+                x = jnp.where(tokens.active[..., None], x, 0)
+            x = self._constrain(x, self.spec.batch_axes)
             layer, reports = jnp.int32(0), {}
             if copies is not None:
                 copies = jax.tree.map(lambda array: _first(array, self.config.num_moe_layers), copies)
@@ -475,7 +479,11 @@ class ModelStep:
         exchange = Exchange.of(
             self.spec,
             self.mesh,
-            replace(self.dispatch, by_choice=self.dispatch.by_choice or self.in_place.ordered),
+            replace(
+                self.dispatch,
+                by_choice=self.dispatch.by_choice or self.in_place.ordered,
+                in_memory=self._exchange_in_memory,
+            ),
             jax.ShapeDtypeStruct((B * T, D), x.dtype),
             jax.ShapeDtypeStruct((B * T, K), jnp.int32),
             experts=self.placement.n_physical,
@@ -520,6 +528,14 @@ class ModelStep:
             self.kernels,
             self.scheme,
         )
+
+    @property
+    def _exchange_in_memory(self) -> ExchangeInMemory | None:
+        """What carries rows between emulated devices, where all are in this process: their native kernels."""
+        alone = all(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
+        if not self.in_place.native or not alone or self.dispatch.overlapped:
+            return None
+        return ExchangeInMemory(self.kernels.native, self.mesh.axis_names)
 
     @property
     def _platform(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sharding.dispatch.group import InMemory
 from sharding.errors import MeshError
 
 METHODS = ("auto", "gather", "padded", "ragged")
@@ -28,6 +29,8 @@ class DispatchConfig:
     by_choice: whether what a token's experts give comes back apart, and is added where the token is, in the order of its choices: then a
         token's sum has the same bits whatever the method, the mesh and the placement of experts (``docs/exactness.md``). Otherwise a rank
         adds what its experts give before it answers, which moves fewer rows.
+    in_memory: carries rows between devices of one process, in the place of XLA's collectives; with ``by_choice``, and not with
+        ``overlapped``, as exchanges then are not one after the other. None: XLA's.
     """
 
     method: Literal["auto", "gather", "padded", "ragged"] = "auto"
@@ -37,12 +40,15 @@ class DispatchConfig:
     report: bool = False
     by_choice: bool = False
     overlapped: bool = False
+    in_memory: InMemory | None = None
 
     def __post_init__(self):
         if self.method not in METHODS:
             raise MeshError(f"dispatch method {self.method!r}; expected one of {METHODS}")
         if self.wire not in WIRES:
             raise MeshError(f"dispatch wire {self.wire!r}; expected one of {WIRES}")
+        if self.in_memory is not None and (self.overlapped or not self.by_choice):
+            raise MeshError("rows pass in memory where terms come back by choice and exchanges are one after the other")
         for name in ("capacity", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

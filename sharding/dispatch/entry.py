@@ -113,7 +113,7 @@ class Exchange:
             raise MeshError(
                 f"{experts} physical experts are not divisible by ep={spec.ep_size}; add {-experts % spec.ep_size} redundant ones"
             )
-        group = ExpertGroup.of(spec, experts, mesh.devices.flat[0].platform, config.by_choice)
+        group = ExpertGroup.of(spec, experts, mesh.devices.flat[0].platform, config.by_choice, config.in_memory)
         on_rank = -(-tokens // spec.dp_size // spec.tp_size)
         method = _method(group, config, home, on_rank, top_k, x_TD.shape[1], x_TD.dtype)
         return cls(spec, mesh, config, group, method, tokens, home)

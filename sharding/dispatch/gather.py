@@ -58,7 +58,7 @@ class Gather(NoRoundsApart):
     def send(self, transit: Transit) -> Transit:
         """One ``all_gather``."""
         kept = transit.kept
-        arrived = lax.all_gather(transit.rows, self.group.all_axes, axis=0, tiled=True)
+        arrived = self.group.gather_all(transit.rows)
         if kept.home is not None:
             arrived = jnp.concatenate([arrived, self.group.pool_width(kept.home)])
         return Transit(arrived, kept._replace(home=None))
@@ -120,7 +120,7 @@ class GatherByChoice(NoRoundsApart):
 
     def send(self, transit: Transit) -> Transit:
         """One ``all_gather``."""
-        return Transit(lax.all_gather(transit.rows, self.group.all_axes, axis=0, tiled=True), transit.kept)
+        return Transit(self.group.gather_all(transit.rows), transit.kept)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """The terms of this rank's experts, all of them or those of the first round."""
@@ -219,8 +219,7 @@ class _Queued(NamedTuple):
 
 def _returned(group: ExpertGroup, terms_CD: Float[Array, "C D"], each: int) -> Float[Array, "cells D"]:
     """Exchange terms: give what the group's ranks return of this rank's tokens, ``each`` cells of each rank, widths added up."""
-    returned = lax.all_to_all(terms_CD, group.all_axes, split_axis=0, concat_axis=0, tiled=True)
-    returned = returned.reshape(group.size, group.width, each, -1)
+    returned = group.exchange_all(terms_CD).reshape(group.size, group.width, each, -1)
     return add_as_tree(jnp.moveaxis(returned, 1, 0)).reshape(group.size * each, -1)
 
 

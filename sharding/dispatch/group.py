@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +12,13 @@ from jaxtyping import Array, Int
 
 from sharding.mesh import MeshSpec
 from sharding.sums import tree_sum
+
+InMemory = Callable[[jax.Array, tuple[str, ...], int, bool], jax.Array]
+"""``(rows_NW, axes, ranks, gathers)``: an exchange between devices that share a memory, over mesh axes that ``ranks`` devices have.
+
+The same as ``lax.all_gather(rows_NW, axes, tiled=True)`` where it gathers, otherwise as ``lax.all_to_all(rows_NW, axes, 0, 0,
+tiled=True)``.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class ExpertGroup:
     experts: physical experts on one rank.
     platform: of the mesh's devices (``cpu``, ``gpu``, ``tpu``), for choices between equal implementations.
     in_order: whether parts of a width are added in an order that no mesh changes (``sharding.sums``).
+    in_memory: carries rows in the place of XLA's collectives; None: these do.
     """
 
     axes: tuple[str, ...]
@@ -32,15 +41,25 @@ class ExpertGroup:
     experts: int
     platform: str
     in_order: bool = False
+    in_memory: InMemory | None = None
 
     @classmethod
-    def of(cls, spec: MeshSpec, experts: int, platform: str, in_order: bool = False) -> ExpertGroup:
+    def of(
+        cls, spec: MeshSpec, experts: int, platform: str, in_order: bool = False, in_memory: InMemory | None = None
+    ) -> ExpertGroup:
         """The group that ``spec`` lays out, with ``experts`` physical experts in all, a multiple of ``spec.ep_size``."""
         sizes = dict(zip(spec.axes, spec.shape, strict=True))
         axes = tuple(a for a in spec.expert_axes if sizes[a] > 1)
         width_axes = tuple(a for a in spec.expert_width_axes if sizes[a] > 1)
         return cls(
-            axes, spec.ep_size, width_axes, spec.expert_width_shards, experts // spec.ep_size, platform, in_order
+            axes,
+            spec.ep_size,
+            width_axes,
+            spec.expert_width_shards,
+            experts // spec.ep_size,
+            platform,
+            in_order,
+            in_memory,
         )
 
     @property
@@ -59,9 +78,29 @@ class ExpertGroup:
 
     def exchange(self, rows_NW: jax.Array) -> jax.Array:
         """``all_to_all`` of ``size`` equal blocks of rows: block ``g`` goes to rank ``g``; block ``s`` of the result is from rank ``s``."""
-        if self.size == 1:
-            return rows_NW
-        return lax.all_to_all(rows_NW, self.axes, split_axis=0, concat_axis=0, tiled=True)
+        return rows_NW if self.size == 1 else self._swap(rows_NW, self.axes, self.size)
+
+    def gather(self, rows_NW: jax.Array) -> jax.Array:
+        """The rows of all ranks along ``axes``."""
+        return rows_NW if self.size == 1 else self._gather(rows_NW, self.axes, self.size)
+
+    def gather_all(self, rows_NW: jax.Array) -> jax.Array:
+        """The rows of all ranks that share one copy of the experts."""
+        return self._gather(rows_NW, self.all_axes, self.all_ranks)
+
+    def exchange_all(self, rows_NW: jax.Array) -> jax.Array:
+        """``exchange`` between all ranks that share one copy of the experts."""
+        return self._swap(rows_NW, self.all_axes, self.all_ranks)
+
+    def _gather(self, rows_NW: jax.Array, axes: tuple[str, ...], ranks: int) -> jax.Array:
+        if self.in_memory is not None:
+            return self.in_memory(rows_NW, axes, ranks, True)
+        return lax.all_gather(rows_NW, axes, axis=0, tiled=True)
+
+    def _swap(self, rows_NW: jax.Array, axes: tuple[str, ...], ranks: int) -> jax.Array:
+        if self.in_memory is not None:
+            return self.in_memory(rows_NW, axes, ranks, False)
+        return lax.all_to_all(rows_NW, axes, split_axis=0, concat_axis=0, tiled=True)
 
     def pool_width(self, rows_NW: jax.Array) -> jax.Array:
         """The rows of all ranks that hold a part of the same experts' width."""

@@ -66,7 +66,7 @@ class Ragged(NoRoundsApart):
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
         """Tell all ranks the sizes, and order this rank's rows by where they go."""
         route = plan_route(self.group, slots_TK)
-        counts_SG = route.counts_G[None] if self.group.size == 1 else lax.all_gather(route.counts_G, self.group.axes)
+        counts_SG = self.group.gather(route.counts_G[None])
         me = self.group.index()
         sent_G, received_G = counts_SG[me], counts_SG[:, me]
         before_G = _exclusive_sums(sent_G)  # where the rows for each rank begin in this rank's send buffer

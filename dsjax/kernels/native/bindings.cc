@@ -1,6 +1,7 @@
 // The kernels as XLA custom calls on the CPU platform (XLA FFI, the headers that jaxlib brings).
 #include "attention.h"
 #include "dense.h"
+#include "exchange.h"
 #include "experts.h"
 #include "index.h"
 #include "self_test.h"
@@ -149,6 +150,19 @@ ffi::Error index_choice(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::
   return run(kernel, threads, scratch, pool);
 }
 
+// rows [N, W], this device's place in its group of `ranks`, [], and which of the groups it is, [] -> [N * ranks, W], every device's rows
+// (gathers), or [N, W], where N / ranks rows are from each device.
+ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> place, ffi::Buffer<ffi::S32> group,
+                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer>, int64_t ranks, bool gathers) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  Part part{*place.typed_data(), static_cast<const char*>(rows.untyped_data()), static_cast<char*>(out->untyped_data()),
+            [promise]() mutable { promise.SetAvailable(); }};
+  Meetings::here().arrive(run.run_id, *group.typed_data(), ranks, out->size_bytes() / ranks, gathers, std::move(part),
+                          [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  return future;
+}
+
 template <class Kernel>
 constexpr auto bind_attention() {
   return ffi::Ffi::Bind()
@@ -221,6 +235,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_norm, norm,
                                   .Attr<float>("eps")
                                   .Attr<bool>("centred"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_exchange, exchange_rows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("ranks")
+                                  .Attr<bool>("gathers"));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_index_choice, index_choice,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -262,6 +288,7 @@ extern "C" int64_t dsjax_dense_scratch(int64_t N, int64_t threads) {
   kernel.N = N, kernel.threads = static_cast<int>(threads);
   return static_cast<int64_t>(kernel.scratch_bytes());
 }
+extern "C" int64_t dsjax_exchange_scratch(int64_t) { return 0; }
 extern "C" int64_t dsjax_norm_scratch(int64_t) { return static_cast<int64_t>(dsjax::Norm{}.scratch_bytes()); }
 
 template <class Kernel>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "phases.h"
 #include "stream.h"
@@ -28,11 +29,18 @@ struct Dense {
 
   size_t scratch_bytes() const { return own_floats() * sizeof(float) * std::max(threads, 1); }
 
+  // Rows of zeros, as those of padding are, give zeros, and read nothing of the matrix.
   void run(char* scratch, const Schedule& schedule) const {
-    if (N == 0) return;
+    std::vector<long> filled;
+    for (long n = 0; n < N; n++) {
+      if (is_filled(x + n * K)) filled.push_back(n);
+      else std::fill(out + n * parts * width, out + (n + 1) * parts * width, 0.0f);
+    }
+    const long all = static_cast<long>(filled.size());
+    if (all == 0) return;
     const bool streams = N <= kStreamRows && !transposed;
-    const bool alone = threads <= 1 || N * K * parts * width < kLeastWork;
-    const long rows = streams ? N : std::min(N, Panels::kMostRows), row_items = (N + rows - 1) / rows;
+    const bool alone = threads <= 1 || all * K * parts * width < kLeastWork;
+    const long rows = streams ? all : std::min(all, Panels::kMostRows), row_items = (all + rows - 1) / rows;
     long step = streams ? kStreamColumns : kPanelWidth;
     if (!alone) {
       const long wanted = (2 * threads + row_items - 1) / row_items;  // items of columns
@@ -42,12 +50,15 @@ struct Dense {
     Phases::run(
         1, [&](int) { return row_items * columns; },
         [&](int, long item, int worker) {
-          const long first = item / columns * rows, count = std::min(rows, N - first), part = item % columns / of_part;
+          const long first = item / columns * rows, count = std::min(rows, all - first), part = item % columns / of_part;
           const long from = item % of_part * step, to = std::min(width, from + step);
           float* own = reinterpret_cast<float*>(scratch) + worker * own_floats();
           const float* a[Panels::kMostRows];
           float* c[Panels::kMostRows];
-          for (long r = 0; r < count; r++) a[r] = x + (first + r) * K, c[r] = out + (first + r) * parts * width + part * width;
+          for (long r = 0; r < count; r++) {
+            const long n = filled[first + r];
+            a[r] = x + n * K, c[r] = out + n * parts * width + part * width;
+          }
           if (transposed) {
             const float* data = static_cast<const float*>(weight) + layer * K * width;
             return Panels(own, rows).product(count, a, Transposed{data, K}, from, to, K, c, 0, K / pieces);
@@ -60,6 +71,12 @@ struct Dense {
   }
 
  private:
+  bool is_filled(const float* row) const {
+    for (long k = 0; k < K; k++)
+      if (row[k] != 0) return true;
+    return false;
+  }
+
   long own_floats() const {
     const long panels = Panels::floats(std::min(N, Panels::kMostRows), true);
     return (std::max(panels, N <= kStreamRows ? Stream::floats(N) : 0) + 15) / 16 * 16;

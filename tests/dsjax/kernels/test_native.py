@@ -1,6 +1,7 @@
 """The native kernels give what the plain forms give, over shapes of all kinds."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 from kernel_cases import STORED, AttentionCase, DenseCase, ExpertsCase, IndexCase
 
 from dsjax.fp4 import rows as nvfp4_rows
+from dsjax.kernels.native_calls import ExchangeInMemory
 from dsjax.kernels.table import PLAIN
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme
@@ -18,6 +21,7 @@ from dsjax.model.sparse import choose, index_scores
 from dsjax.model.sparse.choose import pack
 from sharding import fp8
 from sharding.dispatch.wire import WireFormat
+from sharding.mesh import MeshSpec
 from sharding.sums import add_as_tree, add_in_order
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
@@ -208,6 +212,10 @@ def test_the_other_rows_change_no_bit_of_a_rows_product(
     np.testing.assert_allclose(every.reshape(expected.shape), expected, atol=1e-5 * K**0.5)
     for count in (1, 2, 5, 8, 9, 97):
         np.testing.assert_array_equal(dense_of(kernels, case, case.rows[:count], pieces=pieces), every[:count])
+    empty = np.arange(12) % 3 != 1  # rows of padding, which are passed over
+    found = dense_of(kernels, case, np.where(empty[:, None], 0, case.rows[:12]), pieces=pieces, threads=threads)
+    expected = np.where(empty.reshape(-1, *[1] * (every.ndim - 1)), np.float32(0), every[:12])
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.parametrize("N", [1, 8, 40])
@@ -423,3 +431,38 @@ def test_an_index_choice_is_that_of_the_plain_form_for_numbers_of_all_kinds(kern
     chosen, count, _ = choice_of(kernels, case)
     for r, c in np.ndindex(2, 3):
         assert chosen[r, c, : count[r, c]].tolist() == np.flatnonzero(marked[r, c]).tolist()
+
+
+def exchanges(kernels, axes, *, beside_a_collective):
+    """A function of rows: three turns of ``all_gather`` and ``all_to_all`` over ``axes`` of a mesh, in memory and by XLA."""
+    mesh = MeshSpec.parse("dp=4,tp=2,ep=4").build()
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
+    in_memory = ExchangeInMemory(kernels.native, mesh.axis_names)
+
+    def turns(rows, gather, swap):
+        def turn(_, rows):
+            largest = jax.lax.pmax(jnp.max(rows), "tp") if beside_a_collective else jnp.max(rows)
+            return swap(gather(rows + largest)).reshape(ranks, -1, rows.shape[1])[::-1].sum(0)[: len(rows)]
+
+        return jax.lax.fori_loop(0, 3, turn, rows)
+
+    def both(rows):
+        mine = turns(rows, *(lambda x, g=g: in_memory(x, axes, ranks, g) for g in (True, False)))
+        theirs = turns(
+            rows,
+            lambda x: jax.lax.all_gather(x, axes, axis=0, tiled=True),
+            lambda x: jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True),
+        )
+        return mine, theirs
+
+    spread = P(mesh.axis_names)
+    return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False))
+
+
+@pytest.mark.parametrize(("axes", "beside_a_collective"), [(("ep", "tp"), True), (("ep",), False), (("dp",), False)])
+def test_rows_that_pass_in_memory_arrive_as_those_of_a_collective(kernels, axes, beside_a_collective):
+    run = exchanges(kernels, axes, beside_a_collective=beside_a_collective)
+    for seed in range(4):
+        rows = np.random.default_rng(seed).normal(size=(16, 5)).astype(np.float32)
+        mine, theirs = run(rows)
+        np.testing.assert_array_equal(mine, theirs)
