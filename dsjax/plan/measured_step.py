@@ -56,8 +56,9 @@ class MeasuredStep(StepModel):
         wait: Figure,
         dense: int | None,
         busy: float = 1.0,
+        halved: bool = False,
     ) -> dict[str, Figure]:
-        parts = super()._parts(tokens, read, context, decode, layers, wait, dense, busy)
+        parts = super()._parts(tokens, read, context, decode, layers, wait, dense, busy, halved)
         dense = self.config.num_dense_layers if dense is None else dense
         stacks = (dense > 0) + (layers > dense)
         whole = self.layout.mesh.tp_size == 1

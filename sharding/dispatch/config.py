@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from sharding.dispatch.group import InMemory
 from sharding.errors import MeshError
+
+if TYPE_CHECKING:  # the planner reads this file without JAX
+    from sharding.dispatch.group import InMemory
 
 METHODS = ("auto", "gather", "padded", "ragged")
 WIRES = ("compute", "fp8")

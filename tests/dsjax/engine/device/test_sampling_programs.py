@@ -95,7 +95,9 @@ def _normalised(values: np.ndarray) -> np.ndarray:
 def programs():
     """A step of all slots as serving runs it: drafts entered, drawn, committed. The biases are a program of their own."""
     spec = MeshSpec.parse("dp=1")
-    step = SimpleNamespace(spec=spec, mesh=spec.build(), rules=Rules.for_mesh(spec))
+    rules = Rules.for_mesh(spec)
+    of_logits = rules.spec(("ranks", None, "vocab"))
+    step = SimpleNamespace(spec=spec, mesh=spec.build(), rules=rules, logits_spec=lambda positions: of_logits)
     slots = jnp.arange(SLOTS, dtype=jnp.int32)[None]
     nothing = jnp.zeros((1, 0), jnp.int32)
     every = jnp.full((1, SLOTS * (1 + DRAFTS), 1), -1, jnp.int32)

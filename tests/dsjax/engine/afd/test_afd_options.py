@@ -1,4 +1,4 @@
-"""What may be said with ``--attention-mesh`` and ``--expert-mesh``."""
+"""What may be said with ``--attention-mesh`` and ``--expert-mesh``: the tests of `afd/options.py`."""
 
 import pytest
 
