@@ -167,9 +167,9 @@ NAMED = {
         "sharding": "fp8.py",
     },
 }
-"""Of a capability, as the words that name it: the files outside its own folder that do, by folder. The lists may only shrink.
+"""For each capability, given as the words that name it: the files outside its own folder that use them, by folder.
 
-Whoever has to know how weights are kept asks ``dsjax.config.weights``.
+The lists may only shrink. Whoever has to know how weights are kept asks ``dsjax.config.weights``.
 """
 OWN_FOLDER = ("dsjax/fp4/", "dsjax/model/sparse/")
 

@@ -76,7 +76,7 @@ class Hardware:
         return next(name for width, name in UNITS.items() if width >= bits and name in self.peaks)
 
     def scaled(self, factor: float) -> Hardware:
-        """The same device with `factor` times as many operations a second."""
+        """Describe this device with `factor` times as many operations a second."""
         return dataclasses.replace(self, **{name: rate * factor for name, rate in self.peaks.items()})
 
     @cached_property

@@ -16,8 +16,8 @@ from sharding.sums import tree_sum
 InMemory = Callable[[jax.Array, tuple[str, ...], int, bool], jax.Array]
 """``(rows_NW, axes, ranks, gathers)``: an exchange between devices that share a memory, over mesh axes that ``ranks`` devices have.
 
-The same as ``lax.all_gather(rows_NW, axes, tiled=True)`` where it gathers, otherwise as ``lax.all_to_all(rows_NW, axes, 0, 0,
-tiled=True)``.
+It gives what ``lax.all_gather(rows_NW, axes, tiled=True)`` gives where it gathers, otherwise what
+``lax.all_to_all(rows_NW, axes, 0, 0, tiled=True)`` does.
 """
 
 

@@ -34,7 +34,7 @@ LAYOUTS = (
 
 
 def places(spec):
-    """Of each device: the number of its copy of the experts, and its place in that copy's EP group."""
+    """Give for each device the number of its copy of the experts, and its place in that copy's EP group."""
     index = dict(zip(spec.axes, np.unravel_index(np.arange(spec.num_devices), spec.shape), strict=True))
     sizes = dict(zip(spec.axes, spec.shape, strict=True))
     place = np.zeros(spec.num_devices, int)

@@ -59,9 +59,9 @@ class Schedule:
     batch_tokens: int = 4096
     length: int = 2048
     index_rate: float = 0.003
-    """Of the indexers in the first stage; in the second it is a third of that, and falls to nothing."""
+    """The indexers' learning rate in the first stage; in the second it is a third of that, and falls to nothing."""
     model_rate: float = 0.0002
-    """Of everything else, at the beginning of the second stage."""
+    """The learning rate of everything else, at the beginning of the second stage."""
     capacity_factor: float = 1.3
     first_token: int = 3080 * 4096
     """Tokens of the dense model's training: batches go on where it ended."""
@@ -136,7 +136,7 @@ def adam(params: Mapping[str, Array], gradients: Mapping[str, Array], state: opt
 
 
 def zero_moments(params: Mapping[str, Array]) -> optimizer.State:
-    """Of every parameter that learns: the router's correction biases stay as they are, as at the end of V3's training."""
+    """Make zero moments of every parameter that learns: the router's correction biases stay as they are, as at the end of V3's training."""
     return {
         path: {} if optimizer.kind_of(path) == "fixed" else {name: jnp.zeros_like(value) for name in ("mean", "square")}
         for path, value in params.items()

@@ -125,13 +125,13 @@ def deployment(run: ApartRun) -> Candidate:
 
 
 def rows() -> list[dict[str, str]]:
-    """Of `apart_loops.csv`: one for each figure of each run."""
+    """Give the rows of `apart_loops.csv`: one for each figure of each run."""
     with DATA.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def distance(row: dict[str, str]) -> str:
-    """Of a row: whether an instance of it is wider than a host."""
+    """Tell whether an instance of a row is wider than a host."""
     sizes = (MeshSpec.parse(row[side].partition(" x ")[2]).num_devices for side in ("prefill", "decode"))
     return WIDE if max(sizes) > load_cluster(CLUSTERS[row["device"]]).devices_per_host else HOST
 

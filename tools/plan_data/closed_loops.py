@@ -161,7 +161,7 @@ def predictions(run: Run) -> dict[str, Figure]:
 
 
 def rows() -> list[dict[str, str]]:
-    """Of `closed_loops.csv`: one for each figure of each run."""
+    """Give the rows of `closed_loops.csv`: one for each figure of each run."""
     with DATA.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 

@@ -46,7 +46,7 @@ _SETTINGS = (
 
 
 def chosen(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of these results those of the rule, each setting once, in an order that no metric decides."""
+    """Choose of these results those of the rule, each setting once, in an order that no metric decides."""
     last: dict[tuple, dict[str, Any]] = {}
     for result in results:
         if (

@@ -86,7 +86,7 @@ def predictions() -> list[dict[str, str]]:
 
 
 def rows() -> list[dict[str, str]]:
-    """Of `tpu.csv`."""
+    """Give the rows of `tpu.csv`."""
     with DATA.open(encoding="utf-8", newline="") as lines:
         return list(csv.DictReader(lines))
 
