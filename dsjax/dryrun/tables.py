@@ -105,7 +105,7 @@ def _collectives(program: ProgramReport, name: str) -> Table:
     table.columns[1].justify = "left"
     rows: dict[tuple, float] = {}
     for one in program.collectives:
-        axes = "?" if one.axes is None else "×".join(one.axes)
+        axes = one.meeting
         array = f"{one.operand[0]}" + (f" × {len(one.operand)}" if len(one.operand) > 1 else "")
         beside = str(len(one.beside)) if one.asynchronous else "–"
         part = model_part(one.op_name)

@@ -460,6 +460,8 @@ class ModelStep:
         if not self.nearest_copies:
             return None
         hosts = np.array([device.process_index for device in self.mesh.devices.flat])
+        if self.dispatch.devices_per_host is not None:
+            hosts = np.arange(hosts.size) // self.dispatch.devices_per_host
         return np.repeat(slot_distances(self.spec, hosts, self.placement.n_physical), runs, axis=0)
 
     def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:

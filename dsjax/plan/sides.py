@@ -70,7 +70,7 @@ PARTS = (
     ),
     Part("prefixes that come back", ("prefix_hit",), ("enable_prefix_caching",), "their share is given"),
     Part("planning a step ahead", ("host_scheduling",), ("async_scheduling",), ""),
-    Part("exchanges", ("dispatch",), ("dispatch", "dispatch_wire"), "`deepep` is of other engines"),
+    Part("exchanges", ("dispatch",), ("dispatch", "dispatch_wire", "devices_per_host"), "`deepep` is of other engines"),
     Part(
         "two half batches",
         ("two_batch_overlap",),

@@ -49,7 +49,15 @@ RUNS = [
     ("dp=16,tp=2,ep=8", "ragged", "A_CC_ME", "AM_CC_ME", FUSED),
     ("dp=8,ep=1,etp=8", "gather", "CC", "A_CC", FUSED),
     ("dp=8,ep=2,etp=4", "padded", "A_CC_ME", "AM_CC_ME", {"redundant_experts": 8} | CHUNKS),
-    ("dp=12", "padded", "A_CC_ME", "AM_CC_ME", {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS),
+    (
+        "dp=12",
+        "hierarchical",
+        "A_CC_ME",
+        "AM_CC_ME",
+        {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS,
+    ),
+    ("dp=8", "hierarchical", "CC", "A_CC", MIXED | FUSED),
+    ("dp=4,tp=8", "hierarchical", "CD", "CD", {}),
 ]
 # Sparse attention: both of its ways in prefill and in decode, on meshes with and without tp.
 SPARSE_RUNS = [
