@@ -94,6 +94,8 @@ def _memory(report: DryRunReport) -> Table:
         style = "green" if memory.total <= room else "bold red"
         table.add_row(report.hardware.name, f"{room:,}", f"{room / 1e9:.2f}")
         table.add_row("used", f"[{style}]{memory.total / room:.1%}[/{style}]", "")
+    if memory.host:
+        table.add_row("beside it, in the host's memory for each device", f"{memory.host:,}", f"{memory.host / 1e9:.2f}")
     return table
 
 

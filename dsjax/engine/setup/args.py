@@ -235,6 +235,11 @@ class EngineArgs:
     )
     moe_dense_tp_size: int | None = option(None, "1: dense MLPs whole on each of tp devices, by tokens", least=1)
     enable_dp_lm_head: bool = option(False, "the head whole on each of tp devices, by positions, not by vocabulary")
+    embedding_location: str = option(
+        "device",
+        "where the embedding lies; host: in host memory, from which a step fetches its tokens' rows, so that devices have more cache",
+        ("device", "host"),
+    )
     stream_interval: int = option(
         1,
         "tokens after which a stream is sent its next piece; its first token and its end are sent at once. More costs less of the "

@@ -357,6 +357,13 @@ def model_rules(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> Rules:
     rules = Rules.for_mesh(spec)
     if config.vocab_size % spec.tp_size:
         rules = rules.replace(vocab=(), embedded_vocab=())
+    if args.embedding_location == "host":
+        if config.tie_word_embeddings:
+            raise UserError(
+                "--embedding-location host keeps the embedding off the devices, but this model's head, which every step multiplies by, "
+                "is its embedding (tie_word_embeddings); leave the option out"
+            )
+        rules = rules.replace(embedded_vocab=()).in_host_memory("embedded_vocab")
     if args.moe_dense_tp_size == 1:
         rules = rules.replace(mlp_width=())
     if args.enable_dp_lm_head:
