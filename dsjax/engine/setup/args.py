@@ -9,6 +9,7 @@ from dsjax.engine.afd.options import check_apart, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.experts.eplb import EplbConfig
+from dsjax.engine.pipeline.options import check_stages
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.side_options import PREFILLS_OWN, check_sides, check_sizes
 from dsjax.engine.tiers.event_publisher import KvEventsConfig
@@ -84,7 +85,12 @@ class EngineArgs:
     mesh: str = option(
         "dp=1",
         "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (groups that experts are spread over; default dp × tp ÷ etp), "
-        "etp (devices of a group, which share its experts' widths; default 1, or tp where ep is no multiple of it)",
+        "etp (devices of a group, which share its experts' widths; default 1, or tp where ep is no multiple of it), pp (stages, each with "
+        "a run of the layers on dp × tp devices of its own; default 1)",
+    )
+    pp_layer_partition: str | None = option(
+        None,
+        "layers of each stage of --mesh pp=…, such as 31,30; default: so that the fullest stage has as little work as can be",
     )
     attention_mesh: str | None = option(
         None,
@@ -353,7 +359,8 @@ class EngineArgs:
         self._check_disk_cache()
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
-        MeshSpec.parse(self.mesh)
+        meshes = (self.mesh, self.prefill_mesh, self.decode_mesh)
+        check_stages(self, max(MeshSpec.parse(mesh).pp_size for mesh in meshes if mesh))
         check_sides(self)
 
     @classmethod
@@ -482,6 +489,7 @@ class EngineArgs:
             policy=self.scheduling_policy,
             prefix_caching=self.enable_prefix_caching,
             speculation=self.speculation,
+            num_batches=limits.num_stages if self.async_scheduling else 1,
         )
 
 

@@ -30,6 +30,7 @@ from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import ParameterInfo, Weights
 from dsjax.model.sparse import IndexScores
+from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
 from dsjax.model.transformer import parameter_table
 from dsjax.model.two_batch import TwoBatchOverlap
@@ -52,12 +53,14 @@ def make_step(
     bf16_experts: bool | None = None,
     mtp: bool = False,
     expert_mesh: Mesh | None = None,
+    stage: Stage | None = None,
 ) -> ModelStep:
     """Make the step that ``args`` describe, for this model on this mesh.
 
     bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
     configuration says. mtp: with the model's MTP module, and its layer in the cache.
     expert_mesh: the devices of ``args.expert_mesh``, where it names any that are of this process.
+    stage: the part of the model that the step is; ``spec`` and ``mesh`` are the stage's own then. None: all of it.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
@@ -108,6 +111,11 @@ def make_step(
             f"--enable-shared-experts-fusion makes a layer's one shared expert a routed one, but this model has "
             f"{config.n_shared_experts if config.is_moe else 'no experts'}; leave it out"
         )
+    begins = ends = True
+    if stage is not None:
+        placement = stage.placement(placement, config)
+        config, begins, ends = stage.config(config), stage.begins, stage.ends
+        mtp, fusion = mtp and ends, fusion and config.is_moe
     table = parameter_table(
         config,
         weights=weights,
@@ -117,6 +125,8 @@ def make_step(
         materialise="AM_CC_ME" in (args.mla_prefill, args.mla_decode),
         derived_dtype=dtype,
         mtp=mtp,
+        begins=begins,
+        ends=ends,
     )
     step = ModelStep(
         config=config,
@@ -137,6 +147,7 @@ def make_step(
         scheme=scheme,
         index_scores=index_scores,
         overlap=_overlap(args),
+        stage=stage,
     )
     if expert_side is not None:
         step = with_experts_apart(step, lambda infos: _experts_apart(args, expert_side, expert_mesh, infos, platform))
