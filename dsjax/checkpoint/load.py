@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +50,7 @@ def load(
     placement: Placement | LayerPlacements | None = None,
     mtp: bool = True,
     only: Collection[str] | None = None,
+    slots: slice | None = None,
     progress: bool = False,
     held: HeldWeights | None = None,
     peers: Peers | None = None,
@@ -70,6 +72,7 @@ def load(
             With one expert more than the model's routed ones, the shared expert has slots too, and no parameters of its own.
         mtp: whether to load the MTP modules, where the configuration has any.
         only: paths of the parameters to load; default: all.
+        slots: a run of the physical experts, which alone are loaded, of parameters of routed experts: those of one process of several.
         progress: whether to draw a progress bar on standard error.
         held: what this process holds of the parameters of another mesh; what is there is not read. Where it held
             anything, it has the new ones too afterwards.
@@ -102,12 +105,20 @@ def load(
         unreadable=checkpoint.unreadable,
     )
     wanted = {path: info for path, info in names.parameters.items() if only is None or path in only}
+    if slots is not None:
+        wanted = {
+            path: replace(info, shape=(info.shape[0], slots.stop - slots.start, *info.shape[2:]))
+            for path, info in wanted.items()
+        }
     total = local_bytes(wanted, mesh, rules)
     executor = ThreadPoolExecutor(min(most_threads(), _MAX_THREADS), thread_name_prefix="checkpoint")
     try:
         assembler = Assembler(names, checkpoint.tensors, executor)
 
         def fill(out: np.ndarray, path: str, region: Region) -> None:
+            if slots is not None:
+                here = slice(region[1].start + slots.start, region[1].stop + slots.start)
+                region = (region[0], here, *region[2:])
             assembler.fill(out, path, region)
             checkpoint.release()
 
