@@ -180,7 +180,7 @@ class ModelStep:
                 if self.apart is not None and hasattr(stack, "moe"):
                     first = self.config.num_dense_layers
                     halves = self.in_halves([group.shape for group in groups])
-                    x, cache = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, halves)
+                    x, cache, reports = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, halves)
                     continue
                 x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
                 reports |= report
@@ -230,8 +230,8 @@ class ModelStep:
             if self.apart is not None:
                 own_copies = jax.tree.map(lambda array: array[self.config.num_moe_layers :], copies)
                 first = self.config.num_hidden_layers
-                x, cache = run_apart(self, "mtp.layers", params, x, cache, first, tokens, own_copies)
-                return normalise(module.final_norm, x), cache, filled, {}
+                x, cache, reports = run_apart(self, "mtp.layers", params, x, cache, first, tokens, own_copies)
+                return normalise(module.final_norm, x), cache, filled, reports
             own_copies = (
                 None if copies is None else jax.tree.map(lambda array: array[self.config.num_moe_layers], copies)
             )

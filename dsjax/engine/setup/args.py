@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.config.weights import ROW_FORMATS, SERVED
-from dsjax.engine.afd.options import check_apart, expert_spec
+from dsjax.engine.afd.options import check_apart, expert_share, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.experts.eplb import EplbConfig
@@ -55,6 +55,7 @@ _OF_THE_HOST = (
     "transfer_host",
     "afd_role",
     "afd_address",
+    "afd_server_rank",
 )
 """Options that change which commands an executor gets, and not what it makes of them; or that are another engine's."""
 
@@ -105,7 +106,14 @@ class EngineArgs:
         "the experts, and answers at --afd-address",
         ("both", "attention", "expert"),
     )
-    afd_address: str | None = option(None, "HOST:PORT at which the process with --afd-role expert listens")
+    afd_address: str | None = option(
+        None,
+        "HOST:PORT at which the process with --afd-role expert listens; several, separated by commas: of processes that share the expert "
+        "devices, in equal parts and in this order",
+    )
+    afd_server_rank: int | None = option(
+        None, "with --afd-role expert and several addresses: which of them is this process's, from 0 on", least=0
+    )
     revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
     dtype: str = option(
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
@@ -392,9 +400,11 @@ class EngineArgs:
         from sharding.mesh import MeshSpec
 
         if not self.separated:
+            if self.afd_role == "expert":
+                return expert_share(self).devices
             experts = expert_spec(self)
             beside = experts.num_devices if experts and self.afd_role != "attention" else 0
-            return beside + (MeshSpec.parse(self.mesh).num_devices if self.afd_role != "expert" else 0)
+            return beside + MeshSpec.parse(self.mesh).num_devices
         return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
 
     @property
