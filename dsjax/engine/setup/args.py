@@ -176,7 +176,15 @@ class EngineArgs:
     scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
     async_scheduling: bool = option(True, "plan a step while the one before computes")
     enable_prefix_caching: bool = option(True, "share the cache's pages between requests that begin alike")
-    dispatch: str = option("auto", "how tokens reach their experts", ("auto", "gather", "padded", "ragged"))
+    dispatch: str = option(
+        "auto", "how tokens reach their experts", ("auto", "gather", "padded", "ragged", "hierarchical")
+    )
+    devices_per_host: int | None = option(
+        None,
+        "neighbours in the mesh that fast links join, for --dispatch hierarchical and --ep-dispatch-algorithm static; default: those of a "
+        "process, of a dry run those that its target's links join",
+        least=1,
+    )
     dispatch_wire: str = option(
         "compute", "what tokens are sent as: in dtype, or FP8 with a scale per 128 values", ("compute", "fp8")
     )
@@ -241,6 +249,11 @@ class EngineArgs:
     )
     moe_dense_tp_size: int | None = option(None, "1: dense MLPs whole on each of tp devices, by tokens", least=1)
     enable_dp_lm_head: bool = option(False, "the head whole on each of tp devices, by positions, not by vocabulary")
+    embedding_location: str = option(
+        "device",
+        "where the embedding lies; host: in host memory, from which a step fetches its tokens' rows, so that devices have more cache",
+        ("device", "host"),
+    )
     stream_interval: int = option(
         1,
         "tokens after which a stream is sent its next piece; its first token and its end are sent at once. More costs less of the "

@@ -39,6 +39,7 @@ from sharding import MeshError, MeshSpec, Rules, fp8
 from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method
 from sharding.layer_placement import LayerPlacements
+from sharding.mesh import devices_per_process
 from sharding.placement import Placement
 
 FIRST_WITH_FP8 = 8.9
@@ -136,7 +137,7 @@ def make_step(
         mesh=mesh,
         rules=model_rules(args, config, spec),
         placement=placement,
-        dispatch=DispatchConfig(method=args.dispatch, wire=args.dispatch_wire, chunk_tokens=args.moe_chunk_tokens),
+        dispatch=_dispatch(args, config, mesh, placement),
         dtype=dtype,
         cache_dtype=kept_in,
         prefill_form=args.mla_prefill,
@@ -171,6 +172,21 @@ def _experts_apart(
         waits=platform == "cpu",
         patience=args.start_timeout,
         silence=args.heartbeat_timeout,
+    )
+
+
+def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: LayerPlacements) -> DispatchConfig:
+    """How tokens reach their experts."""
+    # Experts that are copied, or that were or are to be moved, may lie on another host than their group.
+    in_groups = config.is_moe and placement.n_physical == config.n_routed_experts
+    in_groups &= config.n_group > 1 and config.topk_method != "greedy"
+    in_groups &= not args.enable_eplb and args.init_expert_location is None
+    return DispatchConfig(
+        method=args.dispatch,
+        wire=args.dispatch_wire,
+        chunk_tokens=args.moe_chunk_tokens,
+        devices_per_host=args.devices_per_host or devices_per_process(mesh),
+        routed_groups=(config.n_group, config.topk_group) if in_groups else None,
     )
 
 
@@ -354,6 +370,13 @@ def model_rules(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> Rules:
     rules = Rules.for_mesh(spec)
     if config.vocab_size % spec.tp_size:
         rules = rules.replace(vocab=(), embedded_vocab=())
+    if args.embedding_location == "host":
+        if config.tie_word_embeddings:
+            raise UserError(
+                "--embedding-location host keeps the embedding off the devices, but this model's head, which every step multiplies by, "
+                "is its embedding (tie_word_embeddings); leave the option out"
+            )
+        rules = rules.replace(embedded_vocab=()).in_host_memory("embedded_vocab")
     if args.moe_dense_tp_size == 1:
         rules = rules.replace(mlp_width=())
     if args.enable_dp_lm_head:

@@ -5,7 +5,6 @@ The sizes follow from the options and the memory: the cache, the tiers below it,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -257,11 +256,7 @@ def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) ->
 
 def weight_bytes(step: ModelStep) -> int:
     """Count the bytes of all weights on one device."""
-    shardings = step.rules.sharding
-    return sum(
-        math.prod(shardings(step.mesh, info.logical_axes, info.shape).shard_shape(info.shape)) * info.dtype.itemsize
-        for info in step.table.infos.values()
-    )
+    return sum(device_bytes(step.abstract_parameters()).values())
 
 
 def beside_the_cache(
