@@ -91,7 +91,7 @@ class EngineArgs:
     )
     pp_layer_partition: str | None = option(
         None,
-        "layers of each stage of --mesh pp=…, such as 31,30; default: so that the fullest stage has as little work as can be",
+        "layers of each stage of a --mesh with pp, such as 31,30; default: so that the fullest stage has as little work as can be",
     )
     attention_mesh: str | None = option(
         None,
