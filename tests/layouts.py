@@ -30,6 +30,10 @@ LAYOUTS = (
     "dp=16,tp=2,ep=8",
     "dp=8,ep=1,etp=8",
     "dp=8,ep=2,etp=4",
+    "pp=2",
+    "pp=3,dp=2",
+    "pp=2,tp=4",
+    "pp=2,dp=4,ep=2",
 )
 DISPATCHES = ("gather", "padded", "ragged", "hierarchical")
 DEVICES_PER_HOST = 4

@@ -124,6 +124,8 @@ def read_dry_run(path: str | Path) -> DryRun:
 
 
 def _from_json(file: str, written: str, values: Mapping[str, Any]) -> DryRun:
+    if "stages" in values:
+        raise ValueError("it is of several stages, of which a plan takes no dry run yet")
     memory, timeline = values["device_bytes"], values.get("timeline")
     return DryRun(
         file=file,

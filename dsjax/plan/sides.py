@@ -109,7 +109,12 @@ PARTS = (
         "`recovery` of a recipe",
     ),
     Part("front ends for a rate", ("recipe_file",), (), "`--api-server-count` of the server, not of the engine"),
-    Part("pipeline of layers", (), (), "no plan has stages"),
+    Part(
+        "stages of layers",
+        ("stages", "mesh"),
+        ("mesh", "pp_layer_partition"),
+        "`--mesh pp=2,tp=8`; aggregated alone ([pipeline.md](pipeline.md))",
+    ),
     Part(
         "attention and experts on devices of their own",
         (),

@@ -50,6 +50,10 @@ RUNS = [
     ("dp=16,tp=2,ep=8", "ragged", "A_CC_ME", "AM_CC_ME", FUSED),
     ("dp=8,ep=1,etp=8", "gather", "CC", "A_CC", FUSED),
     ("dp=8,ep=2,etp=4", "padded", "A_CC_ME", "AM_CC_ME", {"redundant_experts": 8} | CHUNKS),
+    ("pp=2", "gather", "CC", "A_CC", MIXED),
+    ("pp=3,dp=2", "ragged", "CD", "CD", {}),
+    ("pp=2,tp=4", "padded", "A_CC_ME", "AM_CC_ME", BY_DATA),
+    ("pp=2,dp=4,ep=2", "padded", "CC", "A_CC", FUSED | CHUNKS),
     (
         "dp=12",
         "hierarchical",
@@ -67,6 +71,7 @@ SPARSE_RUNS = [
     ("tp=8", "gather", "AM_CC_ME", "A_CC_ME", {}),
     ("dp=2,tp=4", "ragged", "CC", "A_CC", MIXED),
     ("dp=32", "padded", "CC", "AM_CC_ME", {}),
+    ("pp=2,dp=2,tp=2", "padded", "CC", "A_CC_ME", {}),
 ]
 ALL_RUNS = [("v3", *run) for run in RUNS] + [("v3.2", *run) for run in SPARSE_RUNS]
 
