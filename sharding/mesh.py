@@ -186,6 +186,18 @@ class MeshSpec:
         """Into how many pieces each expert's width is cut."""
         return self.etp_size
 
+    def expert_ranks_on_host(self, devices_per_host: int) -> int:
+        """How many neighbours along ``expert_axes`` share a host of so many neighbouring devices: 1 where hosts cut them unevenly."""
+        import numpy as np
+
+        host = (np.arange(self.num_devices) // devices_per_host).reshape(self.shape)
+        spread = [self.axes.index(axis) for axis in self.expert_axes]
+        others = [axis for axis in range(host.ndim) if axis not in spread]
+        host_NG = host.transpose([*others, *spread]).reshape(-1, self.ep_size)
+        near = int(np.sum(host_NG[0] == host_NG[0, 0]))
+        even = self.ep_size % near == 0 and bool(np.all(host_NG == np.repeat(host_NG[:, ::near], near, axis=1)))
+        return near if even else 1
+
     def check_fits(
         self,
         *,
@@ -283,6 +295,14 @@ class MeshSpec:
 def device_order(device: jax.Device) -> tuple[int, int, int]:
     """Give the key by which devices are sorted before a mesh takes the first of them: process, slice and id."""
     return device.process_index, getattr(device, "slice_index", 0) or 0, device.id
+
+
+def devices_per_process(mesh: jax.sharding.Mesh) -> int | None:
+    """How many neighbours in a mesh are of one process, where each process has as many; None where they have not."""
+    owners = [device.process_index for device in mesh.devices.flat]
+    count = owners.count(owners[0])
+    runs = [owners[at : at + count] for at in range(0, len(owners), count)]
+    return count if all(len(set(run)) == 1 for run in runs) and len({run[0] for run in runs}) == len(runs) else None
 
 
 def _all_devices() -> Sequence[jax.Device]:

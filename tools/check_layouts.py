@@ -1,4 +1,4 @@
-"""Hold every layout × dispatch × pair of MLA forms to the answer of one device: 15 × 3 × 6 runs of a tiny model.
+"""Hold every layout × dispatch × pair of MLA forms to the answer of one device: 15 × 4 × 6 runs of a tiny model.
 
 Runs whose products are native (``ModelStep.is_exact``) must equal one device's to the bit: logits, tokens, log-probabilities. What
 plain forms compute (``--kernels plain``, FP4 with ``--activation-scheme dynamic``) keeps a bound of float32's rounding, and the same
@@ -7,7 +7,7 @@ tokens; and one device with native kernels keeps it against one with the plain f
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
     python tools/check_layouts.py --serving-compilation    # with programs as `dsjax serve` compiles them
-    python tools/check_layouts.py dp=32 --dispatch ragged --forms CC/A_CC_ME CD/CD      # and these dispatches and pairs of forms only
+    python tools/check_layouts.py dp=32 --dispatch hierarchical --forms CC/A_CC_ME CD/CD      # and these dispatches and pairs of forms only
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
     python tools/check_layouts.py --eplb dp=8 dp=4,tp=2 dp=32 dp=32,ep=8    # each run twice, once with experts that move beneath it
     python tools/check_layouts.py --shared-experts-fusion                 # each run twice, once with the shared expert as a routed one

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -52,6 +53,7 @@ def load(
     mtp: bool = True,
     only: Collection[str] | None = None,
     stage: Stage | None = None,
+    slots: slice | None = None,
     progress: bool = False,
     held: HeldWeights | None = None,
     peers: Peers | None = None,
@@ -75,6 +77,7 @@ def load(
         only: paths of the parameters to load; default: all.
         stage: load the parameters of this run of the model's layers alone; ``config`` and ``placement`` are of the whole model, and
             ``only`` names what the stage has.
+        slots: a run of the physical experts, which alone are loaded, of parameters of routed experts: those of one process of several.
         progress: whether to draw a progress bar on standard error.
         held: what this process holds of the parameters of another mesh; what is there is not read. Where it held
             anything, it has the new ones too afterwards.
@@ -111,6 +114,11 @@ def load(
         own = stage.config(config)
         layers = {"dense_layers": own.num_dense_layers, "moe_layers": own.num_moe_layers}
         wanted = {path: _shortened(info, layers.get(path.split(".")[0])) for path, info in wanted.items()}
+    if slots is not None:
+        wanted = {
+            path: replace(info, shape=(info.shape[0], slots.stop - slots.start, *info.shape[2:]))
+            for path, info in wanted.items()
+        }
     total = local_bytes(wanted, mesh, rules)
     executor = ThreadPoolExecutor(min(most_threads(), _MAX_THREADS), thread_name_prefix="checkpoint")
     try:
@@ -120,6 +128,9 @@ def load(
             first = 0 if stage is None else stage.first_of(path.split(".")[0], config)
             if first:
                 region = (slice(region[0].start + first, region[0].stop + first), *region[1:])
+            if slots is not None:
+                here = slice(region[1].start + slots.start, region[1].stop + slots.start)
+                region = (region[0], here, *region[2:])
             assembler.fill(out, path, region)
             checkpoint.release()
 

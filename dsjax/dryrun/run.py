@@ -35,7 +35,7 @@ from sharding.program.walk import TripCount
 from sharding.scheduler_flags import start_exchanges_early
 
 CPU_HOST_DEVICES = 8
-"""Devices of a host that the CPU target's emulated ones are divided into, for bytes inside and between hosts."""
+"""Devices of a host that the CPU target's emulated ones are divided into, where `--devices-per-host` does not say it."""
 
 
 def dry_run(
@@ -69,6 +69,12 @@ def dry_run(
             "synchronously, and no hardware file describes the machine; give a --target such as h200"
         )
     config = load_config(args.engine.model)
+    spec = MeshSpec.parse(args.engine.mesh)
+    hardware = None if args.target == "cpu" else load_hardware(args.target)
+    machines = _cluster(hardware, cluster, spec.num_devices)
+    if args.engine.devices_per_host is None:
+        near = machines.domain if machines else CPU_HOST_DEVICES
+        args = replace(args, engine=replace(args.engine, devices_per_host=near))
     if against and not reductions:
         raise UserError("--against compares the order of sums; give --reductions as well")
     variants = {text: variant(args, text) for text in against}
@@ -80,12 +86,9 @@ def dry_run(
     # Neither was given, and the usual context is beyond the model's.
     if args.row_tokens > config.max_position_embeddings:
         args = replace(args, context=config.max_position_embeddings)
-    spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.
     weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
     check_layout(config, spec.stage, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
-    hardware = None if args.target == "cpu" else load_hardware(args.target)
-    machines = _cluster(hardware, cluster, spec.num_devices)
     if args.engine.enable_dbo and hardware is not None:
         start_exchanges_early()
     mesh = spec.stage.build(target_devices(hardware, spec.stage_devices))
@@ -187,7 +190,7 @@ class _ProgramReader:
         config, spec = step.config, step.spec
         program = Program.parse(compiled.text())
         dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
-        host_devices = self.machines.domain if self.machines else CPU_HOST_DEVICES
+        host_devices = self.machines.domain if self.machines else self.args.engine.devices_per_host
         collectives = program_collectives(
             program, dict(step.mesh.shape), host_devices=host_devices, dtypes=dtypes, trip_count=trips
         )
@@ -300,7 +303,7 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
 def _notes(hardware: Hardware | None, compiled: CompiledStep):
     if hardware is None:
         yield "temporaries, bytes moved and synchrony are the CPU backend's, not an accelerator's"
-        yield f"hosts are taken to be {CPU_HOST_DEVICES} neighbouring devices"
+        yield f"hosts are taken to be {compiled.step.dispatch.devices_per_host} neighbouring devices"
         if compiled.main.partitioned is None and compiled.step.spec.num_devices > 1:
             yield "XLA wrote no partitioned program: bf16 collectives count as float32, in which the CPU backend sends them"
     elif hardware.platform == "cuda":

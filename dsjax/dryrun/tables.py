@@ -130,6 +130,8 @@ def _memory(report: DryRunReport) -> Table:
         style = "green" if memory.total <= room else "bold red"
         table.add_row(report.hardware.name, f"{room:,}", f"{room / 1e9:.2f}")
         table.add_row("used", f"[{style}]{memory.total / room:.1%}[/{style}]", "")
+    if memory.host:
+        table.add_row("beside it, in the host's memory for each device", f"{memory.host:,}", f"{memory.host / 1e9:.2f}")
     return table
 
 
@@ -141,7 +143,7 @@ def _collectives(program: ProgramReport, name: str) -> Table:
     table.columns[1].justify = "left"
     rows: dict[tuple, float] = {}
     for one in program.collectives:
-        axes = "?" if one.axes is None else "×".join(one.axes)
+        axes = one.meeting
         array = f"{one.operand[0]}" + (f" × {len(one.operand)}" if len(one.operand) > 1 else "")
         beside = str(len(one.beside)) if one.asynchronous else "–"
         part = model_part(one.op_name)

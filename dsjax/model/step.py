@@ -46,6 +46,7 @@ from dsjax.model.two_batch import TwoBatchOverlap, run_in_halves
 from sharding import MeshSpec, Rules
 from sharding.cut import CutLowered, lower_cut
 from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, Transit
+from sharding.host_memory import rows_from_host
 from sharding.layer_placement import LayerPlacements
 from sharding.placement import CopyTables, assign_copies, slot_distances
 
@@ -169,7 +170,7 @@ class ModelStep:
             model: Transformer = self.table.bind(params)
             tokens = self.tokens(groups)
             if x is None:
-                x = model.embed(tokens.ids, self.dtype)
+                x = self._embed(model, tokens.ids)
                 if self.in_place.native:  # a row of zeros stays one through all layers, and native kernels pass it over
                     x = jnp.where(tokens.active[..., None], x, 0)
             x = self._constrain(x, self.spec.batch_axes)
@@ -180,7 +181,7 @@ class ModelStep:
                 if self.apart is not None and hasattr(stack, "moe"):
                     first = self.config.num_dense_layers
                     halves = self.in_halves([group.shape for group in groups])
-                    x, cache = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, halves)
+                    x, cache, reports = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, halves)
                     continue
                 x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
                 reports |= report
@@ -222,7 +223,7 @@ class ModelStep:
             if filled is not None:
                 filled = self.mark(filled, tokens.slots, True)
             tokens = replace(tokens, filled=filled)
-            embedded = model.embed(self._whole(next_tokens), self.dtype)
+            embedded = self._embed(model, self._whole(next_tokens))
             normalise = self.in_place.normalise
             halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, self._whole(hidden))]
             x = self.in_place.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))
@@ -230,8 +231,8 @@ class ModelStep:
             if self.apart is not None:
                 own_copies = jax.tree.map(lambda array: array[self.config.num_moe_layers :], copies)
                 first = self.config.num_hidden_layers
-                x, cache = run_apart(self, "mtp.layers", params, x, cache, first, tokens, own_copies)
-                return normalise(module.final_norm, x), cache, filled, {}
+                x, cache, reports = run_apart(self, "mtp.layers", params, x, cache, first, tokens, own_copies)
+                return normalise(module.final_norm, x), cache, filled, reports
             own_copies = (
                 None if copies is None else jax.tree.map(lambda array: array[self.config.num_moe_layers], copies)
             )
@@ -455,6 +456,12 @@ class ModelStep:
         attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
         return self._split(attended) if by_data else self._whole(attended), cache
 
+    def _embed(self, model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The rows of the embedding, wherever that lies."""
+        if "embedded_vocab" not in self.rules.in_host:
+            return model.embed(tokens, self.dtype)
+        return model.embed(tokens, self.dtype, partial(rows_from_host, mesh=self.mesh, batch_axes=self.spec.batch_axes))
+
     def _on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
         """``choose(logits, bias)`` for each DP rank's tokens by itself."""
         tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
@@ -485,6 +492,8 @@ class ModelStep:
         if not self.nearest_copies:
             return None
         hosts = np.array([device.process_index for device in self.mesh.devices.flat])
+        if self.dispatch.devices_per_host is not None:
+            hosts = np.arange(hosts.size) // self.dispatch.devices_per_host
         return np.repeat(slot_distances(self.spec, hosts, self.placement.n_physical), runs, axis=0)
 
     def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:

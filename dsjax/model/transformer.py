@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Callable
 
 import numpy as np
 from flax import nnx
@@ -13,7 +15,7 @@ from dsjax.model.mla import MLA
 from dsjax.model.mlp import MLP
 from dsjax.model.moe import MoE
 from dsjax.model.norm import RMSNorm
-from dsjax.model.parameters import Declaration, Matrix, ParameterInfo, ParameterTable, Weights, value_of
+from dsjax.model.parameters import Declaration, Matrix, ParameterInfo, ParameterTable, Weights, reinterpret, value_of
 
 
 class DecoderLayer(nnx.Module):
@@ -39,9 +41,11 @@ class Embedding(nnx.Module):
     def __init__(self, declare: Declaration, config: ModelConfig):
         self.weight = declare.parameter((config.vocab_size, config.hidden_size), ("embedded_vocab", "embed"))
 
-    def __call__(self, tokens: Int[Array, "*b"], dtype) -> Float[Array, "*b D"]:
-        """Rows of the table, in the compute dtype."""
-        return value_of(self.weight)[tokens].astype(dtype)
+    def __call__(
+        self, tokens: Int[Array, "*b"], dtype, look_up: Callable[[Array, Array], Array] = operator.getitem
+    ) -> Float[Array, "*b D"]:
+        """Rows of the table, in the compute dtype. look_up: gives these rows of the table, which is as it is stored."""
+        return reinterpret(look_up(self.weight[...], tokens), self.weight.info.dtype).astype(dtype)
 
 
 class MTP(nnx.Module):

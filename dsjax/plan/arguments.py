@@ -98,7 +98,8 @@ class PlanArgs:
         "tensorrt-llm: the same in layouts that this engine can run, with its own commands.",
     )
     dispatch: str | None = option(
-        None, "deepep (as published), or dsjax's own: auto, gather, padded, ragged. Default: the engine's."
+        None,
+        "deepep (as published), or dsjax's own: auto, gather, padded, ragged, hierarchical. Default: the engine's.",
     )
     compiled: list[Path] | None = option(
         None, "JSON of dsjax dryrun: its figures in place of assumptions where it is of a layout; repeatable."

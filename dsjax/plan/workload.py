@@ -20,7 +20,7 @@ from dsjax.plan.precision import PRECISIONS, Precision
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 from sharding.mesh import MeshSpec
 
-DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged")
+DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged", "hierarchical")
 
 
 @dataclass(frozen=True)

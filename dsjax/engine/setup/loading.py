@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -13,11 +12,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from dsjax.checkpoint.expert_reader import ExpertReader
 from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.checkpoint.hub import resolve
@@ -26,14 +25,16 @@ from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
-from dsjax.engine.afd.expert_side import build_both
-from dsjax.engine.afd.options import expert_spec
+from dsjax.engine.afd.expert_side import ExpertSide, build_both
+from dsjax.engine.afd.expert_slots import SlotWriter
+from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
+from dsjax.engine.experts.expert_moves import ExpertMoves
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, weights_format
@@ -144,6 +145,7 @@ def load_model(
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     if of_experts is not None and expert_mesh is None:
         step.apart.space = expert_space(args, step, directory)
+        step.apart.placement = step.placement.physical_to_logical
         step.apart.connect()
 
     def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
@@ -200,11 +202,16 @@ def load_model(
             parts=_parts(
                 args,
                 limits,
-                layout.per_exchange,
+                0 if of_experts is not None else layout.per_exchange,
                 lambda paths, placements: read(directory, step.stored(placements), only=paths),
                 lock and partial(_open_disk, args, page_space(args, step, directory), lock),
             )
-            + ([lambda *_: step.apart] if of_experts is not None else []),
+            + ([lambda *_: step.apart] if of_experts is not None else [])
+            + (
+                [_mover(args, step, checkpoint, weights, layout.per_exchange)]
+                if of_experts is not None and args.eplb
+                else []
+            ),
             meet=None if group is None else lambda: group.agreement.ask("compiled"),
             library=library if of_experts is None else None,  # it keeps steps that are one program each
         )
@@ -225,6 +232,17 @@ def load_model(
         held,
         sources,
     )
+
+
+def _mover(args: EngineArgs, step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
+    """Make the part that moves experts that have devices of their own. weights: how their parameters are kept."""
+    movable = step.apart
+    if isinstance(movable, ExpertSide):
+        platform = movable.mesh.devices.flat[0].platform
+        reader = ExpertReader(checkpoint.config, checkpoint, weights, platform, mtp=step.has_module)
+        movable = SlotWriter(movable, step.placement.physical_to_logical, reader.read)
+        movable.rehearse()
+    return lambda device, _: ExpertMoves(device, movable, per_exchange)
 
 
 def _parts(
@@ -284,7 +302,6 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
 
 def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
     """Say what the answers of routed experts in another process depend on, beside the rows. directory: of the checkpoint."""
-    placement = hashlib.sha256(np.ascontiguousarray(step.placement.physical_to_logical, "<i4").tobytes())
     return {
         "fingerprint": fingerprint(directory),
         "dtype": str(step.dtype),
@@ -292,7 +309,8 @@ def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str
         "activation_scheme": str(step.scheme),
         "dispatch_wire": args.dispatch_wire,
         "expert_mesh": args.expert_mesh,
-        "places of experts": placement.hexdigest(),
+        "physical experts": step.placement.n_physical,
+        "processes with experts": len(afd_addresses(args)),
         "sums by choice": step.dispatch.by_choice or step.in_place.ordered,
         "MTP module": step.has_module,
     }

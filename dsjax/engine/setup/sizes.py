@@ -5,7 +5,6 @@ The sizes follow from the options and the memory: the cache, the tiers below it,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,7 +100,8 @@ class EngineLayout:
         mesh, known = str(self.step.spec), library.beside_the_cache
         if mesh not in known:
             known[mesh] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts)
-        moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if self.per_exchange else 0
+        moves = self.per_exchange and self.step.apart is None  # else it takes memory of other devices
+        moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if moves else 0
         pool = Pool.of(self.step, known[mesh] + moving + chunk_bytes(args, self.step))
         return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
 
@@ -256,11 +256,7 @@ def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) ->
 
 def weight_bytes(step: ModelStep) -> int:
     """Count the bytes of all weights on one device."""
-    shardings = step.rules.sharding
-    return sum(
-        math.prod(shardings(step.mesh, info.logical_axes, info.shape).shard_shape(info.shape)) * info.dtype.itemsize
-        for info in step.table.infos.values()
-    )
+    return sum(device_bytes(step.abstract_parameters()).values())
 
 
 def beside_the_cache(

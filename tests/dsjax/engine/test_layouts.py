@@ -28,6 +28,7 @@ BY_DATA = {
     "moe_dense_tp_size": 1,
     "enable_dp_lm_head": True,
 }  # dense MLP and head: tokens are split over tp, not widths
+HOST_EMBEDDING = {"embedding_location": "host"}
 PREEMPTED = {"cache_tokens": 140}  # a third of what the prompts and their tokens take
 
 FORMS = (("CC", "A_CC"), ("A_CC_ME", "AM_CC_ME"), ("CD", "CD"))
@@ -53,7 +54,15 @@ RUNS = [
     ("pp=3,dp=2", "ragged", "CD", "CD", {}),
     ("pp=2,tp=4", "padded", "A_CC_ME", "AM_CC_ME", BY_DATA),
     ("pp=2,dp=4,ep=2", "padded", "CC", "A_CC", FUSED | CHUNKS),
-    ("dp=12", "padded", "A_CC_ME", "AM_CC_ME", {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS),
+    (
+        "dp=12",
+        "hierarchical",
+        "A_CC_ME",
+        "AM_CC_ME",
+        {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS,
+    ),
+    ("dp=8", "hierarchical", "CC", "A_CC", MIXED | FUSED),
+    ("dp=4,tp=8", "hierarchical", "CD", "CD", HOST_EMBEDDING),
 ]
 # Sparse attention: both of its ways in prefill and in decode, on meshes with and without tp.
 SPARSE_RUNS = [
