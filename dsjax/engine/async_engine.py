@@ -21,6 +21,7 @@ from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.elastic.generations import Generations
+    from dsjax.engine.setup.expert_scaling import ExpertScaling
 
 Result = TypeVar("Result")
 
@@ -82,7 +83,7 @@ class ThreadedEngine:
     def __init__(self, parts: EngineParts):
         self.tokenizer, self.core = parts.tokenizer, parts.core
         self.on_death: Callable[[], None] | None = None
-        self.on_change: list[Callable[["Generations"], None]] = []
+        self.on_change: list[Callable[["Generations | ExpertScaling"], None]] = []
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = EngineThread(parts.core, _LoopListener(self))
@@ -198,6 +199,23 @@ class ThreadedEngine:
             raise
         return generations
 
+    async def scale_experts(self, expert_mesh: str | None, afd_address: str | None) -> "ExpertScaling":
+        """Go on with other processes of experts, or other numbers of their devices; steps go on until these are ready. None: as now.
+
+        Raises:
+            UserError: it cannot be, or another change is under way; everything is as it was. EngineDeadError: the engine has failed.
+        """
+        scaling = self.core.expert_scaling
+        if scaling is None:
+            raise UserError(
+                "this engine has no experts in other processes (--afd-role attention), so that they cannot be scaled"
+            )
+        prepared = await asyncio.to_thread(scaling.prepare, expert_mesh, afd_address)
+        await asyncio.shield(asyncio.ensure_future(self.call(lambda core: scaling.apply(prepared))))
+        for hear in self.on_change:
+            hear(scaling)
+        return scaling
+
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
         self._closing = True
@@ -266,6 +284,23 @@ class AsyncEngine(ThreadedEngine):
     def abort_all(self) -> None:
         """End every request; each stream gets an `EngineClosingError`."""
         self._streams.abort_all()
+
+    async def scale_experts(self, expert_mesh: str | None, afd_address: str | None) -> "ExpertScaling":
+        """Go on with other processes of experts, or other numbers of their devices; steps go on until these are ready. None: as now.
+
+        Raises:
+            UserError: it cannot be, or another change is under way; everything is as it was. EngineDeadError: the engine has failed.
+        """
+        scaling = self.core.expert_scaling
+        if scaling is None:
+            raise UserError(
+                "this engine has no experts in other processes (--afd-role attention), so that they cannot be scaled"
+            )
+        prepared = await asyncio.to_thread(scaling.prepare, expert_mesh, afd_address)
+        await asyncio.shield(asyncio.ensure_future(self.call(lambda core: scaling.apply(prepared))))
+        for hear in self.on_change:
+            hear(scaling)
+        return scaling
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from jaxtyping import Array
 
-from dsjax.engine.device.access import DevicePart
+from dsjax.engine.device.access import DeviceAccess, DevicePart
 from dsjax.model.apart import (
     EXPERTS,
     LayerPass,
@@ -59,7 +59,22 @@ def with_experts_apart(step: ModelStep, make: Callable[[Mapping[str, ParameterIn
     return replace(step, table=step.table.without(infos), apart=make(infos))
 
 
-class Side(DevicePart):
+class SidePart(DevicePart):
+    """The experts' side as a part of an executor, whichever side it is now."""
+
+    def __init__(self, device: DeviceAccess):
+        self._device = device
+
+    def extension(self, kind: type) -> Any:
+        """Offer what the side offers."""
+        return self._device.model.apart.extension(kind)
+
+    def close(self) -> None:
+        """End the side's threads."""
+        self._device.model.apart.close()
+
+
+class Side:
     """Where the routed experts of a model's step are: its ``ExpertsApart``.
 
     They keep nothing from one call to the next but parameters. Between two calls others may be put in their place.
@@ -96,6 +111,13 @@ class Side(DevicePart):
     def way(self, through: LayerPass) -> Way:
         """How the rows of a pass get there and back, all that it needs compiled."""
         raise NotImplementedError
+
+    def extension(self, kind: type) -> Any:
+        """What the side offers to those who know of it by this type; None: nothing of the kind."""
+        return None
+
+    def close(self) -> None:
+        """End what goes on beside calls."""
 
     def work(self, passes: Sequence[LayerPass], tree: Any) -> _Work:
         """What takes tokens through a stack of layers."""
