@@ -210,10 +210,15 @@ class ThreadedEngine:
             raise UserError(
                 "this engine has no experts in other processes (--afd-role attention), so that they cannot be scaled"
             )
-        prepared = await asyncio.to_thread(scaling.prepare, expert_mesh, afd_address)
-        await asyncio.shield(asyncio.ensure_future(self.call(lambda core: scaling.apply(prepared))))
-        for hear in self.on_change:
-            hear(scaling)
+
+        async def change() -> None:
+            prepared = await asyncio.to_thread(scaling.prepare, expert_mesh, afd_address)
+            await self.call(lambda core: scaling.apply(prepared))
+            for hear in self.on_change:
+                hear(scaling)
+
+        # A change that has begun ends, whether or not somebody still waits for it.
+        await asyncio.shield(asyncio.ensure_future(change()))
         return scaling
 
     async def shutdown(self, timeout: float = 10.0) -> None:
