@@ -210,16 +210,15 @@ class ThreadedEngine:
             raise UserError(
                 "this engine has no experts in other processes (--afd-role attention), so that they cannot be scaled"
             )
-
-        async def change() -> None:
-            prepared = await asyncio.to_thread(scaling.prepare, expert_mesh, afd_address)
-            await self.call(lambda core: scaling.apply(prepared))
-            for hear in self.on_change:
-                hear(scaling)
-
         # A change that has begun ends, whether or not somebody still waits for it.
-        await asyncio.shield(asyncio.ensure_future(change()))
+        await asyncio.shield(asyncio.ensure_future(self._change_experts(scaling, expert_mesh, afd_address)))
         return scaling
+
+    async def _change_experts(self, scaling: "ExpertScaling", expert_mesh: str | None, afd_address: str | None) -> None:
+        prepared = await asyncio.to_thread(scaling.prepare, expert_mesh, afd_address)
+        await self.call(lambda core: scaling.apply(prepared))
+        for hear in self.on_change:
+            hear(scaling)
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
@@ -289,23 +288,6 @@ class AsyncEngine(ThreadedEngine):
     def abort_all(self) -> None:
         """End every request; each stream gets an `EngineClosingError`."""
         self._streams.abort_all()
-
-    async def scale_experts(self, expert_mesh: str | None, afd_address: str | None) -> "ExpertScaling":
-        """Go on with other processes of experts, or other numbers of their devices; steps go on until these are ready. None: as now.
-
-        Raises:
-            UserError: it cannot be, or another change is under way; everything is as it was. EngineDeadError: the engine has failed.
-        """
-        scaling = self.core.expert_scaling
-        if scaling is None:
-            raise UserError(
-                "this engine has no experts in other processes (--afd-role attention), so that they cannot be scaled"
-            )
-        prepared = await asyncio.to_thread(scaling.prepare, expert_mesh, afd_address)
-        await asyncio.shield(asyncio.ensure_future(self.call(lambda core: scaling.apply(prepared))))
-        for hear in self.on_change:
-            hear(scaling)
-        return scaling
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
