@@ -79,13 +79,13 @@ PARTS = (
         "cache and weights in fewer bits",
         ("kv_cache_dtype", "precision"),
         ("kv_cache_dtype", "weights"),
-        "FP4 experts at the speed of FP4 units for `--engine published`, of bf16 for dsjax, which widens them",
+        "experts in four bits at the speed of units for them with `--engine published`, of bf16 for dsjax, which widens them",
     ),
     Part(
         "rows in fewer bits",
         (),
         ("activation_scheme",),
-        "products of quantised rows, FP4 units among them, [do not pay yet](fp4.md) and have no price",
+        "products of quantised rows have no price: those in four bits do not pay yet",
     ),
     Part(
         "tiers of the cache",
@@ -113,12 +113,6 @@ PARTS = (
         ("recipe_file",),
         ("mla_prefill", "mla_decode"),
         "a plan takes the faster one by published kernels and writes it into the recipe; the engine does not choose by itself",
-    ),
-    Part(
-        "selected attention of V3.2",
-        ("model",),
-        ("index_scores",),
-        "the indexer's price goes by the model; how its scores are kept does not change it",
     ),
     Part(
         "dense MLP or head by data",

@@ -4,9 +4,9 @@ import dataclasses
 import math
 
 import pytest
-from typer.testing import CliRunner
 
-from dsjax.cli import app
+from dsjax.errors import UserError
+from dsjax.plan.arguments import PlanArgs
 from dsjax.plan.candidate import aggregated
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import find_engine
@@ -92,9 +92,9 @@ def test_an_engine_that_holds_prompts_back_answers_later_only_with_several_ranks
     assert played(holds_prompts=True)[0].ttft == played()[0].ttft
 
 
-def test_the_interval_is_an_option_of_a_simulation_and_of_no_other_engine():
-    given = ["plan", "--cluster", "h200-8", "--scheduler-recv-interval", "30"]
-    for others in ([], ["--simulate", "--engine", "vllm"]):
-        result = CliRunner().invoke(app, [*given, *others])
-        assert result.exit_code == 2
-        assert "--scheduler-recv-interval is 30" in result.output
+@pytest.mark.parametrize("given", [{}, {"engine": "sglang"}, {"engine": "vllm", "simulate": True}])
+def test_the_interval_is_an_option_of_a_simulation_and_of_no_other_engine(given):
+    with pytest.raises(UserError, match="--scheduler-recv-interval is 30"):
+        PlanArgs(scheduler_recv_interval=30, **given)
+    question, _ = PlanArgs(scheduler_recv_interval=30, engine="sglang", simulate=True).question()
+    assert question.options.engine.poll_steps == 30
