@@ -30,7 +30,7 @@ class Part:
 
 
 PARTS = (
-    Part("layout", ("mesh",), ("mesh",), "every `dp`, `tp`, `ep`"),
+    Part("layout", ("mesh",), ("mesh",), "every `dp`, `tp`, `ep`; `etp` where it is given"),
     Part(
         "prefill apart from decode",
         ("prefill_mesh", "decode_mesh", "prefill_instances", "decode_instances"),
@@ -95,7 +95,13 @@ PARTS = (
     ),
     Part("prefixes that come back", ("prefix_hit",), ("enable_prefix_caching",), "their share is given"),
     Part("planning a step ahead", ("host_scheduling",), ("async_scheduling",), ""),
-    Part("exchanges", ("dispatch",), ("dispatch", "dispatch_wire"), "`deepep` is of other engines"),
+    Part("exchanges", ("dispatch",), ("dispatch", "dispatch_wire", "devices_per_host"), "`deepep` is of other engines"),
+    Part(
+        "embedding in host memory",
+        (),
+        ("embedding_location",),
+        "a plan's devices hold it: with it they have room for 1.85 GB more cache of V3",
+    ),
     Part(
         "two half batches",
         ("two_batch_overlap",),
@@ -157,17 +163,22 @@ PARTS = (
         (),
         "of SGLang, in a simulation; dsjax looks for prompts before every step",
     ),
-    Part("pipeline of layers", (), (), "no plan has stages"),
+    Part(
+        "stages of layers",
+        ("stages", "mesh"),
+        ("mesh", "pp_layer_partition"),
+        "`--mesh pp=2,tp=8`; aggregated alone ([pipeline.md](pipeline.md))",
+    ),
     Part(
         "attention and experts on devices of their own",
         (),
-        ("attention_mesh", "expert_mesh", "afd_role", "afd_address"),
+        ("attention_mesh", "expert_mesh", "afd_role", "afd_address", "afd_server_rank"),
         "no plan has them apart ([attention-ffn-disaggregation.md](attention-ffn-disaggregation.md))",
     ),
 )
 
 QUESTION = (
-    "cluster", "hosts", "input_tokens", "output_tokens", "classes", "slo", "rate", "ttft_ms", "tpot_ms", "throughput", "measured",
+    "model", "cluster", "hosts", "input_tokens", "output_tokens", "classes", "slo", "rate", "ttft_ms", "tpot_ms", "throughput", "measured",
     "network", "engine", "operators", "mode", "batch", "context", "max_devices", "max_devices_per_instance", "price_per_hour", "explain",
     "sweep", "simulate", "num_prompts", "request_rate", "warmup", "random_range_ratio", "burstiness", "seed", "rows", "pareto",
     "plots", "json_file",
