@@ -53,6 +53,32 @@ def of(text, cluster=HOSTS, mesh=None, trips=lambda loop: None):
     return Timeline.of(program, collectives, cluster, trips)
 
 
+HOST_COMPUTE = """HloModule m, is_scheduled=true
+
+%rows (t: bf16[129280,7168], i: s32[32]) -> bf16[32,7168] {
+  %t = bf16[129280,7168]{1,0} parameter(0)
+  %i = s32[32]{0} parameter(1)
+  ROOT %g = bf16[32,7168]{1,0} gather(%t, %i), offset_dims={1}, collapsed_slice_dims={0}, slice_sizes={1,7168}
+}, execution_thread="host"
+
+ENTRY %main (table: bf16[129280,7168], i: s32[32]) -> bf16[32,7168] {
+  %table = bf16[129280,7168]{1,0:S(5)} parameter(0)
+  %i.1 = s32[32]{0:S(5)} parameter(1)
+  %start = ((bf16[129280,7168]{1,0:S(5)}, s32[32]{0:S(5)}), bf16[32,7168]{1,0}, u32[]) custom-call-start(%table, %i.1), \
+async_execution_thread="host", custom_call_target="HostExecute", called_computations={%rows}
+  ROOT %done = bf16[32,7168]{1,0} custom-call-done(%start)
+}
+"""
+
+
+def test_of_what_the_host_looks_up_the_rows_are_sent_and_not_the_table():
+    played = of(HOST_COMPUTE)
+    assumed = played.assumed
+    assert played.step.value == pytest.approx(
+        assumed.host_turn.value + 32 * 7168 * 2 / assumed.host_link.value, rel=0.05
+    )
+
+
 @pytest.fixture(scope="module")
 def step(tmp_path_factory):
     """A real step of a small model on a mesh with every axis; its program is the CPU's, priced as if an H200 ran it."""
