@@ -103,7 +103,7 @@ class LLM:
         elif stages > 1:
             from dsjax.engine.setup.stages import load_stages
 
-            loaded = load_stages(self.args, show_progress=show_progress)
+            loaded = load_stages(self.args, group, show_progress=show_progress)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         kernels = loaded.facts.kernels

@@ -190,7 +190,7 @@ def load_model(
     def find_limits() -> ExecutorLimits:
         return library.settled(str(spec), layout.limits(args, library, params, None))
 
-    limits = find_limits() if group is None else _common_limits(group, find_limits)
+    limits = find_limits() if group is None else common_limits(group, find_limits)
     with explained_out_of_memory("its cache was made", SMALLER_CACHE):
         executor: Executor = MeshExecutor(
             step,
@@ -327,7 +327,7 @@ def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
         )
 
 
-def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
+def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
     """Limits with as many pages as fit the device, and the host, with the least room."""
     limits = group.agreement.run("memory", find)
     rooms = group.agreement.ask("pages", [limits.pages_per_rank, limits.host_pages_per_rank])
