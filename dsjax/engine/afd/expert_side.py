@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from jaxtyping import Array
 
-from dsjax.engine.afd.layer_programs import CompiledPass, PassPrograms, Way
+from dsjax.engine.afd.layer_programs import CompiledPass, OnHost, PassPrograms, Way
 from dsjax.engine.device.access import DeviceAccess, DevicePart
 from dsjax.model.apart import (
     EXPERTS,
@@ -235,7 +235,7 @@ class WayToDevices:
     program: Compiled
     layers: Sequence[Array]
 
-    def call(self, rows: Sequence[Array], counts: Array, layer: int, r: int = 0) -> list[Array]:
+    def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> list[Array]:
         """Copy the rows to the experts' devices, and start their program."""
         arrivals = to_experts(self.between, self.half, rows)
         answers = self.program(self.side.params, arrivals, self.layers[layer])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -17,12 +18,29 @@ from jaxtyping import Array
 from dsjax.model.apart import LayerPass, Passing, Routed, described_like
 from sharding.arrays import put
 from sharding.cut import Described
+from sharding.dispatch.between import Between
+
+
+class OnHost:
+    """An array's values on the host, once, for several threads: two that ask a `jax.Array` for them at once may get a copy half made."""
+
+    def __init__(self, array: Array):
+        self._array, self._lock = array, threading.Lock()
+        self._values: np.ndarray | None = None
+
+    @property
+    def values(self) -> np.ndarray:
+        """Wait for the array, and give its values."""
+        with self._lock:
+            if self._values is None:
+                self._values = np.array(self._array)
+            return self._values
 
 
 class Way(Protocol):
     """How a layer's rows get to the experts, and what these give back: for so many tokens."""
 
-    def call(self, rows: Sequence[Array], counts: Array, layer: int, r: int = 0) -> Any:
+    def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> Any:
         """Begin to have the rows of round ``r`` computed by the experts of a layer of the stack. counts: as ``Between.pack`` gives them."""
 
     def returned(self, away: Any) -> list[Array]:
@@ -65,6 +83,7 @@ class Away(NamedTuple):
     x: Array
     shared: Array | None
     routed: Routed
+    counts: OnHost
     called: Any
     layer: int
 
@@ -77,7 +96,7 @@ class PassPrograms(NamedTuple):
     receive: Callable
     way: Way
     further: FurtherRounds | None = None
-    rounds: Callable[[Array], int] = lambda counts: 1
+    rounds: Callable[[OnHost], int] = lambda counts: 1
 
     @classmethod
     def of(cls, way: Way, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
@@ -100,7 +119,7 @@ class PassPrograms(NamedTuple):
 
         received = jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned).compile()
         further = FurtherRounds.of(through, after, _results(shared), routed, pinned)
-        return cls(attended, shared, received, way, further, through.between().rounds)
+        return cls(attended, shared, received, way, further, _rounds(through.between()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,27 +149,35 @@ class CompiledPass:
                 cache, report, x, routed, rows = self._done(
                     programs.attend(params, cache, report, xs[half], tokens[half], copies, here)
                 )
-                called = programs.way.call(rows, routed.counts, number)
+                counts = OnHost(routed.counts)
+                called = programs.way.call(rows, counts, number)
                 shared = self._done(programs.share(params, routed.normed, here))
-                away[half] = Away(x, shared, routed, called, number)
+                away[half] = Away(x, shared, routed, counts, called, number)
         xs = [self._received(programs, one) for programs, one in zip(self.programs, away, strict=True)]
         return xs, cache, report
 
     def _received(self, programs: PassPrograms, away: Away) -> Array:
         """The tokens with what their experts gave; further rounds come and go here."""
-        returned, rounds = programs.way.returned(away.called), programs.rounds(away.routed.counts)
+        returned, rounds = programs.way.returned(away.called), programs.rounds(away.counts)
         if rounds == 1:
             return self._done(programs.receive(away.x, away.shared, away.routed.slots, returned))
         further, slots = programs.further, away.routed.slots
         kept = self._done(further.keep(further.nothing, slots, returned, further.numbers[0]))
         for r in range(1, rounds):
             rows = self._done(further.pack(away.routed, further.numbers[r]))
-            returned = programs.way.returned(programs.way.call(rows, away.routed.counts, away.layer, r))
+            returned = programs.way.returned(programs.way.call(rows, away.counts, away.layer, r))
             kept = self._done(further.keep(kept, slots, returned, further.numbers[r]))
         return self._done(further.receive(away.x, away.shared, slots, kept))
 
     def _done(self, results: Any) -> Any:
         return jax.block_until_ready(results) if self.waits else results
+
+
+def _rounds(between: Between) -> Callable[[OnHost], int]:
+    """How many rounds rows of such numbers need. Where one is always enough, nothing is waited for."""
+    if between.capacity >= between.rows:
+        return lambda counts: 1
+    return lambda counts: between.rounds(counts.values)
 
 
 def _results(program: Compiled) -> Any:
