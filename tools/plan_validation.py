@@ -54,7 +54,7 @@ rounds. *Older* rounds were predicted by older models, and are held here against
   host are within {rate_median}; those of U45 (SGLang on B300, a fifth of the rate of its neighbours) and of TensorRT-LLM of December 2025
   on B200 with `ep=8` (U29, U32, U35: a half too fast) make the mean. First tokens that come ten times later than predicted (U37, U39, R6,
   R7, R18) most likely wait for room in the cache: what is played has a device with twice its memory, as all that is known is that the run
-  could start. R2 was played with 256 requests at once, as its script says today; its engine had all 512.
+  could start. R2 was played with 256 requests at once, as its script says today; it seems to have had all 512.
 - **drafts apart**: 42 runs of TensorRT-LLM with prefill and decode apart and drafts, of the same file and commits (D), as many drafts as
   their recipes say, the first accepted with 0.70. Rates are 40 % off, as those up to 320 users were played by a simulator that counted a
   step of decodes as one token; that is repaired, and the round counts as an older one. The mean-value answer of today is {apart_rate} off
