@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 from jaxtyping import Array
 
 from dsjax.engine.device.access import DevicePart
@@ -97,6 +97,18 @@ class Side(DevicePart):
         """How the rows of a pass get there and back, all that it needs compiled."""
         raise NotImplementedError
 
+    def build(self, lowered: Lowered) -> Compiled:
+        """Compile one of the programs, of either side."""
+        return lowered.compile()
+
+    def numbers(self, mesh: Mesh, count: int) -> list[Array]:
+        """The first numbers from 0 on, each on all devices of a mesh: what programs of a layer or a round take."""
+        return [put(np.int32(number), NamedSharding(mesh, P())) for number in range(count)]
+
+    def ready(self, program: Compiled) -> Array:
+        """What a program without arguments gives, once it is there."""
+        return jax.block_until_ready(program())
+
     def work(self, passes: Sequence[LayerPass], tree: Any) -> _Work:
         """What takes tokens through a stack of layers."""
         return _Work(self, tuple(passes), tree)
@@ -108,8 +120,7 @@ class Side(DevicePart):
         with self._lock:
             if key not in self._passes:
                 passing: Passing = jax.tree.unflatten(tree, described)
-                everywhere = NamedSharding(passes[0].step.mesh, P())
-                layers = [put(np.int32(layer), everywhere) for layer in range(passes[0].layers)]
+                layers = self.numbers(passes[0].step.mesh, passes[0].layers)
                 programs = [PassPrograms.of(self, one, passing, half) for half, one in enumerate(passes)]
                 self._passes[key] = CompiledPass(programs, layers, self.waits)
             return self._passes[key]
@@ -168,12 +179,11 @@ class ExpertSide(Side):
         half, index = self.half(step), Described((), np.int32, sharding=NamedSharding(self.mesh, P()))
         experts = StackExperts(step, stack, half, self.rules, self.infos, tokens)
         arrivals = half.described_arrivals(senders, cells)
-        return jax.jit(experts.compute).lower(self.described(), arrivals, index).compile()
+        return self.build(jax.jit(experts.compute).lower(self.described(), arrivals, index))
 
     def way(self, through: LayerPass) -> WayToDevices:
         """How rows get to the devices."""
-        everywhere = NamedSharding(self.mesh, P())
-        layers = [put(np.int32(layer), everywhere) for layer in range(through.layers)]
+        layers = self.numbers(self.mesh, through.layers)
         between, step = through.between(), through.step
         program = self.compile(step, through.stack, between.tokens, between.senders, between.capacity)
         return WayToDevices(self, between, self.half(step), program, layers)
@@ -246,23 +256,24 @@ class FurtherRounds(NamedTuple):
     numbers: Sequence[Array]
 
     @classmethod
-    def of(cls, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable) -> FurtherRounds | None:
+    def of(
+        cls, side: Side, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable
+    ) -> FurtherRounds | None:
         """Compile the programs; None where one round is always enough. receive: makes a function's result as ``x`` is."""
         between = through.between()
         most = -(-between.rows // between.capacity)
         if most == 1:
             return None
-        everywhere = NamedSharding(through.step.mesh, P())
-        number, kept = Described((), np.int32, sharding=everywhere), between.described_kept
+        number, kept = Described((), np.int32, sharding=NamedSharding(through.step.mesh, P())), between.described_kept
         returned = between.described_returns
         keep = lambda *taken: described_like(through.keep(*taken), kept)  # noqa: E731
-        zeros = jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding)
+        zeros = side.build(jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding).lower())
         return cls(
-            jax.jit(through.further).lower(routed, number).compile(),
-            jax.jit(keep).lower(kept, routed.slots, returned, number).compile(),
-            jax.jit(receive(through.receive_kept)).lower(x, shared, routed.slots, kept).compile(),
-            jax.block_until_ready(zeros()),
-            [put(np.int32(r), everywhere) for r in range(most)],
+            side.build(jax.jit(through.further).lower(routed, number)),
+            side.build(jax.jit(keep).lower(kept, routed.slots, returned, number)),
+            side.build(jax.jit(receive(through.receive_kept)).lower(x, shared, routed.slots, kept)),
+            side.ready(zeros),
+            side.numbers(through.step.mesh, most),
         )
 
 
@@ -297,16 +308,16 @@ class PassPrograms(NamedTuple):
             return *described_like((cache, report), (passing.cache, passing.report)), *others
 
         own = passing.params, passing.cache, passing.report, x, passing.tokens[half], passing.copies
-        attended = jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here).compile()
+        attended = side.build(jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here))
         _, _, after, routed, _ = _results(attended)
-        shared = jax.jit(through.share).lower(passing.params, routed.normed, here).compile()
+        shared = side.build(jax.jit(through.share).lower(passing.params, routed.normed, here))
         returned = through.between().described_returns
 
         def pinned(receive: Callable) -> Callable:
             return lambda *taken: described_like(receive(*taken), x)
 
-        received = jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned).compile()
-        further = FurtherRounds.of(through, after, _results(shared), routed, pinned)
+        received = side.build(jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned))
+        further = FurtherRounds.of(side, through, after, _results(shared), routed, pinned)
         return cls(attended, shared, received, side.way(through), further, through.between().rounds)
 
 
