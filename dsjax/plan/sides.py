@@ -75,7 +75,7 @@ PARTS = (
         "two half batches",
         ("two_batch_overlap",),
         ("enable_dbo", "dbo_decode_token_threshold", "dbo_prefill_token_threshold"),
-        "priced with the published kernels; dsjax's own halves are not, and are no credit of it",
+        "each as its own engine has them",
     ),
     Part("dispatch in chunks of tokens", (), ("moe_chunk_tokens",), "bounds a step's memory; a plan's step is in one"),
     Part(
@@ -106,9 +106,9 @@ PARTS = (
     Part("pipeline of layers", (), (), "no plan has stages"),
     Part(
         "attention and experts on devices of their own",
-        (),
-        ("attention_mesh", "expert_mesh"),
-        "no plan has them apart ([attention-ffn-disaggregation.md](attention-ffn-disaggregation.md))",
+        ("afd", "attention_mesh", "expert_mesh", "expert_device", "expert_hosts"),
+        ("attention_mesh", "expert_mesh", "afd_role", "afd_address", "afd_server_rank"),
+        "looked for with `--afd` ([below](#attention-and-experts-apart))",
     ),
 )
 
