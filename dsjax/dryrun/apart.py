@@ -18,7 +18,14 @@ from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import TEXT, EvenExperts
 from dsjax.dryrun.compilation import CompiledProgram
 from dsjax.dryrun.memory import parameters_by_component
-from dsjax.dryrun.run import expert_flops, read_program, step_trip_counts, target_cluster, within_positions
+from dsjax.dryrun.run import (
+    CPU_HOST_DEVICES,
+    expert_flops,
+    read_program,
+    step_trip_counts,
+    target_cluster,
+    within_positions,
+)
 from dsjax.dryrun.topology import target_devices
 from dsjax.engine.afd.options import expert_spec
 from dsjax.engine.setup.assembly import check_layout
@@ -195,7 +202,7 @@ class _Reader:
         step, shape = self.compiled.step, self.compiled.shape
         trips = step_trip_counts(step, shape.groups, self.args.row_tokens, None)
         machines = self.sides.attention
-        return read_program(program, step.mesh, trips, 0.0, machines, play_on=machines if self.timeline else None)
+        return read_program(program, step.mesh, trips, 0.0, near(machines), play_on=machines if self.timeline else None)
 
     def _experts(self, program: CompiledProgram, through: LayerPass):
         step, side, shape = self.compiled.step, self.compiled.experts, self.compiled.shape
@@ -212,7 +219,14 @@ class _Reader:
         )
         trips = step_trip_counts(step, shape.groups, self.args.row_tokens, even)
         flops = expert_flops(config, tokens / devices, 1)
-        return read_program(program, side.mesh, trips, flops, machines, play_on=machines if self.timeline else None)
+        return read_program(
+            program, side.mesh, trips, flops, near(machines), play_on=machines if self.timeline else None
+        )
+
+
+def near(machines: Cluster | None) -> int:
+    """Neighbouring devices that fast links join."""
+    return machines.domain if machines else CPU_HOST_DEVICES
 
 
 def _named_pieces(compiled: ApartStep) -> Iterator[tuple[str, str, CompiledProgram]]:

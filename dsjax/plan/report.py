@@ -135,7 +135,7 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
             + _in_batches(candidate)
             + (", compiled" if candidate.decode.dry_runs or candidate.prefill.dry_runs else ""),
             str(candidate.devices),
-            f"{candidate.batch:g}",
+            f"{candidate.decode.requests(candidate.batch):g}",
             _ranged(candidate.ttft, 1, 2),
             _ranged(candidate.tpot, 1e3, 1),
             _ranged(candidate.throughput, 1, 0),

@@ -73,6 +73,7 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
             redundant=question.options.redundant,
             block=block,
             copies=question.devices <= 64,
+            stages=tried_stages(question.options),
         )
     )
     runnable += [
@@ -111,13 +112,22 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
         runnable += [layout for layout in apart if widest is None or layout.devices <= widest]
     steps: dict[InstanceLayout, dict] = {}
     shared: dict = {}
-    made = [question.instance(layout, steps.setdefault(layout.unit, {"shared": shared})) for layout in runnable]
+    made = []
+    for layout in runnable:
+        of_unit = steps.setdefault(layout.unit, {"shared": shared})
+        own = of_unit if layout.mesh.pp_size == 1 else {"shared": shared, "stage": of_unit}
+        made.append(question.instance(layout, own))
     return runnable, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
 
 
 def wanted_meshes(options: PlanOptions) -> set[MeshSpec]:
     """The meshes that a user named."""
     return {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
+
+
+def tried_stages(options: PlanOptions) -> list[int]:
+    """Numbers of stages to look at: those that were asked for, and those of meshes that a user named."""
+    return sorted({*options.stages, *(mesh.pp_size for mesh in wanted_meshes(options))})
 
 
 def _runnable(question: Question, layouts: list[InstanceLayout]) -> list[InstanceLayout]:
@@ -170,11 +180,12 @@ def _search(question: Question) -> Plan:
     if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
     if "separated" in question.options.possible_modes:
-        # Where a cluster has hosts for experts, how many of them are left beside prefill is not reckoned; dsjax refuses the two together.
+        # Pages are not handed over between engines with stages. Where a cluster has hosts for experts, how many of them are left beside
+        # prefill is not reckoned, and dsjax refuses prefill apart from decode with experts apart.
         both = question.options.engine.name != "dsjax" and question.cluster.experts is None
-        decoding = fitting if both else [one for one in fitting if not one.layout.experts]
-        if decoding:
-            candidates += separated_candidates(question, decoding, of_prefill(question, fitting), candidates)
+        decoding = [one for one in fitting if one.stage is None and (both or not one.layout.experts)]
+        first = [one for one in of_prefill(question, fitting) if one.stage is None] if decoding else []
+        candidates += separated_candidates(question, decoding, first, candidates) if decoding else []
     objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]
     missed = [c for c in candidates if not c.meets(objective)]

@@ -56,7 +56,7 @@ def check_apart(args: Args) -> None:
     from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
     attention = MeshSpec.parse(args.attention_mesh)
-    if attention.ep_size != attention.num_devices:
+    if attention.ep_size != attention.stage_devices:
         raise UserError(
             f"--attention-mesh {args.attention_mesh} has ep, and its devices have no routed experts; leave ep out, and say how many "
             "devices have experts with --expert-mesh"

@@ -56,6 +56,11 @@ from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.layer_placement import LayerPlacements
 
+SMALLER = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
+"""What to do where weights do not fit."""
+SMALLER_CACHE = "give a smaller --cache-tokens or --max-num-seqs"
+"""What to do where the cache does not fit."""
+
 
 @dataclass(frozen=True)
 class LoadedEngine:
@@ -142,7 +147,6 @@ def load_model(
         step.apart.space = expert_space(args, step, directory)
         step.apart.placement = step.placement.physical_to_logical
         step.apart.connect()
-    smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
 
     def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
         fixed = {"placement": placement, "weights": weights, "mtp": step.has_module}
@@ -156,13 +160,13 @@ def load_model(
     def read_all() -> dict[str, Array]:
         try:
             if on_cpu:
-                check_host_memory(args, step, held.nbytes)
+                check_host_memory(args, step, held=held.nbytes)
             else:
                 pool = Pool.of(step, 0)
                 if pool is not None:
                     pool = replace(pool, used=pool.used - held.device_bytes(mesh.local_devices[0]))
                 check_device_memory(args, step, pool)
-            with explained_out_of_memory("its weights were loaded", smaller):
+            with explained_out_of_memory("its weights were loaded", SMALLER):
                 placement = step.stored_placement if config.is_moe else None
                 return read(checkpoint, placement, progress=show_progress, held=held, peers=peers)
         except BaseException as error:
@@ -180,14 +184,14 @@ def load_model(
     if peers is not None:
         sources = WeightBytes.total(group.agreement.ask("weights", sources.plain()))
         peers.finish()
-    with explained_out_of_memory("its weights were loaded", smaller):
+    with explained_out_of_memory("its weights were loaded", SMALLER):
         params = materialise(step, params)
 
     def find_limits() -> ExecutorLimits:
         return library.settled(str(spec), layout.limits(args, library, params, None))
 
     limits = find_limits() if group is None else _common_limits(group, find_limits)
-    with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
+    with explained_out_of_memory("its cache was made", SMALLER_CACHE):
         executor: Executor = MeshExecutor(
             step,
             params,
@@ -213,8 +217,8 @@ def load_model(
         )
     if group is not None and group.is_leader and len(group.present) > 1:
         executor = LeaderExecutor(executor, group)
-    if args.record_steps is not None and (group is None or group.is_leader):
-        executor = _recording(args, executor, mesh, directory)
+    if group is None or group.is_leader:
+        executor = record_if_wanted(args, executor, mesh, directory)
     held.clear()
     has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
@@ -331,8 +335,10 @@ def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> Exec
     return replace(limits, pages_per_rank=pages, host_pages_per_rank=host_pages)
 
 
-def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
-    """Have all that the executor is told written to the file that `args` name."""
+def record_if_wanted(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> Executor:
+    """Have all that the executor is told written to the file that `args` name, if they name one."""
+    if args.record_steps is None:
+        return executor
     device = mesh.devices.flat[0]
     first = describe_recording(
         args.executor_options,
