@@ -217,6 +217,7 @@ on these devices. What a plan credits, and from where: [plan.md](plan.md#attenti
   publishes up to 19 % at 100 ms.
 - **Over 25 Gb/s a card** (h20-32) most of the gain is that a row crosses to a host once and not for each of its experts. Layouts whose DP
   ranks share the widths of experts (`etp`) have that too, in one mesh.
+- **Rows with the same tokens/s** are held back by the same prefill instances; their decode instances have time to spare.
 - **Halves** gain where exchanges go between hosts and the batch is large: [below](#where-halving-loses).
 """
 _DEAD_ZONE = """## More devices for the experts
