@@ -15,7 +15,8 @@ from jaxtyping import Array
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.compilation import CompiledProgram, compile_lowered
-from dsjax.engine.afd.expert_side import CompiledPass, ExpertSide, WayToDevices
+from dsjax.engine.afd.expert_side import ExpertSide, WayToDevices
+from dsjax.engine.afd.layer_programs import CompiledPass
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import device_state
 from dsjax.engine.device.device_state import DeviceState
