@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from jaxtyping import Array
 
-from dsjax.engine.afd.layer_programs import CompiledPass, PassPrograms, Way
+from dsjax.engine.afd.layer_programs import CompiledPass, PassPrograms, ProgramMaker, Way
 from dsjax.engine.device.access import DeviceAccess, DevicePart
 from dsjax.model.apart import (
     EXPERTS,
