@@ -29,6 +29,7 @@ Described = jax.ShapeDtypeStruct
 
 
 Run = Callable[[list[jax.Array]], Sequence[jax.Array]]
+Compiler = Callable[[jax.stages.Lowered], jax.stages.Compiled]
 
 
 class Work(Protocol):
@@ -80,8 +81,11 @@ class CutLowered:
     arguments: Sequence[Described]
     out_tree: Any
 
-    def compile(self) -> CutCompiled:
-        """Compile piece after piece, each for the shardings in which those before it give their results."""
+    def compile(self, compiler: Compiler = jax.stages.Lowered.compile) -> CutCompiled:
+        """Compile piece after piece, each for the shardings in which those before it give their results.
+
+        compiler: of each program; work between two of them compiles what it needs by itself.
+        """
         known = dict(zip(self.jaxpr.jaxpr.invars, self.arguments, strict=True))
         constants = dict(zip(self.jaxpr.jaxpr.constvars, self.jaxpr.consts, strict=True))
         runs = []
@@ -94,7 +98,7 @@ class CutLowered:
                 run = jax_internals.equations_as_function(
                     self.jaxpr.jaxpr, piece.equations, piece.takes, piece.gives, constants
                 )
-                program = jax.jit(run, donate_argnums=piece.donates).lower(*described).compile()
+                program = compiler(jax.jit(run, donate_argnums=piece.donates).lower(*described))
                 shardings = program.output_shardings
                 runs.append(program)
             for variable, sharding in zip(piece.gives, shardings, strict=True):

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 from jaxtyping import Array
 
 from dsjax.model.apart import LayerPass, Passing, Routed, described_like
@@ -47,6 +47,22 @@ class Way(Protocol):
         """The answers to a call, on the tokens' devices, as ``Between.add`` takes them."""
 
 
+class ProgramMaker:
+    """Makes programs of a layer, and what they take. A dry run has its own, for devices that are not there."""
+
+    def build(self, lowered: Lowered) -> Compiled:
+        """Compile a program of either side."""
+        return lowered.compile()
+
+    def numbers(self, mesh: Mesh, count: int) -> list[Array]:
+        """The first numbers from 0 on, each on all devices of a mesh: what programs of a layer or a round take."""
+        return [put(np.int32(number), NamedSharding(mesh, P())) for number in range(count)]
+
+    def ready(self, program: Compiled) -> Array:
+        """What a program without arguments gives, once it is there."""
+        return jax.block_until_ready(program())
+
+
 class FurtherRounds(NamedTuple):
     """The programs of rounds beyond the first, where there can be any. nothing: what is kept before the first one comes back."""
 
@@ -57,23 +73,24 @@ class FurtherRounds(NamedTuple):
     numbers: Sequence[Array]
 
     @classmethod
-    def of(cls, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable) -> FurtherRounds | None:
+    def of(
+        cls, maker: ProgramMaker, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable
+    ) -> FurtherRounds | None:
         """Compile the programs; None where one round is always enough. receive: makes a function's result as ``x`` is."""
         between = through.between()
         most = -(-between.rows // between.capacity)
         if most == 1:
             return None
-        everywhere = NamedSharding(through.step.mesh, P())
-        number, kept = Described((), np.int32, sharding=everywhere), between.described_kept
+        number, kept = Described((), np.int32, sharding=NamedSharding(through.step.mesh, P())), between.described_kept
         returned = between.described_returns
         keep = lambda *taken: described_like(through.keep(*taken), kept)  # noqa: E731
-        zeros = jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding)
+        zeros = maker.build(jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding).lower())
         return cls(
-            jax.jit(through.further).lower(routed, number).compile(),
-            jax.jit(keep).lower(kept, routed.slots, returned, number).compile(),
-            jax.jit(receive(through.receive_kept)).lower(x, shared, routed.slots, kept).compile(),
-            jax.block_until_ready(zeros()),
-            [put(np.int32(r), everywhere) for r in range(most)],
+            maker.build(jax.jit(through.further).lower(routed, number)),
+            maker.build(jax.jit(keep).lower(kept, routed.slots, returned, number)),
+            maker.build(jax.jit(receive(through.receive_kept)).lower(x, shared, routed.slots, kept)),
+            maker.ready(zeros),
+            maker.numbers(through.step.mesh, most),
         )
 
 
@@ -99,7 +116,7 @@ class PassPrograms(NamedTuple):
     rounds: Callable[[OnHost], int] = lambda counts: 1
 
     @classmethod
-    def of(cls, way: Way, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
+    def of(cls, maker: ProgramMaker, way: Way, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
         """Trace and compile the programs. passing: descriptions; half: which of its tokens are meant."""
         step, x = through.step, passing.x[half]
         here = Described((), np.int32, sharding=NamedSharding(step.mesh, P()))
@@ -109,16 +126,16 @@ class PassPrograms(NamedTuple):
             return *described_like((cache, report), (passing.cache, passing.report)), *others
 
         own = passing.params, passing.cache, passing.report, x, passing.tokens[half], passing.copies
-        attended = jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here).compile()
+        attended = maker.build(jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here))
         _, _, after, routed, _ = _results(attended)
-        shared = jax.jit(through.share).lower(passing.params, routed.normed, here).compile()
+        shared = maker.build(jax.jit(through.share).lower(passing.params, routed.normed, here))
         returned = through.between().described_returns
 
         def pinned(receive: Callable) -> Callable:
             return lambda *taken: described_like(receive(*taken), x)
 
-        received = jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned).compile()
-        further = FurtherRounds.of(through, after, _results(shared), routed, pinned)
+        received = maker.build(jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned))
+        further = FurtherRounds.of(maker, through, after, _results(shared), routed, pinned)
         return cls(attended, shared, received, way, further, _rounds(through.between()))
 
 
