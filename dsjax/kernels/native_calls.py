@@ -14,8 +14,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from sharding.cores import most_threads
-
 TARGETS = ("experts", "dense", "norm", "absorbed_attention", "expanded_attention", "index_choice", "exchange")
 HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
 """What an expert's hidden values can be rounded to, in the order of the enumeration ``Hidden`` in ``native/experts.h``."""
@@ -138,22 +136,17 @@ class NativeKernels:
         *,
         ranks: int,
         gathers: bool,
-        tasks: int,
     ) -> Array:
         """Rows exchanged in memory between ``ranks`` devices of this process: ``all_gather`` or, in equal blocks, ``all_to_all``.
 
         place: this device's in its group; group: which of the groups it is. gathers: every device gets all rows, ``[ranks * N, W]``;
             otherwise block r of the N rows goes to device r, and block s of the result is from device s.
-        tasks: threads that have devices go on, one after the other; fewer than devices where the program holds no collective of XLA's, in
-            which a device would keep its thread until the others have come.
 
         Two exchanges of a program that are not one after the other for every device must differ in the bytes of a block, or in ``gathers``.
         """
         rows, *width = rows_NW.shape
         out = jax.ShapeDtypeStruct((rows * ranks if gathers else rows, *width), rows_NW.dtype)
-        return self._call("exchange", out, ())(
-            rows_NW, place, group, ranks=np.int64(ranks), gathers=gathers, tasks=np.int64(tasks)
-        )[0]
+        return self._call("exchange", out, ())(rows_NW, place, group, ranks=np.int64(ranks), gathers=gathers)[0]
 
     def absorbed_attention(self, *arguments, **settings) -> Float[Array, "R C H W"]:
         """Attention in latent space; arguments as ``_attention``. Without weights, queries and results are in latent space."""
@@ -260,18 +253,16 @@ class NativeKernels:
 class ExchangeInMemory:
     """``sharding.dispatch.group.InMemory`` by the native kernels: rows pass between the devices of this process without a collective.
 
-    mesh_axes: all axes of the mesh. alone: whether its programs hold no collective of XLA's.
+    mesh_axes: all axes of the mesh.
     """
 
     kernels: NativeKernels
     mesh_axes: tuple[str, ...]
-    alone: bool = False
 
     def __call__(self, rows_NW: Array, axes: tuple[str, ...], ranks: int, gathers: bool) -> Array:
         """Inside ``shard_map``: an exchange over ``axes``, which ``ranks`` devices have."""
         group = lax.axis_index(tuple(axis for axis in self.mesh_axes if axis not in axes))
-        tasks = most_threads() if self.alone else ranks
-        return self.kernels.exchange(rows_NW, lax.axis_index(axes), group, ranks=ranks, gathers=gathers, tasks=tasks)
+        return self.kernels.exchange(rows_NW, lax.axis_index(axes), group, ranks=ranks, gathers=gathers)
 
 
 @functools.cache

@@ -199,7 +199,7 @@ ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingAr
   ffi::Promise promise;
   ffi::Future future(promise);
   const ffi::AnyBuffer out = call.result(0);
-  const int64_t ranks = call.setting<int64_t>("ranks"), tasks = call.setting<int64_t>("tasks");
+  const int64_t ranks = call.setting<int64_t>("ranks");
   const bool gathers = call.setting<bool>("gathers");
   Part part{*call.values<int32_t>(1), static_cast<const char*>(call.data(0)), static_cast<char*>(out.untyped_data()),
             [promise]() mutable { promise.SetAvailable(); }};
@@ -208,7 +208,7 @@ ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingAr
     promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "an exchange was given other arrays or settings than it takes"));
     return future;
   }
-  Meetings::here().arrive(run.run_id, group, ranks, out.size_bytes() / ranks, gathers, tasks, std::move(part),
+  Meetings::here().arrive(run.run_id, group, ranks, out.size_bytes() / ranks, gathers, std::move(part),
                           [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }

@@ -3,7 +3,6 @@
 // has come, and once more until all have copied, so that each costs a process some eighty switches between threads with 32 devices.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -76,9 +75,9 @@ class Meetings {
     return *meetings;
   }
 
-  // A device's arrival. Its part is over when `part.proceed` is called, perhaps before this returns. `tasks`: how many have devices go
-  // on, one after the other: as many as there are devices where what a device does next may wait for the others, as XLA's collectives do.
-  void arrive(int64_t run, int64_t group, long ranks, size_t block, bool gathers, long tasks, Part part, const Schedule& schedule) {
+  // A device's arrival. Its part is over when `part.proceed` is called, perhaps before this returns. There is a task for each device,
+  // since what a device does next may wait for the others: XLA's collectives do.
+  void arrive(int64_t run, int64_t group, long ranks, size_t block, bool gathers, Part part, const Schedule& schedule) {
     std::shared_ptr<Meeting> meeting;
     long place;
     {
@@ -91,7 +90,7 @@ class Meetings {
       if (meeting->complete()) open_.erase(key);
     }
     if (!meeting->copy(place)) return;
-    for (long task = 0; task < std::min(tasks, ranks); task++) schedule([meeting] { meeting->proceed(); });
+    for (long device = 0; device < ranks; device++) schedule([meeting] { meeting->proceed(); });
   }
 
  private:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from kernel_cases import STORED, AttentionCase, DenseCase, ExpertsCase, IndexCase
-from layouts import write_checkpoint
-from quick_compilation import FEW_SHAPES
 
-from dsjax import LLM
-from dsjax.engine.device.buckets import Rectangle
 from dsjax.fp4 import rows as nvfp4_rows
 from dsjax.kernels.native_calls import ExchangeInMemory
 from dsjax.kernels.table import PLAIN
@@ -439,10 +434,10 @@ def test_an_index_choice_is_that_of_the_plain_form_for_numbers_of_all_kinds(kern
 
 
 def exchanges(kernels, axes, *, beside_a_collective):
-    """Functions of rows: three turns of ``all_gather`` and ``all_to_all`` over ``axes`` of a mesh, in memory and by XLA."""
+    """A function of rows: three turns of ``all_gather`` and ``all_to_all`` over ``axes`` of a mesh, in memory and by XLA."""
     mesh = MeshSpec.parse("dp=4,tp=2,ep=4").build()
     ranks = math.prod(mesh.shape[axis] for axis in axes)
-    in_memory = ExchangeInMemory(kernels.native, mesh.axis_names, alone=not beside_a_collective)
+    in_memory = ExchangeInMemory(kernels.native, mesh.axis_names)
 
     def turns(rows, gather, swap):
         def turn(_, rows):
@@ -451,41 +446,23 @@ def exchanges(kernels, axes, *, beside_a_collective):
 
         return jax.lax.fori_loop(0, 3, turn, rows)
 
-    def mine(rows):
-        return turns(rows, *(lambda x, g=g: in_memory(x, axes, ranks, g) for g in (True, False)))
-
-    def theirs(rows):
-        return turns(
+    def both(rows):
+        mine = turns(rows, *(lambda x, g=g: in_memory(x, axes, ranks, g) for g in (True, False)))
+        theirs = turns(
             rows,
             lambda x: jax.lax.all_gather(x, axes, axis=0, tiled=True),
             lambda x: jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True),
         )
+        return mine, theirs
 
     spread = P(mesh.axis_names)
-    return [
-        jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False))
-        for function in (mine, theirs)
-    ]
+    return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False))
 
 
 @pytest.mark.parametrize(("axes", "beside_a_collective"), [(("ep", "tp"), True), (("ep",), False), (("dp",), False)])
 def test_rows_that_pass_in_memory_arrive_as_those_of_a_collective(kernels, axes, beside_a_collective):
-    mine, theirs = exchanges(kernels, axes, beside_a_collective=beside_a_collective)
+    run = exchanges(kernels, axes, beside_a_collective=beside_a_collective)
     for seed in range(4):
         rows = np.random.default_rng(seed).normal(size=(16, 5)).astype(np.float32)
-        np.testing.assert_array_equal(mine(rows), theirs(rows))
-
-
-@pytest.mark.parametrize("dispatch", ["gather", "padded", "ragged"])
-def test_a_step_without_tp_holds_no_collective_beside_its_exchanges_in_memory(kernels, tmp_path, dispatch):
-    """A thread has several devices go on there, one after the other: one that waited for the others would keep them waiting."""
-    options = {"mesh": "dp=4", "dispatch": dispatch, "redundant_experts": 4}
-    llm = LLM(str(write_checkpoint(tmp_path)), dtype="float32", **FEW_SHAPES | {"kernels": "native"} | options)
-    try:
-        programs = llm.executor.programs
-        for decode, prefill in ((Rectangle(1, 1), None), (None, llm.executor.buckets.scored)):
-            text = programs.lower_step(programs.shape(decode, prefill), scored=prefill is not None).compile().as_text()
-            assert "dsjax_exchange" in text
-            assert not re.findall(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute", text)
-    finally:
-        llm.shutdown()
+        mine, theirs = run(rows)
+        np.testing.assert_array_equal(mine, theirs)
