@@ -14,7 +14,7 @@ traces the function once, cuts it there, and finds by itself which values each p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -80,7 +80,7 @@ class CutLowered:
     arguments: Sequence[Described]
     out_tree: Any
 
-    def compile(self) -> CutCompiled:
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> CutCompiled:
         """Compile piece after piece, each for the shardings in which those before it give their results."""
         known = dict(zip(self.jaxpr.jaxpr.invars, self.arguments, strict=True))
         constants = dict(zip(self.jaxpr.jaxpr.constvars, self.jaxpr.consts, strict=True))
@@ -94,7 +94,8 @@ class CutLowered:
                 run = jax_internals.equations_as_function(
                     self.jaxpr.jaxpr, piece.equations, piece.takes, piece.gives, constants
                 )
-                program = jax.jit(run, donate_argnums=piece.donates).lower(*described).compile()
+                lowered = jax.jit(run, donate_argnums=piece.donates).lower(*described)
+                program = lowered.compile(compiler_options=compiler_options)
                 shardings = program.output_shardings
                 runs.append(program)
             for variable, sharding in zip(piece.gives, shardings, strict=True):
