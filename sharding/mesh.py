@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sharding.emulation import most_devices
@@ -15,14 +15,15 @@ from sharding.errors import MeshError
 if TYPE_CHECKING:
     import jax
 
-USER_AXES = ("dp", "tp", "ep", "etp")
+USER_AXES = ("pp", "dp", "tp", "ep", "etp")
 """What a user gives sizes of; the physical mesh's axes are ``MeshSpec.axes``."""
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """The user's four numbers, and the physical mesh that follows from them.
+    """The user's numbers, and the physical mesh that follows from them.
 
+    ``pp_size`` stages, each with a run of the model's layers on a mesh of its own. Everything else here is of one stage (``stage``).
     ``dp_size`` attention replicas of ``tp_size`` devices each; ``ep_size`` groups of ``etp_size`` devices together hold one copy of all
     routed experts, each of which is cut over the devices of a group (Megatron-Core's expert model and expert tensor parallel sizes).
     The physical mesh has the axes ``("dp", "ep", "tp")``: ``tp`` as given, ``ep`` the DP ranks over which whole experts are spread,
@@ -34,26 +35,27 @@ class MeshSpec:
     tp_size: int = 1
     ep_size: int = 0  # 0: all devices, divided by etp_size
     etp_size: int = 0  # 0: 1, or tp_size where ep_size is no multiple of it
+    pp_size: int = 1
 
     def __post_init__(self):
         sizes = (("dp", self.dp_size), ("tp", self.tp_size), ("ep", self.ep_size or 1), ("etp", self.etp_size or 1))
-        for name, value in sizes:
+        for name, value in (*sizes, ("pp", self.pp_size)):
             if value < 1:
                 raise MeshError(f"mesh axis {name}={value}: expected a size of at least 1")
         given = self.etp_size != 0
         if self.ep_size == 0:
-            object.__setattr__(self, "ep_size", max(1, self.num_devices // (self.etp_size or 1)))
-        if self.num_devices % self.ep_size:
+            object.__setattr__(self, "ep_size", max(1, self.stage_devices // (self.etp_size or 1)))
+        if self.stage_devices % self.ep_size:
             raise MeshError(
-                f"ep={self.ep_size} does not divide dp × tp = {self.dp_size} × {self.tp_size} = {self.num_devices}; "
-                f"choose ep from {_divisors(self.num_devices)}"
+                f"ep={self.ep_size} does not divide dp × tp = {self.dp_size} × {self.tp_size} = {self.stage_devices}; "
+                f"choose ep from {_divisors(self.stage_devices)}"
             )
         if given:
             self._check_expert_width()
             return
         object.__setattr__(self, "etp_size", self.tp_size if self.ep_size % self.tp_size else 1)
         if self.ep_size % self.tp_size and self.dp_size % self.ep_size:
-            fits = [e for e in _divisors(self.num_devices) if e % self.tp_size == 0 or self.dp_size % e == 0]
+            fits = [e for e in _divisors(self.stage_devices) if e % self.tp_size == 0 or self.dp_size % e == 0]
             raise MeshError(
                 f"ep={self.ep_size} is neither a multiple of tp={self.tp_size} (experts over the tp ranks too) nor a "
                 f"divisor of dp={self.dp_size} (each expert's width over tp); choose ep from {fits}"
@@ -62,10 +64,10 @@ class MeshSpec:
     def _check_expert_width(self) -> None:
         """Check a size of ``etp`` that was given."""
         ep, etp, tp = self.ep_size, self.etp_size, self.tp_size
-        if self.num_devices % (ep * etp):
+        if self.stage_devices % (ep * etp):
             raise MeshError(
-                f"ep × etp = {ep} × {etp} = {ep * etp} does not divide dp × tp = {self.dp_size} × {tp} = {self.num_devices}; "
-                f"with ep={ep} choose etp from {_divisors(self.num_devices // ep)}"
+                f"ep × etp = {ep} × {etp} = {ep * etp} does not divide dp × tp = {self.dp_size} × {tp} = {self.stage_devices}; "
+                f"with ep={ep} choose etp from {_divisors(self.stage_devices // ep)}"
             )
         if etp % tp and (ep % tp or self.dp_size % (ep // tp * etp)):
             raise MeshError(
@@ -75,7 +77,7 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str | MeshSpec) -> MeshSpec:
-        """Read ``"dp=4,tp=8"``; an axis left out takes its default (dp 1, tp 1, ep dp × tp ÷ etp, etp as ep leaves it)."""
+        """Read ``"dp=4,tp=8"``; an axis left out takes its default (pp, dp and tp 1, ep dp × tp ÷ etp, etp as ep leaves it)."""
         if isinstance(text, MeshSpec):
             return text
         sizes: dict[str, int] = {}
@@ -91,20 +93,33 @@ class MeshSpec:
             if size < 1:
                 raise MeshError(f"mesh {text!r}: {name}={size}, expected a size of at least 1")
             sizes[name] = size
-        return cls(sizes.get("dp", 1), sizes.get("tp", 1), sizes.get("ep", 0), sizes.get("etp", 0))
+        return cls(
+            *(sizes.get(name, default) for name, default in (("dp", 1), ("tp", 1), ("ep", 0), ("etp", 0), ("pp", 1)))
+        )
 
     def __str__(self) -> str:
-        parts = [f"dp={self.dp_size}"] if self.dp_size > 1 or self.tp_size == 1 else []
+        parts = [f"pp={self.pp_size}"] if self.pp_size > 1 else []
+        parts += [f"dp={self.dp_size}"] if self.dp_size > 1 or (self.tp_size == 1 and not parts) else []
         parts += [f"tp={self.tp_size}"] if self.tp_size > 1 else []
-        parts += [f"ep={self.ep_size}"] if self.ep_size != self.num_devices else []
+        parts += [f"ep={self.ep_size}"] if self.ep_size != self.stage_devices else []
         usual = self.tp_size if self.ep_size % self.tp_size else 1
         parts += [f"etp={self.etp_size}"] if self.etp_size != usual else []
         return ",".join(parts)
 
     @property
     def num_devices(self) -> int:
-        """dp × tp."""
+        """pp × dp × tp."""
+        return self.pp_size * self.stage_devices
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of one stage: dp × tp."""
         return self.dp_size * self.tp_size
+
+    @property
+    def stage(self) -> MeshSpec:
+        """The mesh of one stage: this one without ``pp``."""
+        return replace(self, pp_size=1)
 
     @property
     def splits_expert_width(self) -> bool:
@@ -131,7 +146,7 @@ class MeshSpec:
         """Sizes of the physical ``axes``."""
         ep_ranks = self.ep_size if self._width_over_tp else self.ep_size // self.tp_size
         sizes = (ep_ranks, self._width_ranks, self.tp_size) if self._width_ranks > 1 else (ep_ranks, self.tp_size)
-        return (self.num_devices // math.prod(sizes), *sizes)
+        return (self.stage_devices // math.prod(sizes), *sizes)
 
     @property
     def expert_copies(self) -> int:
@@ -170,6 +185,18 @@ class MeshSpec:
     def expert_width_shards(self) -> int:
         """Into how many pieces each expert's width is cut."""
         return self.etp_size
+
+    def expert_ranks_on_host(self, devices_per_host: int) -> int:
+        """How many neighbours along ``expert_axes`` share a host of so many neighbouring devices: 1 where hosts cut them unevenly."""
+        import numpy as np
+
+        host = (np.arange(self.num_devices) // devices_per_host).reshape(self.shape)
+        spread = [self.axes.index(axis) for axis in self.expert_axes]
+        others = [axis for axis in range(host.ndim) if axis not in spread]
+        host_NG = host.transpose([*others, *spread]).reshape(-1, self.ep_size)
+        near = int(np.sum(host_NG[0] == host_NG[0, 0]))
+        even = self.ep_size % near == 0 and bool(np.all(host_NG == np.repeat(host_NG[:, ::near], near, axis=1)))
+        return near if even else 1
 
     def check_fits(
         self,
@@ -226,8 +253,17 @@ class MeshSpec:
         over devices sorted by process and id (ids alone are not contiguous over processes). ``etp`` lies between the two.
 
         Raises:
-            MeshError: fewer devices exist than the mesh wants, or JAX does not start.
+            MeshError: fewer devices exist than the mesh wants, JAX does not start, or the mesh has several stages.
         """
+        return self.arrange(self._ordered(devices))
+
+    def build_stages(self, devices: Sequence[jax.Device] | None = None) -> list[jax.sharding.Mesh]:
+        """Make the mesh of each stage, as ``build`` does: a stage is a run of neighbours, so whole hosts come first."""
+        ordered, each = self._ordered(devices), self.stage_devices
+        return [self.stage.arrange(ordered[first : first + each]) for first in range(0, self.num_devices, each)]
+
+    def _ordered(self, devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]:
+        """The devices that the mesh is made of, in its order."""
         if devices is None:
             devices = _all_devices()
         ordered = sorted(devices, key=device_order)
@@ -241,13 +277,15 @@ class MeshSpec:
             raise MeshError(
                 f"mesh {self} wants {self.num_devices} devices, found {len(ordered)} of platform {platform!r}; {advice}"
             )
-        return self.arrange(ordered[: self.num_devices])
+        return ordered[: self.num_devices]
 
     def arrange(self, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
         """Make the mesh from just these devices, row by row in this order."""
         import numpy as np
         from jax.sharding import AxisType, Mesh
 
+        if self.pp_size > 1:
+            raise MeshError(f"mesh {self} is {self.pp_size} meshes, one for each stage; make them with build_stages()")
         grid = np.array(devices, dtype=object).reshape(self.shape)
         return Mesh(grid, self.axes, axis_types=(AxisType.Auto,) * len(self.axes))
 
@@ -255,6 +293,14 @@ class MeshSpec:
 def device_order(device: jax.Device) -> tuple[int, int, int]:
     """Give the key by which devices are sorted before a mesh takes the first of them: process, slice and id."""
     return device.process_index, getattr(device, "slice_index", 0) or 0, device.id
+
+
+def devices_per_process(mesh: jax.sharding.Mesh) -> int | None:
+    """How many neighbours in a mesh are of one process, where each process has as many; None where they have not."""
+    owners = [device.process_index for device in mesh.devices.flat]
+    count = owners.count(owners[0])
+    runs = [owners[at : at + count] for at in range(0, len(owners), count)]
+    return count if all(len(set(run)) == 1 for run in runs) and len({run[0] for run in runs}) == len(runs) else None
 
 
 def _all_devices() -> Sequence[jax.Device]:

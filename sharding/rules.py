@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.errors import MeshError
+from sharding.host_memory import host_sharding
 from sharding.mesh import MeshSpec
 
 
@@ -17,10 +19,12 @@ from sharding.mesh import MeshSpec
 class Rules:
     """Logical axis name → the mesh axes that dimension is split over; ``()`` keeps it whole.
 
-    To try another layout, replace entries: ``Rules.for_mesh(spec).replace(shared_width=())``.
+    To try another layout, replace entries: ``Rules.for_mesh(spec).replace(shared_width=())``. in_host: logical axes whose arrays lie in
+    the memory of each device's host, and not on the device (``in_host_memory``).
     """
 
     table: Mapping[str, tuple[str, ...]]
+    in_host: frozenset[str] = frozenset()
 
     def __post_init__(self):
         object.__setattr__(self, "table", MappingProxyType({name: tuple(axes) for name, axes in self.table.items()}))
@@ -61,7 +65,11 @@ class Rules:
         unknown = sorted(set(changes) - set(self.table))
         if unknown:
             raise MeshError(f"no logical axis is called {unknown}; the names are {sorted(self.table)}")
-        return Rules({**self.table, **changes})
+        return dataclasses.replace(self, table={**self.table, **changes})
+
+    def in_host_memory(self, *names: str) -> Rules:
+        """A table with which arrays that have one of these logical axes lie in the hosts' memory, pinned, so that devices reach it."""
+        return dataclasses.replace(self, in_host=self.in_host | frozenset(names))
 
     def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """The ``PartitionSpec`` of an array with these logical axes (None: never split).
@@ -96,7 +104,8 @@ class Rules:
                     f"axis {name!r} of size {size} is not divisible by {ways} (mesh axes {entry}); "
                     f"choose a mesh whose product divides {size}, or Rules.replace({name}=())"
                 )
-        return NamedSharding(mesh, spec)
+        sharding = NamedSharding(mesh, spec)
+        return host_sharding(sharding) if self.in_host.intersection(axes) else sharding
 
     def ways(self, mesh: Mesh, name: str) -> int:
         """Into how many pieces a logical axis is cut on ``mesh``."""

@@ -30,8 +30,14 @@ LAYOUTS = (
     "dp=16,tp=2,ep=8",
     "dp=8,ep=1,etp=8",
     "dp=8,ep=2,etp=4",
+    "pp=2",
+    "pp=3,dp=2",
+    "pp=2,tp=4",
+    "pp=2,dp=4,ep=2",
 )
-DISPATCHES = ("gather", "padded", "ragged")
+DISPATCHES = ("gather", "padded", "ragged", "hierarchical")
+DEVICES_PER_HOST = 4
+"""Of every layout, for ``hierarchical``: most have several hosts then, of several devices each."""
 # (prefill, decode): every form decodes once, and prefills once.
 FORMS = (("CC", "A_CC_ME"), ("CC", "A_CC"), ("CD", "CD"), ("A_CC_ME", "AM_CC_ME"), ("A_CC", "CC"), ("AM_CC_ME", "CC"))
 TINY = {
@@ -194,6 +200,7 @@ def answer(
         max_num_batched_tokens=32,
         prefill_chunk=16,
         page_size=4,
+        devices_per_host=DEVICES_PER_HOST,
         **options,
     )
     # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.

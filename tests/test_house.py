@@ -31,6 +31,7 @@ ENGINE = (
     "transfer",
     "tiers",
     "experts",
+    "pipeline",
     "afd",
     "device",
     "text",

@@ -53,8 +53,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import aiohttp
-
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [
     str(ROOT),
@@ -63,31 +61,8 @@ sys.path[:0] = [
 ]
 from network_namespaces import CannotBeError, Namespaces
 from processes import Group
+from streaming_sessions import WORDS, Sessions
 from worded_checkpoint import write_worded_checkpoint
-
-WORDS = [
-    "def",
-    "return",
-    "the",
-    "queue",
-    "of",
-    "pages",
-    "for",
-    "a",
-    "host",
-    "that",
-    "is",
-    "gone",
-    "and",
-    "comes",
-    "back",
-    "(",
-    ")",
-    ":",
-    "in",
-    "if",
-    "not",
-]
 
 
 def main() -> int:
@@ -145,7 +120,8 @@ def main() -> int:
         group = start(args, Path(folder), network)
         try:
             group.wait_for(0, "serving tiny at", 1800)
-            found = asyncio.run(Check(args, group, network).run())
+            check = Check(patience=args.patience, progress=args.progress, args=args, group=group, network=network)
+            found = asyncio.run(check.run())
         except BaseException:
             print(group.last_words(), file=sys.stderr)
             raise
@@ -212,35 +188,15 @@ def large(gigabytes: float) -> dict[str, int]:
     return {"n_routed_experts": 256, "moe_intermediate_size": max(16, round(gigabytes * 1e9 / (256 * 2 * 3 * 32 * 4)))}
 
 
-@dataclass
-class Seen:
-    """What has come of an answer: the response's status, events with text, and when the last came."""
-
-    status: int | None = None
-    events: int = 0
-    last: float | None = None
-
-
-@dataclass
-class Check:
-    """The sessions, and what is done to the group under them.
-
-    Attributes:
-        arrivals: when tokens came, on any stream.
-    """
+@dataclass(kw_only=True)
+class Check(Sessions):
+    """The sessions, and what is done to the group under them."""
 
     args: argparse.Namespace
     group: Group
     network: Namespaces | None = None
-    arrivals: list[float] = field(default_factory=list)
-    started: float = field(default_factory=time.monotonic)
-    doing: str = "answering undisturbed"
-    answers: int = 0
-    lost: list[str] = field(default_factory=list)
-    wrong: list[int] = field(default_factory=list)
     disorderly: list[str] = field(default_factory=list)
     leaves: list[dict] = field(default_factory=list)
-    going: bool = True
     fuzzed: dict = field(
         default_factory=lambda: {"cases": 0, "statuses": {}, "changing": 0, "slowest_seconds": 0.0, "wrong": []}
     )
@@ -249,6 +205,11 @@ class Check:
         self.url = re.search(r"serving tiny at (http://[\d.:]+)", self.group.output[0]).group(1)
         self.rng = random.Random(self.args.seed)
         self.requests = [self.request(index) for index in range(self.args.sessions)]
+
+    def check_alive(self) -> None:
+        """Raise where process 0 has ended."""
+        if self.group.processes[0].poll() is not None:
+            raise RuntimeError("process 0 has ended")
 
     def request(self, index: int) -> dict:
         """Of a session: greedy, drawn with a seed, with penalties, or held to a grammar."""
@@ -265,8 +226,7 @@ class Check:
 
     async def run(self) -> dict:
         """All of it; print a line for each loss."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=self.args.patience)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self.http:
+        async with self.client() as self.http:
             telling = asyncio.create_task(self.tell_progress())
             began = time.monotonic()
             expected = await asyncio.gather(*(self.ask(request) for request in self.requests))
@@ -303,79 +263,18 @@ class Check:
         found |= {"lost": len(self.lost), "wrong": len(self.wrong), "disorderly": self.disorderly}
         return found | {"fuzz": self.fuzzed}
 
-    def say(self, text: str) -> None:
-        """Print a line, with the seconds since the start before it."""
-        print(f"[{time.monotonic() - self.started:7.1f} s] {text}", flush=True)
-
     @property
     def standing(self) -> str:
         """What came of the requests so far."""
-        text = f"{self.answers} answers, {len(self.lost)} lost, {len(self.wrong)} wrong"
-        if self.args.fuzz:
-            text += f"; {self.fuzzed['cases']} generated requests, {len(self.fuzzed['wrong'])} answered wrongly"
-        return text
-
-    async def tell_progress(self) -> None:
-        """Say again and again how far it is."""
-        while True:
-            before = len(self.arrivals)
-            await asyncio.sleep(self.args.progress)
-            rate = (len(self.arrivals) - before) / self.args.progress
-            self.say(f"{self.standing}; {rate:.1f} events a second; {self.doing}")
+        if not self.args.fuzz:
+            return super().standing
+        wrong = len(self.fuzzed["wrong"])
+        return f"{super().standing}; {self.fuzzed['cases']} generated requests, {wrong} answered wrongly"
 
     def write(self, found: dict) -> None:
         """What is known so far, to the file."""
         if self.args.json:
             self.args.json.write_text(json.dumps(found, indent=1) + "\n")
-
-    async def session(self, index: int, expected: str) -> None:
-        """Send one request again and again."""
-        for number in itertools.count(1):
-            if not self.going:
-                return
-            began, seen = time.monotonic(), Seen()
-            try:
-                text = await self.ask(self.requests[index], seen)
-            except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
-                now = time.monotonic()
-                last = "none" if seen.last is None else f"the last {now - seen.last:.1f} s ago"
-                self.lost.append(
-                    f"session {index}, its request {number}: {type(error).__name__}: {error}; status {seen.status}, sent "
-                    f"{now - began:.1f} s ago, {seen.events} events, {last}; while {self.doing}; {self.requests[index]}"
-                )
-                self.say(f"LOST: {self.lost[-1]}")
-                await asyncio.sleep(1)
-                continue
-            self.answers += 1
-            if text != expected:
-                self.wrong.append(index)
-                at = next((at for at, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), "the end")
-                self.say(
-                    f"WRONG: session {index}, its request {number}, from character {at} on, after {time.monotonic() - began:.1f} s, while "
-                    f"{self.doing}: {text!r} instead of {expected!r}; {self.requests[index]}"
-                )
-
-    async def ask(self, request: dict, seen: "Seen | None" = None) -> str:
-        """The text of a stream that ends as it should. seen: is told what comes."""
-        text, done, seen = "", False, seen or Seen()
-        async with self.http.post(f"{self.url}/v1/completions", json=request) as answer:
-            seen.status = answer.status
-            if answer.status != 200:
-                raise RuntimeError(await answer.text())
-            async for line in answer.content:
-                data = line.decode().removeprefix("data: ").strip()
-                if data == "[DONE]":
-                    done = True
-                elif data:
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise RuntimeError(data)
-                    seen.events, seen.last = seen.events + 1, time.monotonic()
-                    self.arrivals.append(seen.last)
-                    text += event["choices"][0]["text"]
-        if not done:
-            raise RuntimeError("the stream has no end")
-        return text
 
     async def fuzz(self, first: int) -> None:
         """Have generated requests sent by a process of their own, round after round, each from another seed."""
@@ -532,18 +431,6 @@ class Check:
         found = {"noticing": round(max(0.0, begun - before), 2), **found}
         return found | {"rest": round(silence - sum(found.values()), 2)}
 
-    async def silence(self, since: float) -> tuple[float, float]:
-        """When the longest time without a token since then began, on any stream, and its seconds; first waits for a token."""
-        count = len(self.arrivals)
-        await self.until(lambda: self.has_more(count))
-        times = [since, *(at for at in self.arrivals if at > since)]
-        began, ended = max(itertools.pairwise(times), key=lambda pair: pair[1] - pair[0])
-        return began, round(ended - began, 2)
-
-    async def has_more(self, count: int) -> bool:
-        """Whether more tokens have come."""
-        return len(self.arrivals) > count
-
     async def has_devices(self, count: float) -> bool:
         """Whether the mesh has so many."""
         return await self.metric("dsjax_generation_devices") == count
@@ -556,28 +443,6 @@ class Check:
         """How often it did, for this reason or for any."""
         samples = await self.samples("dsjax_generation_changes_total")
         return sum(value for labels, value in samples if not reason or f'reason="{reason}"' in labels)
-
-    async def metric(self, name: str) -> float:
-        """A metric's samples, added up."""
-        return sum(value for _, value in await self.samples(name))
-
-    async def samples(self, name: str) -> list[tuple[str, float]]:
-        """A metric's samples: labels and value."""
-        async with self.http.get(f"{self.url}/metrics", params={"name[]": name}) as answer:
-            text = await answer.text()
-        rows = re.findall(rf"^{name}({{.*}})? (\S+)$", text, re.MULTILINE)
-        return [(labels, float(value)) for labels, value in rows]
-
-    async def until(self, condition) -> float:
-        """Wait; give for how long."""
-        began = time.monotonic()
-        while not await condition():
-            if time.monotonic() - began > self.args.patience:
-                raise RuntimeError(f"nothing has changed within {self.args.patience} s (--patience)")
-            if self.group.processes[0].poll() is not None:
-                raise RuntimeError("process 0 has ended")
-            await asyncio.sleep(0.1)
-        return round(time.monotonic() - began, 2)
 
     def resident(self) -> int:
         """Bytes of process 0 that are in memory."""

@@ -1,4 +1,4 @@
-"""Hold every layout × dispatch × pair of MLA forms to the answer of one device: 11 × 3 × 6 runs of a tiny model.
+"""Hold every layout × dispatch × pair of MLA forms to the answer of one device: 15 × 4 × 6 runs of a tiny model.
 
 Runs whose products are native (``ModelStep.is_exact``) must equal one device's to the bit: logits, tokens, log-probabilities. What
 plain forms compute (``--kernels plain``, FP4 with ``--activation-scheme dynamic``) keeps a bound of float32's rounding, and the same
@@ -7,7 +7,7 @@ tokens; and one device with native kernels keeps it against one with the plain f
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
     python tools/check_layouts.py --serving-compilation    # with programs as `dsjax serve` compiles them
-    python tools/check_layouts.py dp=32 --dispatch ragged --forms CC/A_CC_ME CD/CD      # and these dispatches and pairs of forms only
+    python tools/check_layouts.py dp=32 --dispatch hierarchical --forms CC/A_CC_ME CD/CD      # and these dispatches and pairs of forms only
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
     python tools/check_layouts.py --eplb dp=8 dp=4,tp=2 dp=32 dp=32,ep=8    # each run twice, once with experts that move beneath it
     python tools/check_layouts.py --shared-experts-fusion                 # each run twice, once with the shared expert as a routed one
@@ -23,10 +23,11 @@ tokens; and one device with native kernels keeps it against one with the plain f
 
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
 ``--eplb`` experts are placed anew every four steps, at least three times, on as many redundant slots as the EP group has ranks (meshes
-whose devices hold all experts are left out): none of them may change a token. With ``--weights fp8`` or FP4 the model is as wide as the
-largest ``tp`` of these layouts asks for; with ``--kv-cache-dtype fp8`` pairs of forms that cannot read such a cache are left out, and with
-``--activation-scheme dynamic`` those with ``AM_CC_ME``, which multiplies two products ahead that others quantise between. The tests run a
-covering part of this; the whole takes about a quarter of an hour on 2 cores for each of the four. Exits 1 if any run differs.
+whose devices hold all experts, and those with stages, are left out): none of them may change a token. With ``--weights fp8`` or FP4 the
+model is as wide as the largest ``tp`` of these layouts asks for, and it has a layer for each stage; with ``--kv-cache-dtype fp8`` pairs of
+forms that cannot read such a cache are left out, and with ``--activation-scheme dynamic`` those with ``AM_CC_ME``, which multiplies two
+products ahead that others quantise between. The tests run a covering part of this; the whole takes about a quarter of an hour on 2 cores
+for each of the four. Exits 1 if any run differs.
 
 Programs of tiny models are compiled without LLVM's optimisations and with another generator for fusions, which nobody serves with.
 ``--serving-compilation`` leaves XLA as it is for serving: 55 minutes on 2 busy cores (2026-11-23); CI runs a part with it (``.ci/run``).
@@ -66,7 +67,19 @@ def main() -> int:
     """Run the sweep and print what each run found."""
     emulate_devices(32)
     import numpy as np
-    from layouts import DISPATCHES, FORMS, LAYOUTS, MODELS, References, answer, judge, takes, widths, write_checkpoint
+    from layouts import (
+        DISPATCHES,
+        FORMS,
+        LAYOUTS,
+        MODELS,
+        TINY,
+        References,
+        answer,
+        judge,
+        takes,
+        widths,
+        write_checkpoint,
+    )
 
     from dsjax.model.forms import reads
     from sharding.fp8 import E4M3
@@ -119,7 +132,9 @@ def main() -> int:
     specs = {layout: MeshSpec.parse(layout) for layout in chosen}
     with tempfile.TemporaryDirectory() as folder:
         widest = max(max(spec.tp_size, spec.etp_size) for spec in specs.values())
-        directory = write_checkpoint(Path(folder), mtp=True, **MODELS[args.model] | widths(args.weights, widest))
+        layers = max(TINY["num_hidden_layers"], *(spec.pp_size for spec in specs.values()))
+        fields = MODELS[args.model] | widths(args.weights, widest) | {"num_hidden_layers": layers}
+        directory = write_checkpoint(Path(folder), mtp=True, **fields)
         kept = {name: getattr(args, name) for name in ("weights", "kv_cache_dtype", "activation_scheme")}
         one_device = functools.partial(answer, directory, "dp=1", "auto")
         references = References(one_device, kept, args.kernels)
@@ -147,7 +162,7 @@ def main() -> int:
             (run, variant)
             for run in layouts
             for variant in variants
-            if not (variant.get("enable_eplb") and specs[run[0]].ep_size == 1)
+            if not (variant.get("enable_eplb") and (specs[run[0]].ep_size == 1 or specs[run[0]].pp_size > 1))
         ]
         of, runs = len(runs), runs[:: args.every]
         equal, exact = 0, 0

@@ -1,13 +1,14 @@
 """Send the internal ports of running engines what strangers, old versions and tampered connections would, and see that nothing comes of it.
 
-    python tools/fuzz_ports.py                           # two processes of a group, and a prefill and a decode engine; 5,000 cases a port
-    python tools/fuzz_ports.py --cases 200 --seed 7
+    python tools/fuzz_ports.py                           # 5,000 cases a port
+    python tools/fuzz_ports.py --cases 200 --seed 7 --only experts
 
-It starts what it needs, with a tiny model and a cluster key of its own, and takes the ports one after the other: the rendezvous while the
-group forms and once it has formed, the links, and prefill's ports for transfers and for chunks. A case is a connection, or many: random
+It starts what it needs, with a tiny model and a cluster key of its own, and takes the ports one after the other: of two processes of a
+group the rendezvous while the group forms and once it has formed, and the links; of a prefill engine beside a decode engine the ports for
+transfers and for chunks; of a process with experts the port for rows. A case is a connection, or many: random
 bytes, a greeting that ends somewhere, one of another version, one with a wrong or an old proof, one that comes byte by byte, a flood; or
 a member's connection whose frames were changed, cut off, replayed, put into another order, or say that they are 4 GiB long. Meanwhile
-requests are answered over HTTP, and prompts go from prefill to decode.
+requests are answered over HTTP, prompts go from prefill to decode, and rows from attention to experts.
 
 It exits with 1 unless all of this holds: every such connection is closed, and a stranger has heard no more than a listener's nonce. Every
 answer is what it was before. Every process lives, with no more threads and open files than before, and at most 16 MiB more memory. One
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import json
 import os
 import random
@@ -39,10 +41,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
-sys.path[:0] = [str(ROOT), *(str(TESTS / part) for part in ("", "dsjax/hosts", "dsjax/engine"))]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), *(str(TESTS / part) for part in ("", "dsjax/hosts", "dsjax/engine"))]
 
 import msgspec
 from listening_sockets import listening_addresses
+from serve_process import serve_process
 
 from dsjax.hosts.cluster_key import VARIABLE, ClusterKey
 from dsjax.hosts.credentials import Credentials
@@ -441,19 +444,7 @@ def fuzz_group(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
         url = re.search(r"serving tiny at (http://[\d.:]+)", group.output[0]).group(1)
         pids["process 1"] = group.processes[1].pid
 
-        def ask(number: int) -> str:
-            body = {
-                "model": "tiny",
-                "prompt": f"{'def the queue ' * (1 + number % 3)}{number}",
-                "max_tokens": 8,
-                "temperature": 0,
-            }
-            request = urllib.request.Request(
-                f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return json.load(response)["choices"][0]["text"]
-
+        ask = functools.partial(ask_server, url)
         messages = [join_request(1, 2), join_request(1, 99)]
         yield fuzz(Fuzzer(rendezvous, "rendezvous", key, messages, seed, "rendezvous, formed"), cases, pids, ask, 6)
         for name, pid in pids.items():
@@ -467,6 +458,21 @@ def fuzz_group(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
     finally:
         group.processes = [process for process in group.processes if process is not None]
         group.end()
+
+
+def ask_server(url: str, number: int) -> str:
+    """Have a server of the tiny model answer a prompt, greedily."""
+    body = {
+        "model": "tiny",
+        "prompt": f"{'def the queue ' * (1 + number % 3)}{number}",
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["choices"][0]["text"]
 
 
 class Side:
@@ -543,6 +549,34 @@ def fuzz_sides(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
             yield findings
 
 
+def fuzz_experts(cases: int, seed: int, key: Credentials, folder: Path) -> Iterator[Findings]:
+    """Fuzz the port of a process with experts, while a server has its tokens' experts computed there."""
+    from processes import free_port
+    from worded_checkpoint import write_worded_checkpoint
+
+    from dsjax.engine.afd.messages import VERSION, Call, Hello
+
+    address = "127.0.0.1", free_port()
+    sizes = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96"
+    options = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny", *sizes.split()]
+    options += ["--attention-mesh", "dp=2", "--expert-mesh", "ep=4", "--afd-address", "{}:{}".format(*address)]
+    command = [sys.executable, "-m", "dsjax.serve", *options, "--afd-role", "expert"]
+    experts = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr)
+    try:
+        _until(lambda: _listens(address), 300)
+        with serve_process([*options, "--afd-role", "attention"]) as server:
+            encode = msgspec.msgpack.encode
+            # Of another model, so that it is refused; and calls without a greeting, or for more rows than there is memory for.
+            said = [encode(Hello(VERSION, {})), encode(Call("moe_layers", 0, 2**40)), encode(Call("nothing", -1, 8))]
+            pids = {"attention": server.pid, "experts": experts.pid}
+            ask = functools.partial(ask_server, server.url)
+            yield fuzz(Fuzzer(address, "experts", key, said, seed), cases, pids, ask, 6)
+        assert experts.poll() is None, f"the process with experts ended with {experts.returncode}"
+    finally:
+        experts.kill()
+        experts.wait()
+
+
 def _listens(address: tuple[str, int]) -> bool:
     with contextlib.suppress(OSError):
         socket.create_connection(address, 1).close()
@@ -564,7 +598,9 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=5000, help="of each port")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--only", choices=("group", "sides"), help="the ports of a group, or of a prefill engine, alone"
+        "--only",
+        choices=FUZZES,
+        help="the ports of a group, of a prefill engine, or of a process with experts, alone",
     )
     args = parser.parse_args()
     text = secrets.token_hex(32)
@@ -572,7 +608,7 @@ def main() -> int:
     key = Credentials(ClusterKey(text, "this tool"))
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name, run in (("group", fuzz_group), ("sides", fuzz_sides)):
+        for name, run in FUZZES.items():
             if args.only not in (None, name):
                 continue
             (place := Path(folder) / name).mkdir()
@@ -580,6 +616,9 @@ def main() -> int:
                 wrong += len(findings.wrong)
                 _print(findings)
     return 1 if wrong else 0
+
+
+FUZZES = {"group": fuzz_group, "sides": fuzz_sides, "experts": fuzz_experts}
 
 
 def _print(findings: Findings) -> None:

@@ -4,12 +4,13 @@
     sudo python tools/network_lab.py --hosts 2 --mbit 1000 100 --latency-us 0 1000 --steps 10       # a small one
     sudo python tools/network_lab.py --json found.json --picture docs/network-lab.png
     sudo python tools/network_lab.py --mbit 100 --latency-us --congestion 10 25 50 75 90     # other traffic between all hosts, in percent
+    sudo python tools/network_lab.py --devices 4 --dispatch hierarchical --mbit 100 --latency-us      # beside --dispatch padded
     sudo python tools/check_host_loss.py --signal CUT           # one link cut while its process lives, under load
 
-Linux, as root, with iproute2: each host is a network namespace with one emulated device; their links are the kernel's (`tbf` limits their
-rate), or, for latencies where the kernel has no `netem`, a switch in this process. One group of processes serves a small model
-(`--hidden-size`) in each of the two networks, so that all points of a sweep are of the same programs; a point is the median of
-decode steps. Bytes are counted on process 0's link: what it sends in a step, its commands to the others among it.
+Linux, as root, with iproute2: each host is a network namespace with one emulated device, or so many (`--devices`); their links are the
+kernel's (`tbf` limits their rate), or, for latencies where the kernel has no `netem`, a switch in this process. One group of processes
+serves a small model (`--hidden-size`) in each of the two networks, so that all points of a sweep are of the same programs; a point is
+the median of decode steps. Bytes are counted on process 0's link: what it sends in a step, its commands to the others among it.
 
 The planner's figure is the step's time without a limit plus what its formula for a collective of XLA's (`dsjax/plan/network.py`: share of a
 link 0.6) says of the collectives that the dry run finds in the same step; its fixed part of 30 µs is in the first point already.
@@ -43,8 +44,8 @@ _CLUSTER = """name = "lab"
 description = "network namespaces; what is between the devices of a host is not used"
 hardware = "h20"
 hosts = {hosts}
-devices_per_host = 1
-scale_up_devices = 1
+devices_per_host = {devices}
+scale_up_devices = {devices}
 network = "veth"
 network_gbps = {gbps}
 nics_per_host = 1
@@ -53,7 +54,7 @@ latency_us_range = [{latency}, {latency}]
 [sources]
 network_gbps = "tools/network_lab.py --mbit"
 latency_us = "tools/network_lab.py --latency-us"
-nics_per_host = "one device and one link a host"
+nics_per_host = "one link a host"
 """
 _TRAFFIC = """
 import socket, sys, threading, time
@@ -97,6 +98,7 @@ def main() -> int:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=1, help="of a host")
     parser.add_argument("--mbit", type=float, nargs="*", default=[3000, 1000, 300, 100, 30], help="rates of a link")
     parser.add_argument("--latency-us", type=float, nargs="*", default=[0, 500, 2000, 10000], help="one way")
     parser.add_argument(
@@ -105,7 +107,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=16, help="decodes of a DP rank")
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=24, help="of a point")
-    parser.add_argument("--dispatch", default="padded", choices=("gather", "padded", "ragged"))
+    parser.add_argument("--dispatch", default="padded", choices=("gather", "padded", "ragged", "hierarchical"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -137,6 +139,7 @@ class Lab:
             "max_model_len": 96,
             "kernels": "plain",
             "dispatch": args.dispatch,
+            "devices_per_host": args.devices,
         }
         self.netem = has_netem()
         self.points: list[dict] = []
@@ -145,8 +148,11 @@ class Lab:
 
     def run(self) -> None:
         """Measure, print, write."""
-        sent = sum(found["sent"] for found in self.collectives)
-        print(f"a step has {len(self.collectives)} collectives, in which a device sends {sent:,.0f} B (dsjax dryrun)")
+        sent, away = (sum(found[name] for found in self.collectives) for name in ("sent", "between"))
+        print(
+            f"a step has {len(self.collectives)} collectives, in which a device sends {sent:,.0f} B, {away:,.0f} of them to other hosts "
+            "(dsjax dryrun)"
+        )
         print(
             f"{'network':8} {'Mbit/s':>8} {'latency µs':>10} {'flow':>5} {'step ms':>8} {'planner ms':>10} {'B a step':>12}"
         )
@@ -222,12 +228,18 @@ class Lab:
 
         def seconds(gbps: float, latency: float) -> float:
             with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-                file.write(_CLUSTER.format(hosts=self.args.hosts, gbps=gbps, latency=latency))
+                file.write(
+                    _CLUSTER.format(hosts=self.args.hosts, devices=self.args.devices, gbps=gbps, latency=latency)
+                )
                 file.flush()
                 cluster = load_cluster(file.name)
-            ranks = self.args.hosts
+            ranks = self.args.hosts * self.args.devices
             return sum(
-                xla_collective(cluster, ranks, exact(each["sent"] / (ranks - 1))).value for each in self.collectives
+                xla_collective(
+                    cluster, each["ranks"], exact(each["sent"] / (each["ranks"] - 1)), near=each["near"], of=ranks
+                ).value
+                for each in self.collectives
+                if each["between"]
             )
 
         return seconds(1e6 if mbit is None else mbit / 1000, max(latency, 1e-3)) - seconds(1e6, 1e-3)
@@ -235,19 +247,30 @@ class Lab:
     def _collectives(self) -> list[dict]:
         """Those of a decode step, each time they run, with the bytes that leave a device."""
         flags = [text for name, value in self.sizes.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        command = [sys.executable, "-m", "dsjax.dryrun", "--model", self.model, "--mesh", f"dp={self.args.hosts}"]
+        command = [sys.executable, "-m", "dsjax.dryrun", "--model", self.model, "--mesh", self.mesh]
         found = subprocess.run(
             [*command, "--step", "decode", *flags, "--json", "-"], capture_output=True, text=True, cwd=ROOT
         )
         if found.returncode:
             raise RuntimeError(found.stderr)
-        ranks, all_of_them = self.args.hosts, []
+        all_of_them = []
         for each in json.loads(found.stdout)["collectives"]:
-            share = {"all-gather": ranks - 1, "all-reduce": 2 * (ranks - 1) / ranks}.get(
-                each["kind"], (ranks - 1) / ranks
-            )
-            all_of_them += [{"kind": each["kind"], "sent": each["operand_bytes"] * share}] * round(each["times"])
+            inside, between = each["bytes_inside"], each["bytes_between"]
+            near = 1 + round(inside / (inside + between) * (each["ranks"] - 1))
+            one = {
+                "kind": each["kind"],
+                "ranks": each["ranks"],
+                "near": near,
+                "sent": inside + between,
+                "between": between,
+            }
+            all_of_them += [one] * round(each["times"])
         return all_of_them
+
+    @property
+    def mesh(self) -> str:
+        """All devices of all hosts."""
+        return f"dp={self.args.hosts * self.args.devices}"
 
     @contextlib.contextmanager
     def _network(self, *, delayed: bool):
@@ -259,7 +282,7 @@ class Lab:
 
     @contextlib.contextmanager
     def _group(self, network: Namespaces):
-        group = Workers(network, {"model": self.model, "mesh": f"dp={self.args.hosts}", "sizes": self.sizes})
+        group = Workers(network, {"model": self.model, "mesh": self.mesh, "sizes": self.sizes})
         try:
             yield group
         finally:

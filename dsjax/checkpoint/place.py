@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from dsjax.model.parameters import ParameterInfo
 from dsjax.progress import Tenths
+from sharding.host_memory import memory_of
 from sharding.rules import Rules
 
 Region = tuple[slice, ...]
@@ -47,7 +48,8 @@ def place(
             buffer = aligned_empty([stop - start for start, stop in region], info.storage_dtype)
             _fill_by_layer(buffer, path, info, region, fill, advance)
             buffer.flags.writeable = False
-            shards += [jax.device_put(buffer, device, may_alias=True) for device in devices]
+            memories = [memory_of(device, shardings[path]) for device in devices]
+            shards += [jax.device_put(buffer, memory, may_alias=True) for memory in memories]
             if devices[0].platform != "cpu":
                 jax.block_until_ready(shards[-len(devices) :])
         placed[path] = jax.make_array_from_single_device_arrays(info.shape, shardings[path], shards)

@@ -31,6 +31,7 @@ from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.place import Advance, Fill, aligned_empty, local_shards
 from dsjax.checkpoint.wanted_weights import Asked, Peers, Wanted, is_within
 from dsjax.model.parameters import ParameterInfo
+from sharding.host_memory import memory_of, on_device
 from sharding.rules import Rules
 
 
@@ -78,6 +79,9 @@ def place_held(
         # The same order in all processes: they wait for each other.
         for path in sorted(parameters, key=lambda path: after[path] > before.get(path, 0)):
             arrays[path] = work.make(path, targets[path])
+    for path, sharding in shardings.items():
+        if not on_device(sharding):  # put together as the others are, and then moved
+            arrays[path] = [jax.device_put(array, memory_of(array.device, sharding)) for array in arrays[path]]
     return {
         path: jax.make_array_from_single_device_arrays(info.shape, shardings[path], arrays[path])
         for path, info in parameters.items()

@@ -68,23 +68,36 @@ def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
         meshes = [args.mesh, *(text[5:] for text in options.against or () if text.startswith("mesh="))]
         prepare_devices(max(meshes, key=lambda mesh: MeshSpec.parse(mesh).num_devices))
     from dsjax.dryrun.arguments import DryRunArgs
+    from dsjax.dryrun.report import StagesReport
     from dsjax.dryrun.run import dry_run
-    from dsjax.dryrun.tables import show
+    from dsjax.dryrun.tables import show, show_stages
 
     if options.timeline_picture and not timeline:
         raise UserError("--timeline-picture needs --timeline FILE")
     request = DryRunArgs(engine=args, target=target, step=options.step, batch=options.batch, context=options.context)
     report = dry_run(request, search=options.fit, cluster=options.cluster, timeline=timeline is not None,
         reductions=options.reductions, against=options.against or ())  # fmt: skip
-    if timeline and report.timeline:
-        picture = options.timeline_picture or timeline.with_name(timeline.name.split(".json")[0] + ".png")
-        _write_timeline(report, timeline, picture)
-    if options.json_file is None:
-        show(report_console(), report)
-    else:
+    stages = report.stages if isinstance(report, StagesReport) else [report]
+    for number, one in enumerate(stages):
+        if timeline and one.timeline:
+            own = timeline if len(stages) == 1 else _of_stage(timeline, number)
+            picture = options.timeline_picture or own.with_name(own.name.split(".json")[0] + ".png")
+            _write_timeline(one, own, picture if own is timeline else _of_stage(picture, number))
+    if options.json_file is not None:
         write_json(options.json_file, report.to_json())
-    if report.orders:
-        report.orders.check()
+    elif isinstance(report, StagesReport):
+        show_stages(report_console(), report)
+    else:
+        show(report_console(), report)
+    for one in stages:
+        if one.orders:
+            one.orders.check()
+
+
+def _of_stage(file: Path, number: int) -> Path:
+    """The file for one stage: ``trace.json.gz`` becomes ``trace-stage1.json.gz``."""
+    name, dot, kind = file.name.partition(".")
+    return file if f"-stage{number}" in name else file.with_name(f"{name}-stage{number}{dot}{kind}")
 
 
 def _write_timeline(report, trace: Path, picture: Path) -> None:

@@ -15,7 +15,7 @@ HERE = {
     ),
     "--enable-dp-attention": "--mesh dp=N: attention of DP ranks is always apart",
     "--pipeline-parallel-size -pp --pp-size --pp": (
-        "--mesh dp=N,tp=N: all devices have all layers; there are no stages"
+        "--mesh pp=N,tp=N: N stages, of dp × tp devices each; --pp-layer-partition says how many layers each has"
     ),
     "--model-path": "--model",
     "--context-length": "--max-model-len",

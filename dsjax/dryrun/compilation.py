@@ -20,8 +20,10 @@ from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.process import without_compile_cache
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
+from dsjax.engine.pipeline.stage_programs import StagePrograms
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.errors import UserError
+from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
 from dsjax.versions import installed_version
 from sharding import MeshSpec
@@ -101,35 +103,41 @@ class CompiledStep:
 
 
 def compile_step(
-    args: DryRunArgs, config: ModelConfig, mesh: jax.sharding.Mesh, exchange: CompiledExchange | None = None
+    args: DryRunArgs,
+    config: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    exchange: CompiledExchange | None = None,
+    stage: Stage | None = None,
 ) -> CompiledStep:
     """Compile the programs of the step that ``args`` describe, on a mesh of any devices.
 
+    stage: which part of the model it is, where the mesh of ``args`` has several, and ``mesh`` is of one.
     exchange: the programs that move experts, where a step of another size had them compiled; they are the same for all sizes.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together, before anything is traced.
         TooLarge: the target's compiler refuses.
     """
-    spec = MeshSpec.parse(args.engine.mesh)
+    spec = MeshSpec.parse(args.engine.mesh).stage
     engine = args.for_model(config)
     if mesh.devices.flat[0].platform == "cpu":
         # Native kernels are custom calls, whose operations and bytes a compiled program does not tell; the plain forms' are theirs.
         engine = dataclasses.replace(engine, kernels="plain")
-    step = make_step(engine, config, spec, mesh, mtp=engine.speculation is not None)
+    step = make_step(engine, config, spec, mesh, mtp=engine.speculation is not None, stage=stage)
     limits = args.limits(config, spec)
     speculation = args.engine.speculation
     most_drafts = speculation.num_speculative_tokens if speculation else 0
     moved = experts_per_exchange(engine, step)
     params = step.abstract_parameters()
     state = device_state.describe(step, limits, most_drafts, counts_loads=moved > 0)
-    programs = Programs(step, params, state, limits)
+    programs = (Programs if stage is None else StagePrograms)(step, params, state, limits)
     shape = programs.shape(args.decode, args.prefill)
     main = _compile(lambda: programs.lower_step(shape), args.target, mesh)
-    drafts = _compile(lambda: programs.lower_drafts(shape, args.drafts), args.target, mesh) if args.drafts else None
+    num_drafts = args.drafts if step.ends else 0
+    drafts = _compile(lambda: programs.lower_drafts(shape, num_drafts), args.target, mesh) if num_drafts else None
     if moved and exchange is None:
         exchange = _compile_exchange(step, params, state, moved, args.target)
-    return CompiledStep(step, limits, shape, params, state, main, drafts, args.drafts, exchange)
+    return CompiledStep(step, limits, shape, params, state, main, drafts, num_drafts, exchange)
 
 
 def _compile_exchange(

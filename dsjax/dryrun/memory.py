@@ -15,6 +15,7 @@ from dsjax.dryrun.compilation import CompiledExchange, CompiledStep, compile_ste
 from dsjax.engine.device.expert_programs import staging_bytes
 from dsjax.model.parameters import component, device_bytes
 from dsjax.model.step import ModelStep
+from sharding.host_memory import on_device
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class DeviceMemory:
     inputs: the packed integers of the step's rows. arguments, outputs, aliased, temporaries: as the compiler counts them for the
     step's main program; cache and state are arguments and, aliased, outputs. drafting: outputs that are not aliased and temporaries
     of the program that drafts; 0 without one. staging: the buffer of experts that move while serving; 0 where they stay. moving:
-    temporaries, and outputs that are not aliased, of the programs that move them.
+    temporaries, and outputs that are not aliased, of the programs that move them. host: weights that each device has in its host's memory,
+    counted nowhere else.
     """
 
     weights: dict[str, int]
@@ -40,6 +42,7 @@ class DeviceMemory:
     drafting: int = 0
     staging: int = 0
     moving: int = 0
+    host: int = 0
 
     @classmethod
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
@@ -47,19 +50,24 @@ class DeviceMemory:
         stats = compiled.main.compiled.memory_analysis()
         state = dataclasses.replace(compiled.state, cache={})
         arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
+        host = sum(
+            array.size * array.dtype.itemsize for array in compiled.params.values() if not on_device(array.sharding)
+        )
         after = compiled.drafts.compiled.memory_analysis() if compiled.drafts else None
         return cls(
             weights=device_bytes(compiled.params),
             cache=sum(device_bytes(compiled.state.cache).values()),
             state=sum(device_bytes(arrays).values()),
             inputs=4 * compiled.shape.packed_width,
-            arguments=stats.argument_size_in_bytes,
+            # The CPU backend has one memory, and counts them among the others.
+            arguments=stats.argument_size_in_bytes - (0 if stats.host_argument_size_in_bytes else host),
             outputs=stats.output_size_in_bytes,
             aliased=stats.alias_size_in_bytes,
             temporaries=stats.temp_size_in_bytes,
             drafting=after.output_size_in_bytes - after.alias_size_in_bytes + after.temp_size_in_bytes if after else 0,
             staging=staging_bytes(compiled.step) if compiled.exchange else 0,
             moving=compiled.exchange.temporaries if compiled.exchange else 0,
+            host=host,
         )
 
     @property

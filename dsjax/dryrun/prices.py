@@ -63,6 +63,8 @@ class Assumed:
     fixed_between: Figure
     latency: Figure
     hops: Figure
+    host_link: Figure
+    host_turn: Figure
 
     @classmethod
     def of(cls, cluster: Cluster) -> Assumed:
@@ -100,6 +102,10 @@ class Assumed:
             fixed_between=assumed(30e-6, 15e-6, 80e-6, "a collective over the network, fixed part", "small messages", "s"),
             latency=network_latency(cluster),
             hops=torus_hops(cluster).named("links that a row crosses"),
+            host_link=assumed(25e9, 12e9, 50e9, "bytes a second between a device and its host", "PCIe 5.0 × 16, shared or not"),
+            host_turn=assumed(
+                50e-6, 20e-6, 200e-6, "a lookup by the host in a step, fixed part", "two copies and a thread that wakes", "s"
+            ),
         )  # fmt: skip
 
     def figures(self) -> list[Figure]:
@@ -148,7 +154,11 @@ class TargetPrices:
         return OperationCost(max(compute, memory) + launch, flops, size, bound)
 
     def copy(self, computation: Computation, operation: Operation) -> Mapping[str, OperationCost]:
-        """An asynchronous copy: its result, read and written."""
+        """An asynchronous copy: its result, read and written; or what the host computes, of which the result comes over its link."""
+        if operation.opcode == "custom-call-start":
+            size = max((shape.nbytes for shape in operation.shapes if not shape.space), default=0)
+            seconds = size / self._rate(self.assumed.host_link) + self._time(self.assumed.host_turn)
+            return {COPIES: OperationCost(seconds, 0.0, size, "host")}
         size = 2 * max((shape.nbytes for shape in operation.shapes), default=0)
         return {COPIES: OperationCost(size / self._memory + self._time(self.assumed.launch), 0.0, size, "memory")}
 

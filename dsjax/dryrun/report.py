@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from dsjax.dryrun.compilation import CompiledStep
 from dsjax.dryrun.memory import DeviceMemory, Fit
 from dsjax.dryrun.orders import OrderReport
 from dsjax.dryrun.rebalance import ExpertMoves
@@ -46,6 +47,7 @@ class DryRunReport(ProgramReport):
     orders: sums whose order matters; None where they were not asked for. rebalance: what moving experts takes; None where they
     stay where they are. fit: the largest that fits; None where it was not searched.
     assumptions: what loops of unknown length were taken for. notes: which figures not to trust, and why.
+    compiled: the programs themselves.
     """
 
     request: dict[str, Any]
@@ -60,6 +62,7 @@ class DryRunReport(ProgramReport):
     assumptions: dict[str, str]
     notes: tuple[str, ...]
     seconds: dict[str, float]
+    compiled: CompiledStep = dataclasses.field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, ready for `json.dumps`."""
@@ -83,6 +86,22 @@ class DryRunReport(ProgramReport):
             "notes": list(self.notes),
             "seconds": self.seconds,
         }
+
+
+@dataclass(frozen=True)
+class StagesReport:
+    """The figures of a model in stages: of each stage those of its own step, on one of its devices.
+
+    mesh, devices: of all stages together.
+    """
+
+    mesh: str
+    devices: int
+    stages: tuple[DryRunReport, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, ready for `json.dumps`."""
+        return {"mesh": self.mesh, "devices": self.devices, "stages": [stage.to_json() for stage in self.stages]}
 
 
 def _collective(one: ProgramCollective) -> dict[str, Any]:

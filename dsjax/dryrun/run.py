@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jax.sharding import Mesh
+
 from dsjax.config import ModelConfig, load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import TEXT, EvenExperts, drafting_trip_counts, trip_counts
@@ -15,7 +17,7 @@ from dsjax.dryrun.memory import DeviceMemory, fit, parameters_by_component
 from dsjax.dryrun.orders import OrderReport, order_report, variant
 from dsjax.dryrun.prices import default_cluster, even_ragged_share
 from dsjax.dryrun.rebalance import read_rebalance
-from dsjax.dryrun.report import DryRunReport, ProgramReport
+from dsjax.dryrun.report import DryRunReport, ProgramReport, StagesReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
 from dsjax.engine.setup.assembly import check_layout, dispatch_method
@@ -23,6 +25,7 @@ from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters
 from dsjax.model.rows import GroupShape
+from dsjax.model.stage import Stage, stages_of
 from dsjax.model.step import ModelStep
 from dsjax.plan.cluster import Cluster, load_cluster
 from sharding import MeshSpec
@@ -32,7 +35,7 @@ from sharding.program.walk import TripCount
 from sharding.scheduler_flags import start_exchanges_early
 
 CPU_HOST_DEVICES = 8
-"""Devices of a host that the CPU target's emulated ones are divided into, for bytes inside and between hosts."""
+"""Devices of a host that the CPU target's emulated ones are divided into, where `--devices-per-host` does not say it."""
 
 
 def dry_run(
@@ -43,8 +46,10 @@ def dry_run(
     timeline: bool = False,
     reductions: bool = False,
     against: Sequence[str] = (),
-) -> DryRunReport:
+) -> DryRunReport | StagesReport:
     """Compile the step that ``args`` describe for its target and read the program. Allocates nothing of the model's size.
+
+    Of a mesh with several stages that is done stage by stage.
 
     search: also find the largest batch, context and cache that fit, which takes a dozen further compilations.
     cluster: a name of `configs/clusters` or a file like those, of the target's devices; None: hosts as the hardware's file
@@ -64,6 +69,12 @@ def dry_run(
             "synchronously, and no hardware file describes the machine; give a --target such as h200"
         )
     config = load_config(args.engine.model)
+    spec = MeshSpec.parse(args.engine.mesh)
+    hardware = None if args.target == "cpu" else load_hardware(args.target)
+    machines = _cluster(hardware, cluster, spec.num_devices)
+    if args.engine.devices_per_host is None:
+        near = machines.domain if machines else CPU_HOST_DEVICES
+        args = replace(args, engine=replace(args.engine, devices_per_host=near))
     if against and not reductions:
         raise UserError("--against compares the order of sums; give --reductions as well")
     variants = {text: variant(args, text) for text in against}
@@ -75,21 +86,51 @@ def dry_run(
     # Neither was given, and the usual context is beyond the model's.
     if args.row_tokens > config.max_position_embeddings:
         args = replace(args, context=config.max_position_embeddings)
-    spec = MeshSpec.parse(args.engine.mesh)
     # Before the devices are described, or emulated.
     weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
-    check_layout(config, spec, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
-    hardware = None if args.target == "cpu" else load_hardware(args.target)
-    machines = _cluster(hardware, cluster, spec.num_devices)
+    check_layout(config, spec.stage, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
     if args.engine.enable_dbo and hardware is not None:
         start_exchanges_early()
-    mesh = spec.build(target_devices(hardware, spec.num_devices))
-    compiled = compile_step(args, config, mesh)
+    mesh = spec.stage.build(target_devices(hardware, spec.stage_devices))
+    if spec.pp_size > 1:
+        for flag, given in (("--fit", search), ("--reductions", reductions)):
+            if given:
+                raise UserError(
+                    f"{flag} looks at one program, and --mesh {spec} has {spec.pp_size}, one for each stage; leave it out, or give a mesh "
+                    f"without pp"
+                )
+        parts = stages_of(
+            config, spec.pp_size, given=args.engine.pp_layer_partition, mtp=args.engine.speculation is not None
+        )
+        stages = [_read_mesh(args, config, mesh, hardware, machines, timeline, stage=stage) for stage in parts]
+        return StagesReport(str(spec), spec.num_devices, tuple(stages))
+    report = _read_mesh(args, config, mesh, hardware, machines, timeline, variants if reductions else None)
+    if not search or hardware is None:
+        return report
+    exchange = report.compiled.exchange
+    return replace(report, fit=fit(args, config, mesh, hardware.visible_bytes, exchange))
+
+
+def _read_mesh(
+    args: DryRunArgs,
+    config: ModelConfig,
+    mesh: Mesh,
+    hardware: Hardware | None,
+    machines: Cluster | None,
+    timeline: bool,
+    variants: Mapping[str, DryRunArgs] | None = None,
+    stage: Stage | None = None,
+) -> DryRunReport:
+    """Compile the step on one mesh, all of it or one stage, and read the program.
+
+    variants: what its sums are compared with; None: they are not listed.
+    """
+    compiled = compile_step(args, config, mesh, stage=stage)
     shape, step = compiled.shape, compiled.step
     reader = _ProgramReader(args, step, machines, timeline)
     trips = reader.trip_counts(shape.groups)
     started = time.perf_counter()
-    main = reader.read(compiled.main, trips, shape.tokens, config.num_moe_layers)
+    main = reader.read(compiled.main, trips, shape.tokens, step.config.num_moe_layers)
     drafts = None
     if compiled.drafts:
         rows = sum(group.rows for group in shape.groups)
@@ -107,8 +148,8 @@ def dry_run(
         memory=DeviceMemory.of(compiled),
         cache_tokens=(compiled.limits.pages_per_rank - 1) * step.page_size,
         rebalance=read_rebalance(compiled, args.engine.eplb, machines) if compiled.exchange else None,
-        orders=_orders(compiled, variants, config, hardware) if reductions else None,
-        fit=fit(args, config, mesh, hardware.visible_bytes, compiled.exchange) if search and hardware else None,
+        orders=None if variants is None else _orders(compiled, variants, config, hardware),
+        fit=None,
         assumptions=dict(TEXT),
         notes=tuple(_notes(hardware, compiled)),
         seconds={
@@ -116,6 +157,7 @@ def dry_run(
             "compile": sum(program.compile_seconds for program in compiled.programs),
             "read": reading,
         },
+        compiled=compiled,
     )
 
 
@@ -148,7 +190,7 @@ class _ProgramReader:
         config, spec = step.config, step.spec
         program = Program.parse(compiled.text())
         dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
-        host_devices = self.machines.domain if self.machines else CPU_HOST_DEVICES
+        host_devices = self.machines.domain if self.machines else self.args.engine.devices_per_host
         collectives = program_collectives(
             program, dict(step.mesh.shape), host_devices=host_devices, dtypes=dtypes, trip_count=trips
         )
@@ -226,7 +268,12 @@ def _cluster(hardware: Hardware | None, name: str | None, devices: int) -> Clust
 
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
     step, shape = compiled.step, compiled.shape.groups[0]
+    stage = step.stage
+    part = {} if stage is None else {"stage": stage.number, "layers": [stage.first, stage.first + stage.layers - 1]}
+    if stage is not None and not stage.ends:
+        part["hidden_bytes"] = compiled.shape.tokens * step.config.hidden_size * step.dtype.itemsize
     return {
+        **part,
         "model": args.engine.model,
         "mesh": str(step.spec),
         "mesh_shape": dict(step.mesh.shape),
@@ -256,7 +303,7 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
 def _notes(hardware: Hardware | None, compiled: CompiledStep):
     if hardware is None:
         yield "temporaries, bytes moved and synchrony are the CPU backend's, not an accelerator's"
-        yield f"hosts are taken to be {CPU_HOST_DEVICES} neighbouring devices"
+        yield f"hosts are taken to be {compiled.step.dispatch.devices_per_host} neighbouring devices"
         if compiled.main.partitioned is None and compiled.step.spec.num_devices > 1:
             yield "XLA wrote no partitioned program: bf16 collectives count as float32, in which the CPU backend sends them"
     elif hardware.platform == "cuda":

@@ -9,9 +9,45 @@ from rich.table import Table
 
 from dsjax.dryrun.orders import OrderReport
 from dsjax.dryrun.rebalance import ExpertMoves
-from dsjax.dryrun.report import DryRunReport, ProgramReport
+from dsjax.dryrun.report import DryRunReport, ProgramReport, StagesReport
 from dsjax.dryrun.timeline import Timeline, model_part
 from dsjax.plan.figure import Figure, Kind
+
+
+def show_stages(console: Console, report: StagesReport) -> None:
+    """Print all of a report of stages: each by itself, and then side by side."""
+    for stage in report.stages:
+        first, last = stage.request["layers"]
+        console.rule(f"stage {stage.request['stage']}: layers {first} to {last}")
+        show(console, stage)
+    console.rule(f"mesh {report.mesh} = {report.devices} devices")
+    console.print(_side_by_side(report))
+
+
+def _side_by_side(report: StagesReport) -> Table:
+    table = _table(
+        "stages, bytes of a device",
+        "stage",
+        "layers",
+        "weights",
+        "cache",
+        "total",
+        "handed on, of a DP rank",
+        "step ms",
+    )
+    for stage in report.stages:
+        r, memory = stage.request, stage.memory
+        first, last = r["layers"]
+        table.add_row(
+            str(r["stage"]),
+            f"{first} to {last}",
+            f"{memory.weight_bytes:,}",
+            f"{memory.cache:,}",
+            f"{memory.total:,}",
+            f"{r['hidden_bytes']:,}" if "hidden_bytes" in r else "–",
+            f"{stage.timeline.step.value * 1e3:.2f}" if stage.timeline else "–",
+        )
+    return table
 
 
 def show(console: Console, report: DryRunReport) -> None:
@@ -94,6 +130,8 @@ def _memory(report: DryRunReport) -> Table:
         style = "green" if memory.total <= room else "bold red"
         table.add_row(report.hardware.name, f"{room:,}", f"{room / 1e9:.2f}")
         table.add_row("used", f"[{style}]{memory.total / room:.1%}[/{style}]", "")
+    if memory.host:
+        table.add_row("beside it, in the host's memory for each device", f"{memory.host:,}", f"{memory.host / 1e9:.2f}")
     return table
 
 
@@ -105,7 +143,7 @@ def _collectives(program: ProgramReport, name: str) -> Table:
     table.columns[1].justify = "left"
     rows: dict[tuple, float] = {}
     for one in program.collectives:
-        axes = "?" if one.axes is None else "×".join(one.axes)
+        axes = one.meeting
         array = f"{one.operand[0]}" + (f" × {len(one.operand)}" if len(one.operand) > 1 else "")
         beside = str(len(one.beside)) if one.asynchronous else "–"
         part = model_part(one.op_name)

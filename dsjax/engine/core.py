@@ -78,7 +78,7 @@ class EngineCore:
             page_events=any(part.wants_page_events for part in self.attachments),
         )
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
-        self._most_under_way = 2 if async_scheduling else 1
+        self._most_under_way = max(2, scheduler_config.num_batches) if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
         self.generations: Generations | None = None
         self.parked = ParkedRequests()

@@ -1,10 +1,11 @@
-"""The process of the routed experts: loads them and nothing else, and answers the attention side's calls (``--afd-role expert``)."""
+"""A process of routed experts: it loads its part of them and nothing else, and answers calls (``--afd-role expert``)."""
 
 from __future__ import annotations
 
 import logging
 import socket
 import threading
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +15,27 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
+from dsjax.checkpoint.expert_reader import ExpertReader
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
+from dsjax.engine.afd.expert_peers import ExpertPeers, send_expert
 from dsjax.engine.afd.expert_side import ExpertSide
-from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Welcome, receive, send
-from dsjax.engine.afd.options import expert_spec
+from dsjax.engine.afd.expert_slots import SlotWriter
+from dsjax.engine.afd.messages import (
+    SERVICE,
+    VERSION,
+    Answered,
+    Call,
+    Hello,
+    Place,
+    Stage,
+    Take,
+    Welcome,
+    receive,
+    send,
+)
+from dsjax.engine.afd.options import afd_addresses, expert_share
 from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
@@ -27,7 +43,6 @@ from dsjax.engine.setup.loading import expert_space
 from dsjax.hosts.secure_channel import RefusedError, SecureChannel
 from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.wire import split_address
-from dsjax.model.apart import LayerPass
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.arrays import put
@@ -37,21 +52,34 @@ _GONE_SECONDS = 30
 
 
 class ExpertProcess:
-    """Routed experts that answer calls until they are closed. Any number of attention sides may call.
+    """Routed experts that answer calls until they are closed. Any number of attention sides may call, and one that moves experts alone.
 
     Args:
         step: of the model, its experts on an ``ExpertSide`` that is loaded; of the attention side it has one device without anything.
-        space: what an attention side must have alike. listener: socket that is bound.
+        writer: of these experts' slots. space: what an attention side must have alike. listener: socket that is bound. peers: the other
+            processes; None: there are none.
 
     Attributes:
-        port: at which it listens. num_calls: answered so far.
+        port: at which it listens. num_calls: answered so far. num_rows: that came with them.
     """
 
-    def __init__(self, step: ModelStep, space: dict[str, Any], listener: socket.socket, credentials: Any):
-        self._step, self._space = step, space
-        self._programs: dict[tuple[str, int], tuple[LayerPass, Compiled]] = {}
+    def __init__(
+        self,
+        step: ModelStep,
+        writer: SlotWriter,
+        space: dict[str, Any],
+        listener: socket.socket,
+        credentials: Any,
+        peers: ExpertPeers | None = None,
+    ):
+        self._step, self._space, self._writer, self._peers = step, space, writer, peers
+        self._sides: Counter[bytes] = Counter()  # connections of each attention side
+        self._mover: bytes | None = None
+        self._half = step.apart.half(step)
+        self._empty_row = np.asarray(self._half.wire.empty_row(np.int32(0)))
+        self._programs: dict[tuple[str, int, int], Compiled] = {}
         self._lock = threading.Lock()
-        self.num_calls = 0
+        self.num_calls = self.num_rows = 0
         self._listener = SecureListener(listener, credentials, {SERVICE: self._serve}, "dsjax-experts")
         self.port = self._listener.port
 
@@ -59,6 +87,11 @@ class ExpertProcess:
     def side(self) -> ExpertSide:
         """The devices."""
         return self._step.apart
+
+    @property
+    def num_connections(self) -> int:
+        """Attention sides that are connected."""
+        return self._listener.num_connections
 
     def close(self) -> None:
         """End all connections, and let nobody in any more."""
@@ -68,28 +101,42 @@ class ExpertProcess:
         """Answer one attention side, in a thread of the listener."""
         channel.keep_alive(_GONE_SECONDS, unacknowledged=True)
         hello: Hello = receive(channel, Hello)
-        if problem := self._problem(hello):
+        with self._lock:
+            problem = self._problem(hello) or self._enter(hello)
+        if problem:
             send(channel, Welcome(problem))
             raise RefusedError(problem)
-        send(channel, Welcome())
+        try:
+            send(channel, Welcome())
+            self._answer(channel, hello.side)
+        finally:
+            with self._lock:
+                self._sides -= Counter([hello.side])
+
+    def _answer(self, channel: SecureChannel, side: bytes) -> None:
+        """Answer what comes over a connection. side: empty where it is another process with experts."""
         while True:
-            call: Call = receive(channel, Call)
-            between = LayerPass(self._step, call.stack, 0, 0, (1, call.rows, self._step.config.hidden_size)).between()
-            rows = np.empty((call.rows, between.wire.row_words), between.wire.word)
-            if call.layer >= 0:
+            call: Call | Stage | Place | Take = receive(channel, *((Call, Stage, Place) if side else (Take,)))
+            if not isinstance(call, Call):
+                self._move(channel, call, side)
+                continue
+            cells = self._cells(call)
+            rows = np.empty((len(cells), self._half.wire.row_words), self._half.wire.word)
+            if rows.size:
                 channel.receive_into(memoryview(rows.view(np.uint8)))
             try:
                 with self._lock:  # programs in flight together can deadlock on emulated devices
-                    through, program = self._program(call)
-                    answer = None if call.layer < 0 else self._compute(through, program, rows, call.layer)
+                    program = self._program(call)
+                    answers = None if call.layer < 0 else self._compute(program, rows, cells, call)
             except Exception as error:  # whatever it is, the attention side must hear of it
-                _log.exception("A call of %s for %d rows failed.", call.stack, call.rows)
+                _log.exception("A call of %s with %d rows failed.", call.stack, len(rows))
                 send(channel, Answered(f"{type(error).__name__}: {error}"))
                 continue
             send(channel, Answered())
-            if answer is not None:
-                channel.send_bytes(memoryview(answer.view(np.uint8)))
-                self.num_calls += 1
+            if answers is not None:
+                if answers.size:
+                    channel.send_bytes(memoryview(answers.view(np.uint8)))
+                self.num_calls, self.num_rows = self.num_calls + 1, self.num_rows + len(rows)
 
     def _problem(self, hello: Hello) -> str:
         if hello.version != VERSION:
@@ -100,21 +147,92 @@ class ExpertProcess:
         told = ", ".join(f"{name} {self._space[name]!r} here and {hello.space.get(name)!r} there" for name in differing)
         return f"both sides must have the same model and options, and differ in {told}"
 
-    def _program(self, call: Call) -> tuple[LayerPass, Compiled]:
-        key = call.stack, call.rows
+    def _enter(self, hello: Hello) -> str:
+        """Let an attention side in, with experts where it has them; why not, where it cannot be."""
+        if not hello.side:
+            return ""
+        if len(hello.placement) != 4 * self._writer.rows.size:
+            return f"its placement of experts has {len(hello.placement) // 4} slots, expected {self._writer.rows.size}"
+        rows = np.frombuffer(hello.placement, "<i4").reshape(self._writer.rows.shape)
+        others = bool(set(self._sides) - {hello.side})
+        if not others:
+            self._mover = None
+            if (rows != self._writer.rows).any():
+                read = self._writer.adopt(rows)
+                _log.info("%d experts were read from the checkpoint, as the attention side has them elsewhere.", read)
+        elif self._mover is not None or (rows != self._writer.rows).any():
+            return "another attention side is connected, which has experts moved (--enable-eplb); it must be alone"
+        self._sides[hello.side] += 1
+        return ""
+
+    def _move(self, channel: SecureChannel, what: Stage | Place | Take, side: bytes) -> None:
+        """Have experts staged or placed, or give some to another process."""
+        writer, given, error = self._writer, [], ""
+        try:
+            if isinstance(what, Take):
+                with self._lock:
+                    given = [writer.take(what.row, slot) for slot in what.slots]
+            elif isinstance(what, Stage):
+                moves = [tuple(pair) for pair in np.frombuffer(what.moves, "<i4").reshape(-1, 2).tolist()]
+                error = self._stage(what.row, moves, side)
+            else:
+                with self._lock:
+                    writer.place(what.row, np.frombuffer(what.experts, "<i4"))
+        except Exception as failure:  # whatever it is, the other side must hear of it
+            _log.exception("Experts could not be moved.")
+            error = f"{type(failure).__name__}: {failure}"
+        send(channel, Answered(error))
+        for expert in given if not error else ():
+            send_expert(channel, expert)
+
+    def _stage(self, row: int, moves: list[tuple[int, int]], side: bytes) -> str:
+        """Stage experts; why not, where that cannot be. Others are asked without the lock, for they may be asking this process."""
+        if not moves:
+            return ""
+        with self._lock:
+            if set(self._sides) - {side}:
+                return "another attention side is connected, and experts can be moved for one that is alone"
+            self._mover = side
+        fetch = None if self._peers is None else lambda row, slots: self._peers.fetch(self._writer, row, slots)
+        self._writer.stage(row, moves, fetch)
+        return ""
+
+    def _cells(self, call: Call) -> np.ndarray:
+        """Which of all devices' cells are filled.
+
+        Raises:
+            ConnectionError: such a call cannot be.
+        """
+        devices = self._half.size
+        filled = np.frombuffer(call.filled, "<i4") if len(call.filled) % 4 == 0 else np.full(1, -1)
+        if filled.size % devices or filled.size * (call.cells // max(1, filled.size // devices)) > devices * call.cells:
+            raise ConnectionError(
+                f"a call says how full {filled.size} queues are, of {devices} devices with {call.cells} cells"
+            )
+        filled = filled.reshape(devices, -1)
+        room = call.cells // max(1, filled.shape[1])
+        if ((filled < 0) | (filled > room)).any():
+            raise ConnectionError(f"a call fills a queue of {room} cells with {filled.max()} rows")
+        return np.flatnonzero(np.arange(room) < filled[:, :, None])
+
+    def _program(self, call: Call) -> Compiled:
+        key = call.stack, call.tokens, call.cells
         if key not in self._programs:
-            through = LayerPass(self._step, call.stack, 0, 0, (1, call.rows, self._step.config.hidden_size))
-            self._programs[key] = through, self.side.compile(through)
+            self._programs[key] = self.side.compile(self._step, call.stack, call.tokens, 1, call.cells)
         return self._programs[key]
 
-    def _compute(self, through: LayerPass, program: Compiled, rows: np.ndarray, layer: int) -> np.ndarray:
+    def _compute(self, program: Compiled, rows: np.ndarray, cells: np.ndarray, call: Call) -> np.ndarray:
+        half = self._half
+        arrived = np.repeat(self._empty_row, half.size * call.cells, axis=0)
+        arrived[cells] = rows
         everywhere = NamedSharding(self.side.mesh, P())
-        [answer] = program(self.side.params, [put(rows, everywhere)], put(np.int32(layer), everywhere))
-        return np.ascontiguousarray(np.asarray(answer))
+        [described] = half.described_arrivals(1, call.cells)
+        [answer] = program(self.side.params, [put(arrived, described.sharding)], put(np.int32(call.layer), everywhere))
+        return np.asarray(answer).reshape(len(arrived), half.columns, half.wire.width)[cells]
 
 
 def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProcess:
-    """Load the routed experts of a model onto the devices that ``args.expert_mesh`` names, and listen at ``args.afd_address``.
+    """Load this process's routed experts of a model, of those that ``args.expert_mesh`` spreads, and listen at its ``args.afd_address``.
 
     Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
 
@@ -122,11 +240,11 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
         UserError, MeshError: options, model and devices that do not go together; an address that cannot be listened at.
     """
     args = replace(args, afd_role="expert")
-    host, port = split_address(args.afd_address)
+    share = expert_share(args)
+    host, port = split_address(share.address)
     credentials = args.credentials.read(host)
-    spec = expert_spec(args)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
-    mesh = spec.build()
+    mesh = MeshSpec(dp_size=share.devices).build()
     enable_compile_cache()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
@@ -146,10 +264,23 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
             placement=step.stored_placement,
             mtp=step.has_module,
             only=side.infos,
+            slots=side.slots,
             progress=show_progress,
         )
         jax.block_until_ready(side.params)
-        return ExpertProcess(step, expert_space(args, step, checkpoint.directory), listener, credentials)
+        reader = ExpertReader(
+            checkpoint.config, checkpoint, weights, mesh.devices.flat[0].platform, mtp=step.has_module
+        )
+        writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
+        if args.eplb:
+            writer.rehearse()
+        space, addresses = expert_space(args, step, checkpoint.directory), afd_addresses(args)
+        peers = None
+        if len(addresses) > 1:
+            peers = ExpertPeers(
+                addresses, [args.credentials.read(split_address(address)[0]) for address in addresses], space
+            )
+        return ExpertProcess(step, writer, space, listener, credentials, peers)
     except BaseException:
         listener.close()
         raise

@@ -85,6 +85,7 @@ class LLM:
             raise SystemExit(0)
         library = ProgramLibrary()
         links, connect = None, None
+        stages = MeshSpec.parse(self.args.mesh).pp_size
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
                 "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
@@ -99,6 +100,10 @@ class LLM:
 
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
             links, connect = [], remote_links(self.args, loaded, group)
+        elif stages > 1:
+            from dsjax.engine.setup.stages import load_stages
+
+            loaded = load_stages(self.args, show_progress=show_progress)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         kernels = loaded.facts.kernels
@@ -125,9 +130,8 @@ class LLM:
         )
         self.engine = LLMEngine(self.parts)
         self._facts = loaded.facts
-        self._generations = (
-            None if self.args.separated or self.args.expert_mesh else Generations(self.args, group, loaded, library)
-        )
+        fixed = self.args.separated or self.args.expert_mesh or stages > 1
+        self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
         self._ids = itertools.count()
 

@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from sharding.dispatch.group import Parts, places_in
+
 TARGETS = ("experts", "dense", "norm", "absorbed_attention", "expanded_attention", "index_choice", "exchange")
 HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
 """What an expert's hidden values can be rounded to, in the order of the enumeration ``Hidden`` in ``native/experts.h``."""
@@ -259,10 +261,19 @@ class ExchangeInMemory:
     kernels: NativeKernels
     mesh_axes: tuple[str, ...]
 
-    def __call__(self, rows_NW: Array, axes: tuple[str, ...], ranks: int, gathers: bool) -> Array:
-        """Inside ``shard_map``: an exchange over ``axes``, which ``ranks`` devices have."""
-        group = lax.axis_index(tuple(axis for axis in self.mesh_axes if axis not in axes))
-        return self.kernels.exchange(rows_NW, lax.axis_index(axes), group, ranks=ranks, gathers=gathers)
+    def __call__(
+        self, rows_NW: Array, axes: tuple[str, ...], ranks: int, gathers: bool, parts: Parts | None = None
+    ) -> Array:
+        """Inside ``shard_map``: an exchange over ``axes``, which ``ranks`` devices have, or each of ``parts`` of theirs."""
+        others = tuple(axis for axis in self.mesh_axes if axis not in axes)
+        group, place = lax.axis_index(others), lax.axis_index(axes)
+        if parts is not None:
+            # Parts that have devices in common must not have a number in common: a part's is made of its first two members.
+            size = len(parts) * ranks
+            numbers = {rank: part[0] * size + part[1] for part in parts for rank in part}
+            number = jnp.asarray([numbers[rank] for rank in range(size)], jnp.int32)[place]
+            group, place = group + lax.axis_size(others) * number, places_in(parts)[place]
+        return self.kernels.exchange(rows_NW, place, group, ranks=ranks, gathers=gathers)
 
 
 @functools.cache

@@ -10,13 +10,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -28,7 +28,7 @@ from dsjax.model.two_batch import Halves
 from sharding import MeshSpec, Rules
 from sharding.cut import Work, outside
 from sharding.dispatch import ExpertsOfMesh
-from sharding.dispatch.between import Between
+from sharding.dispatch.between import Between, ExpertHalf
 from sharding.dispatch.wire import WireFormat
 from sharding.placement import CopyTables
 
@@ -42,14 +42,17 @@ EXPERTS = ".moe.experts."
 class ExpertsApart(Protocol):
     """The devices that have the routed experts, and nothing else.
 
-    spec: of these devices, each of which has whole experts. infos: their parameters by path.
+    spec: of these devices, each of which has whole experts. parts: into how many equal runs they are divided for what is sent there.
+    padded: whether all cells of an exchange travel there, and not those alone that are filled. infos: their parameters by path.
     """
 
     spec: MeshSpec
+    parts: int
+    padded: bool
     infos: Mapping[str, ParameterInfo]
 
     def work(self, passes: Sequence[LayerPass], tree: Any) -> Work:
-        """What takes tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x`` and ``cache``.
+        """What takes tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x``, ``cache`` and ``report``.
 
         passes: one, or one for each half. tree: the structure of the ``Passing``.
         """
@@ -60,11 +63,12 @@ class ExpertsApart(Protocol):
 class Passing:
     """What a pass takes: parameters of the stack but for its experts, the cache, where the copies of experts are, and tokens.
 
-    x, tokens: of the step, or of its halves.
+    x, tokens: of the step, or of its halves. report: counts of each layer, which the pass adds to; empty where nobody asks.
     """
 
     params: dict[str, Array]
     cache: Cache
+    report: dict[str, Int[Array, "L S ..."]]
     copies: CopyTables
     x: list[Float[Array, "B T D"]]
     tokens: list[Tokens]
@@ -80,8 +84,10 @@ def run_apart(
     tokens: Tokens,
     copies: CopyTables,
     in_halves: bool = False,
-) -> tuple[Float[Array, "B T D"], Cache]:
+) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
     """In a traced step: take tokens through the stack of layers at path ``stack``, the first of which is ``first`` of the cache.
+
+    Gives the tokens, the cache, and where ``dispatch.report`` asks for it what was counted of each layer.
 
     copies: of these layers, with a leading axis. in_halves: whether both sides compute at once, each on another half of the tokens.
     """
@@ -94,13 +100,35 @@ def run_apart(
         xs = [ordered[:, : halves.first], ordered[:, halves.first :]]
         of_tokens = [step.tokens(halves.a), step.tokens(halves.b)]
     xs, of_tokens = jax.tree.map(lambda array: constrain(array, batch), (xs, of_tokens))
-    leaves, tree = jax.tree.flatten(Passing(own, cache, copies, xs, of_tokens))
+    report = _nothing_counted(step, copies.copies_E.shape[0])
+    leaves, tree = jax.tree.flatten(Passing(own, cache, report, copies, xs, of_tokens))
     passes = [LayerPass(step, stack, first, copies.copies_E.shape[0], tuple(one.shape)) for one in xs]
-    results, shape = jax.tree.flatten((xs, cache))
-    xs, cache = jax.tree.unflatten(shape, outside(step.apart.work(passes, tree), leaves, results))
+    results, shape = jax.tree.flatten((xs, cache, report))
+    xs, cache, report = jax.tree.unflatten(shape, outside(step.apart.work(passes, tree), leaves, results))
     if halves is None:
-        return xs[0], cache
-    return jnp.concatenate(xs, axis=1)[:, np.argsort(halves.places)], cache
+        return xs[0], cache, report
+    return jnp.concatenate(xs, axis=1)[:, np.argsort(halves.places)], cache, report
+
+
+def _nothing_counted(step: ModelStep, layers: int) -> dict[str, Array]:
+    """The counts of a pass before it begins, each layer's of each token device: ``LayerPass.count`` says what they are."""
+    if not step.dispatch.report:
+        return {}
+    devices, over_tokens = step.spec.num_devices, NamedSharding(step.mesh, P(None, step.spec.token_axes))
+    shapes = {"tokens_per_expert": (step.placement.n_physical,), "rows_sent": (), "rounds": ()}
+    return {
+        name: jax.lax.with_sharding_constraint(jnp.zeros((layers, devices, *rest), jnp.int32), over_tokens)
+        for name, rest in shapes.items()
+    }
+
+
+class Routed(NamedTuple):
+    """Tokens as experts read them, their physical experts and weights, and how many rows each token device has for each expert device."""
+
+    normed: Float[Array, "B T D"]
+    slots: Int[Array, "N K"]
+    weights: Float[Array, "N K"]
+    counts: Int[Array, "S E"]
 
 
 @dataclass(frozen=True)
@@ -117,19 +145,33 @@ class LayerPass:
     layers: int
     shape: tuple[int, int, int]
 
-    def between(self, expert_mesh: Mesh | None = None) -> Between:
-        """How a layer's tokens travel. expert_mesh: of the experts' devices, where these are of this process."""
-        step, (B, T, D) = self.step, self.shape
-        wire = WireFormat(D, step.config.num_experts_per_tok, step.dtype, step.dispatch.wire == "fp8")
-        by_choice = step.dispatch.by_choice or step.in_place.ordered
-        return Between(
-            step.spec, step.mesh, step.apart.spec, expert_mesh, B * T, step.placement.n_physical, wire, by_choice
-        )
+    def between(self) -> Between:
+        """How a layer's tokens travel."""
+        step, (B, T, _) = self.step, self.shape
+        apart, by_choice = step.apart, sums_by_choice(step)
+        experts = step.placement.n_physical
+        return Between(step.spec, step.mesh, apart.spec, apart.parts, B * T, experts, wire_of(step), by_choice)
+
+    def count(self, report: dict[str, Array], routed: Routed, index: Array) -> dict[str, Array]:
+        """A report with what this layer sends added: pairs of each physical expert, rows, and rounds, of each token device."""
+        if not report:
+            return report
+        between = self.between()
+        rounds = jnp.maximum(-(-jnp.max(routed.counts, axis=1) // between.capacity), 1)
+        more = {"tokens_per_expert": between.loads(routed.slots), "rows_sent": jnp.sum(routed.counts, axis=1)}
+        return {name: report[name].at[index].add(value) for name, value in (more | {"rounds": rounds}).items()}
 
     def attend(
-        self, params: Mapping[str, Array], cache: Cache, x: Array, tokens: Tokens, copies: CopyTables, index: Array
-    ) -> tuple[Cache, Array, Array, Array, Array]:
-        """Attention and routing: the cache, tokens after attention, the same as experts read them, physical experts, and rows to send."""
+        self,
+        params: Mapping[str, Array],
+        cache: Cache,
+        report: dict[str, Array],
+        x: Array,
+        tokens: Tokens,
+        copies: CopyTables,
+        index: Array,
+    ) -> tuple[Cache, dict[str, Array], Array, Routed, list[Array]]:
+        """Attention and routing: the cache, the report, tokens after attention, where they go, and the rows of the first round."""
         step, (B, T, D) = self.step, self.shape
         with jax.default_matmul_precision("highest"):
             of = self._layer(params, tokens, copies, index)
@@ -137,43 +179,37 @@ class LayerPass:
             normed, routing = step.choose(of, x)
             with jax.named_scope("experts"):
                 slots, weights = step.assign(of, routing)
-                rows = self.between().pack(step._whole(normed.reshape(B * T, D)), slots, weights)
-            return cache, step._whole(x), step._whole(normed), slots, rows
+                rows, counts = self.between().pack(step._whole(normed.reshape(B * T, D)), slots, weights)
+            routed = Routed(step._whole(normed), slots, weights, counts)
+            return cache, self.count(report, routed, index), step._whole(x), routed, rows
 
     def share(self, params: Mapping[str, Array], normed: Array, index: Array) -> Array | None:
         """What the shared experts add."""
         with jax.default_matmul_precision("highest"):
             return self.step.share(self._layer(params, None, None, index), normed)
 
-    def compute(
-        self,
-        expert_mesh: Mesh,
-        rules: Rules,
-        experts: Mapping[str, Array],
-        arrivals: Sequence[Array],
-        index: Int[Array, ""],
-    ) -> list[Float[Array, "m D"]]:
-        """On the experts' devices: what they give for the rows of each token device. experts: parameters by path, laid out by ``rules``."""
-        step, apart, (B, T, _) = self.step, self.step.apart, self.shape
-        prefix = f"{self.stack}{EXPERTS}"
-        infos = {path.removeprefix(prefix): info for path, info in apart.infos.items() if path.startswith(prefix)}
-        product = ExpertProduct(
-            weight_dtype=infos["down.weight"].dtype,
-            platform=expert_mesh.devices.flat[0].platform,
-            mean_load=B * T * step.config.num_experts_per_tok / step.placement.n_physical,
-            kernels=step.kernels,
-            scheme=step.scheme,
-        )
-        specs = {name: rules.spec(info.logical_axes) for name, info in infos.items()}
-        arrays = {name: experts[prefix + name] for name in infos}
-        with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
-            ranks = ExpertsOfMesh(product, arrays | {"layer": index}, specs | {"layer": P()})
-            return self.between(expert_mesh).compute(arrivals, ranks)
+    def further(self, routed: Routed, r: Int[Array, ""]) -> list[Array]:
+        """The rows of round ``r``."""
+        B, T, D = self.shape
+        with jax.named_scope("experts"):
+            rows, _ = self.between().pack(routed.normed.reshape(B * T, D), routed.slots, routed.weights, r)
+        return rows
+
+    def keep(self, kept: Array, slots: Array, returned: Sequence[Array], r: Int[Array, ""]) -> Array:
+        """The terms of the rounds before ``r``, and those that came back in it."""
+        with jax.named_scope("experts"):
+            return self.between().keep(kept, returned, slots, r)
 
     def receive(self, x: Array, shared: Array | None, slots: Array, returned: Sequence[Array]) -> Array:
-        """Each token with the sum of what came back added to it."""
+        """Each token with the sum of what came back in the one round added to it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
             y = self.between().add(returned, slots).reshape(x.shape)
+        return self.step.add_sum(x, y, shared)
+
+    def receive_kept(self, x: Array, shared: Array | None, slots: Array, kept: Array) -> Array:
+        """Each token with the sum of what came back in all rounds added to it."""
+        with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
+            y = self.between().add_kept(kept, slots).reshape(x.shape)
         return self.step.add_sum(x, y, shared)
 
     def _layer(
@@ -190,6 +226,52 @@ class LayerPass:
         here = lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # noqa: E731
         block = nnx.merge(graph, whole, jax.tree.map(here, sliced))
         return Layer(block, index, self.first + index, tokens, copies and jax.tree.map(here, copies))
+
+
+@dataclass(frozen=True, eq=False)
+class StackExperts:
+    """The routed experts of a stack of layers, on the devices of one process.
+
+    stack: path of the layers among the parameters. half: the exchange's, on these devices. rules, infos: of their parameters.
+    tokens: of a step, in all, which the form of the product follows.
+    """
+
+    step: ModelStep
+    stack: str
+    half: ExpertHalf
+    rules: Rules
+    infos: Mapping[str, ParameterInfo]
+    tokens: int
+
+    def compute(
+        self, experts: Mapping[str, Array], arrivals: Sequence[Array], index: Int[Array, ""]
+    ) -> list[Float[Array, "m D"]]:
+        """What layer ``index`` of the stack gives for the rows of each sender. experts: parameters by path, laid out by ``rules``."""
+        step, prefix = self.step, f"{self.stack}{EXPERTS}"
+        infos = {path.removeprefix(prefix): info for path, info in self.infos.items() if path.startswith(prefix)}
+        product = ExpertProduct(
+            weight_dtype=infos["down.weight"].dtype,
+            platform=self.half.mesh.devices.flat[0].platform,
+            mean_load=self.tokens * step.config.num_experts_per_tok / step.placement.n_physical,
+            kernels=step.kernels,
+            scheme=step.scheme,
+        )
+        specs = {name: self.rules.spec(info.logical_axes) for name, info in infos.items()}
+        arrays = {name: experts[prefix + name] for name in infos}
+        with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
+            return self.half.compute(
+                arrivals, ExpertsOfMesh(product, arrays | {"layer": index}, specs | {"layer": P()})
+            )
+
+
+def wire_of(step: ModelStep) -> WireFormat:
+    """What a row is packed as."""
+    return WireFormat(step.config.hidden_size, step.config.num_experts_per_tok, step.dtype, step.dispatch.wire == "fp8")
+
+
+def sums_by_choice(step: ModelStep) -> bool:
+    """Whether a token's sum has one order wherever its experts are."""
+    return step.dispatch.by_choice or step.in_place.ordered
 
 
 def described_like(tree: Any, described: Any) -> Any:

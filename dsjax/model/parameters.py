@@ -20,6 +20,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from dsjax.config.weights import WEIGHT_FORMATS, WeightFormat
+from sharding.host_memory import on_device
 
 Weights = Literal[tuple(WEIGHT_FORMATS)]
 """How matrices are kept: a name of the table of weight formats."""
@@ -259,9 +260,12 @@ def component(path: str) -> str:
 
 
 def device_bytes(params: Mapping[str, Array | jax.ShapeDtypeStruct]) -> dict[str, int]:
-    """Bytes by component that one device holds of ``params``: arrays, or their descriptions with shardings."""
+    """Bytes by component that one device holds of ``params``: arrays, or their descriptions with shardings. Those on its host are none."""
     sizes: dict[str, int] = {}
     for path, array in params.items():
+        if not on_device(array.sharding):
+            sizes.setdefault(component(path), 0)
+            continue
         local = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         sizes[component(path)] = sizes.get(component(path), 0) + local
     return sizes

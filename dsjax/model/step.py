@@ -40,18 +40,23 @@ from dsjax.model.rope import Rotation
 from dsjax.model.router import Routing
 from dsjax.model.rows import RowGroup, flatten
 from dsjax.model.sparse import IndexScores
+from dsjax.model.stage import Stage
 from dsjax.model.transformer import MTP, DecoderLayer, Transformer
 from dsjax.model.two_batch import TwoBatchOverlap, run_in_halves
 from sharding import MeshSpec, Rules
 from sharding.cut import CutLowered, lower_cut
 from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, Transit
+from sharding.host_memory import rows_from_host
 from sharding.layer_placement import LayerPlacements
 from sharding.placement import CopyTables, assign_copies, slot_distances
 
 
 @dataclass(frozen=True, eq=False)
 class ModelStep:
-    """A model on a mesh, ready to be traced: everything static about a step but its row groups' shapes."""
+    """A model on a mesh, ready to be traced: everything static about a step but its row groups' shapes.
+
+    stage: which run of a model's layers this is, with a configuration and a mesh of its own; None: all of them.
+    """
 
     config: ModelConfig
     table: ParameterTable
@@ -73,6 +78,17 @@ class ModelStep:
     index_scores: IndexScores = IndexScores()
     overlap: TwoBatchOverlap | None = None
     apart: ExpertsApart | None = None
+    stage: Stage | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether tokens enter here: the step has the embedding and the first layers."""
+        return self.stage is None or self.stage.begins
+
+    @property
+    def ends(self) -> bool:
+        """Whether tokens are made here: the step has the last layers, the head and the MTP module."""
+        return self.stage is None or self.stage.ends
 
     @property
     def stored_placement(self) -> LayerPlacements:
@@ -132,23 +148,31 @@ class ModelStep:
         }
 
     def hidden(
-        self, params: Mapping[str, Array], cache: Cache, groups: Sequence[RowGroup], copies: CopyTables | None
+        self,
+        params: Mapping[str, Array],
+        cache: Cache,
+        groups: Sequence[RowGroup],
+        copies: CopyTables | None,
+        x: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
         """Run all groups through all layers.
 
         copies: where the copies of each expert are, of all MoE layers (a leading axis); None in a model without experts. More
         layers than the model has are not read: the MTP module's come last.
+        x: of a stage behind the first, what the one before gave.
 
-        Returns the hidden states of all token slots after the final norm, which ``logits`` multiplies by the head; the
-        updated cache; and dispatch reports stacked over MoE layers (empty unless ``dispatch.report``).
+        Returns the hidden states of all token slots after the final norm, which ``logits`` multiplies by the head, or of a
+        stage before the last as its layers leave them; the updated cache; and dispatch reports stacked over MoE layers (empty
+        unless ``dispatch.report``).
         """
         # float32 means float32: XLA would use TF32 on GPUs and bf16 passes on TPUs. Other dtypes have one meaning.
         with jax.default_matmul_precision("highest"):
             model: Transformer = self.table.bind(params)
             tokens = self.tokens(groups)
-            x = model.embed(tokens.ids, self.dtype)
-            if self.in_place.native:  # a row of zeros stays one through all layers, and native kernels pass it over
-                x = jnp.where(tokens.active[..., None], x, 0)
+            if x is None:
+                x = self._embed(model, tokens.ids)
+                if self.in_place.native:  # a row of zeros stays one through all layers, and native kernels pass it over
+                    x = jnp.where(tokens.active[..., None], x, 0)
             x = self._constrain(x, self.spec.batch_axes)
             layer, reports = jnp.int32(0), {}
             if copies is not None:
@@ -157,10 +181,12 @@ class ModelStep:
                 if self.apart is not None and hasattr(stack, "moe"):
                     first = self.config.num_dense_layers
                     halves = self.in_halves([group.shape for group in groups])
-                    x, cache = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, halves)
+                    x, cache, reports = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, halves)
                     continue
                 x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
                 reports |= report
+            if not self.ends:
+                return self._whole(x), cache, reports
             return self._whole(self.in_place.normalise(model.final_norm, self._whole(x))), cache, reports
 
     def further(
@@ -197,7 +223,7 @@ class ModelStep:
             if filled is not None:
                 filled = self.mark(filled, tokens.slots, True)
             tokens = replace(tokens, filled=filled)
-            embedded = model.embed(self._whole(next_tokens), self.dtype)
+            embedded = self._embed(model, self._whole(next_tokens))
             normalise = self.in_place.normalise
             halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, self._whole(hidden))]
             x = self.in_place.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))
@@ -205,8 +231,8 @@ class ModelStep:
             if self.apart is not None:
                 own_copies = jax.tree.map(lambda array: array[self.config.num_moe_layers :], copies)
                 first = self.config.num_hidden_layers
-                x, cache = run_apart(self, "mtp.layers", params, x, cache, first, tokens, own_copies)
-                return normalise(module.final_norm, x), cache, filled, {}
+                x, cache, reports = run_apart(self, "mtp.layers", params, x, cache, first, tokens, own_copies)
+                return normalise(module.final_norm, x), cache, filled, reports
             own_copies = (
                 None if copies is None else jax.tree.map(lambda array: array[self.config.num_moe_layers], copies)
             )
@@ -430,6 +456,12 @@ class ModelStep:
         attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
         return self._split(attended) if by_data else self._whole(attended), cache
 
+    def _embed(self, model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The rows of the embedding, wherever that lies."""
+        if "embedded_vocab" not in self.rules.in_host:
+            return model.embed(tokens, self.dtype)
+        return model.embed(tokens, self.dtype, partial(rows_from_host, mesh=self.mesh, batch_axes=self.spec.batch_axes))
+
     def _on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
         """``choose(logits, bias)`` for each DP rank's tokens by itself."""
         tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
@@ -460,6 +492,8 @@ class ModelStep:
         if not self.nearest_copies:
             return None
         hosts = np.array([device.process_index for device in self.mesh.devices.flat])
+        if self.dispatch.devices_per_host is not None:
+            hosts = np.arange(hosts.size) // self.dispatch.devices_per_host
         return np.repeat(slot_distances(self.spec, hosts, self.placement.n_physical), runs, axis=0)
 
     def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:

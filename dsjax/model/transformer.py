@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Callable
 
 import numpy as np
 from flax import nnx
@@ -13,7 +15,7 @@ from dsjax.model.mla import MLA
 from dsjax.model.mlp import MLP
 from dsjax.model.moe import MoE
 from dsjax.model.norm import RMSNorm
-from dsjax.model.parameters import Declaration, Matrix, ParameterInfo, ParameterTable, Weights, value_of
+from dsjax.model.parameters import Declaration, Matrix, ParameterInfo, ParameterTable, Weights, reinterpret, value_of
 
 
 class DecoderLayer(nnx.Module):
@@ -39,9 +41,11 @@ class Embedding(nnx.Module):
     def __init__(self, declare: Declaration, config: ModelConfig):
         self.weight = declare.parameter((config.vocab_size, config.hidden_size), ("embedded_vocab", "embed"))
 
-    def __call__(self, tokens: Int[Array, "*b"], dtype) -> Float[Array, "*b D"]:
-        """Rows of the table, in the compute dtype."""
-        return value_of(self.weight)[tokens].astype(dtype)
+    def __call__(
+        self, tokens: Int[Array, "*b"], dtype, look_up: Callable[[Array, Array], Array] = operator.getitem
+    ) -> Float[Array, "*b D"]:
+        """Rows of the table, in the compute dtype. look_up: gives these rows of the table, which is as it is stored."""
+        return reinterpret(look_up(self.weight[...], tokens), self.weight.info.dtype).astype(dtype)
 
 
 class MTP(nnx.Module):
@@ -58,21 +62,38 @@ class MTP(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """All parameters of a model. The ways to run it are ``step.py`` (serving) and ``dense.py`` (training, reference)."""
+    """All parameters of a model. The ways to run it are ``step.py`` (serving) and ``dense.py`` (training, reference).
 
-    def __init__(self, declare: Declaration, config: ModelConfig, *, num_physical: int, materialise: bool, mtp: bool):
+    begins, ends: whether it has the model's first, its last layers; if not, it is a stage, without the embedding or the head.
+    """
+
+    def __init__(
+        self,
+        declare: Declaration,
+        config: ModelConfig,
+        *,
+        num_physical: int,
+        materialise: bool,
+        mtp: bool,
+        begins: bool = True,
+        ends: bool = True,
+    ):
         self.config = config
-        self.embed = Embedding(declare, config)
+        mtp = mtp and config.num_nextn_predict_layers > 0
+        if begins or (ends and (mtp or config.tie_word_embeddings)):
+            self.embed = Embedding(declare, config)
         if config.num_dense_layers:
             self.dense_layers = DecoderLayer(declare.stacked(config.num_dense_layers), config, materialise=materialise)
         if config.num_moe_layers:
             self.moe_layers = DecoderLayer(
                 declare.stacked(config.num_moe_layers), config, num_physical=num_physical, materialise=materialise
             )
+        if not ends:
+            return
         self.final_norm = RMSNorm(declare, config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.head = Matrix(declare, (config.hidden_size, config.vocab_size), ("embed", "vocab"), quantise=False)
-        if mtp and config.num_nextn_predict_layers:
+        if mtp:
             self.mtp = MTP(declare, config, num_physical=num_physical, materialise=materialise)
 
     @property
@@ -106,6 +127,8 @@ def parameter_table(
     mtp: bool = True,
     shared_apart: bool = True,
     derived_dtype: np.dtype | None = None,
+    begins: bool = True,
+    ends: bool = True,
 ) -> ParameterTable:
     """The model's structure and its parameters, holding no memory.
 
@@ -113,12 +136,15 @@ def parameter_table(
     default the logical ones; materialise: with the products that the MLA form ``AM_CC_ME`` wants, which are derived
     from the others and in no checkpoint (``init == "derived"``); mtp: with the MTP modules, where the model has any. shared_apart:
     False where the shared expert is one of the physical experts, and has no parameters beside them. derived_dtype: as of ``Declaration``.
+    begins, ends: as of ``Transformer``.
     """
     if not shared_apart:
         config = dataclasses.replace(config, n_shared_experts=0)
     num_physical = config.n_routed_experts if num_physical is None else num_physical
     declare = Declaration(weights, platform, derived_dtype=derived_dtype)
-    model = Transformer(declare, config, num_physical=num_physical, materialise=materialise, mtp=mtp)
+    model = Transformer(
+        declare, config, num_physical=num_physical, materialise=materialise, mtp=mtp, begins=begins, ends=ends
+    )
     return ParameterTable.of(model)
 
 

@@ -80,6 +80,10 @@ class PlanArgs:
         "Chance that the first draft of a step is accepted, or of each position, as vLLM logs it: 0.74,0.48,0.26.",
     )
     redundant_experts: int | None = option(None, "Physical minus logical; default: tried.")
+    stages: list[int] | None = option(
+        None,
+        "Look at layouts of so many pipeline stages beside those of one; repeatable. A --mesh with pp needs no more.",
+    )
     enable_shared_experts_fusion: bool = option(
         False, "The shared expert is one more routed one, with a copy on each device.", switch=True
     )
@@ -94,7 +98,8 @@ class PlanArgs:
         "tensorrt-llm: the same in layouts that this engine can run, with its own commands.",
     )
     dispatch: str | None = option(
-        None, "deepep (as published), or dsjax's own: auto, gather, padded, ragged. Default: the engine's."
+        None,
+        "deepep (as published), or dsjax's own: auto, gather, padded, ragged, hierarchical. Default: the engine's.",
     )
     compiled: list[Path] | None = option(
         None, "JSON of dsjax dryrun: its figures in place of assumptions where it is of a layout; repeatable."
@@ -126,7 +131,7 @@ class PlanArgs:
         "Default: the engine's.",
     )
     prefill_tokens: int = option(16384, "Most prompt tokens of a DP rank in a step.")
-    mesh: str | None = option(None, "Plan with instances of this mesh only: dp=32, or dp=4,tp=8.")
+    mesh: str | None = option(None, "Plan with instances of this mesh only: dp=32, or dp=4,tp=8, or pp=2,tp=8.")
     prefill_mesh: str | None = option(None, "Separated: mesh of a prefill instance.")
     decode_mesh: str | None = option(None, "Separated: mesh of a decode instance.")
     prefill_instances: int | None = option(None, "Separated: how many of them.")
@@ -351,6 +356,7 @@ class PlanArgs:
             pins=self._pins(),
             widest=self.max_devices_per_instance,
             fused=self.enable_shared_experts_fusion,
+            stages=(1, *(self.stages or ())),
         )
 
     def _pins(self) -> Pins:

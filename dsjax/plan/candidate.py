@@ -115,7 +115,7 @@ class Candidate:
             "redundant_experts": self.decode.layout.redundant,
             "instances": self.count,
             "devices": self.devices,
-            "batch_per_dp_rank": self.batch,
+            "batch_per_dp_rank": self.decode.requests(self.batch),
             "two_batch_overlap": self.decode.overlapped(self.batch),
             "ttft_s": self.ttft.to_json(),
             "tpot_s": self.tpot.to_json(),

@@ -65,6 +65,7 @@ class DryRun:
     kv_cache_dtype: str
     form: str
     wire: str
+    dispatch: str
     temporaries: int
     collectives: tuple[Sent, ...]
     flops: Mapping[str, float]
@@ -82,7 +83,9 @@ class DryRun:
 
     @property
     def method(self) -> str | None:
-        """Name of the dispatch that was compiled: `gather`, `padded` or `ragged`; None where experts are not spread."""
+        """Name of the dispatch that was compiled; None where experts are not spread."""
+        if self.dispatch == "hierarchical":
+            return self.dispatch
         kinds = {c.kind for c in self.exchanges}
         known = {"ragged-all-to-all": "ragged", "all-to-all": "padded", "reduce-scatter": "gather"}
         return next((method for kind, method in known.items() if kind in kinds), None)
@@ -121,6 +124,8 @@ def read_dry_run(path: str | Path) -> DryRun:
 
 
 def _from_json(file: str, written: str, values: Mapping[str, Any]) -> DryRun:
+    if "stages" in values:
+        raise ValueError("it is of several stages, of which a plan takes no dry run yet")
     memory, timeline = values["device_bytes"], values.get("timeline")
     return DryRun(
         file=file,
@@ -140,6 +145,7 @@ def _from_json(file: str, written: str, values: Mapping[str, Any]) -> DryRun:
         kv_cache_dtype=values["kv_cache_dtype"],
         form=values["mla"],
         wire=values["dispatch_wire"],
+        dispatch=values.get("dispatch", ""),
         temporaries=memory["temporaries"] + max(0, memory["outputs"] - memory["aliased"]) + (memory.get("code") or 0),
         collectives=tuple(Sent.read(one) for one in values["collectives"]),
         flops=dict(values["costs"]["flops_by_dtype"]),

@@ -45,7 +45,7 @@ def further_rounds(step: StepModel, tokens: float) -> int:
     mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
     ranks, needed = mesh.num_devices // mesh.expert_copies, []
     for each, halved in ((tokens / mesh.tp_size / 2, True), (tokens / mesh.tp_size, False)):
-        if own_method(step.dispatch, each, top_k, ranks, halved) != "padded":
+        if own_method(step.dispatch, each, top_k, ranks, halved) not in ("padded", "hierarchical"):
             needed.append(1)
             continue
         rows, experts = each * top_k * mesh.expert_width_shards, step.config.n_routed_experts

@@ -17,6 +17,7 @@ from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
+from dsjax.plan.stages import through_stages
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import PlanOptions, Workload
 
@@ -46,7 +47,24 @@ class Instance:
         if self.only_middle:
             return self
         steps = self.steps.setdefault("middle", {"shared": self.steps.setdefault("shared", {})})
+        if "stage" in self.steps:
+            steps.setdefault("stage", self.steps["stage"])
         return dataclasses.replace(self, only_middle=True, steps=steps)
+
+    @cached_property
+    def stage(self) -> Instance | None:
+        """The whole model on the devices of one stage, where there are several, whose batches take turns (`stages.py`); else None."""
+        mesh = self.layout.mesh
+        if mesh.pp_size == 1:
+            return None
+        steps = self.steps.setdefault("stage", {"shared": self.steps.setdefault("shared", {})})
+        layout = dataclasses.replace(self.layout, mesh=mesh.stage)
+        whole = dataclasses.replace(self, layout=layout, steps=steps, only_middle=False)
+        return whole.middle if self.only_middle else whole
+
+    def requests(self, batch: float) -> float:
+        """Running requests of a DP rank, of all batches that its stages take in turn."""
+        return batch * self.layout.mesh.pp_size
 
     @cached_property
     def memory(self) -> Memory:
@@ -58,18 +76,21 @@ class Instance:
     @property
     def places_by_load(self) -> bool:
         """Whether experts are moved after their load while serving: with redundant experts, wherever the engine can."""
-        return self.options.engine.balances and self.layout.redundant > 0 and self.layout.mesh.ep_size > 1
+        able = self.options.engine.balances and self.layout.mesh.pp_size == 1
+        return able and self.layout.redundant > 0 and self.layout.mesh.ep_size > 1
 
     @cached_property
     def dry_runs(self) -> tuple[DryRun, ...]:
         """Those that were compiled for this layout."""
         options = self.options
+        if self.layout.mesh.pp_size > 1:
+            return ()
         return runs_of(options.compiled, self.layout, self.config, self.cluster, options.precision)
 
     @property
     def replicas(self) -> int:
-        """DP ranks."""
-        return self.layout.mesh.dp_size
+        """DP ranks, each counted once for each stage: as many batches of it are under way."""
+        return self.layout.mesh.dp_size * self.layout.mesh.pp_size
 
     @cached_property
     def max_batch(self) -> int:
@@ -122,7 +143,10 @@ class Instance:
     def decode_step(self, batch: float) -> Figure:
         """Seconds of one decode step, with the overlap that makes it faster."""
         key = ("decode", batch)
-        if key not in self.steps:
+        if key not in self.steps and self.stage is not None:
+            drafts = self.options.drafts
+            self.steps[key] = self._staged(self.stage.decode_step(batch), batch * (1 + drafts), True)
+        elif key not in self.steps:
             context, uneven = self.workload.context, self.workload.uneven
             times = [m.decode(batch, context, drafts=self.options.drafts, uneven=uneven) for m in self.step_models()]
             self.steps[key] = self._paced(min(times, key=lambda time: time.value), True)
@@ -193,7 +217,10 @@ class Instance:
 
     def _prefill(self, tokens: float, busy: float) -> tuple[Figure, float]:
         key = ("prefill", tokens, busy)
-        if key not in self.steps:
+        if key not in self.steps and self.stage is not None:
+            step, slack = self.stage._prefill(tokens, busy)
+            self.steps[key] = self._staged(step, tokens, False), slack
+        elif key not in self.steps:
             computed, work = self.workload.computed, self.workload
             prompt = computed * (1 + work.input.variation**2)
             steps = []
@@ -204,6 +231,10 @@ class Instance:
             step, slack = min(steps, key=lambda one: one[0].value)
             self.steps[key] = self._paced(step, False), slack
         return self.steps[key]
+
+    def _staged(self, step: Figure, tokens: float, decode: bool) -> Figure:
+        drafts = self.options.drafts > 0
+        return through_stages(step, self.config, self.cluster, self.layout.mesh, tokens, decode, drafts)
 
     @property
     def ahead(self) -> bool:

@@ -126,6 +126,8 @@ def unfit(engine: str, layout: InstanceLayout, host: int, hardware: Hardware, pr
     host: devices of one. hardware: the device, on which TensorRT-LLM's expert kernels depend.
     """
     mesh = layout.unit.mesh
+    if layout.mesh.pp_size > 1:
+        return f"{layout.mesh}: for {engine} no command is written with pipeline stages"
     if "etp" in mesh.axes:
         return f"{layout.mesh}: for {engine} no command is written in which DP ranks share an expert's width"
     hybrid = mesh.splits_expert_width and mesh.ep_size > 1

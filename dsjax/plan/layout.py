@@ -28,6 +28,8 @@ class InstanceLayout:
     def kind(self) -> str:
         """Dynamo's name: TP, TEP and DEP with their width, or the mixture."""
         mesh = self.mesh
+        if mesh.pp_size > 1:
+            return f"PP{mesh.pp_size}×{InstanceLayout(mesh.stage).kind}"
         experts = "TP" if mesh.splits_expert_width else "TEP"
         if "etp" in mesh.axes:
             name = f"DP{mesh.dp_size}" + (f"×TP{mesh.tp_size}" if mesh.tp_size > 1 else "") + f", ETP{mesh.etp_size}"
@@ -41,10 +43,13 @@ class InstanceLayout:
 
     @cached_property
     def unit(self) -> InstanceLayout:
-        """The instance that one copy of the experts makes: what `expert_copies` of are side by side, without communicating."""
+        """The instance that one copy of the experts makes: what `expert_copies` of are side by side, without communicating.
+
+        Of several stages it is on one stage's devices.
+        """
         mesh = self.mesh
         if mesh.expert_copies == 1:
-            return self
+            return self if mesh.pp_size == 1 else InstanceLayout(mesh.stage, self.redundant, self.fused)
         return InstanceLayout(
             MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size, mesh.etp_size),
             self.redundant,
@@ -57,6 +62,8 @@ class InstanceLayout:
 
 def fits(config: ModelConfig, layout: InstanceLayout, block: int | None) -> MeshError | None:
     """`MeshSpec.check_fits` on the model's numbers; None, or the error. block: of FP8 weights (128) or None."""
+    if layout.mesh.pp_size > config.num_hidden_layers:
+        return MeshError(f"mesh {layout.mesh} has more stages than the model has layers, {config.num_hidden_layers}")
     try:
         layout.mesh.check_fits(
             heads=config.num_attention_heads,
@@ -79,22 +86,29 @@ def instance_sizes(devices: int, per_host: int) -> list[int]:
 
 
 def layouts(
-    config: ModelConfig, devices: int, per_host: int, *, redundant: int | None, block: int | None, copies: bool
+    config: ModelConfig,
+    devices: int,
+    per_host: int,
+    *,
+    redundant: int | None,
+    block: int | None,
+    copies: bool,
+    stages: Collection[int] = (1,),
 ) -> Iterator[InstanceLayout]:
     """Every layout of an instance of at most `devices` devices that fits the model.
 
     redundant: physical minus logical experts; None tries the fewest that divide over the EP group and the fewest from 32 on.
     copies: also layouts with several copies of the experts (`dp=32,ep=8`). Copies never communicate, so such a layout is
-        so many smaller instances behind one front; their figures are the same.
+        so many smaller instances behind one front; their figures are the same. stages: numbers of them.
     """
     logical = config.n_routed_experts
-    for size in instance_sizes(devices, per_host):
+    for pp, size in ((count, size) for count in stages for size in instance_sizes(devices // count, per_host)):
         for tp in _divisors(size):
             if config.num_attention_heads % tp or tp > 2 * per_host:
                 continue
             for ep in _divisors(size):
                 try:
-                    mesh = MeshSpec(dp_size=size // tp, tp_size=tp, ep_size=ep)
+                    mesh = MeshSpec(dp_size=size // tp, tp_size=tp, ep_size=ep, pp_size=pp)
                 except MeshError:
                     continue
                 if (mesh.expert_copies > 1 and not copies) or ep > 2 * max(logical, 1):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
 from dsjax.model.mla_costs import index_key_bytes
 from dsjax.model.parameter_counts import attention_matrices, parameter_counts, router_bias_parameters
+from dsjax.model.stage import stages_of
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, assumed, exact, largest
 from dsjax.plan.layout import InstanceLayout
@@ -22,6 +24,8 @@ def weight_bytes(
     norms are whole on every device.
     """
     counts, mesh = parameter_counts(config), layout.mesh
+    if mesh.pp_size > 1:
+        return max(_stages_weights(config, layout, precision, mtp), key=lambda sizes: sum(sizes.values()))
     tp, layers = mesh.tp_size, config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     moe_layers = layers - config.num_dense_layers if config.is_moe else 0
     dense_layers = layers - moe_layers
@@ -40,6 +44,22 @@ def weight_bytes(
     if mtp:
         sizes["MTP projection and norms"] = config.num_nextn_predict_layers * (2 * width * width + 3 * width) * 2
     return {name: size for name, size in sizes.items() if size}
+
+
+def _stages_weights(
+    config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool
+) -> list[dict[str, int]]:
+    """The same of each stage."""
+    counts, width, found = parameter_counts(config), config.hidden_size, []
+    for stage in stages_of(config, layout.mesh.pp_size, mtp=mtp):
+        sizes = weight_bytes(
+            stage.config(config), dataclasses.replace(layout, mesh=layout.mesh.stage), precision, mtp and stage.ends
+        )
+        embedded = stage.begins or (stage.ends and (mtp or config.tie_word_embeddings))
+        whole = counts["embedding"] * embedded + counts["head"] * stage.ends
+        sizes["embedding and head"] = whole * 2 // layout.mesh.tp_size + width * 2 * stage.ends
+        found.append({name: size for name, size in sizes.items() if size})
+    return found
 
 
 def expert_bytes(config: ModelConfig, shards: int, precision: Precision) -> int:
@@ -102,6 +122,8 @@ def memory(
 
     balanced: experts move while serving, so that the staging buffer of one layer's slots is set aside too.
     """
+    if layout.mesh.pp_size > 1:
+        return _memory_of_stages(config, layout, precision, device_bytes, mtp)
     weights = weight_bytes(config, layout, precision, mtp)
     reserve = set_aside(device_bytes, dry_runs)
     if balanced:
@@ -109,6 +131,25 @@ def memory(
         staging = slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
         reserve = reserve + exact(staging, "staging of experts that move", "B")
     return Memory(weights, reserve, device_bytes, cache_bytes_per_token(config, precision, mtp))
+
+
+def _memory_of_stages(
+    config: ModelConfig, layout: InstanceLayout, precision: Precision, device_bytes: int, mtp: bool
+) -> Memory:
+    """The stage with room for the fewest tokens. Its tokens are of one of as many batches as there are stages, which share its cache."""
+    count = layout.mesh.pp_size
+    each = [
+        Memory(
+            weights,
+            set_aside(device_bytes),
+            device_bytes,
+            count * cache_bytes_per_token(stage.config(config), precision, mtp and stage.ends),
+        )
+        for stage, weights in zip(
+            stages_of(config, count, mtp=mtp), _stages_weights(config, layout, precision, mtp), strict=True
+        )
+    ]
+    return min(each, key=lambda memory: memory.cache_tokens.value)
 
 
 def set_aside(device_bytes: int, dry_runs: tuple[DryRun, ...] = ()) -> Figure:

@@ -18,7 +18,8 @@ from dsjax.plan.operations import (
     normal_shares,
 )
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, NORMAL_DEVICE, OperatorTables, as_filed
-from sharding.dispatch import choose_method, default_capacity
+from sharding.dispatch import choose_method, default_capacity, host_capacity
+from sharding.dispatch import hosts_of_a_token as mean_hosts
 
 _REFERENCE_LATENCY = 2e-6
 """Latency of the network on which the fixed part was measured: InfiniBand, one way."""
@@ -191,11 +192,11 @@ def own_method(dispatch: str, tokens: float, top_k: int, ranks: int, overlapped:
 
 
 def exchanged_rows(method: str, tokens: float, top_k: int, ranks: int, overlapped: bool = False) -> float:
-    """Rows of a device to each other rank: all of its (`gather`), the default capacity (`padded`), those needed (`ragged`)."""
+    """Rows of a device to each other rank: all of its (`gather`), those needed (`ragged`), or the default capacity."""
     whole = max(1, math.ceil(tokens))
     if method == "ragged":
         return tokens * (1 - (1 - 1 / ranks) ** top_k)
-    return float(default_capacity(whole, top_k, ranks, overlapped) if method == "padded" else whole)
+    return float(whole if method == "gather" else default_capacity(whole, top_k, ranks, overlapped))
 
 
 def own_exchange(
@@ -207,11 +208,24 @@ def own_exchange(
     row_bytes: float,
     slowest: Figure,
     overlapped: bool = False,
+    routed_groups: tuple[int, int] | None = None,
 ) -> Figure:
-    """One way of dsjax's own dispatch (`docs/dispatch.md`) as XLA's collectives: `gather`, `padded`, `ragged` or `auto`."""
+    """One way of dsjax's own dispatch (`docs/dispatch.md`) as XLA's collectives: a method's name, or `auto`.
+
+    routed_groups: as of `DispatchConfig`, for `hierarchical`.
+    """
     if ranks == 1:
         return exact(0.0)
     method = own_method(method, tokens, top_k, ranks, overlapped)
+    if method == "hierarchical":
+        hosts = cluster.domains_of(ranks)
+        if 1 < hosts < ranks:
+            crossing = host_capacity(max(1, math.ceil(tokens)), top_k, hosts, overlapped, routed_groups) * row_bytes
+            inside = hosts * exchanged_rows(method, tokens, top_k, ranks, overlapped) * row_bytes
+            return xla_collective(cluster, hosts, exact(crossing), near=1, of=ranks) + xla_collective(
+                cluster, ranks // hosts, exact(inside)
+            )
+        method = "padded"
     each = exact(exchanged_rows(method, tokens, top_k, ranks, overlapped))
     each = (each * slowest if method == "ragged" else each) * row_bytes
     kind = {"gather": "all_gather", "padded": "all_to_all", "ragged": "ragged_all_to_all"}[method]
@@ -224,21 +238,28 @@ def spans_hosts(cluster: Cluster, ranks: int) -> bool:
 
 
 def xla_collective(
-    cluster: Cluster, ranks: int, each: Figure, count: int = 1, kind: str = "all_to_all", near: int | None = None
+    cluster: Cluster,
+    ranks: int,
+    each: Figure,
+    count: int = 1,
+    kind: str = "all_to_all",
+    near: int | None = None,
+    of: int | None = None,
 ) -> Figure:
     """Seconds of a collective of XLA's in which a device sends `each` bytes to every other rank; `count` fixed parts.
 
     kind: as `dsjax bench network` names it, whose times are taken where the cluster has them. near: ranks that the scale-up link
-    joins; default: neighbouring ones.
+    joins; default: neighbouring ones. of: neighbouring devices that the ranks are among, where they are not neighbours themselves.
     """
-    if cluster.measured is not None and near is None:
+    if cluster.measured is not None and (near is None or of is not None):
         sent = (each * (ranks - 1)).named("bytes that leave a device", "B")
-        measured = cluster.measured.seconds(kind, spans_hosts(cluster, ranks), ranks, sent)
+        apart = of is not None or spans_hosts(cluster, ranks)
+        measured = cluster.measured.seconds(kind, apart, ranks, sent)
         if measured is not None:
-            first = cluster.measured.seconds(kind, spans_hosts(cluster, ranks), ranks, exact(0.0))
+            first = cluster.measured.seconds(kind, apart, ranks, exact(0.0))
             return measured if count == 1 else measured + first * (count - 1)
     near = min(cluster.domain, ranks) if near is None else near
-    cluster = cluster.between(ranks)
+    cluster = cluster.between(of or ranks)
     share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
     rows = (each * (near - 1)).named("bytes to neighbours", "B")
     time = rows * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
@@ -262,21 +283,8 @@ def moved_bytes(cluster: Cluster, ranks: int, size: Figure) -> Figure:
 
 
 def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
-    """Mean number of hosts that hold one of a token's experts, its own among them.
-
-    With group-limited routing and whole groups on a host, a token's `topk_group` groups lie on few hosts; where a group
-    spans several hosts, its share of the token's experts is spread over them.
-    """
-    groups, chosen, top_k = config.n_group, config.topk_group, config.num_experts_per_tok
-    if groups == 1 or chosen >= groups:
-        return hosts * (1 - (1 - 1 / hosts) ** top_k)
-    if hosts <= groups:
-        per_host = groups / hosts
-        whole = round(per_host)
-        missed = math.comb(groups - whole, chosen) / math.comb(groups, chosen) if groups - whole >= chosen else 0.0
-        return hosts * (1 - missed)
-    span = hosts / groups
-    return min(chosen * span * (1 - (1 - 1 / span) ** (top_k / chosen)), float(top_k))
+    """Mean number of hosts that hold one of a token's experts, its own among them, whole groups of the router's lying on a host."""
+    return mean_hosts(config.num_experts_per_tok, hosts, (config.n_group, config.topk_group))
 
 
 def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | None = None) -> Figure:

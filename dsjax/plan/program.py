@@ -46,7 +46,10 @@ def exchanges(
     for sent in run.exchanges:
         count = run.figure(sent.times / layers, f"{sent.kind}, times a layer")
         each = run.figure(sent.size / (sent.ranks - 1), f"{sent.kind}, bytes to each of {sent.ranks - 1} ranks", "B")
-        times.append(xla_collective(cluster, sent.ranks, each * factor, kind=sent.kind.replace("-", "_")) * count)
+        # Rows cross between hosts alone where a dispatch has two stages.
+        near, of = (1, ranks) if run.method == "hierarchical" and not sent.inside else (None, None)
+        kind = sent.kind.replace("-", "_")
+        times.append(xla_collective(cluster, sent.ranks, each * factor, kind=kind, near=near, of=of) * count)
     half = len(times) - len(times) // 2
     return total(times[:half]), total(times[half:])
 

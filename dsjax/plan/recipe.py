@@ -80,6 +80,10 @@ def serve_options(
         "--prefill-chunk": str(max(1, min(math.ceil(prefill_tokens), length))),
     }
     share = memory_share(instance, seqs * length)
+    pp = instance.layout.mesh.pp_size
+    if pp > 1:  # a step has the requests of one of the batches that the stages take in turn
+        chosen["--max-num-seqs"] = str(seqs * pp)
+        chosen["--max-num-batched-tokens"] = str(max(seqs * pp, tokens))
     if share > EngineArgs.gpu_memory_utilization:
         chosen["--gpu-memory-utilization"] = f"{share:g}"
     if options.drafts:

@@ -133,7 +133,7 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
             + (", two batches" if candidate.decode.overlapped(candidate.batch) else "")
             + (", compiled" if candidate.decode.dry_runs or candidate.prefill.dry_runs else ""),
             str(candidate.devices),
-            f"{candidate.batch:g}",
+            f"{candidate.decode.requests(candidate.batch):g}",
             _ranged(candidate.ttft, 1, 2),
             _ranged(candidate.tpot, 1e3, 1),
             _ranged(candidate.throughput, 1, 0),

@@ -103,9 +103,11 @@ def _exchanges(
         run = exchange_run(step.dry_runs, decode, step.dispatch, top_k, ranks, rank_tokens) if ranks > 1 else None
         if run:
             return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
+        groups = (config.n_group, config.topk_group) if step.layout.redundant == 0 else None
         rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
         return tuple(
-            own_exchange(cluster, step.dispatch, ranks, rank_tokens, top_k, row, slowest, halved) for row in rows
+            own_exchange(cluster, step.dispatch, ranks, rank_tokens, top_k, row, slowest, halved, groups)
+            for row in rows
         )
     if decode:
         return (

@@ -72,6 +72,7 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
             redundant=question.options.redundant,
             block=block,
             copies=question.devices <= 64,
+            stages=tried_stages(question.options),
         )
     )
     runnable += [
@@ -105,13 +106,22 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
             )
     steps: dict[InstanceLayout, dict] = {}
     shared: dict = {}
-    made = [question.instance(layout, steps.setdefault(layout.unit, {"shared": shared})) for layout in runnable]
+    made = []
+    for layout in runnable:
+        of_unit = steps.setdefault(layout.unit, {"shared": shared})
+        own = of_unit if layout.mesh.pp_size == 1 else {"shared": shared, "stage": of_unit}
+        made.append(question.instance(layout, own))
     return runnable, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
 
 
 def wanted_meshes(options: PlanOptions) -> set[MeshSpec]:
     """The meshes that a user named."""
     return {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
+
+
+def tried_stages(options: PlanOptions) -> list[int]:
+    """Numbers of stages to look at: those that were asked for, and those of meshes that a user named."""
+    return sorted({*options.stages, *(mesh.pp_size for mesh in wanted_meshes(options))})
 
 
 def _runnable(question: Question, layouts: list[InstanceLayout]) -> list[InstanceLayout]:
@@ -164,7 +174,10 @@ def _search(question: Question) -> Plan:
     if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
     if "separated" in question.options.possible_modes:
-        candidates += separated_candidates(question, fitting, of_prefill(question, fitting), candidates)
+        # Pages are not handed over between engines with stages.
+        whole = [instance for instance in fitting if instance.stage is None]
+        first = [instance for instance in of_prefill(question, fitting) if instance.stage is None]
+        candidates += separated_candidates(question, whole, first, candidates)
     objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]
     missed = [c for c in candidates if not c.meets(objective)]

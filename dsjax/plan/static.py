@@ -34,8 +34,8 @@ class StaticResult:
             "kind": layout.kind,
             "redundant_experts": layout.redundant,
             "devices": layout.devices,
-            "batch_per_dp_rank": self.batch,
-            "max_batch_per_dp_rank": self.instance.max_batch,
+            "batch_per_dp_rank": self.instance.requests(self.batch),
+            "max_batch_per_dp_rank": self.instance.requests(self.instance.max_batch),
             "cache_tokens_per_dp_rank": self.instance.memory.cache_tokens.to_json(),
             "ttft_s": self.ttft and self.ttft.to_json(),
             "tpot_s": self.tpot and self.tpot.to_json(),
@@ -50,7 +50,9 @@ def static(question: Question, mode: str, batch: int | None) -> list[StaticResul
 
 def static_of(fitting: list[Instance], mode: str, batch: int | None) -> list[StaticResult]:
     """Compute the results of instances that are known to fit."""
-    results = [_result(i, mode, batch or i.max_batch) for i in fitting if (batch or 1) <= i.max_batch]
+    # Of several stages, a batch of a DP rank is in as many parts, which they take in turn.
+    sizes = [(i, -(-batch // i.layout.mesh.pp_size) if batch else i.max_batch) for i in fitting]
+    results = [_result(i, mode, size) for i, size in sizes if max(size, 1) <= i.max_batch]
     return sorted(results, key=lambda r: -r.rate.value)
 
 
@@ -107,8 +109,8 @@ def show_static(console: Console, results: list[StaticResult], mode: str, rows: 
         table.add_row(
             f"{layout}\n{layout.kind}",
             str(layout.devices),
-            str(result.batch),
-            str(result.instance.max_batch),
+            str(result.instance.requests(result.batch)),
+            str(result.instance.requests(result.instance.max_batch)),
             _ranged(result.ttft, 1, 2),
             _ranged(result.tpot, 1e3, 1),
             _ranged(result.rate, 1, 0),

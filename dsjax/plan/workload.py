@@ -20,7 +20,7 @@ from dsjax.plan.precision import PRECISIONS, Precision
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 from sharding.mesh import MeshSpec
 
-DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged")
+DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged", "hierarchical")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class PlanOptions:
     are of a layout. mesh: of every instance; None searches. measured: times of modules, taken where they are of a layout. operators:
     tables of operations. host: `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of
     separated services. widest: most devices of an instance, None for all. fused: the shared expert is a routed one, with a copy on
-    each device.
+    each device. stages: numbers of pipeline stages that are looked at.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -236,6 +236,7 @@ class PlanOptions:
     pins: Pins = field(default_factory=lambda: Pins())
     widest: int | None = None
     fused: bool = False
+    stages: tuple[int, ...] = (1,)
 
     def __post_init__(self):
         if self.host not in HOST_TIMES:
@@ -260,6 +261,7 @@ class PlanOptions:
             ("--max-devices", self.max_devices, 1),
             ("--max-devices-per-instance", self.widest, 1),
             ("--redundant-experts", self.redundant, 0),
+            ("--stages", min(self.stages), 1),
         ):
             if value is not None and value < least:
                 raise UserError(f"{flag} is {value}, expected at least {least}")

@@ -1,9 +1,7 @@
 """`dsjax serve`: load a model onto a mesh and answer OpenAI's clients."""
 
 import dataclasses
-import signal
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,7 +108,9 @@ def serve(
     check_listener(listener, keys, allow_unauthenticated)
     console = Console()
     if args.afd_role == "expert":
-        serve_experts(args, console)
+        from dsjax.serve.headless import HeadlessExperts
+
+        HeadlessExperts(options, args.afd_server_rank or 0).serve(args, listener, console)
         return
     if group_options is not None and not group_options.is_leader:
         from dsjax.serve.headless import Headless
@@ -135,22 +135,6 @@ def serve(
     )
     if code:
         raise typer.Exit(code)
-
-
-def serve_experts(args: EngineArgs, console: Console) -> None:
-    """Answer the attention side's calls until the process is told to end."""
-    from dsjax.engine.elastic.joining import join_group
-
-    join_group(args, None)  # has devices emulated
-    from dsjax.engine.expert_process import load_experts
-
-    process = load_experts(args, show_progress=True)
-    console.print(f"routed experts of {args.model} on {args.expert_mesh} answer at {args.afd_address}", highlight=False)
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    signal.signal(signal.SIGINT, lambda *_: ended.set())
-    ended.wait()
-    process.close()
 
 
 def serve_model(
@@ -224,6 +208,7 @@ def serve_model(
 
 def metrics_of(model: "LLM", name: str) -> "Metrics":
     """Make the metrics of a loaded model's work. name: as clients know it."""
+    from dsjax.engine.afd.link_counts import ExpertLinks
     from dsjax.serve.metrics import Metrics
     from dsjax.serve.metrics_parts import device_memory
 
@@ -240,4 +225,5 @@ def metrics_of(model: "LLM", name: str) -> "Metrics":
         parked=model.parts.core.parked,
         prefills=model.parts.prefill_engines,
         links=None if group is None or group.monitor is None else lambda: group.monitor.links,
+        expert_links=model.executor.extension(ExpertLinks),
     )

@@ -1,9 +1,12 @@
-"""A server without requests: what `dsjax serve` is in every process but the first of a group."""
+"""Servers without requests: what `dsjax serve` is in every process but the first of a group, and in those that have experts alone."""
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -11,6 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from rich.console import Console
 
 from dsjax.background import start_thread
+from dsjax.engine.afd.options import expert_share
 from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
@@ -23,47 +27,31 @@ from dsjax.serve.metrics_links import add_link_metrics
 from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics, device_memory
 from dsjax.serve.options import ServeOptions
 
+if TYPE_CHECKING:  # it brings JAX in
+    from dsjax.engine.expert_process import ExpertProcess
 
-class Headless:
-    """One process of a group that follows process 0, with `/health`, `/ready` and `/metrics` of its own.
+
+class Probes:
+    """`/health`, `/live`, `/ready` and `/metrics` of a process that takes no requests.
 
     Args:
-        http: as of the server of process 0; `/metrics` wants one of its keys where it has any.
+        http: as of a server; `/metrics` wants one of its keys where it has any.
 
     Attributes:
-        phase: what it is doing: rendezvous, loading, warming up, ready, shutting down.
+        phase: what the process is doing; `ready` makes `/ready` say so.
     """
 
-    def __init__(self, options: HostOptions, http: ServeOptions):
-        self.options, self._http = options, http
-        self._follower = None
-        self.registry = registry = Registry(process=str(options.process_id))
-        for name, documentation, count in (
-            ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
-            ("dsjax_follower_steps", "Of those, steps and the like whose results have been read.", "steps"),
-        ):
-            registry.total(name, documentation, lambda count=count: float(getattr(self._follower, count, 0)))
-        registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))
+    title: str
+    phase: str
+
+    def __init__(self, http: ServeOptions, registry: Registry):
+        self._http, self.registry = http, registry
         add_background_metrics(registry)
-        add_link_metrics(registry, self._links, read_interfaces)
-        # To ask for devices before the group is there would start JAX alone.
+        # To ask for devices before they are arranged would start JAX without them.
         add_memory_metrics(registry, lambda: device_memory() if self.phase in ("warming up", "ready") else ())
 
-    def _links(self) -> Mapping[int, LinkState]:
-        monitor = getattr(getattr(self._follower, "group", None), "monitor", None)
-        return {} if monitor is None else monitor.links
-
-    @property
-    def phase(self) -> str:
-        """What this process does."""
-        return "rendezvous" if self._follower is None else self._follower.phase
-
-    def serve(self, args: EngineArgs, listener: socket.socket, console: Console) -> None:
-        """Join, load, and follow until process 0 ends.
-
-        Raises:
-            UserError, GroupError: there is no group, or it has broken.
-        """
+    def listen(self, listener: socket.socket) -> str:
+        """Answer from now on, in a thread; give the URL."""
         config = uvicorn.Config(
             self.app(),
             log_config=None,
@@ -74,26 +62,11 @@ class Headless:
         server = uvicorn.Server(config)  # takes no signals in a thread that is not the main one
         start_thread("headless server", server.run, [listener], name="dsjax-headless")
         host, port = listener.getsockname()[:2]
-        console.print(
-            f"process {self.options.process_id} of {self.options.num_processes}: follows process 0 at "
-            f"{self.options.coordinator_text}; /health, /ready and /metrics at http://{host}:{port}",
-            highlight=False,
-        )
-        group = join_group(args, self.options)
-        from dsjax.engine.elastic.follower import Follower
-
-        self._follower = Follower(group)
-        self._follower.run_with(args)
-        how = (
-            "the others go on without this process"
-            if self._follower.left
-            else "process 0 has ended; this process ends too"
-        )
-        console.print(how, highlight=False)
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def app(self) -> FastAPI:
-        """Make the application with the three endpoints."""
-        app = FastAPI(title="dsjax follower", docs_url=None, redoc_url=None, openapi_url=None)
+        """Make the application with the endpoints."""
+        app = FastAPI(title=self.title, docs_url=None, redoc_url=None, openapi_url=None)
 
         @app.get("/live")  # what Dynamo's operator asks for
         @app.get("/health")
@@ -112,3 +85,116 @@ class Headless:
 
         app.add_middleware(Keys, options=self._http, open_paths=OPEN_PATHS | {"/live"})
         return app
+
+
+class Headless(Probes):
+    """One process of a group that follows process 0.
+
+    Attributes:
+        phase: what it is doing: rendezvous, loading, warming up, ready, shutting down.
+    """
+
+    title = "dsjax follower"
+
+    def __init__(self, options: HostOptions, http: ServeOptions):
+        self.options = options
+        self._follower = None
+        super().__init__(http, Registry(process=str(options.process_id)))
+        registry = self.registry
+        for name, documentation, count in (
+            ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
+            ("dsjax_follower_steps", "Of those, steps and the like whose results have been read.", "steps"),
+        ):
+            registry.total(name, documentation, lambda count=count: float(getattr(self._follower, count, 0)))
+        registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))
+        add_link_metrics(registry, self._links, read_interfaces)
+
+    def _links(self) -> Mapping[int, LinkState]:
+        monitor = getattr(getattr(self._follower, "group", None), "monitor", None)
+        return {} if monitor is None else monitor.links
+
+    @property
+    def phase(self) -> str:
+        """What this process does."""
+        return "rendezvous" if self._follower is None else self._follower.phase
+
+    def serve(self, args: EngineArgs, listener: socket.socket, console: Console) -> None:
+        """Join, load, and follow until process 0 ends.
+
+        Raises:
+            UserError, GroupError: there is no group, or it has broken.
+        """
+        url = self.listen(listener)
+        console.print(
+            f"process {self.options.process_id} of {self.options.num_processes}: follows process 0 at "
+            f"{self.options.coordinator_text}; /health, /ready and /metrics at {url}",
+            highlight=False,
+        )
+        group = join_group(args, self.options)
+        from dsjax.engine.elastic.follower import Follower
+
+        self._follower = Follower(group)
+        self._follower.run_with(args)
+        how = (
+            "the others go on without this process"
+            if self._follower.left
+            else "process 0 has ended; this process ends too"
+        )
+        console.print(how, highlight=False)
+
+
+class HeadlessExperts(Probes):
+    """A process with routed experts alone, which answers an attention side's calls (`--afd-role expert`).
+
+    Args:
+        rank: which of the processes of `--afd-address` it is; the label `expert_process` of its metrics.
+
+    Attributes:
+        phase: what it is doing: loading, ready, shutting down.
+    """
+
+    title = "dsjax experts"
+
+    def __init__(self, http: ServeOptions, rank: int = 0):
+        self.phase = "loading"
+        self._process: ExpertProcess | None = None
+        super().__init__(http, Registry(expert_process=str(rank)))
+        registry = self.registry
+        for name, documentation, field in (
+            ("calls", "Calls for the experts of a layer that were answered.", "num_calls"),
+            ("rows", "Rows of tokens that came with them, padding included.", "num_rows"),
+        ):
+            registry.total(f"dsjax_experts_{name}", documentation, lambda field=field: self._of_process(field))
+        registry.gauge(
+            "dsjax_experts_connections",
+            "Attention sides that are connected.",
+            lambda: self._of_process("num_connections"),
+        )
+        registry.gauge("dsjax_experts_ready", "1 while this process answers.", lambda: float(self.phase == "ready"))
+
+    def _of_process(self, field: str) -> float:
+        return 0.0 if self._process is None else float(getattr(self._process, field))
+
+    def serve(self, args: EngineArgs, listener: socket.socket, console: Console) -> None:
+        """Load the experts, and answer until the process is told to end.
+
+        Raises:
+            UserError, MeshError: as of `load_experts`.
+        """
+        url = self.listen(listener)
+        console.print(f"/health, /ready and /metrics at {url}", highlight=False)
+        join_group(args, None)  # has devices emulated
+        from dsjax.engine.expert_process import load_experts
+
+        self._process = load_experts(args, show_progress=True)
+        self.phase = "ready"
+        ended = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        signal.signal(signal.SIGINT, lambda *_: ended.set())
+        console.print(
+            f"routed experts of {args.model} on {args.expert_mesh} answer at {expert_share(args).address}",
+            highlight=False,
+        )
+        ended.wait()
+        self.phase = "shutting down"
+        self._process.close()

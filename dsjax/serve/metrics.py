@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.contract.executor import ErrorKind
 from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
@@ -19,6 +20,7 @@ from dsjax.engine.text.output_processor import error_kind
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.hosts.interfaces import Interface, read_interfaces
 from dsjax.serve import metrics_parts
+from dsjax.serve.metrics_apart import add_expert_link_metrics
 from dsjax.serve.metrics_families import Counter, Family, Histogram, Labels, Registry, exposition, one_two_five
 from dsjax.serve.metrics_links import Links, add_link_metrics
 from dsjax.serve.schemas import HistoryBody
@@ -65,6 +67,7 @@ class Metrics:
         page_bytes: of a page of the cache, on all devices of a DP rank.
         generations: of the mesh; None where it never changes. parked: then, the requests that wait for a larger one.
         prefills: engines of this process that compute prompts for those whose ranks these are.
+        expert_links: to processes with experts; None where there are none.
         links: to the group's other processes; None for a process that is alone. interfaces: then, the host's network cards.
         clock: seconds, of the same clock as `Request.arrival_time`.
     """
@@ -84,6 +87,7 @@ class Metrics:
         parked: ParkedRequests | None = None,
         prefills: "Sequence[PrefillEngine]" = (),
         links: Links | None = None,
+        expert_links: ExpertLinks | None = None,
         interfaces: Callable[[], Iterable[Interface]] = read_interfaces,
     ):
         self.registry = registry = Registry(model_name=model_name)
@@ -124,6 +128,8 @@ class Metrics:
         metrics_parts.add_memory_metrics(registry, device_memory)
         if links is not None:
             add_link_metrics(registry, links, interfaces)
+        if expert_links is not None:
+            add_expert_link_metrics(registry, expert_links)
         registry.gauge(
             "dsjax_exchange_time_share",
             "Share of the devices' time in operations that exchanges between them took, in the last profile.",

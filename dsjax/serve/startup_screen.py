@@ -88,9 +88,12 @@ def _speculation_line(speculation: dict[str, Any]) -> str:
 
 def _mesh_picture(facts: EngineFacts) -> Group:
     """Devices as numbers in order: one line an EP row, `tp` neighbours joined."""
-    copies, *over_ranks, tp = facts.mesh_shape.values()
+    copies, *over_ranks, tp = _shape_of_stage(facts)
     ep = math.prod(over_ranks)
     lines: list[Text] = []
+    if facts.stages:
+        layers = ", ".join(f"{first} to {last}" for first, last in (stage.layers for stage in facts.stages))
+        lines.append(Text(f"{len(facts.stages)} stages with layers {layers}, each on devices like these"))
     for copy in range(copies):
         if copy == _MOST_ROWS:
             lines.append(Text(f"… {copies - _MOST_ROWS} more copies of the experts"))
@@ -104,8 +107,13 @@ def _mesh_picture(facts: EngineFacts) -> Group:
     return Group(*lines)
 
 
+def _shape_of_stage(facts: EngineFacts) -> list[int]:
+    """Sizes of the physical axes; of several stages those of each."""
+    return [size for axis, size in facts.mesh_shape.items() if axis != "pp"]
+
+
 def _layout_line(facts: EngineFacts) -> Text:
-    copies, *_, tp = facts.mesh_shape.values()
+    copies, *_, tp = _shape_of_stage(facts)
     parts = [f"{facts.dp_ranks} DP ranks of {tp}", f"{facts.physical_experts_per_device} experts a device"]
     parts += [f"{copies} copies of the experts"] if copies > 1 else []
     parts += [f"{facts.num_processes} processes"] if facts.num_processes > 1 else []

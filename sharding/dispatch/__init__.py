@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from sharding.dispatch.choice import choose_method
-from sharding.dispatch.config import DispatchConfig, default_capacity
+from sharding.dispatch.config import DispatchConfig, default_capacity, host_capacity, hosts_of_a_token
 
 __all__ = [
     "Collective",
@@ -18,6 +18,8 @@ __all__ = [
     "dispatch",
     "dispatch_collectives",
     "further_together",
+    "host_capacity",
+    "hosts_of_a_token",
     "resolved_method",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +11,7 @@ from sharding.errors import MeshError
 if TYPE_CHECKING:  # the planner reads this file without JAX
     from sharding.dispatch.group import InMemory
 
-METHODS = ("auto", "gather", "padded", "ragged")
+METHODS = ("auto", "gather", "padded", "ragged", "hierarchical")
 WIRES = ("compute", "fp8")
 
 
@@ -18,9 +19,14 @@ WIRES = ("compute", "fp8")
 class DispatchConfig:
     """How rows are exchanged inside an EP group. Every setting gives the same result; they differ in cost.
 
-    method: ``gather``, ``padded``, ``ragged``, or ``auto`` (``sharding.dispatch.choice`` has the rule).
-    capacity: rows that one rank may send to another in one round of ``padded`` or of the emulated ``ragged``;
+    method: ``gather``, ``padded``, ``ragged``, ``hierarchical``, or ``auto`` (``sharding.dispatch.choice`` has the rule).
+    capacity: rows that one rank may send to another in one round of ``padded``, of ``hierarchical`` or of the emulated ``ragged``;
         None applies ``default_capacity``. Tokens over capacity go in further rounds.
+    devices_per_host: neighbours in the mesh that share a host, for ``hierarchical``; None: nothing is known of hosts. Where the ranks
+        of an EP group are on one host, or each on another, it is ``padded``. Of ``hierarchical``, ``capacity`` is the rows for another
+        rank, and as many for a host as for all of its ranks.
+    routed_groups: how many groups the router knows, and how many of them a token's experts are in, where a host holds whole groups, or a
+        group whole hosts: ``hierarchical`` then keeps room for the hosts that a token can reach. None: any expert may be chosen.
     wire: ``compute`` sends rows in their own dtype; ``fp8`` sends e4m3 with a float32 scale per 128 values. The way
         back is always in the compute dtype.
     chunk_tokens: most tokens of a rank in one exchange; larger inputs go through a ``lax.scan``. None: no bound.
@@ -35,7 +41,7 @@ class DispatchConfig:
         ``overlapped``, as exchanges then are not one after the other. None: XLA's.
     """
 
-    method: Literal["auto", "gather", "padded", "ragged"] = "auto"
+    method: Literal["auto", "gather", "padded", "ragged", "hierarchical"] = "auto"
     capacity: int | None = None
     wire: Literal["compute", "fp8"] = "compute"
     chunk_tokens: int | None = None
@@ -43,6 +49,8 @@ class DispatchConfig:
     by_choice: bool = False
     overlapped: bool = False
     in_memory: InMemory | None = None
+    devices_per_host: int | None = None
+    routed_groups: tuple[int, int] | None = None
 
     def __post_init__(self):
         if self.method not in METHODS:
@@ -51,10 +59,10 @@ class DispatchConfig:
             raise MeshError(f"dispatch wire {self.wire!r}; expected one of {WIRES}")
         if self.in_memory is not None and (self.overlapped or not self.by_choice):
             raise MeshError("rows pass in memory where terms come back by choice and exchanges are one after the other")
-        for name in ("capacity", "chunk_tokens"):
+        for name in ("capacity", "chunk_tokens", "devices_per_host"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise MeshError(f"dispatch {name}={value}; expected at least 1, or None for the default")
+                raise MeshError(f"dispatch {name}={value}; expected at least 1, or None")
 
 
 def default_capacity(tokens: int, top_k: int, ranks: int, overlapped: bool = False) -> int:
@@ -65,7 +73,35 @@ def default_capacity(tokens: int, top_k: int, ranks: int, overlapped: bool = Fal
     deviations, so that a further round (two more collectives for the whole group) is rare under even routing, rounds
     it up to a multiple of 8, or 4 where exchanges are ``overlapped``, and never exceeds ``tokens``, at which no second round is possible.
     """
-    p = 1.0 - (1.0 - 1.0 / ranks) ** top_k
+    return _with_margin(tokens, 1.0 - (1.0 - 1.0 / ranks) ** top_k, overlapped)
+
+
+def host_capacity(
+    tokens: int, top_k: int, hosts: int, overlapped: bool = False, routed_groups: tuple[int, int] | None = None
+) -> int:
+    """Rows that a rank may send to one other host per round of ``hierarchical``: as ``default_capacity``, with hosts for ranks."""
+    return _with_margin(tokens, hosts_of_a_token(top_k, hosts, routed_groups) / hosts, overlapped)
+
+
+def hosts_of_a_token(top_k: int, hosts: int, routed_groups: tuple[int, int] | None = None) -> float:
+    """Mean number of hosts that hold one of a token's experts, its own among them, when every allowed expert is as likely.
+
+    routed_groups: as in ``DispatchConfig``. The groups of a token lie on few hosts where a host has whole ones; where a group spans
+    several hosts, its share of the token's experts is spread over them.
+    """
+    groups, chosen = routed_groups or (1, 1)
+    if chosen >= groups:
+        return hosts * (1 - (1 - 1 / hosts) ** top_k)
+    if hosts <= groups:
+        whole = round(groups / hosts)
+        missed = math.comb(groups - whole, chosen) / math.comb(groups, chosen) if groups - whole >= chosen else 0.0
+        return hosts * (1 - missed)
+    span = hosts / groups
+    return min(chosen * span * (1 - (1 - 1 / span) ** (top_k / chosen)), float(top_k))
+
+
+def _with_margin(tokens: int, p: float, overlapped: bool) -> int:
+    """Rows of so many tokens of which each goes with probability ``p``, four standard deviations more, rounded up."""
     wanted = tokens * p + 4.0 * (tokens * p * (1.0 - p)) ** 0.5
     multiple = 4 if overlapped else 8
     return max(1, min(tokens, multiple * -(-int(wanted + 0.999) // multiple)))

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 
 from sharding.dispatch.config import DispatchConfig
-from sharding.dispatch.entry import exchange_plan
+from sharding.dispatch.entry import ExchangePlan, exchange_plan
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
 from sharding.dispatch.wire import WireFormat
@@ -23,7 +24,8 @@ class Collective:
     """One collective operation of a layer's dispatch.
 
     kind: ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``ragged_all_to_all``. axes, ranks: over which mesh axes, and
-        how many ranks meet. purpose: ``dispatch``, ``combine`` or ``sizes``.
+        how many ranks meet: all that these have, or as ``meet`` says those ``inside`` a host, or one of each ``between`` hosts.
+        purpose: ``dispatch``, ``combine`` or ``sizes``.
     operand_bytes: size of a device's operand. bytes_sent: bytes that leave a device each time, padding included (a
         ring or a direct exchange sends the same); of ``ragged_all_to_all`` the mean under even routing.
     times: how often it runs in a layer.
@@ -36,6 +38,7 @@ class Collective:
     operand_bytes: int
     bytes_sent: int
     times: int
+    meet: Literal["all", "inside", "between"] = "all"
 
 
 def dispatch_collectives(
@@ -53,9 +56,10 @@ def dispatch_collectives(
     """The collectives of one MoE layer on one device, in program order; none for an EP group of one rank.
 
     tokens: tokens of one device, that is of a DP rank divided over its ``tp`` ranks, rounded up; width: D; experts: physical
-    experts over all ranks; dtype: the compute dtype; rounds: of ``padded``, per chunk (1 unless routing overflows ``capacity``).
+    experts over all ranks; dtype: the compute dtype; rounds: of ``padded`` and
+    ``hierarchical``, per chunk (1 unless routing overflows ``capacity``).
     """
-    group = ExpertGroup.of(spec, experts, platform, config.by_choice)
+    group = ExpertGroup.of(spec, experts, platform, config.by_choice, devices_per_host=config.devices_per_host)
     plan = exchange_plan(config, tokens, top_k, group)
     method, chunks, capacity = plan.method, plan.chunks, plan.capacity
     chunk, wire = plan.rows, WireFormat(width, plan.choices, jnp.dtype(dtype), config.wire == "fp8")
@@ -77,23 +81,27 @@ def dispatch_collectives(
             _all_gather("dispatch", group.all_axes, group.all_ranks, chunk * there, chunks),
             _spread("reduce_scatter", "combine", group.all_axes, group.all_ranks, every * back, chunks),
         )
-    if method == "padded":
+    if method in ("padded", "hierarchical"):
         arriving, exchange = group.size * capacity, "all_to_all"
     else:
         arriving = group.size * chunk
         exchange = "ragged_all_to_all" if platform in NATIVE_PLATFORMS else "all_to_all"
-    times = chunks * (rounds if method == "padded" else 1)
+    times = chunks * (1 if method == "ragged" else rounds)
     sent = []
     if method == "ragged" and group.size > 1:
         sent.append(_all_gather("sizes", group.axes, group.size, 4 * group.size, times))
-    if group.size > 1:
+    if method == "hierarchical":
+        sent += _in_two_stages("dispatch", group, plan, there, times)
+    elif group.size > 1:
         sent.append(_exchange(exchange, "dispatch", group, arriving, chunk, plan.choices, there, times))
     if group.width > 1:
         sent.append(_all_gather("dispatch", group.width_axes, group.width, arriving * there, times))
         pooled = group.width * arriving * back
         kind = "all_to_all" if config.by_choice else "reduce_scatter"
         sent.append(_spread(kind, "combine", group.width_axes, group.width, pooled, times))
-    if group.size > 1:
+    if method == "hierarchical":
+        sent += reversed(_in_two_stages("combine", group, plan, back, times))
+    elif group.size > 1:
         sent.append(_exchange(exchange, "combine", group, arriving, chunk, plan.choices, back, times))
     return tuple(sent)
 
@@ -109,6 +117,15 @@ def _all_gather(purpose: str, axes: tuple[str, ...], ranks: int, operand: int, t
 
 def _spread(kind: str, purpose: str, axes: tuple[str, ...], ranks: int, operand: int, times: int) -> Collective:
     return Collective(kind, purpose, axes, ranks, operand, operand // ranks * (ranks - 1), times)
+
+
+def _in_two_stages(
+    purpose: str, group: ExpertGroup, plan: ExchangePlan, row_bytes: int, times: int
+) -> tuple[Collective, Collective]:
+    hosts = group.size // group.on_host
+    between = _spread("all_to_all", purpose, group.axes, hosts, hosts * plan.crossing * row_bytes, times)
+    inside = _spread("all_to_all", purpose, group.axes, group.on_host, group.size * plan.capacity * row_bytes, times)
+    return replace(between, meet="between"), replace(inside, meet="inside")
 
 
 def _exchange(

@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sharding.dispatch.choice import choose_method
-from sharding.dispatch.config import DispatchConfig, default_capacity
+from sharding.dispatch.config import DispatchConfig, default_capacity, host_capacity
 from sharding.dispatch.gather import Gather, GatherByChoice
 from sharding.dispatch.group import ExpertGroup
+from sharding.dispatch.hierarchical import Hierarchical
 from sharding.dispatch.local import Counts, LocalExperts, RankExperts
 from sharding.dispatch.methods import Alone, ByChoice, InChunks
 from sharding.dispatch.padded import Padded
@@ -113,7 +114,8 @@ class Exchange:
             raise MeshError(
                 f"{experts} physical experts are not divisible by ep={spec.ep_size}; add {-experts % spec.ep_size} redundant ones"
             )
-        group = ExpertGroup.of(spec, experts, mesh.devices.flat[0].platform, config.by_choice, config.in_memory)
+        platform, hosts = mesh.devices.flat[0].platform, config.devices_per_host
+        group = ExpertGroup.of(spec, experts, platform, config.by_choice, config.in_memory, hosts)
         on_rank = -(-tokens // spec.dp_size // spec.tp_size)
         method = _method(group, config, home, on_rank, top_k, x_TD.shape[1], x_TD.dtype)
         return cls(spec, mesh, config, group, method, tokens, home)
@@ -206,7 +208,8 @@ class ExchangePlan(NamedTuple):
     """How a rank's tokens are exchanged: the method, tokens of a chunk, chunks, and rows that a rank may send to another in a round.
 
     method: ``local`` where the group is this rank alone: no collective at all. rows, choices: what is sent of a chunk, and how many of a
-        token's choices a row is for: a token for all of them, or for each of them.
+        token's choices a row is for: a token for all of them, or for each of them. crossing: rows that a rank may send to another host
+        in a round of ``hierarchical``.
     """
 
     method: str
@@ -215,6 +218,7 @@ class ExchangePlan(NamedTuple):
     capacity: int
     rows: int
     choices: int
+    crossing: int = 0
 
 
 def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: ExpertGroup) -> ExchangePlan:
@@ -228,18 +232,25 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
     method = config.method
     if method == "auto":
         method = choose_method(chunk, top_k, group.size, group.platform, config.overlapped)
+    if method == "hierarchical" and group.on_host in (1, group.size):
+        method = "padded"
     rows = chunk * top_k
     if config.by_choice:
         capacity = min(rows, config.capacity or default_capacity(rows, 1, group.size, config.overlapped))
     if method == "gather" or not config.by_choice:
-        return ExchangePlan(method, chunk, chunks, capacity, chunk, top_k)
-    return ExchangePlan(method, chunk, chunks, capacity, rows, 1)
+        rows, choices = chunk, top_k
+    else:
+        choices = 1
+    crossing = (config.capacity or 0) * group.on_host or host_capacity(
+        rows, choices, group.size // group.on_host, config.overlapped, None if choices == 1 else config.routed_groups
+    )
+    return ExchangePlan(method, chunk, chunks, capacity, rows, choices, min(rows, crossing))
 
 
 def resolved_method(
     spec: MeshSpec, config: DispatchConfig, *, tokens: int, top_k: int, experts: int, platform: str
 ) -> str:
-    """What ``dispatch`` does where a DP rank has ``tokens`` tokens: ``gather``, ``padded``, ``ragged``, or ``local``.
+    """What ``dispatch`` does where a DP rank has ``tokens`` tokens: a method's name, or ``local``.
 
     ``local`` is said of a mesh where one device holds all experts, so that nothing is sent, whatever ``config`` asks for.
 
@@ -248,7 +259,7 @@ def resolved_method(
         experts: physical experts in all.
         platform: of the mesh's devices: ``cpu``, ``gpu`` or ``tpu``.
     """
-    group = ExpertGroup.of(spec, experts, platform)
+    group = ExpertGroup.of(spec, experts, platform, devices_per_host=config.devices_per_host)
     return exchange_plan(config, -(-tokens // spec.tp_size), top_k, group).method
 
 
@@ -268,6 +279,8 @@ def _method(
         method = Gather(group, wire, plan.chunk, inner_home)
     elif plan.method == "padded":
         method = Padded(group, wire, plan.capacity, inner_home)
+    elif plan.method == "hierarchical":
+        method = Hierarchical(group, wire, plan.capacity, inner_home, plan.crossing, plan.rows)
     else:
         method = Ragged(group, wire, plan.rows, plan.choices, inner_home)
     if by_choice:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
 from sharding.mesh import MeshSpec
 from sharding.sums import tree_sum
 
-InMemory = Callable[[jax.Array, tuple[str, ...], int, bool], jax.Array]
-"""``(rows_NW, axes, ranks, gathers)``: an exchange between devices that share a memory, over mesh axes that ``ranks`` devices have.
+Parts = tuple[tuple[int, ...], ...]
+"""Ranks along some mesh axes in parts of equal size, of which each exchanges by itself (JAX's ``axis_index_groups``)."""
 
-It gives what ``lax.all_gather(rows_NW, axes, tiled=True)`` gives where it gathers, otherwise what
-``lax.all_to_all(rows_NW, axes, 0, 0, tiled=True)`` does.
+InMemory = Callable[[jax.Array, tuple[str, ...], int, bool, Parts | None], jax.Array]
+"""``(rows_NW, axes, ranks, gathers, parts)``: an exchange between devices that share a memory, over mesh axes of which ``ranks`` devices
+meet: all that the axes have, or those of each part.
+
+It gives what ``lax.all_gather(rows_NW, axes, axis_index_groups=parts, tiled=True)`` gives where it gathers, otherwise what
+``lax.all_to_all(rows_NW, axes, 0, 0, axis_index_groups=parts, tiled=True)`` does.
 """
 
 
@@ -32,6 +37,8 @@ class ExpertGroup:
     platform: of the mesh's devices (``cpu``, ``gpu``, ``tpu``), for choices between equal implementations.
     in_order: whether parts of a width are added in an order that no mesh changes (``sharding.sums``).
     in_memory: carries rows in the place of XLA's collectives; None: these do.
+    on_host: ranks along ``axes`` that share a host, neighbours all. parts: where only some of the ranks along ``axes`` meet; ``size``
+        is then how many of them do, ``index`` a rank's place among them.
     """
 
     axes: tuple[str, ...]
@@ -42,12 +49,23 @@ class ExpertGroup:
     platform: str
     in_order: bool = False
     in_memory: InMemory | None = None
+    on_host: int = 1
+    parts: Parts | None = None
 
     @classmethod
     def of(
-        cls, spec: MeshSpec, experts: int, platform: str, in_order: bool = False, in_memory: InMemory | None = None
+        cls,
+        spec: MeshSpec,
+        experts: int,
+        platform: str,
+        in_order: bool = False,
+        in_memory: InMemory | None = None,
+        devices_per_host: int | None = None,
     ) -> ExpertGroup:
-        """The group that ``spec`` lays out, with ``experts`` physical experts in all, a multiple of ``spec.ep_size``."""
+        """The group that ``spec`` lays out, with ``experts`` physical experts in all, a multiple of ``spec.ep_size``.
+
+        devices_per_host: neighbours in the mesh that share a host; None: nothing is said of hosts.
+        """
         sizes = dict(zip(spec.axes, spec.shape, strict=True))
         axes = tuple(a for a in spec.expert_axes if sizes[a] > 1)
         width_axes = tuple(a for a in spec.expert_width_axes if sizes[a] > 1)
@@ -60,6 +78,7 @@ class ExpertGroup:
             platform,
             in_order,
             in_memory,
+            spec.expert_ranks_on_host(devices_per_host or 1),
         )
 
     @property
@@ -74,7 +93,20 @@ class ExpertGroup:
 
     def index(self) -> Int[Array, ""]:
         """This rank's place along ``axes``: it holds physical experts ``[index * experts, (index + 1) * experts)``."""
-        return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
+        if not self.axes:
+            return jnp.int32(0)
+        own = lax.axis_index(self.axes)
+        return own if self.parts is None else places_in(self.parts)[own]
+
+    def in_two_stages(self) -> tuple[ExpertGroup, ExpertGroup]:
+        """The group of one rank of each host, and that of the ranks of a host. A rank is in one of each; together they reach all.
+
+        To the first a host is what a rank is to the whole group: it holds the experts of all of its ranks.
+        """
+        places = np.arange(self.size).reshape(-1, self.on_host)
+        hosts, near = places.shape
+        between = replace(self, size=hosts, experts=self.experts * near, parts=_tuples(places.T))
+        return between, replace(self, size=near, parts=_tuples(places))
 
     def exchange(self, rows_NW: jax.Array) -> jax.Array:
         """``all_to_all`` of ``size`` equal blocks of rows: block ``g`` goes to rank ``g``; block ``s`` of the result is from rank ``s``."""
@@ -94,13 +126,13 @@ class ExpertGroup:
 
     def _gather(self, rows_NW: jax.Array, axes: tuple[str, ...], ranks: int) -> jax.Array:
         if self.in_memory is not None:
-            return self.in_memory(rows_NW, axes, ranks, True)
-        return lax.all_gather(rows_NW, axes, axis=0, tiled=True)
+            return self.in_memory(rows_NW, axes, ranks, True, self.parts)
+        return lax.all_gather(rows_NW, axes, axis=0, axis_index_groups=self.parts, tiled=True)
 
     def _swap(self, rows_NW: jax.Array, axes: tuple[str, ...], ranks: int) -> jax.Array:
         if self.in_memory is not None:
-            return self.in_memory(rows_NW, axes, ranks, False)
-        return lax.all_to_all(rows_NW, axes, split_axis=0, concat_axis=0, tiled=True)
+            return self.in_memory(rows_NW, axes, ranks, False, self.parts)
+        return lax.all_to_all(rows_NW, axes, split_axis=0, concat_axis=0, axis_index_groups=self.parts, tiled=True)
 
     def pool_width(self, rows_NW: jax.Array) -> jax.Array:
         """The rows of all ranks that hold a part of the same experts' width."""
@@ -113,3 +145,12 @@ class ExpertGroup:
         if self.in_order:
             return tree_sum(partial_ND, self.width_axes, self.width, split=True)
         return lax.psum_scatter(partial_ND, self.width_axes, scatter_dimension=0, tiled=True)
+
+
+def places_in(parts: Parts) -> Int[Array, "N"]:
+    """The place of each rank in its part."""
+    return jnp.asarray(np.argsort(np.concatenate(parts)) % len(parts[0]), jnp.int32)
+
+
+def _tuples(places: np.ndarray) -> Parts:
+    return tuple(tuple(part) for part in places.tolist())

@@ -9,7 +9,7 @@ every rank of the group learns the maximum, and runs the same number, without a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, add_sent, home_slots
-from sharding.dispatch.route import Route, add_returned, fill_cells, plan_route, total_counts
+from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route, total_counts
 from sharding.dispatch.transit import Transit, in_rounds
 from sharding.dispatch.wire import WireFormat
 
@@ -25,14 +25,16 @@ from sharding.dispatch.wire import WireFormat
 class _Kept(NamedTuple):
     """What a rank keeps while its first round is on its way.
 
-    packed: its tokens, and an empty row behind them; home: those for the expert that it has for them, or None.
-    From ``compute`` on, seen: counts; rounds: how many all ranks need. From ``answer`` on, own: what ``home`` gave. more: the sums of
-    further rounds, float32, where they were run before ``add``.
+    packed: its tokens, and an empty row behind them; home: those for the expert that it has for them, or None. sent_G: its rows for
+    each rank. From ``send`` on, way: what the way back needs of the way there. From ``compute`` on, seen: counts; rounds: how many all
+    ranks need. From ``answer`` on, own: what ``home`` gave. more: the sums of further rounds, float32, where they were run before ``add``.
     """
 
     packed: Array
     home: Array | None
     route: Route
+    sent_G: Array
+    way: Any = None
     seen: Counts | None = None
     rounds: Array | None = None
     own: Array | None = None
@@ -54,23 +56,28 @@ class Padded:
 
     @property
     def _cells(self) -> int:
+        """Rows that leave a rank in a round."""
         return self.group.size * self.capacity
+
+    def _holds_all(self, tokens: int) -> bool:
+        """Whether one round is enough, wherever so many tokens of a rank go."""
+        return self.capacity >= tokens
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
         """Fill the cells of the first round, and pack all tokens for further ones."""
-        route = plan_route(self.group, slots_TK)
-        needed = -(-jnp.max(route.counts_G) // self.capacity)
+        route, sent_G, needed = self._plan(slots_TK)
         # Empty slots carry the number of rounds too: a rank that receives no token must still know when to stop.
         packed = jnp.concatenate([self.wire.pack(x_TD, slots_TK, weights_TK, needed), self.wire.empty_row(needed)])
         home = self.wire.pack(x_TD, *home_slots(slots_TK), needed) if self.home else None
-        return Transit(self._fill(packed, route, 0), _Kept(packed, home, route))
+        return Transit(self._fill(packed, route, 0), _Kept(packed, home, route, sent_G))
 
     def send(self, transit: Transit) -> Transit:
         """One ``all_to_all``, and the pooling of what arrived over ``tp``."""
-        kept, arrived = transit.kept, self.group.exchange(transit.rows)
+        kept = transit.kept
+        arrived, way = self._there(transit.rows, 0)
         if kept.home is not None:
             arrived = jnp.concatenate([arrived, kept.home])
-        return Transit(self.group.pool_width(arrived), kept._replace(home=None))
+        return Transit(self.group.pool_width(arrived), kept._replace(home=None, way=way))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """The weighted sums of this rank's experts, and how many rounds the senders need."""
@@ -80,9 +87,9 @@ class Padded:
 
     def answer(self, transit: Transit) -> Transit:
         """The sums over parts of a width, and one ``all_to_all``."""
-        sums_ND = self.group.share_width(transit.rows)
-        own = sums_ND[self._cells :] if self.home else None
-        return Transit(self.group.exchange(sums_ND[: self._cells]), transit.kept._replace(own=own))
+        sums_ND, arrived = self.group.share_width(transit.rows), self.group.size * self.capacity
+        own = sums_ND[arrived:] if self.home else None
+        return Transit(self._back(sums_ND[:arrived], transit.kept.way), transit.kept._replace(own=own))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The sums of the first round, and those of further rounds, which come and go here."""
@@ -92,17 +99,15 @@ class Padded:
         if kept.own is not None:
             y_TD += kept.own.astype(jnp.float32)
         if kept.more is not None:
-            y_TD = jnp.where(first_TK, y_TD, kept.more) if first_TK.shape[1] == 1 else y_TD + kept.more
+            y_TD = self._joined(kept.more, y_TD, first_TK)
         elif (rounds := self.rounds(transit)) is not None:
             y_TD, seen = in_rounds(rounds, lambda r, so_far: self.round(transit, r, so_far, experts), (y_TD, seen))
-        return y_TD.astype(self.wire.dtype), add_sent(
-            self.group, seen, kept.route.counts_G, jnp.maximum(kept.rounds, 1)
-        )
+        return y_TD.astype(self.wire.dtype), add_sent(self.group, seen, kept.sent_G, jnp.maximum(kept.rounds, 1))
 
     def rounds(self, transit: Transit) -> Array | None:
         """How many rounds all ranks need, where one is not always enough."""
         kept = transit.kept
-        return jnp.maximum(kept.rounds, 1) if self.capacity < kept.packed.shape[0] - 1 else None
+        return None if self._holds_all(kept.packed.shape[0] - 1) else jnp.maximum(kept.rounds, 1)
 
     def before_further(self, transit: Transit) -> tuple[Array, Counts | None]:
         """No sums of further rounds, and the counts of the first."""
@@ -114,25 +119,38 @@ class Padded:
     ) -> tuple[Array, Counts | None]:
         """Bring round ``r`` there and back, and add it."""
         packed, route, (y_TD, seen) = transit.kept.packed, transit.kept.route, so_far
-        arrived = self.group.exchange(self._fill(packed, route, r))
+        arrived, way = self._there(self._fill(packed, route, r), r)
         rows, slots_NK, weights_NK, _ = self.wire.unpack(self.group.pool_width(arrived))
         sums_ND, more_seen = experts(rows, slots_NK, weights_NK)
-        returned = self.group.exchange(self.group.share_width(sums_ND))
+        returned = self._back(self.group.share_width(sums_ND), way)
         cell_TK, now_TK = self._cell(route, r)
-        more_TD = add_returned(returned, cell_TK, now_TK)
-        # A row of one choice is sent in one round.
-        y_TD = jnp.where(now_TK, more_TD, y_TD) if now_TK.shape[1] == 1 else y_TD + more_TD
+        y_TD = self._joined(y_TD, add_returned(returned, cell_TK, now_TK), now_TK)
         return y_TD, total_counts(seen, more_seen)
 
     def after_further(self, transit: Transit, so_far: tuple[Array, Counts | None]) -> Transit:
         """The same, for ``add`` to run no rounds itself."""
         return Transit(transit.rows, transit.kept._replace(more=so_far[0], seen=so_far[1]))
 
+    def _plan(self, slots_TK: Int[Array, "T K"]) -> tuple[Route, Int[Array, "G"], Array]:
+        """The queues in which rows leave this rank, its rows for each rank, and how many rounds they need."""
+        route = plan_route(self.group, slots_TK)
+        return route, route.counts_G, -(-jnp.max(route.counts_G) // self.capacity)
+
+    def _there(self, rows: Array, r: jax.Array | int) -> tuple[Array, Any]:
+        """Bring round ``r``'s rows to the ranks of their experts, and give what ``_back`` needs to know of it."""
+        return self.group.exchange(rows), None
+
+    def _back(self, sums_ND: Array, way: Any) -> Array:
+        """Bring the sums of what arrived to the cells from which it came."""
+        return self.group.exchange(sums_ND)
+
+    def _joined(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
+        """Add a round to others. A row of one choice has its sum from one of them."""
+        return jnp.where(now_TK, more_TD, y_TD) if now_TK.shape[1] == 1 else y_TD + more_TD
+
     def _cell(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
         """In which cell of round ``r`` each choice's row goes and comes back, and whether it does."""
-        place_TK = route.place_TK - r * self.capacity
-        now_TK = route.sends_TK & (place_TK >= 0) & (place_TK < self.capacity)
-        return jnp.where(now_TK, route.rank_TK * self.capacity + place_TK, self._cells), now_TK
+        return cells_of(route, self.capacity, r)
 
     def _fill(self, packed: Array, route: Route, r: jax.Array | int) -> Array:
         cell_TK, _ = self._cell(route, r)

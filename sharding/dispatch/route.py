@@ -36,6 +36,13 @@ def plan_route(group: ExpertGroup, slots_TK: Int[Array, "T K"]) -> Route:
     return Route(rank_TK, place_TK, valid_TK & ~repeated_TK, queue_TG[-1])
 
 
+def cells_of(route: Route, capacity: int, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
+    """In which of each rank's ``capacity`` cells a choice's row stands in round ``r`` of its queue, and whether it does in that round."""
+    place_TK = route.place_TK - r * capacity
+    now_TK = route.sends_TK & (place_TK >= 0) & (place_TK < capacity)
+    return jnp.where(now_TK, route.rank_TK * capacity + place_TK, route.counts_G.shape[0] * capacity), now_TK
+
+
 def fill_cells(cell_TK: Int[Array, "T K"], cells: int) -> Int[Array, "cells"]:
     """Which token stands in each cell of a send buffer, T where none: the inverse of ``cell_TK`` (out of range: nowhere)."""
     tokens = cell_TK.shape[0]

@@ -66,7 +66,9 @@ class DispatchStatistics:
         per_expert = tokens_per_physical_expert(spec, per_rank)
         shape = {"tokens": tokens, "width": width, "top_k": top_k, "dtype": dtype, "platform": platform}
         shape["experts"] = per_expert.shape[1]
-        group = ExpertGroup.of(spec, shape["experts"], platform, config.by_choice)
+        group = ExpertGroup.of(
+            spec, shape["experts"], platform, config.by_choice, devices_per_host=config.devices_per_host
+        )
         choices = exchange_plan(config, tokens, top_k, group).choices
         wire = WireFormat(width, choices, jnp.dtype(dtype), config.wire == "fp8")
         row_bytes = wire.row_bytes + width * np.dtype(dtype).itemsize
@@ -110,7 +112,8 @@ def _wire_bytes(
     arrays: Mapping[str, np.ndarray], spec: MeshSpec, config: DispatchConfig, payload: int, shape: dict, exchanges: int
 ) -> int:
     """Bytes that all devices sent: one round's collectives times the rounds that each rank counted."""
-    group = ExpertGroup.of(spec, shape["experts"], shape["platform"])
+    hosts = config.devices_per_host
+    group = ExpertGroup.of(spec, shape["experts"], shape["platform"], devices_per_host=hosts)
     plan = exchange_plan(config, shape["tokens"], shape["top_k"], group)
     method, chunks = plan.method, plan.chunks
     collectives = dispatch_collectives(spec, config, **shape)

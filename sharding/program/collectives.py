@@ -41,6 +41,15 @@ class ProgramCollective:
     op_name: str
 
     @property
+    def meeting(self) -> str:
+        """Who meets, in words: the mesh axes; or how many ranks, where those of a host or one of each are part of an axis."""
+        if self.axes is not None:
+            return "×".join(self.axes)
+        if not (self.bytes_inside and self.bytes_between):
+            return f"{self.ranks} of a host" if self.bytes_inside else f"{self.ranks} hosts"
+        return "?"
+
+    @property
     def operand_bytes(self) -> int:
         """Bytes that a device puts in."""
         return sum(shape.nbytes for shape in self.operand)

@@ -28,7 +28,8 @@ from jax.sharding import PartitionSpec as P
 from quick_compilation import QUICK_COMPILATION
 
 from sharding import MeshError, MeshSpec
-from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, dispatch, further_together
+from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, dispatch, further_together, resolved_method
+from sharding.dispatch.group import ExpertGroup
 
 EXPERTS, TOKENS = 32, 3  # tokens of a device
 METHODS = {
@@ -37,9 +38,25 @@ METHODS = {
     "padded, capacity 1": DispatchConfig("padded", capacity=1, report=True),
     "ragged": DispatchConfig("ragged", report=True),
     "padded, chunks": DispatchConfig("padded", capacity=1, chunk_tokens=2, report=True),
+    "hierarchical": DispatchConfig("hierarchical", devices_per_host=4, report=True),
+    "hierarchical, hosts of 8": DispatchConfig("hierarchical", devices_per_host=8, report=True),
+    "hierarchical, capacity 1": DispatchConfig("hierarchical", capacity=1, devices_per_host=2, report=True),
+    "hierarchical, chunks": DispatchConfig("hierarchical", capacity=1, chunk_tokens=2, devices_per_host=4, report=True),
 }
+ANY = ("gather", "padded", "padded, capacity 1", "ragged")
+# Where the ranks of an EP group are on several hosts, some of them on one.
+IN_TWO_STAGES = [
+    *(("dp=8", method) for method in METHODS if method.startswith("hier") and "of 8" not in method),
+    ("tp=8", "hierarchical"),
+    ("dp=32", "hierarchical, capacity 1"),
+    ("dp=4,tp=8", "hierarchical, hosts of 8"),
+    ("dp=16,tp=2,ep=8", "hierarchical"),
+    ("dp=16,tp=2,ep=8", "hierarchical, capacity 1"),
+    ("dp=8,tp=2,ep=4,etp=4", "hierarchical, hosts of 8"),
+    ("dp=8,tp=4,ep=8,etp=2", "hierarchical"),
+]
 # Chunks are the same code on every layout: three of them are enough.
-CASES = [(layout, method) for layout in LAYOUTS for method in METHODS if method != "padded, chunks"]
+CASES = [(layout, method) for layout in LAYOUTS for method in ANY] + IN_TWO_STAGES
 CASES += [(layout, "padded, chunks") for layout in ("dp=1", "dp=8", "dp=8,tp=4,ep=2")]
 
 
@@ -76,7 +93,7 @@ def test_every_dispatch_equals_the_single_device_sums_on_every_layout(layout, me
         np.testing.assert_array_equal(report["tokens_per_expert"], loads, err_msg=name)
         np.testing.assert_array_equal(report["rows_sent"], sent, err_msg=name)
         np.testing.assert_array_equal(np.sum(report["rows_received"]), np.sum(received), err_msg=name)
-        if spec.num_devices > 1 and method in ("gather", "padded", "ragged"):
+        if spec.num_devices > 1 and "capacity" not in method and "chunks" not in method:
             assert set(np.asarray(report["rounds"])) == {1}, name
     if spec.num_devices == 1:
         assert report["rounds"].tolist() == [0]
@@ -86,7 +103,10 @@ BY_CHOICE = {name: dataclasses.replace(config, by_choice=True) for name, config 
 
 
 @pytest.mark.parametrize("home", [False, True])
-@pytest.mark.parametrize(("layout", "method"), [("dp=1", "gather"), *itertools.product(LAYOUTS[1::3], BY_CHOICE)])
+@pytest.mark.parametrize(
+    ("layout", "method"),
+    [("dp=1", "gather"), *itertools.product(LAYOUTS[1::3], (*ANY, "padded, chunks")), *IN_TWO_STAGES],
+)
 def test_every_dispatch_by_choice_equals_the_single_device_sums(layout, method, home):
     spec, call = compiled(layout, BY_CHOICE[method], EXPERTS, home=home)
     tokens = TOKENS * spec.num_devices
@@ -104,8 +124,9 @@ def test_every_dispatch_by_choice_equals_the_single_device_sums(layout, method, 
 
 
 @pytest.mark.parametrize("by_choice", [False, True])
-def test_two_exchanges_run_their_further_rounds_together_before_either_adds(by_choice):
-    config = DispatchConfig("padded", capacity=1, report=True, by_choice=by_choice)
+@pytest.mark.parametrize("method", ["padded", "hierarchical"])
+def test_two_exchanges_run_their_further_rounds_together_before_either_adds(method, by_choice):
+    config = DispatchConfig(method, capacity=1, report=True, by_choice=by_choice, devices_per_host=2)
     spec = MeshSpec.parse("dp=8")
     mesh, param_specs = spec.build(), {"code": P(spec.expert_axes, None)}
     params = {"code": jax.device_put(codes(np.arange(EXPERTS) + 1), NamedSharding(mesh, param_specs["code"]))}
@@ -171,7 +192,7 @@ def test_by_choice_a_tokens_sum_has_one_order_on_every_mesh_with_every_method():
             )[1](x, slots, weights)[0]
         )
         for layout in ("dp=1", "dp=2", "dp=8", "dp=4,tp=2", "dp=32")
-        for name in ("gather", "padded, capacity 1", "ragged")
+        for name in ("gather", "padded, capacity 1", "ragged", "hierarchical, capacity 1")
         for by_choice in (True, False)
     }
     one = found["dp=1", "gather", True]
@@ -179,7 +200,8 @@ def test_by_choice_a_tokens_sum_has_one_order_on_every_mesh_with_every_method():
     assert different == {False}  # where ranks add first, some mesh or other gives other bits
 
 
-HOME_CASES = [(layout, method) for layout in ("dp=8", "tp=8,ep=1", "dp=8,tp=4,ep=2") for method in METHODS]
+HOME_CASES = [(layout, method) for layout in ("dp=8", "tp=8,ep=1", "dp=8,tp=4,ep=2") for method in ANY]
+HOME_CASES += [("dp=8", "padded, chunks"), *IN_TWO_STAGES[::3]]
 
 
 @pytest.mark.parametrize(("layout", "method"), [("dp=1", "gather"), *HOME_CASES, ("dp=4,tp=8", "ragged")])
@@ -207,6 +229,35 @@ def test_only_the_group_that_overflows_runs_further_rounds():
     slots[: 2 * TOKENS, 0] = EXPERTS - 1  # every token of the first of four groups of two ranks
     _, report = call(coded_rows(tokens), slots, weights_of(tokens))
     np.testing.assert_array_equal(report["rounds"], [3, 3, 1, 1, 1, 1, 1, 1])
+
+
+def test_all_ranks_run_the_rounds_of_the_one_whose_rows_for_a_rank_or_for_a_host_are_most():
+    spec, call = compiled("dp=8", METHODS["hierarchical, capacity 1"], EXPERTS)
+    tokens = TOKENS * spec.num_devices
+    slots = np.full((tokens, K), -1, np.int32)
+    slots[:TOKENS, 0] = [
+        EXPERTS - 1,
+        EXPERTS - 1,
+        EXPERTS - 5,
+    ]  # of the first rank, two rows for the last and one for its neighbour
+    x, weights = coded_rows(tokens), weights_of(tokens)
+    y, report = call(x, slots, weights)
+    np.testing.assert_array_equal(y, expected(x, slots, weights))
+    # Two blocks of two rows for that host; two rows of the first for one rank: each block comes twice.
+    assert set(np.asarray(report["rounds"])) == {4}
+
+
+def test_in_two_stages_the_group_is_cut_into_hosts_or_is_one_stage_again():
+    def stages(layout, devices_per_host, experts=EXPERTS):
+        group = ExpertGroup.of(MeshSpec.parse(layout), experts, "gpu", devices_per_host=devices_per_host)
+        return [(one.size, one.experts, one.parts[0]) for one in group.in_two_stages()]
+
+    assert stages("dp=4,tp=8", 8) == [(4, 8, (0, 8, 16, 24)), (8, 1, tuple(range(8)))]
+    assert stages("dp=8,tp=2,ep=4,etp=4", 8) == [(2, 16, (0, 2)), (2, 8, (0, 1))]
+    shape = {"tokens": TOKENS, "top_k": K, "experts": EXPERTS, "platform": "gpu"}
+    for devices, method in ((2, "hierarchical"), (8, "padded"), (1, "padded"), (3, "padded"), (None, "padded")):
+        config = DispatchConfig("hierarchical", devices_per_host=devices)
+        assert resolved_method(MeshSpec.parse("dp=8"), config, **shape) == method
 
 
 def test_tokens_that_do_not_divide_over_tp_are_padded_and_cut_again():

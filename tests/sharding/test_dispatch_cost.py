@@ -23,6 +23,9 @@ CONFIGS = {
     "padded rounds": DispatchConfig("padded", capacity=2),
     "padded chunks": DispatchConfig("padded", chunk_tokens=3),
     "ragged": DispatchConfig("ragged"),
+    "hierarchical": DispatchConfig("hierarchical", devices_per_host=8),
+    "hierarchical rounds": DispatchConfig("hierarchical", devices_per_host=4, capacity=1),
+    "hierarchical by choice": DispatchConfig("hierarchical", devices_per_host=4, by_choice=True),
     "gather by choice": DispatchConfig("gather", by_choice=True),
     "padded by choice": DispatchConfig("padded", by_choice=True),
     "ragged by choice": DispatchConfig("ragged", by_choice=True),
@@ -62,8 +65,10 @@ def test_collectives_and_their_operands_are_those_of_the_lowered_program(name, d
             spec, config, tokens=TOKENS, width=WIDTH, top_k=K, experts=EXPERTS, dtype=dtype, platform="cpu"
         )
         expected = [(c.kind, c.operand_bytes) for c in predicted]
-        plan = exchange_plan(config, TOKENS, K, ExpertGroup.of(spec, EXPERTS, "cpu"))
-        if plan.method == "padded" and plan.capacity < plan.rows:
+        plan = exchange_plan(
+            config, TOKENS, K, ExpertGroup.of(spec, EXPERTS, "cpu", devices_per_host=config.devices_per_host)
+        )
+        if plan.method in ("padded", "hierarchical") and plan.capacity < plan.rows:
             expected *= 2  # the first round, and the body of the loop over further ones
         if config.by_choice and plan.method == "gather" and plan.capacity < TOKENS * min(K, EXPERTS // spec.ep_size):
             expected += expected[1:]

@@ -46,6 +46,26 @@ def test_each_row_of_the_design_gives_its_physical_mesh(text, shape, devices, ex
     assert str(spec) == text
 
 
+def test_stages_are_runs_of_neighbours_each_with_the_mesh_of_the_rest():
+    spec = MeshSpec.parse("pp=2,dp=2,tp=4,ep=2")
+    assert (spec.num_devices, spec.stage_devices, str(spec)) == (16, 8, "pp=2,dp=2,tp=4,ep=2")
+    assert spec.stage == MeshSpec.parse("dp=2,tp=4,ep=2")
+    assert (spec.shape, spec.axes) == (spec.stage.shape, spec.stage.axes)
+    assert str(MeshSpec.parse("pp=3")) == "pp=3"
+    assert str(MeshSpec.parse("pp=1,tp=2")) == "tp=2"
+    # Ids are not contiguous over processes: those of process 0 are 0, 2, …
+    devices = [FakeDevice(id, id % 2) for id in range(16)]
+    first, last = spec.build_stages(devices)
+    assert [device.process_index for device in first.devices.flat] == [0] * 8
+    assert [device.process_index for device in last.devices.flat] == [1] * 8
+    with pytest.raises(MeshError, match="is 2 meshes, one for each stage"):
+        spec.build(devices)
+    with pytest.raises(MeshError, match="wants 16 devices, found 15"):
+        spec.build_stages(devices[:15])
+    with pytest.raises(MeshError, match="expected a size of at least 1"):
+        MeshSpec.parse("pp=0")
+
+
 def test_width_is_split_only_where_ep_leaves_no_room_for_tp():
     whole, split = MeshSpec.parse("dp=2,tp=4,ep=4"), MeshSpec.parse("dp=2,tp=4,ep=2")
     assert (whole.expert_axes, whole.expert_width_axes, whole.expert_copies) == (("ep", "tp"), (), 2)
@@ -77,7 +97,7 @@ def test_axes_left_out_take_their_defaults_and_spaces_do_not_count():
         ("dp", ["found 'dp'", "axis=size"]),
         ("dp=4,", ["found ''"]),
         ("dp=4;tp=2", ["found 'dp=4;tp=2'"]),
-        ("pp=2", ["found 'pp=2'", "dp, tp, ep, etp"]),
+        ("sp=2", ["found 'sp=2'", "pp, dp, tp, ep, etp"]),
         ("dp=8,ep=2,etp=3", ["ep × etp = 2 × 3 = 6", "8 × 1 = 8", "[1, 2, 4]"]),
         ("dp=4,tp=4,ep=2,etp=2", ["etp=2 is no multiple of tp=4", "ep=2"]),
         ("dp=-2", ["found 'dp=-2'"]),

@@ -16,7 +16,12 @@ from sharding.program import Program, program_collectives, true_dtypes
 
 EXPERTS, TOKENS, WIDTH = 32, 6, 160
 LAYOUTS = ("dp=1", "dp=32", "dp=4,tp=8", "tp=8,ep=1", "dp=8,tp=4,ep=2")
-CONFIGS = {"gather": DispatchConfig("gather"), "padded": DispatchConfig("padded"), "ragged": DispatchConfig("ragged")}
+CONFIGS = {
+    "gather": DispatchConfig("gather"),
+    "padded": DispatchConfig("padded"),
+    "ragged": DispatchConfig("ragged"),
+    "hierarchical": DispatchConfig("hierarchical", devices_per_host=8),
+}
 
 
 def compiled_dispatch(spec, config, dtype, folder):
@@ -62,7 +67,12 @@ def test_a_compiled_dispatch_sends_what_the_arithmetic_says(name, layout, tmp_pa
     wanted = dispatch_collectives(
         spec, config, tokens=TOKENS, width=WIDTH, top_k=K, experts=EXPERTS, dtype=jnp.bfloat16, platform="cpu"
     )
+    # Ranks of a host, or one of each, are a part of the group's axes.
+    whole = all(c.meet == "all" for c in wanted)
     assert sorted(
-        (c.kind.replace("-", "_"), c.axes, c.ranks, c.operand_bytes, c.bytes_sent, c.times) for c in found
-    ) == (sorted((c.kind, c.axes, c.ranks, c.operand_bytes, c.bytes_sent, c.times) for c in wanted))
+        (c.kind.replace("-", "_"), c.axes if whole else (), c.ranks, c.operand_bytes, c.bytes_sent, c.times)
+        for c in found
+    ) == sorted((c.kind, c.axes if whole else (), c.ranks, c.operand_bytes, c.bytes_sent, c.times) for c in wanted)
+    for one, c in zip(found, wanted, strict=True) if not whole else ():
+        assert (one.bytes_between if c.meet == "inside" else one.bytes_inside) == 0
     assert bool(wanted) == (spec.ep_size * spec.expert_width_shards > 1)

@@ -14,19 +14,24 @@ from dsjax.hosts.secure_channel import SecureChannel
 from dsjax.hosts.wire import decoded
 
 SERVICE = "experts"
-VERSION = 1
-_MOST_BYTES = 1 << 20
+VERSION = 3
+_MOST_BYTES = 1 << 22
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """The attention side's first message.
 
     Attributes:
-        space: what both sides must have alike: everything that an answer depends on beside its rows.
+        space: what both sides must have alike: everything that an answer depends on beside its rows and where experts are.
+        placement: ``[MoE layers, slots]`` int32, the logical expert in each physical slot. The process has its slots hold these before it
+            answers. Empty from another process with experts, which only takes some.
+        side: which attention side it is, whichever of its connections. Where one moves experts, no other may be connected.
     """
 
     version: int
     space: dict[str, Any]
+    placement: bytes = b""
+    side: bytes = b""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -39,22 +44,59 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     """Rows for the experts of one layer.
 
     Attributes:
-        stack: path of the layers among the parameters. layer: number in the stack; -1: compile for so many rows, which do not follow.
-        rows: how many packed rows.
+        stack: path of the layers among the parameters. layer: number in the stack; -1: compile for such calls, and no row follows.
+        tokens: of the step, in all. cells: rows that each expert device has room for.
+        filled: ``[devices of the process, senders]`` int32: of a device's cells, how many of each sender's equal part are filled. These
+            rows alone follow, and their answers alone come back, sorted by device, sender and place.
     """
 
     stack: str
     layer: int
-    rows: int
+    tokens: int
+    cells: int
+    filled: bytes
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
-    """The answers of a call follow, of one expert device after the other. error: why none follow."""
+    """The answers of a call follow. error: why none follow."""
 
     error: str = ""
 
 
-Message = Hello | Welcome | Call | Answered
+class Stage(msgspec.Struct, frozen=True, array_like=True, tag="stage"):
+    """Bring experts of a layer to the devices that will have them. Answered by an `Answered` when it is done.
+
+    Attributes:
+        row: of the placement. moves: int32 pairs (physical slot that has an expert, physical slot that gets it), of all processes.
+    """
+
+    row: int
+    moves: bytes
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
+    """Have the slots of a layer hold these logical experts. Answered by an `Answered`.
+
+    Attributes:
+        row: of the placement. experts: int32, of all slots.
+    """
+
+    row: int
+    experts: bytes
+
+
+class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
+    """One process with experts asks another for experts: an `Answered`, and behind it their bytes, slot by slot.
+
+    Attributes:
+        row: of the placement. slots: physical ones of the other process.
+    """
+
+    row: int
+    slots: list[int]
+
+
+Message = Hello | Welcome | Call | Answered | Stage | Place | Take
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
@@ -67,8 +109,8 @@ def send(channel: SecureChannel, message: Message) -> None:
     channel.send(msgspec.msgpack.encode(message))
 
 
-def receive(channel: SecureChannel, kind: type) -> Any:
-    """Wait for a message of a kind.
+def receive(channel: SecureChannel, *kinds: type) -> Any:
+    """Wait for a message of one of some kinds.
 
     Raises:
         OSError, EOFError: the other side has gone, or sends something else.
@@ -77,6 +119,7 @@ def receive(channel: SecureChannel, kind: type) -> Any:
         message = decoded(_decoder, channel.receive(_MOST_BYTES))
     except msgspec.MsgspecError as error:
         raise ConnectionError(f"{channel.peer} sends no messages about experts: {error}") from error
-    if not isinstance(message, kind):
-        raise ConnectionError(f"{channel.peer} sends {type(message).__name__}, expected {kind.__name__}")
+    if not isinstance(message, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise ConnectionError(f"{channel.peer} sends {type(message).__name__}, expected {expected}")
     return message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dsjax.errors import UserError
 from dsjax.hosts.wire import split_address
@@ -19,10 +19,9 @@ _REFUSED = {
     "prefill_mesh": "prompts are computed on the attention side",
     "disaggregation_mode": "prompts are computed on the attention side",
     "coordinator_address": "each side is one process (--afd-role)",
-    "enable_eplb": "experts stay where they are; --redundant-experts and --init-expert-location place them",
     "ep_dispatch_algorithm": "no device of an expert is nearer than another",
     "enable_shared_experts_fusion": "shared experts are on the attention side",
-    "dispatch": "rows go to all of the experts' devices",
+    "dispatch": "the host takes rows from one side to the other, and no collective does",
     "moe_chunk_tokens": "a step's tokens travel at once; give a smaller --max-num-batched-tokens",
 }
 """Options that do not go with experts apart, and why."""
@@ -35,33 +34,29 @@ def check_apart(args: Args) -> None:
         UserError: they do not. MeshError: a mesh cannot be.
     """
     if args.attention_mesh is None and args.expert_mesh is None:
-        if args.afd_role != "both" or args.afd_address is not None:
-            raise UserError("--afd-role and --afd-address go with --attention-mesh and --expert-mesh; give these too")
+        if args.afd_role != "both" or args.afd_address is not None or args.afd_server_rank is not None:
+            raise UserError(
+                "--afd-role, --afd-address and --afd-server-rank go with --attention-mesh and --expert-mesh; give these too"
+            )
         return
     if (args.afd_role == "both") != (args.afd_address is None):
         raise UserError(
-            f"--afd-role is {args.afd_role} and --afd-address {args.afd_address}; an address is for two processes, --afd-role attention "
-            "and --afd-role expert, and both need it"
+            f"--afd-role is {args.afd_role} and --afd-address {args.afd_address}; addresses are for processes of each side, --afd-role "
+            "attention and --afd-role expert, and both need them"
         )
     for given, other in (("attention", "expert"), ("expert", "attention")):
         if getattr(args, f"{other}_mesh") is None:
             raise UserError(f"--{given}-mesh is given without --{other}-mesh; give both, or --mesh alone")
-    if args.afd_address is not None:
-        try:
-            split_address(args.afd_address)
-        except UserError:
-            raise UserError(
-                f"--afd-address is {args.afd_address!r}, expected HOST:PORT, such as 10.0.0.2:7000"
-            ) from None
     if args.mesh not in (type(args).mesh, args.attention_mesh):
         raise UserError(
             f"--mesh {args.mesh} is given with --attention-mesh and --expert-mesh, which name all devices; leave one out"
         )
     expert_spec(args)
+    _check_processes(args)
     from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
     attention = MeshSpec.parse(args.attention_mesh)
-    if attention.ep_size != attention.num_devices:
+    if attention.ep_size != attention.stage_devices:
         raise UserError(
             f"--attention-mesh {args.attention_mesh} has ep, and its devices have no routed experts; leave ep out, and say how many "
             "devices have experts with --expert-mesh"
@@ -76,6 +71,58 @@ def check_apart(args: Args) -> None:
         raise UserError(
             f"--num-processes does not go with --expert-mesh: {_REFUSED['coordinator_address']}; leave it out"
         )
+
+
+def _check_processes(args: Any) -> None:
+    """Check the addresses of the experts' processes, and which of them this one is."""
+    addresses, devices = afd_addresses(args), expert_spec(args).num_devices
+    for address in addresses:
+        try:
+            split_address(address)
+        except UserError:
+            raise UserError(
+                f"--afd-address has {address!r}, expected HOST:PORT, such as 10.0.0.2:7000, or several, separated by commas"
+            ) from None
+    if addresses and devices % len(addresses):
+        raise UserError(
+            f"--expert-mesh {args.expert_mesh} has {devices} devices, which {len(addresses)} processes (--afd-address) cannot share "
+            "equally; give a number of devices that the number of addresses divides"
+        )
+    if len(set(addresses)) < len(addresses):
+        raise UserError(f"--afd-address is {args.afd_address}, which names a process twice; give each its own")
+    rank = args.afd_server_rank
+    if args.afd_role != "expert":
+        if rank is not None:
+            raise UserError(
+                f"--afd-server-rank {rank} is for --afd-role expert, and this is {args.afd_role}; leave it out"
+            )
+    elif rank is None and len(addresses) > 1:
+        raise UserError(
+            f"--afd-address names {len(addresses)} processes of experts; say which of them this one is with --afd-server-rank, from 0 to "
+            f"{len(addresses) - 1}"
+        )
+    elif rank is not None and rank >= len(addresses):
+        raise UserError(f"--afd-server-rank is {rank}, and --afd-address names {len(addresses)} processes, from 0 on")
+
+
+def afd_addresses(args: Any) -> list[str]:
+    """The addresses of the experts' processes, in the order of their devices; none where both sides are in this one."""
+    return [] if args.afd_address is None else [address.strip() for address in args.afd_address.split(",")]
+
+
+class ExpertShare(NamedTuple):
+    """One of the experts' processes: its address, the number of its first expert device among all, and how many it has."""
+
+    address: str
+    first: int
+    devices: int
+
+
+def expert_share(args: Any) -> ExpertShare:
+    """Which of the experts' processes this one is (``--afd-role expert``)."""
+    addresses, rank = afd_addresses(args), args.afd_server_rank or 0
+    devices = expert_spec(args).num_devices // len(addresses)
+    return ExpertShare(addresses[rank], rank * devices, devices)
 
 
 def expert_spec(args: Any) -> MeshSpec | None:

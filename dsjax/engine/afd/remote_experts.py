@@ -1,166 +1,168 @@
-"""``RemoteExperts``: experts in another process, which may die and come back while the attention side keeps its caches and requests."""
+"""``RemoteExperts``: experts in other processes, which may die and come back while the attention side keeps its caches and requests."""
 
 from __future__ import annotations
 
-import logging
-import time
+import secrets
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array
 
+from dsjax.engine.afd.expert_link import Errand, ExpertLink
 from dsjax.engine.afd.expert_side import Side
-from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Welcome, receive, send
-from dsjax.errors import UserError
+from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
+from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage
 from dsjax.hosts.credentials import Credentials
-from dsjax.hosts.secure_channel import SecureChannel, connect
-from dsjax.hosts.wire import split_address
 from dsjax.model.apart import LayerPass
 from dsjax.model.parameters import ParameterInfo
 from sharding import MeshSpec
 from sharding.arrays import put
 from sharding.dispatch.between import Between
 
-RETRY_SECONDS = 0.2
-_log = logging.getLogger(__name__)
-
-
-class ExpertsGoneError(UserError):
-    """The experts' process has not come back in time."""
-
 
 class RemoteExperts(Side):
-    """The experts' side as the attention side's process sees it: a connection on which rows are sent and answers come back.
+    """The experts' side as the attention side's process sees it: a link to each process that has a run of the expert devices.
 
-    A call that fails because the connection ends is made again once there is a process at the address, as often as it takes: a layer's
-    experts depend on the rows alone, and nothing of the attention side has changed meanwhile.
+    Calls to all of them are under way at the same time, and each may go and come back by itself.
 
     Args:
-        address: ``HOST:PORT`` of the experts' process. patience: seconds in which one must be there, at the start and after a loss.
-        silence: seconds after which a host that says nothing is taken for dead.
+        addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience, silence: as of ``ExpertLink``.
 
     Attributes:
-        space: as of ``Hello``; assigned before the first call. losses: how often the connection has ended. last_gap: seconds from the
-            last loss to the answer of the call that met it.
+        space: as of ``Hello``; assigned before the first call. placement: the logical expert in each physical slot of each layer;
+            likewise. A process that comes back is told of it, and takes from the checkpoint what it had not.
     """
+
+    padded = False
 
     def __init__(
         self,
         spec: MeshSpec,
         infos: Mapping[str, ParameterInfo],
-        address: str,
-        credentials: Credentials,
+        addresses: Sequence[str],
+        credentials: Sequence[Credentials],
         *,
         waits: bool,
         patience: float,
         silence: int,
     ):
         super().__init__(spec, infos, waits=waits)
-        self.address, self.patience, self._silence = address, patience, silence
-        self._credentials = credentials
+        self.parts = len(addresses)
         self.space: dict[str, Any] = {}
-        self._channel: SecureChannel | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts")
-        self.losses, self.last_gap = 0, 0.0
+        self.placement = np.zeros((0, 0), np.int32)
+        self._side = secrets.token_bytes(8)
+        self.links = [
+            ExpertLink(address, own, self._hello, patience=patience, silence=silence)
+            for address, own in zip(addresses, credentials, strict=True)
+        ]
 
-    def way(self, through: LayerPass) -> WayToProcess:
-        """Have the experts' process compile for the rows of a pass."""
-        between = through.between()
-        call = Call(through.stack, -1, between.senders * between.rows)
-        self._thread.submit(self.exchange, call, None, None).result()
-        return WayToProcess(self, through.stack, between)
+    @property
+    def counts(self) -> Sequence[LinkCounts]:
+        """What the link to each process has done so far."""
+        return [link.counts for link in self.links]
 
-    def begin(self, call: Call, rows: Array, answers: np.ndarray) -> Future[np.ndarray]:
-        """Have rows computed: calls are made one after the other, in a thread. answers: memory for what comes back."""
-        return self._thread.submit(self.exchange, call, rows, answers)
+    def extension(self, kind: type) -> Any:
+        """Offer the links' counts to the metrics."""
+        return self if kind is ExpertLinks else None
+
+    def _hello(self) -> Hello:
+        return Hello(VERSION, self.space, self.placement.astype("<i4").tobytes(), self._side)
+
+    def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Have the processes bring experts of a layer to the devices that will have them: each takes its own from the others."""
+        self._everywhere(Stage(row, np.array(moves, "<i4").tobytes()))
+
+    def place(self, row: int, experts: np.ndarray) -> None:
+        """Have the slots of a layer hold these logical experts, on all processes; one that goes meanwhile comes back so."""
+        placement = self.placement.copy()
+        placement[row] = experts
+        self.placement = placement
+        self._everywhere(Place(row, experts.astype("<i4").tobytes()))
+
+    def _everywhere(self, message: Call | Stage | Place) -> None:
+        """Have all processes do something, at the same time, and wait for all of them."""
+        for done in [link.begin(lambda: Errand(message)) for link in self.links]:
+            done.result()
 
     def connect(self) -> None:
-        """Connect, and say what both sides must have alike.
+        """Connect to all processes; errors as of ``ExpertLink.connect``."""
+        for link in self.links:
+            link.connect()
 
-        Raises:
-            UserError: the other side has another model or other options, or does not belong to the deployment. ExpertsGoneError: nobody is
-                there in time.
-        """
-        end, said = time.monotonic() + self.patience, False
-        while self._channel is None:
-            try:
-                channel = connect(split_address(self.address), SERVICE, self._credentials)
-                channel.keep_alive(self._silence, unacknowledged=True)
-                send(channel, Hello(VERSION, self.space))
-                welcome: Welcome = receive(channel, Welcome)
-            except (OSError, EOFError) as error:
-                if time.monotonic() > end:
-                    raise ExpertsGoneError(
-                        f"no process with experts is at {self.address} for {self.patience:g} s ({error}); start one with --afd-role expert"
-                    ) from error
-                if not said:
-                    _log.warning("No process with experts is at %s (%s); it is waited for.", self.address, error)
-                said = True
-                time.sleep(RETRY_SECONDS)
-                continue
-            if welcome.error:
-                channel.close()
-                raise UserError(f"the process with experts at {self.address} refuses: {welcome.error}")
-            self._channel = channel
-
-    def exchange(self, call: Call, rows: Array | None, answers: np.ndarray | None) -> np.ndarray | None:
-        """Make a call, again where the connection ends, and wait for its answers.
-
-        Raises:
-            UserError, ExpertsGoneError: as of ``connect``. RuntimeError: the experts' process could not compute it.
-        """
-        sent = None if rows is None else memoryview(np.ascontiguousarray(np.asarray(rows)).view(np.uint8))
-        lost = None
-        while True:
-            self.connect()
-            try:
-                send(self._channel, call)
-                if sent is not None:
-                    self._channel.send_bytes(sent)
-                answered: Answered = receive(self._channel, Answered)
-                if answered.error:
-                    raise RuntimeError(f"the process with experts at {self.address} failed: {answered.error}")
-                if answers is not None:
-                    self._channel.receive_into(memoryview(answers.view(np.uint8)))
-            except (OSError, EOFError) as error:
-                _log.warning(
-                    "The process with experts at %s has gone (%s); the call is made again.", self.address, error
-                )
-                self._channel.close()
-                self._channel, self.losses = None, self.losses + 1
-                lost = time.monotonic() if lost is None else lost
-                continue
-            if lost is not None:
-                self.last_gap = time.monotonic() - lost
-            return answers
+    def way(self, through: LayerPass) -> WayToProcesses:
+        """Have the experts' processes compile for the rows of a pass, all at once."""
+        between = through.between()
+        call = Call(through.stack, -1, between.tokens, between.senders * between.capacity, b"")
+        self._everywhere(call)
+        return WayToProcesses(self, through.stack, between)
 
     def close(self) -> None:
-        """End the connection and the thread."""
-        self._thread.shutdown(cancel_futures=True)
-        if self._channel is not None:
-            self._channel.close()
+        """End the connections and their threads."""
+        for link in self.links:
+            link.close()
 
 
 @dataclass(frozen=True, eq=False)
-class WayToProcess:
-    """``Way`` to another process: through this host's memory."""
+class WayToProcesses:
+    """``Way`` to other processes: through this host's memory. Of the rows' cells those that are filled travel, and their answers."""
 
     side: RemoteExperts
     stack: str
     between: Between
 
-    def call(self, rows: Array, layer: int) -> Future[np.ndarray]:
-        """Begin to send the rows of all token devices."""
-        between = self.between
-        count = between.senders * between.rows
-        answers = np.empty((between.group.size, count * between.columns, between.wire.width), between.wire.dtype)
-        return self.side.begin(Call(self.stack, layer, count), rows, answers)
+    def call(self, rows: Sequence[Array], counts: Array, layer: int, r: int = 0) -> list[_CallOfPart]:
+        """Begin to send each process its rows."""
+        begun = []
+        for part, link in enumerate(self.side.links):
+            one = _CallOfPart(self.between, self.stack, layer, part, r, rows[part], counts)
+            one.done = link.begin(one.prepare)
+            begun.append(one)
+        return begun
 
-    def returned(self, away: Future[np.ndarray]) -> Sequence[Array]:
+    def returned(self, away: list[_CallOfPart]) -> Sequence[Array]:
         """Wait for the answers, and send them to the tokens' devices."""
         return [
-            put(answer, one.sharding) for answer, one in zip(away.result(), self.between.described_returns, strict=True)
+            put(one.in_cells(), described.sharding)
+            for one, described in zip(away, self.between.described_returns, strict=True)
         ]
+
+
+@dataclass(eq=False)
+class _CallOfPart:
+    """Rows to one process and its answers, as they travel: the filled cells alone, sorted by expert device, token device and place.
+
+    rows, counts: of ``Between.pack``; nobody waits for them before ``prepare``, which the link's thread calls. done: when all is back.
+    """
+
+    between: Between
+    stack: str
+    layer: int
+    part: int
+    r: int
+    rows: Array
+    counts: Array
+    done: Future[None] | None = None
+
+    def prepare(self) -> Errand:
+        """Take the filled cells out of the rows."""
+        between, devices, C = self.between, self.between.part_devices, self.between.capacity
+        of_part = np.asarray(self.counts)[:, self.part * devices : (self.part + 1) * devices].T
+        filled = np.clip(of_part - self.r * C, 0, C)
+        e, s, c = np.nonzero(np.arange(C) < filled[:, :, None])
+        self._cells = (s * devices + e) * C + c
+        self._answers = np.empty((len(self._cells), between.columns, between.wire.width), between.wire.dtype)
+        cells, told = between.senders * C, filled.astype("<i4").tobytes()
+        sent = np.ascontiguousarray(np.asarray(self.rows)[self._cells])
+        return Errand(Call(self.stack, self.layer, between.tokens, cells, told), sent, self._answers)
+
+    def in_cells(self) -> np.ndarray:
+        """Wait for the answers, and give them where ``Between.add`` looks for them; nobody looks into cells that are not filled."""
+        self.done.result()
+        between = self.between
+        cells = between.senders * between.part_devices * between.capacity
+        answers = np.zeros((cells, *self._answers.shape[1:]), self._answers.dtype)
+        answers[self._cells] = self._answers
+        return answers.reshape(cells * between.columns, between.wire.width)

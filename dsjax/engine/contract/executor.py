@@ -73,6 +73,7 @@ class ExecutorLimits:
     Attributes:
         disk_pages: that the disk has room for, of all ranks together; disk_page_bytes: that each takes there.
         transfers: whether pages go to other engines, or come from them. moves_pages: whether they go anywhere beside the devices.
+        num_stages: stages that a step goes through, and so steps that can be computed at the same time.
     """
 
     max_rows_decode: int
@@ -88,6 +89,7 @@ class ExecutorLimits:
     disk_page_bytes: int = 0
     transfers: bool = False
     moves_pages: bool = False
+    num_stages: int = 1
 
     @property
     def max_pages(self) -> int:
@@ -143,8 +145,8 @@ class Executor(Protocol):
     engine's. Whatever is bound to a thread, such as `jax.set_mesh`, is entered inside each method.
 
     Attributes:
-        max_in_flight: how many steps may be launched before the first is waited for: 1 or 2. With 1, a second step may be
-            launched all the same: its inputs are laid out and sent, and it starts when the first is done.
+        max_in_flight: how many steps may be launched before the first is waited for: 1 or 2, or as many as there are stages. With 1, a
+            second step may be launched all the same: its inputs are laid out and sent, and it starts when the first is done.
     """
 
     limits: ExecutorLimits

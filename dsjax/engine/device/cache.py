@@ -32,7 +32,8 @@ def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None) -> in
     Raises:
         UserError: not even two pages fit (page 0 is never used).
     """
-    room = HOST_CACHE_BYTES // step.spec.num_devices if pool is None else pool.room
+    stages = step.stage.count if step.stage else 1
+    room = HOST_CACHE_BYTES // (step.spec.num_devices * stages) if pool is None else pool.room
     pages = min(wanted, room // bytes_per_page(step))
     if pages < 2:
         left = "" if pool is None else f" ({pool})"

@@ -68,10 +68,12 @@ def describe(
         copies = CopyTables(*(jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere) for t in tables))
     loads = None
     if counts_loads:
-        shape = (step.moe_layers_with_module, step.spec.num_devices, step.placement.n_physical // step.spec.ep_size)
+        # A device counts what its own experts compute, or, where these are apart, which experts its tokens go to.
+        counted = step.placement.n_physical // (1 if step.apart is not None else step.spec.ep_size)
+        shape = (step.moe_layers_with_module, step.spec.num_devices, counted)
         loads = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(step.mesh, P(None, step.spec.token_axes)))
     filled = None
-    if num_drafts:
+    if num_drafts and step.ends:
         shape = (ranks * limits.pages_per_rank, limits.page_size)
         filled = jax.ShapeDtypeStruct(shape, bool, sharding=rows)
     return DeviceState(
@@ -85,7 +87,7 @@ def describe(
         sampling=SlotSampling(
             **{field.name: array(dtype=integers.get(field.name, np.float32)) for field in fields(SlotSampling)}
         ),
-        counts=array(limits.vocab_size, dtype=np.uint16),
+        counts=array(limits.vocab_size if step.ends else 1, dtype=np.uint16),  # an empty array would lose its sharding
         copies=copies,
         loads=loads,
     )

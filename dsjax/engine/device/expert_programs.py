@@ -88,11 +88,6 @@ def received_bytes(step: ModelStep, experts: int) -> int:
     return experts * expert_bytes(step) * (1 if native else step.spec.ep_size - 1)
 
 
-def experts_within(step: ModelStep, max_bytes: int) -> int:
-    """How many experts a rank may send and receive in one run of ``stage`` under a bound on bytes; at least 1, at most all of its slots."""
-    return max(1, min(max_bytes // max(received_bytes(step, 1), 1), step.placement.n_physical // step.spec.ep_size))
-
-
 def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, experts: int) -> Int[np.ndarray, "G W"]:
     """What ``stage`` needs to know of pairs (slot that has an expert, slot that gets it), one row for each rank as the sender.
 

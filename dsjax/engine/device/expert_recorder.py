@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.engine.contract.executor import ExpertCounts
+from dsjax.model.apart import LayerPass
 from dsjax.model.rows import GroupShape
 from dsjax.model.step import ModelStep
 from sharding.dispatch import DispatchStatistics
@@ -76,9 +77,18 @@ class ExpertRecorder:
             self._enter([reports[number] for number in numbers], size, placements)
 
     def _enter(self, reports: list[Mapping[str, np.ndarray]], size: _Size, placements: LayerPlacements) -> None:
+        counts = {name: np.concatenate([one[name] for one in reports]) for name in reports[0]}
+        if self._sums is None:
+            self._sums = DispatchSums(placements)
+        self._sums.add(self._statistics(counts, size), len(reports), placements)
+
+    def _statistics(self, counts: Mapping[str, np.ndarray], size: _Size) -> DispatchStatistics:
         step = self._step
-        statistics = DispatchStatistics.of(
-            {name: np.concatenate([one[name] for one in reports]) for name in reports[0]},
+        if step.apart is not None:
+            shape = step.spec.dp_size, size.tokens, step.config.hidden_size
+            return LayerPass(step, "moe_layers", 0, 0, shape).between().statistics(counts, padded=step.apart.padded)
+        return DispatchStatistics.of(
+            counts,
             step.spec,
             dataclasses.replace(step.dispatch, overlapped=size.exchanges > 1),
             tokens=-(-size.tokens // step.spec.tp_size),
@@ -88,9 +98,6 @@ class ExpertRecorder:
             dtype=step.dtype,
             platform=step.mesh.devices.flat[0].platform,
         )
-        if self._sums is None:
-            self._sums = DispatchSums(placements)
-        self._sums.add(statistics, len(reports), placements)
 
 
 class DispatchSums:

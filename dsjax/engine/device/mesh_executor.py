@@ -69,6 +69,8 @@ class MeshExecutor:
         device: the state, the parameters and the programs, as the parts have them.
     """
 
+    programs_class: type[Programs] = Programs
+
     def __init__(
         self,
         step: model_step.ModelStep,
@@ -85,7 +87,7 @@ class MeshExecutor:
         self.model, self.limits, self.buckets = step, limits, buckets
         params = {path: params[path] for path in step.table.infos}
         described = device_state.describe(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
-        programs = Programs(step, params, described, limits, experts_per_exchange, meet, library)
+        programs = self.programs_class(step, params, described, limits, experts_per_exchange, meet, library)
         self.device = DeviceAccess(step, limits, programs, params, programs.allocate(), step.placement)
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
@@ -291,13 +293,14 @@ class MeshExecutor:
     ) -> Running:
         if proposes and launch.prefill is None and rules.wanted is None:
             program = self.programs.drafting_step(shape, proposes)
-            self.device.state, outcome, drafts, reports = program(self.params, self.state, packed)
+            arguments = (self.params, self.state, packed, *self._arrived())
+            self.device.state, outcome, drafts, reports = program(*arguments)
             yield outcome
             yield from self._keep(pending, LaunchOutcome(launch, shape, rules, outcome, reports, drafts), recording)
             return
         program = self.programs.step(shape, launch.scored)
         self.device.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(
-            self.params, self.state, packed
+            self.params, self.state, packed, *self._arrived()
         )
         yield outcome
         scores, drafts = None, None
@@ -316,6 +319,10 @@ class MeshExecutor:
             yield drafts
         launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
         yield from self._keep(pending, launched, recording)
+
+    def _arrived(self) -> tuple[Array, ...]:
+        """What a program with layers in it takes last: of a model's stage behind the first, what has come from the one before."""
+        return ()
 
     def _keep(self, pending: Pending, launched: LaunchOutcome, recording: bool) -> Running:
         """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped."""
@@ -352,7 +359,8 @@ class MeshExecutor:
 
         def run() -> Running:
             for packed in inputs:
-                self.device.state, logits = self.programs.every_token()(self.params, self.state, packed)
+                program = self.programs.every_token()
+                self.device.state, logits = program(self.params, self.state, packed, *self._arrived())
                 pending.kept.append(logits)
                 yield logits
 

@@ -142,6 +142,8 @@ class Programs:
     def step(self, shape: LaunchShape, scored: bool = False) -> Compiled:
         """``(params, state, packed) -> (state, rows, outcome, logits, hidden, reports)``, with ``scored`` also ``Scores``.
 
+        Of a model's stage behind the first, all programs with layers in them also take what has arrived from the one before, last.
+
         The rows of a launch, each with its most probable tokens. outcome: tokens and numbers made, as of ``commit``; logits: of each
         position that makes a token; hidden: of all token slots. With ``scored`` the tokens behind each position of the
         prefill row are scored.
@@ -172,6 +174,7 @@ class Programs:
 
     def every_token(self) -> Compiled:
         """``(params, state, packed) -> (state, logits [C, V])`` of the row of rank 0; all ranks compute one of the widest chunk.
+        Of a stage before the last, hidden states take the logits' place.
 
         packed: the row as of ``RowGroup.pack``; it brings its own page table.
         """
@@ -313,25 +316,27 @@ class Programs:
     def lower_step(self, shape: LaunchShape, scored: bool = False) -> Lowered:
         """The program of ``step``, traced but not compiled."""
 
-        def run(params, state, packed):
+        def run(params, state, packed, *arrived):
             state, rows, outcome, logits, hidden, reports, *scores = step_programs.compute(
-                self._step, params, state, packed, shape, scored
+                self._step, params, state, packed, shape, scored, *arrived
             )
             pinned = self._pin((rows.pack(), outcome, logits, hidden), self._of_step(shape))
             return self._pin(state, self._state), *pinned, reports, *scores
 
-        return self._lower_step(run, self._described((shape.packed_width,), np.int32))
+        return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
 
     def _lower_drafting_step(self, shape: LaunchShape, count: int) -> Lowered:
-        def run(params, state, packed):
-            state, rows, outcome, _, hidden, reports = step_programs.compute(self._step, params, state, packed, shape)
+        def run(params, state, packed, *arrived):
+            state, rows, outcome, _, hidden, reports = step_programs.compute(
+                self._step, params, state, packed, shape, False, *arrived
+            )
             state, proposed = step_programs.propose(
                 self._step, params, state, packed, rows, outcome, hidden, shape, count
             )
             outcome = self._pin(outcome, self._of_rows(shape.sampled)[1])
             return self._pin(state, self._state), outcome, proposed, reports
 
-        return self._lower_step(run, self._described((shape.packed_width,), np.int32))
+        return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
 
     def lower_drafts(self, shape: LaunchShape, count: int) -> Lowered:
         """The program of ``drafts``, traced but not compiled."""
@@ -420,16 +425,18 @@ class Programs:
     def _lower_every_token(self) -> Lowered:
         shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill
 
-        def run(params, state, packed):
+        def run(params, state, packed, *arrived):
             groups = [RowGroup.unpack(packed, shape)]
-            hidden, cache, _ = self._step.hidden(params, state.cache, groups, state.copies)
+            hidden, cache, _ = self._step.hidden(params, state.cache, groups, state.copies, *arrived)
             state = dataclasses.replace(state, cache=cache, filled=step_programs.unfill(self._step, state, groups))
+            if not self._step.ends:
+                return self._pin(state, self._state), self._pin(hidden, self._hidden(shape.tokens))
             logits = self._step.logits(params, hidden)[0]  # of rank 0
             if self.shared:
                 logits = jax.lax.with_sharding_constraint(logits, self.everywhere)
             return self._pin(state, self._state), logits
 
-        return self._lower_step(run, self._described((shape.packed_width,), np.int32))
+        return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
 
     def _lower_gather(self, described: Any) -> Lowered:
         return jax.jit(lambda tree: tree, out_shardings=self.everywhere).lower(described)
@@ -444,8 +451,15 @@ class Programs:
 
     def _of_step(self, shape: LaunchShape):
         """Descriptions of what a step hands on to the drafts' program: what ``_of_rows`` has, and the hidden states."""
-        hidden = self._described((shape.tokens, self._step.config.hidden_size), self._step.dtype)
-        return *self._of_rows(shape.sampled), hidden
+        return *self._of_rows(shape.sampled), self._hidden(shape.tokens)
+
+    def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
+        """A description of the hidden states of so many token slots a DP rank."""
+        return self._described((tokens, self._step.config.hidden_size), self._step.dtype)
+
+    def arriving(self, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What a program with layers in it takes last, of a stage behind the first: the hidden states of the one before."""
+        return () if self._step.begins else (self._hidden(tokens),)
 
     def _logits(self, sampled: tuple[int, int, int]) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._step.mesh, self._step.logits_spec(positions(sampled)))

@@ -25,12 +25,13 @@ def compute(
     packed: Int[Array, "B W"],
     shape: LaunchShape,
     scored: bool = False,
+    arrived: Float[Array, "B T D"] | None = None,
 ):
-    """The launch's rows through the model, each with its most probable tokens; results as of ``Programs.step``, the rows unpacked."""
-    state, rows, groups = slots.read(step, state, packed, shape)
-    hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies)
-    loads = _count(state.loads, 0, reports)
-    state = dataclasses.replace(state, cache=cache, filled=unfill(step, state, groups), loads=loads)
+    """The launch's rows through the model, each with its most probable tokens; results as of ``Programs.step``, the rows unpacked.
+
+    arrived: of a model's last stage, the hidden states from the one before.
+    """
+    state, rows, groups, hidden, reports = run_layers(step, params, state, packed, shape, arrived)
     scores = ()
     if scored:
         every = step.logits(params, hidden)
@@ -40,6 +41,22 @@ def compute(
         logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
     state, outcome = slots.commit(step, state, rows, greedy(logits))
     return state, rows, outcome, logits, hidden, reports, *scores
+
+
+def run_layers(
+    step: ModelStep,
+    params: Mapping[str, Array],
+    state: DeviceState,
+    packed: Int[Array, "B W"],
+    shape: LaunchShape,
+    arrived: Float[Array, "B T D"] | None = None,
+) -> tuple[DeviceState, StepRows, list[RowGroup], Float[Array, "B T D"], dict[str, Array]]:
+    """Read the launch's rows, and take them through the layers: the state, the rows, their groups, hidden states, reports."""
+    state, rows, groups = slots.read(step, state, packed, shape)
+    hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies, arrived)
+    loads = _count(state.loads, 0, reports)
+    state = dataclasses.replace(state, cache=cache, filled=unfill(step, state, groups), loads=loads)
+    return state, rows, groups, hidden, reports
 
 
 def propose(

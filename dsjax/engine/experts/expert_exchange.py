@@ -69,7 +69,7 @@ class ExpertExchange(DevicePart):
             ranks=self._ranks,
             hosts=hosts if self._ranks % hosts == 0 and self._ranks == self._step.spec.num_devices else 1,
             groups=config.n_group,
-            expert_share=_expert_share(config),
+            expert_share=expert_share(config),
             expert_bytes=expert_programs.expert_bytes(self._step),
             per_exchange=self._per_exchange,
             seconds=self._seconds,
@@ -212,7 +212,7 @@ class ExpertExchange(DevicePart):
         return jax.block_until_ready(make())
 
 
-def _expert_share(config: ModelConfig) -> float:
+def expert_share(config: ModelConfig) -> float:
     """Give the routed experts' part of the parameters that act on a token, the embedding left out: a look-up takes no time."""
     counts = parameter_counts(config)
     used = config.num_moe_layers * config.num_experts_per_tok * counts["expert"]

@@ -234,6 +234,8 @@ class Rank:
         # `ScheduledRow(...)` is a Python function, which at a thousand rows a step would be a third of this loop.
         new_row = partial(tuple.__new__, ScheduledRow)
         most = 1 + num_drafts
+        batches = self.config.num_batches
+        room = len(self.running) if batches == 1 else -(-len(self.running) // batches)
         for request in self.running:  # preemption shortens the list at its end, which ends this loop the sooner
             if request.must_leave:
                 continue
@@ -244,11 +246,15 @@ class Rank:
             if request.num_rows_under_way:
                 if request.num_computed_tokens + 1 < known:
                     computing.append(request)
+                if batches > 1:  # its tokens are known when the step is entered, and not before
+                    continue
                 # The rows under way are sure to make its last token.
                 if known + request.num_due >= request.max_total_tokens:
                     continue
                 if request.num_due and request.rules is not None and request.rules.needs_tokens:
                     continue
+            if len(decodes) == room:
+                continue
             # With drafts under way `planned` may reach its bound, behind which nothing is ever written.
             full = planned >= len(request.pages) * page_size
             if full and not self._grow(request, min(planned + 1, request.max_cached_tokens)):

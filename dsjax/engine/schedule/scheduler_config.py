@@ -26,6 +26,8 @@ class SchedulerConfig:
         disk_pages: that the disk has room for, of all ranks together; 0: none go there. disk_page_bytes: that each takes.
         prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
         speculation: how many tokens are drafted; None: none.
+        num_batches: into how many batches running requests are dealt, which decode in steps of their own that are under way together.
+            With more than 1, no request decodes in two steps under way: stages of a model compute them at the same time.
     """
 
     max_num_seqs: int
@@ -41,6 +43,7 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     prefix_caching: bool = True
     speculation: SpeculativeConfig | None = None
+    num_batches: int = 1
 
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_prefill_rows", "max_model_len"):
@@ -63,6 +66,7 @@ class SchedulerConfig:
         policy: Literal["fcfs", "priority"] = "fcfs",
         prefix_caching: bool = True,
         speculation: SpeculativeConfig | None = None,
+        num_batches: int = 1,
     ) -> "SchedulerConfig":
         """Use all the room that an executor has."""
         return cls(
@@ -79,6 +83,7 @@ class SchedulerConfig:
             policy=policy,
             prefix_caching=prefix_caching,
             speculation=speculation,
+            num_batches=num_batches,
         )
 
     @property

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.config.weights import ROW_FORMATS, SERVED
-from dsjax.engine.afd.options import check_apart, expert_spec
+from dsjax.engine.afd.options import check_apart, expert_share, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.experts.eplb import EplbConfig
+from dsjax.engine.pipeline.options import check_stages
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.side_options import PREFILLS_OWN, check_sides, check_sizes
 from dsjax.engine.tiers.event_publisher import KvEventsConfig
@@ -54,6 +55,7 @@ _OF_THE_HOST = (
     "transfer_host",
     "afd_role",
     "afd_address",
+    "afd_server_rank",
 )
 """Options that change which commands an executor gets, and not what it makes of them; or that are another engine's."""
 
@@ -84,7 +86,12 @@ class EngineArgs:
     mesh: str = option(
         "dp=1",
         "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (groups that experts are spread over; default dp × tp ÷ etp), "
-        "etp (devices of a group, which share its experts' widths; default 1, or tp where ep is no multiple of it)",
+        "etp (devices of a group, which share its experts' widths; default 1, or tp where ep is no multiple of it), pp (stages, each with "
+        "a run of the layers on dp × tp devices of its own; default 1)",
+    )
+    pp_layer_partition: str | None = option(
+        None,
+        "layers of each stage of a --mesh with pp, such as 31,30; default: so that the fullest stage has as little work as can be",
     )
     attention_mesh: str | None = option(
         None,
@@ -99,7 +106,14 @@ class EngineArgs:
         "the experts, and answers at --afd-address",
         ("both", "attention", "expert"),
     )
-    afd_address: str | None = option(None, "HOST:PORT at which the process with --afd-role expert listens")
+    afd_address: str | None = option(
+        None,
+        "HOST:PORT at which the process with --afd-role expert listens; several, separated by commas: of processes that share the expert "
+        "devices, in equal parts and in this order",
+    )
+    afd_server_rank: int | None = option(
+        None, "with --afd-role expert and several addresses: which of them is this process's, from 0 on", least=0
+    )
     revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
     dtype: str = option(
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", ("auto", "float32", "bfloat16")
@@ -162,7 +176,15 @@ class EngineArgs:
     scheduling_policy: str = option("fcfs", "order of waiting requests", ("fcfs", "priority"))
     async_scheduling: bool = option(True, "plan a step while the one before computes")
     enable_prefix_caching: bool = option(True, "share the cache's pages between requests that begin alike")
-    dispatch: str = option("auto", "how tokens reach their experts", ("auto", "gather", "padded", "ragged"))
+    dispatch: str = option(
+        "auto", "how tokens reach their experts", ("auto", "gather", "padded", "ragged", "hierarchical")
+    )
+    devices_per_host: int | None = option(
+        None,
+        "neighbours in the mesh that fast links join, for --dispatch hierarchical and --ep-dispatch-algorithm static; default: those of a "
+        "process, of a dry run those that its target's links join",
+        least=1,
+    )
     dispatch_wire: str = option(
         "compute", "what tokens are sent as: in dtype, or FP8 with a scale per 128 values", ("compute", "fp8")
     )
@@ -227,6 +249,11 @@ class EngineArgs:
     )
     moe_dense_tp_size: int | None = option(None, "1: dense MLPs whole on each of tp devices, by tokens", least=1)
     enable_dp_lm_head: bool = option(False, "the head whole on each of tp devices, by positions, not by vocabulary")
+    embedding_location: str = option(
+        "device",
+        "where the embedding lies; host: in host memory, from which a step fetches its tokens' rows, so that devices have more cache",
+        ("device", "host"),
+    )
     stream_interval: int = option(
         1,
         "tokens after which a stream is sent its next piece; its first token and its end are sent at once. More costs less of the "
@@ -353,7 +380,8 @@ class EngineArgs:
         self._check_disk_cache()
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
-        MeshSpec.parse(self.mesh)
+        meshes = (self.mesh, self.prefill_mesh, self.decode_mesh)
+        check_stages(self, max(MeshSpec.parse(mesh).pp_size for mesh in meshes if mesh))
         check_sides(self)
 
     @classmethod
@@ -385,9 +413,11 @@ class EngineArgs:
         from sharding.mesh import MeshSpec
 
         if not self.separated:
+            if self.afd_role == "expert":
+                return expert_share(self).devices
             experts = expert_spec(self)
             beside = experts.num_devices if experts and self.afd_role != "attention" else 0
-            return beside + (MeshSpec.parse(self.mesh).num_devices if self.afd_role != "expert" else 0)
+            return beside + MeshSpec.parse(self.mesh).num_devices
         return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
 
     @property
@@ -482,6 +512,7 @@ class EngineArgs:
             policy=self.scheduling_policy,
             prefix_caching=self.enable_prefix_caching,
             speculation=self.speculation,
+            num_batches=limits.num_stages if self.async_scheduling else 1,
         )
 
 

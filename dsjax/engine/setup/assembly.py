@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 from dsjax.config import ModelConfig
 from dsjax.config.weights import FP8_BLOCK, ROW_FORMATS, WEIGHT_FORMATS
 from dsjax.engine.afd.expert_side import ExpertSide, Side, with_experts_apart
-from dsjax.engine.afd.options import expert_spec
+from dsjax.engine.afd.options import afd_addresses, expert_share, expert_spec
 from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
+from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.batch_invariance import check_batch_invariant, open_sums
 from dsjax.engine.setup.expert_location import ExpertLocation
@@ -30,6 +31,7 @@ from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import ParameterInfo, Weights
 from dsjax.model.sparse import IndexScores
+from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
 from dsjax.model.transformer import parameter_table
 from dsjax.model.two_batch import TwoBatchOverlap
@@ -37,6 +39,7 @@ from sharding import MeshError, MeshSpec, Rules, fp8
 from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method
 from sharding.layer_placement import LayerPlacements
+from sharding.mesh import devices_per_process
 from sharding.placement import Placement
 
 FIRST_WITH_FP8 = 8.9
@@ -52,12 +55,14 @@ def make_step(
     bf16_experts: bool | None = None,
     mtp: bool = False,
     expert_mesh: Mesh | None = None,
+    stage: Stage | None = None,
 ) -> ModelStep:
     """Make the step that ``args`` describe, for this model on this mesh.
 
     bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
     configuration says. mtp: with the model's MTP module, and its layer in the cache.
     expert_mesh: the devices of ``args.expert_mesh``, where it names any that are of this process.
+    stage: the part of the model that the step is; ``spec`` and ``mesh`` are the stage's own then. None: all of it.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
@@ -108,6 +113,11 @@ def make_step(
             f"--enable-shared-experts-fusion makes a layer's one shared expert a routed one, but this model has "
             f"{config.n_shared_experts if config.is_moe else 'no experts'}; leave it out"
         )
+    begins = ends = True
+    if stage is not None:
+        placement = stage.placement(placement, config)
+        config, begins, ends = stage.config(config), stage.begins, stage.ends
+        mtp, fusion = mtp and ends, fusion and config.is_moe
     table = parameter_table(
         config,
         weights=weights,
@@ -117,6 +127,8 @@ def make_step(
         materialise="AM_CC_ME" in (args.mla_prefill, args.mla_decode),
         derived_dtype=dtype,
         mtp=mtp,
+        begins=begins,
+        ends=ends,
     )
     step = ModelStep(
         config=config,
@@ -125,7 +137,7 @@ def make_step(
         mesh=mesh,
         rules=model_rules(args, config, spec),
         placement=placement,
-        dispatch=DispatchConfig(method=args.dispatch, wire=args.dispatch_wire, chunk_tokens=args.moe_chunk_tokens),
+        dispatch=_dispatch(args, config, mesh, placement),
         dtype=dtype,
         cache_dtype=kept_in,
         prefill_form=args.mla_prefill,
@@ -137,6 +149,7 @@ def make_step(
         scheme=scheme,
         index_scores=index_scores,
         overlap=_overlap(args),
+        stage=stage,
     )
     if expert_side is not None:
         step = with_experts_apart(step, lambda infos: _experts_apart(args, expert_side, expert_mesh, infos, platform))
@@ -149,15 +162,31 @@ def _experts_apart(
     args: EngineArgs, spec: MeshSpec, mesh: Mesh | None, infos: Mapping[str, ParameterInfo], platform: str
 ) -> Side:
     if mesh is not None:
-        return ExpertSide(spec, mesh, infos)
+        return ExpertSide(spec, mesh, infos, expert_share(args).first if args.afd_role == "expert" else 0)
+    addresses = afd_addresses(args)
     return RemoteExperts(
         spec,
         infos,
-        args.afd_address,
-        args.credentials.read(split_address(args.afd_address)[0]),
+        addresses,
+        [args.credentials.read(split_address(address)[0]) for address in addresses],
         waits=platform == "cpu",
         patience=args.start_timeout,
         silence=args.heartbeat_timeout,
+    )
+
+
+def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: LayerPlacements) -> DispatchConfig:
+    """How tokens reach their experts."""
+    # Experts that are copied, or that were or are to be moved, may lie on another host than their group.
+    in_groups = config.is_moe and placement.n_physical == config.n_routed_experts
+    in_groups &= config.n_group > 1 and config.topk_method != "greedy"
+    in_groups &= not args.enable_eplb and args.init_expert_location is None
+    return DispatchConfig(
+        method=args.dispatch,
+        wire=args.dispatch_wire,
+        chunk_tokens=args.moe_chunk_tokens,
+        devices_per_host=args.devices_per_host or devices_per_process(mesh),
+        routed_groups=(config.n_group, config.topk_group) if in_groups else None,
     )
 
 
@@ -341,6 +370,13 @@ def model_rules(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> Rules:
     rules = Rules.for_mesh(spec)
     if config.vocab_size % spec.tp_size:
         rules = rules.replace(vocab=(), embedded_vocab=())
+    if args.embedding_location == "host":
+        if config.tie_word_embeddings:
+            raise UserError(
+                "--embedding-location host keeps the embedding off the devices, but this model's head, which every step multiplies by, "
+                "is its embedding (tie_word_embeddings); leave the option out"
+            )
+        rules = rules.replace(embedded_vocab=()).in_host_memory("embedded_vocab")
     if args.moe_dense_tp_size == 1:
         rules = rules.replace(mlp_width=())
     if args.enable_dp_lm_head:
@@ -422,17 +458,25 @@ def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
         return 0
     if not step.config.is_moe:
         raise UserError("--enable-eplb is given, but this model has no experts; leave it out")
+    if step.apart is not None:
+        return _moved_at_once(args.eplb, step.apart.expert_bytes, step.placement.n_physical // step.apart.spec.ep_size)
     if step.spec.ep_size == 1:
         raise UserError(
             f"--enable-eplb is given, but with --mesh {step.spec} every device holds all experts; leave it out, or use a mesh "
             "with a larger ep"
         )
-    least, most = expert_programs.received_bytes(step, 1), args.eplb.max_bytes_per_step
+    least, slots = expert_programs.received_bytes(step, 1), step.placement.n_physical // step.spec.ep_size
+    return _moved_at_once(args.eplb, least, slots)
+
+
+def _moved_at_once(config: EplbConfig, least: int, slots: int) -> int:
+    """Count the experts that a device with so many slots receives at once. least: bytes of one."""
+    most = config.max_bytes_per_step
     if most < least:
         raise UserError(
             f"--eplb-config has max_bytes_per_step {most:,}, but to move one expert a device receives {least:,} bytes; give that or more"
         )
-    return expert_programs.experts_within(step, most)
+    return max(1, min(most // max(least, 1), slots))
 
 
 def dispatch_method(step: ModelStep, tokens: int) -> str:

@@ -43,6 +43,15 @@ class PrefillSizes:
 
 
 @dataclass(frozen=True)
+class StageFacts:
+    """What a stage of a model has. layers: its first and its last, of the whole model; bytes are of one of its devices."""
+
+    layers: tuple[int, int]
+    weight_bytes: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
 class EngineFacts:
     """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
 
@@ -67,6 +76,8 @@ class EngineFacts:
         expert_mesh: the mesh of the devices beside these that have the routed experts, e.g. `ep=24`; None where these have them.
             expert_weight_bytes: of one such device.
         speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
+        stages: what each stage of `--mesh pp=…` has; `weight_bytes` and `cache_bytes` are then of the one with most weights. Empty
+            where all layers are on the same devices.
     """
 
     model: str
@@ -102,6 +113,7 @@ class EngineFacts:
     activation_scheme: str = "none"
     expert_mesh: str | None = None
     expert_weight_bytes: int = 0
+    stages: list[StageFacts] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Give a JSON object with the same names."""

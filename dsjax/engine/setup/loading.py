@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -13,11 +12,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from dsjax.checkpoint.expert_reader import ExpertReader
 from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.checkpoint.hub import resolve
@@ -26,14 +25,16 @@ from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
-from dsjax.engine.afd.expert_side import build_both
-from dsjax.engine.afd.options import expert_spec
+from dsjax.engine.afd.expert_side import ExpertSide, build_both
+from dsjax.engine.afd.expert_slots import SlotWriter
+from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
+from dsjax.engine.experts.expert_moves import ExpertMoves
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, weights_format
@@ -54,6 +55,11 @@ from dsjax.model.parameters import store
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.layer_placement import LayerPlacements
+
+SMALLER = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
+"""What to do where weights do not fit."""
+SMALLER_CACHE = "give a smaller --cache-tokens or --max-num-seqs"
+"""What to do where the cache does not fit."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +145,8 @@ def load_model(
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     if of_experts is not None and expert_mesh is None:
         step.apart.space = expert_space(args, step, directory)
+        step.apart.placement = step.placement.physical_to_logical
         step.apart.connect()
-    smaller = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
 
     def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
         fixed = {"placement": placement, "weights": weights, "mtp": step.has_module}
@@ -154,13 +160,13 @@ def load_model(
     def read_all() -> dict[str, Array]:
         try:
             if on_cpu:
-                check_host_memory(args, step, held.nbytes)
+                check_host_memory(args, step, held=held.nbytes)
             else:
                 pool = Pool.of(step, 0)
                 if pool is not None:
                     pool = replace(pool, used=pool.used - held.device_bytes(mesh.local_devices[0]))
                 check_device_memory(args, step, pool)
-            with explained_out_of_memory("its weights were loaded", smaller):
+            with explained_out_of_memory("its weights were loaded", SMALLER):
                 placement = step.stored_placement if config.is_moe else None
                 return read(checkpoint, placement, progress=show_progress, held=held, peers=peers)
         except BaseException as error:
@@ -178,14 +184,14 @@ def load_model(
     if peers is not None:
         sources = WeightBytes.total(group.agreement.ask("weights", sources.plain()))
         peers.finish()
-    with explained_out_of_memory("its weights were loaded", smaller):
+    with explained_out_of_memory("its weights were loaded", SMALLER):
         params = materialise(step, params)
 
     def find_limits() -> ExecutorLimits:
         return library.settled(str(spec), layout.limits(args, library, params, None))
 
     limits = find_limits() if group is None else _common_limits(group, find_limits)
-    with explained_out_of_memory("its cache was made", "give a smaller --cache-tokens or --max-num-seqs"):
+    with explained_out_of_memory("its cache was made", SMALLER_CACHE):
         executor: Executor = MeshExecutor(
             step,
             params,
@@ -196,18 +202,23 @@ def load_model(
             parts=_parts(
                 args,
                 limits,
-                layout.per_exchange,
+                0 if of_experts is not None else layout.per_exchange,
                 lambda paths, placements: read(directory, step.stored(placements), only=paths),
                 lock and partial(_open_disk, args, page_space(args, step, directory), lock),
             )
-            + ([lambda *_: step.apart] if of_experts is not None else []),
+            + ([lambda *_: step.apart] if of_experts is not None else [])
+            + (
+                [_mover(args, step, checkpoint, weights, layout.per_exchange)]
+                if of_experts is not None and args.eplb
+                else []
+            ),
             meet=None if group is None else lambda: group.agreement.ask("compiled"),
             library=library if of_experts is None else None,  # it keeps steps that are one program each
         )
     if group is not None and group.is_leader and len(group.present) > 1:
         executor = LeaderExecutor(executor, group)
-    if args.record_steps is not None and (group is None or group.is_leader):
-        executor = _recording(args, executor, mesh, directory)
+    if group is None or group.is_leader:
+        executor = record_if_wanted(args, executor, mesh, directory)
     held.clear()
     has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
@@ -221,6 +232,17 @@ def load_model(
         held,
         sources,
     )
+
+
+def _mover(args: EngineArgs, step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
+    """Make the part that moves experts that have devices of their own. weights: how their parameters are kept."""
+    movable = step.apart
+    if isinstance(movable, ExpertSide):
+        platform = movable.mesh.devices.flat[0].platform
+        reader = ExpertReader(checkpoint.config, checkpoint, weights, platform, mtp=step.has_module)
+        movable = SlotWriter(movable, step.placement.physical_to_logical, reader.read)
+        movable.rehearse()
+    return lambda device, _: ExpertMoves(device, movable, per_exchange)
 
 
 def _parts(
@@ -280,7 +302,6 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
 
 def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
     """Say what the answers of routed experts in another process depend on, beside the rows. directory: of the checkpoint."""
-    placement = hashlib.sha256(np.ascontiguousarray(step.placement.physical_to_logical, "<i4").tobytes())
     return {
         "fingerprint": fingerprint(directory),
         "dtype": str(step.dtype),
@@ -288,7 +309,8 @@ def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str
         "activation_scheme": str(step.scheme),
         "dispatch_wire": args.dispatch_wire,
         "expert_mesh": args.expert_mesh,
-        "places of experts": placement.hexdigest(),
+        "physical experts": step.placement.n_physical,
+        "processes with experts": len(afd_addresses(args)),
         "sums by choice": step.dispatch.by_choice or step.in_place.ordered,
         "MTP module": step.has_module,
     }
@@ -313,8 +335,10 @@ def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> Exec
     return replace(limits, pages_per_rank=pages, host_pages_per_rank=host_pages)
 
 
-def _recording(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> RecordingExecutor:
-    """Have all that the executor is told written to the file that `args` name."""
+def record_if_wanted(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> Executor:
+    """Have all that the executor is told written to the file that `args` name, if they name one."""
+    if args.record_steps is None:
+        return executor
     device = mesh.devices.flat[0]
     first = describe_recording(
         args.executor_options,

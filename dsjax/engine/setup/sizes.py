@@ -5,7 +5,6 @@ The sizes follow from the options and the memory: the cache, the tiers below it,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.process import available_bytes
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.device.programs import Programs
+from dsjax.engine.pipeline.stage_programs import StagePrograms
 from dsjax.engine.schedule.landing_area import MOST_LANDED
 from dsjax.engine.schedule.page_loads import MOST_LOADED
 from dsjax.engine.setup.args import EngineArgs
@@ -30,6 +30,7 @@ from dsjax.engine.tiers.page_files import bytes_on_disk
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
 from dsjax.errors import UserError
 from dsjax.model.parameters import device_bytes
+from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 
@@ -53,18 +54,33 @@ class EngineLayout:
     per_exchange: int
 
     @classmethod
-    def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, expert_mesh: Mesh | None = None) -> EngineLayout:
+    def of(
+        cls,
+        args: EngineArgs,
+        checkpoint: Checkpoint,
+        mesh: Mesh,
+        expert_mesh: Mesh | None = None,
+        stage: Stage | None = None,
+    ) -> EngineLayout:
         """Lay out the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
 
-        expert_mesh: of the devices that ``args.expert_mesh`` names, where it names any.
+        expert_mesh: of the devices that ``args.expert_mesh`` names, where it names any. stage: the part of the model that is on
+        ``mesh``, where ``args.mesh`` has several.
 
         Raises:
             UserError, MeshError: options, model and mesh that do not go together.
         """
-        config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh), args.speculation
+        config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh).stage, args.speculation
         mtp = speculation is not None
         step = make_step(
-            args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp, expert_mesh=expert_mesh
+            args,
+            config,
+            spec,
+            mesh,
+            bf16_experts=checkpoint.bf16_experts,
+            mtp=mtp,
+            expert_mesh=expert_mesh,
+            stage=stage,
         )
         per_exchange = experts_per_exchange(args, step)
         sizes = _sizes(args, step)
@@ -84,7 +100,8 @@ class EngineLayout:
         mesh, known = str(self.step.spec), library.beside_the_cache
         if mesh not in known:
             known[mesh] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts)
-        moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if self.per_exchange else 0
+        moves = self.per_exchange and self.step.apart is None  # else it takes memory of other devices
+        moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if moves else 0
         pool = Pool.of(self.step, known[mesh] + moving + chunk_bytes(args, self.step))
         return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
 
@@ -118,6 +135,7 @@ def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
         max_model_len=max_model_len,
         vocab_size=step.config.vocab_size,
         transfers=args.is_side,
+        num_stages=1 if step.stage is None else step.stage.count,
     )
 
 
@@ -192,24 +210,25 @@ def page_bytes(step: ModelStep) -> int:
     return device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
 
 
-def check_host_memory(args: EngineArgs, step: ModelStep, held: int = 0) -> None:
+def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> None:
     """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read.
 
-    held: bytes of another mesh's weights, which these take the place of.
+    steps: the model's one, or those of its stages. held: bytes of another mesh's weights, which these take the place of.
     """
     available = available_bytes()
     if available is not None:
         available += held
-    devices = len(step.mesh.local_devices)
-    needed = weight_bytes(step) * devices
+    devices = sum(len(step.mesh.local_devices) for step in steps)
+    needed = sum(weight_bytes(step) * len(step.mesh.local_devices) for step in steps)
     if args.expert_mesh is not None and args.afd_role == "both":
+        [step] = steps
         devices += step.apart.spec.num_devices
         needed += step.apart.bytes_of_device * step.apart.spec.num_devices
     if available is not None and needed > available:
         raise UserError(
             f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {devices} emulated devices, and this "
             f"host has {available / 1e9:,.1f} GB of memory available; use a mesh of fewer devices or a smaller model, or look at "
-            f"this one with dsjax dryrun --model {args.model} --mesh {step.spec}"
+            f"this one with dsjax dryrun --model {args.model} --mesh {MeshSpec.parse(args.mesh)}"
         )
 
 
@@ -237,11 +256,7 @@ def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) ->
 
 def weight_bytes(step: ModelStep) -> int:
     """Count the bytes of all weights on one device."""
-    shardings = step.rules.sharding
-    return sum(
-        math.prod(shardings(step.mesh, info.logical_axes, info.shape).shard_shape(info.shape)) * info.dtype.itemsize
-        for info in step.table.infos.values()
-    )
+    return sum(device_bytes(step.abstract_parameters()).values())
 
 
 def beside_the_cache(
@@ -253,7 +268,7 @@ def beside_the_cache(
     cache. ``limits`` may have any number of pages: none of this depends on it.
     """
     state = device_state.describe(step, limits, num_drafts)
-    programs = Programs(step, params, state, limits)
+    programs = (Programs if step.stage is None else StagePrograms)(step, params, state, limits)
     shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
     largest = max(shapes, key=lambda shape: shape.tokens)
     stats = programs.lower_step(largest).compile().memory_analysis()

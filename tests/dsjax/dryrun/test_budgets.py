@@ -13,10 +13,14 @@ pytestmark = pytest.mark.slow  # all together
 
 BUDGETS = Path(__file__).with_name("collective_budgets.json")
 BY_DATA = {"moe_dense_tp_size": 1, "enable_dp_lm_head": True}
-OPTIONS = {"dense by data": BY_DATA, "all by data": BY_DATA | {"enable_shared_experts_fusion": True}}
+OPTIONS = {
+    "dense by data": BY_DATA,
+    "all by data": BY_DATA | {"enable_shared_experts_fusion": True},
+    "hierarchical": {"dispatch": "hierarchical"},
+}
 """What stands behind a mesh → the options that it names."""
 LAYOUTS = ("dp=32", "dp=4,tp=8", "tp=8", "tp=8,ep=1", "dp=32,ep=8", "dp=8,tp=4,ep=2", "dp=8,ep=2,etp=4")
-LAYOUTS += tuple(f"dp=4,tp=8, {options}" for options in OPTIONS)
+LAYOUTS += tuple(f"dp=4,tp=8, {options}" for options in OPTIONS) + ("dp=32, hierarchical",)
 STEPS = ("decode", "prefill")
 
 
@@ -35,8 +39,7 @@ def budget(layout: str, step: str, directory: Path) -> dict[str, list[float]]:
     report = dry_run(DryRunArgs(engine=engine, step=step, batch=8, context=64))
     found: dict[str, list[float]] = {}
     for one in report.collectives:
-        axes = "no axes" if one.axes is None else "×".join(one.axes)
-        entry = found.setdefault(f"{one.kind} over {axes}, {one.operand[0].dtype}", [0, 0])
+        entry = found.setdefault(f"{one.kind} over {one.meeting}, {one.operand[0].dtype}", [0, 0])
         entry[0] += one.times
         entry[1] += one.times * one.bytes_sent
     return dict(sorted(found.items()))
@@ -47,6 +50,7 @@ def budget(layout: str, step: str, directory: Path) -> dict[str, list[float]]:
 RUNS = [(layout, step) for layout in ("dp=32", "dp=4,tp=8", "tp=8") for step in STEPS]
 RUNS += [("tp=8,ep=1", "decode"), ("dp=32,ep=8", "prefill"), ("dp=8,tp=4,ep=2", "decode")]
 RUNS += [("dp=8,ep=2,etp=4", "decode"), ("dp=4,tp=8, all by data", "decode")]
+RUNS += [("dp=32, hierarchical", "decode"), ("dp=4,tp=8, hierarchical", "prefill")]
 
 
 @pytest.mark.parametrize(("layout", "step"), RUNS)
@@ -93,6 +97,20 @@ def test_tokens_split_over_tp_halve_what_a_dense_layer_sends_over_it():
         assert everything["all-reduce over tp"] == [1, each]
         assert everything["reduce-scatter over tp"] == everything["all-gather over tp"] == [3, 3 * each / 2]
         assert dense["all-to-all over ep×tp"] == everything["all-to-all over ep×tp"] == usual["all-to-all over ep×tp"]
+
+
+def test_in_two_stages_a_row_crosses_to_each_host_once():
+    budgets = json.loads(BUDGETS.read_text())
+    for step in STEPS:
+        one, two = budgets["dp=32"][step], budgets["dp=32, hierarchical"][step]
+        for dtype in ("bf16", "u16"):
+            times, sent = one[f"all-to-all over ep, {dtype}"]
+            away = sent * 24 / 31  # to the devices of the other three hosts
+            crossing = two[f"all-to-all over 4 hosts, {dtype}"]
+            assert crossing[0] == two[f"all-to-all over 8 of a host, {dtype}"][0] == times == 2
+            if step == "decode":  # of so few tokens there is room for all on each rank, and on each host
+                assert crossing[1] == away / 8
+            assert crossing[1] < away / 2
 
 
 def write(folder: Path) -> None:

@@ -1,17 +1,20 @@
 """Experts in a process of their own: they may go and come back, and no token changes.
 
-These are the tests of `afd/remote_experts.py` and `afd/messages.py` too. Both sides are in this process, each with its own devices' arrays,
-and speak over the loopback interface.
+These are the tests of `afd/remote_experts.py`, `afd/expert_link.py`, `afd/link_counts.py` and `afd/messages.py` too. All sides are in this
+process, each with its own devices' arrays, and speak over the loopback interface.
 """
 
 import logging
 import socket
+import threading
+import time
 
 import pytest
 from layouts import write_checkpoint
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.afd import remote_experts
+from dsjax.engine.afd import expert_link
+from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
@@ -26,6 +29,8 @@ SIZES = {
 }
 """Prompts in the form of decodes, so that what stands in the cache has one value, whichever of the two computed it."""
 MESHES = {"attention_mesh": "dp=2", "expert_mesh": "ep=4", "dtype": "float32"}
+SHARED = {"expert_mesh": "ep=6", "redundant_experts": 4}
+"""Of three processes with two devices each."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
 PROMPTS = [
     {"prompt_token_ids": [5, 9, 33, 2, 71]},
@@ -41,6 +46,10 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address():
+    return free_address()
+
+
+def free_address():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
@@ -53,7 +62,7 @@ def experts(checkpoint, address, **options):
 
 
 def attention(checkpoint, address, **options):
-    return LLM(str(checkpoint), afd_role="attention", afd_address=address, **MESHES, **SIZES, **options)
+    return LLM(str(checkpoint), **{"afd_role": "attention", "afd_address": address} | MESHES | SIZES | options)
 
 
 def made(llm):
@@ -63,17 +72,26 @@ def made(llm):
     ]
 
 
-@pytest.mark.slow  # compiles two engines
-def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(checkpoint, address, monkeypatch, caplog):
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """What one device makes."""
     one = LLM(str(checkpoint), mesh="dp=1", dtype="float32", **SIZES)
-    expected = made(one)
-    one.shutdown()
+    try:
+        return made(one)
+    finally:
+        one.shutdown()
+
+
+@pytest.mark.slow  # compiles two engines
+def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(
+    checkpoint, address, expected, monkeypatch, caplog
+):
     process = experts(checkpoint, address)
     llm = attention(checkpoint, address)
     try:
         assert made(llm) == expected
         assert not any(".moe.experts." in path for path in llm.executor.params)
-        side, first, comers = llm.executor.device.model.apart, process.num_calls, []
+        first, comers = process.num_calls, []
 
         def compute(*arguments):  # in the midst of a layer the process goes; another one comes while the step waits
             if process.num_calls == first + 3:
@@ -83,17 +101,59 @@ def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(checkpo
 
         original = process._compute
         monkeypatch.setattr(process, "_compute", compute)
-        with caplog.at_level(logging.WARNING, logger=remote_experts.__name__):
+        with caplog.at_level(logging.WARNING, logger=expert_link.__name__):
             assert made(llm) == expected  # in part from pages of the cache, which has stayed
         assert len(comers) == 1
         assert comers[0].num_calls > 0
-        assert side.losses >= 1
-        assert side.last_gap > 0
+        [counts] = llm.executor.extension(ExpertLinks).counts
+        assert counts.losses >= 1
+        assert counts.last_gap > 0
         assert "the call is made again" in caplog.text
     finally:
         llm.shutdown()
         for comer in [process, *comers]:
             comer.close()
+
+
+@pytest.mark.slow  # compiles an engine and loads five processes' experts
+def test_three_processes_share_the_experts_and_each_may_go_by_itself(checkpoint, expected, monkeypatch):
+    several = ",".join(free_address() for _ in range(3))
+    start = lambda rank: experts(checkpoint, several, **SHARED, afd_server_rank=rank)  # noqa: E731
+    processes = [start(rank) for rank in range(3)]
+    llm = attention(checkpoint, several, **SHARED)
+    try:
+        assert made(llm) == expected
+        held = [process.side.params["moe_layers.moe.experts.down.weight"].shape[1] for process in processes]
+        assert held == [12, 12, 12]
+        sent = [counts.sent for counts in llm.executor.extension(ExpertLinks).counts]
+        row_bytes = processes[0]._half.wire.row_bytes
+        assert [count / row_bytes for count in sent] == [process.num_rows for process in processes]
+        for rank in (1, 2):
+            monkeypatch.setattr(processes[rank], "_compute", lambda *_, rank=rank: processes[rank].close())
+        comers, stop = [], threading.Event()
+        coming = threading.Thread(target=lambda: comers.extend(come_back(processes[1:], start, stop)))
+        coming.start()
+        try:
+            assert made(llm) == expected
+        finally:
+            stop.set()
+            coming.join()
+        assert [counts.losses > 0 for counts in llm.executor.extension(ExpertLinks).counts] == [False, True, True]
+        assert len(comers) == 2
+    finally:
+        llm.shutdown()
+        for process in [*processes, *comers]:
+            process.close()
+
+
+def come_back(processes, start, stop):
+    """Start each process anew as soon as it has been closed."""
+    waiting = {process._listener.port: rank for rank, process in enumerate(processes, start=1)}
+    while waiting and not stop.is_set():
+        for process in processes:
+            if process._listener._closed and process.port in waiting:
+                yield start(waiting.pop(process.port))
+        time.sleep(0.05)
 
 
 def test_experts_of_another_model_or_with_other_options_are_refused(checkpoint, address):
@@ -106,7 +166,7 @@ def test_experts_of_another_model_or_with_other_options_are_refused(checkpoint, 
 
 
 def test_where_no_experts_come_in_time_the_start_ends_with_what_to_do(checkpoint, address):
-    with pytest.raises(remote_experts.ExpertsGoneError, match=r"for 1 s .*start one with --afd-role expert"):
+    with pytest.raises(expert_link.ExpertsGoneError, match=r"for 1 s .*start one with --afd-role expert"):
         attention(checkpoint, address, start_timeout=1)
 
 

@@ -28,6 +28,7 @@ BY_DATA = {
     "moe_dense_tp_size": 1,
     "enable_dp_lm_head": True,
 }  # dense MLP and head: tokens are split over tp, not widths
+HOST_EMBEDDING = {"embedding_location": "host"}
 PREEMPTED = {"cache_tokens": 140}  # a third of what the prompts and their tokens take
 
 FORMS = (("CC", "A_CC"), ("A_CC_ME", "AM_CC_ME"), ("CD", "CD"))
@@ -49,7 +50,19 @@ RUNS = [
     ("dp=16,tp=2,ep=8", "ragged", "A_CC_ME", "AM_CC_ME", FUSED),
     ("dp=8,ep=1,etp=8", "gather", "CC", "A_CC", FUSED),
     ("dp=8,ep=2,etp=4", "padded", "A_CC_ME", "AM_CC_ME", {"redundant_experts": 8} | CHUNKS),
-    ("dp=12", "padded", "A_CC_ME", "AM_CC_ME", {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS),
+    ("pp=2", "gather", "CC", "A_CC", MIXED),
+    ("pp=3,dp=2", "ragged", "CD", "CD", {}),
+    ("pp=2,tp=4", "padded", "A_CC_ME", "AM_CC_ME", BY_DATA),
+    ("pp=2,dp=4,ep=2", "padded", "CC", "A_CC", FUSED | CHUNKS),
+    (
+        "dp=12",
+        "hierarchical",
+        "A_CC_ME",
+        "AM_CC_ME",
+        {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS,
+    ),
+    ("dp=8", "hierarchical", "CC", "A_CC", MIXED | FUSED),
+    ("dp=4,tp=8", "hierarchical", "CD", "CD", HOST_EMBEDDING),
 ]
 # Sparse attention: both of its ways in prefill and in decode, on meshes with and without tp.
 SPARSE_RUNS = [
@@ -58,6 +71,7 @@ SPARSE_RUNS = [
     ("tp=8", "gather", "AM_CC_ME", "A_CC_ME", {}),
     ("dp=2,tp=4", "ragged", "CC", "A_CC", MIXED),
     ("dp=32", "padded", "CC", "AM_CC_ME", {}),
+    ("pp=2,dp=2,tp=2", "padded", "CC", "A_CC_ME", {}),
 ]
 ALL_RUNS = [("v3", *run) for run in RUNS] + [("v3.2", *run) for run in SPARSE_RUNS]
 

@@ -1,4 +1,4 @@
-"""Processes of a group, each a real one with two emulated devices."""
+"""Real processes of this project, started again where they have ended; and those of a group, each with two emulated devices."""
 
 import os
 import socket
@@ -30,26 +30,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class Group:
-    """`command`, an argument list of Python's, started once for each process with the options of a group behind it.
+class Processes:
+    """Commands, each an argument list, started as processes whose output is kept.
 
-    options: more options of each process. stuck: seconds after which a collective of one process's devices aborts it. address: of
-    process 0. before: what stands before a process's command.
+    stuck: seconds after which a collective of one process's devices aborts it.
     """
 
-    def __init__(
-        self,
-        command: list[str],
-        count: int,
-        *,
-        options: dict[int, list[str]] | None = None,
-        timeout: int = 20,
-        stuck: int = 40,
-        address: str = "127.0.0.1",
-        before: Callable[[int], list[str]] = lambda index: [],
-    ):
-        port = free_port()
-        self._environment = environment = {
+    def __init__(self, commands: list[list[str]], *, stuck: int = 40):
+        self._environment = {
             **os.environ,
             "XLA_FLAGS": _flags(stuck),
             "PYTHONPATH": str(ROOT),
@@ -57,14 +45,10 @@ class Group:
             "COLUMNS": "300",
             "JAX_PLATFORMS": "cpu",
         }
-        environment.pop("PJRT_NPROC", None)
-        self.output = [""] * count
-        self.processes, self._arguments, self._threads = [], [], []
-        for index in range(count):
-            own = ["--coordinator-address", f"{address}:{port}", "--num-processes", str(count)]
-            own += ["--process-id", str(index), "--start-timeout", str(timeout), "--heartbeat-timeout", "5"]
-            arguments = [*before(index), sys.executable, *command, *own, *(options or {}).get(index, [])]
-            self._arguments.append(arguments)
+        self._environment.pop("PJRT_NPROC", None)
+        self.output = [""] * len(commands)
+        self.processes, self._arguments, self._threads = [], commands, []
+        for index in range(len(commands)):
             self.processes.append(self._start(index))
             self._threads.append(self._reader(index))
 
@@ -123,3 +107,29 @@ class Group:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+class Group(Processes):
+    """`command`, an argument list of Python's, started once for each process with the options of a group behind it.
+
+    options: more options of each process. address: of process 0. before: what stands before a process's command. stuck: as of
+    `Processes`.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        count: int,
+        *,
+        options: dict[int, list[str]] | None = None,
+        timeout: int = 20,
+        stuck: int = 40,
+        address: str = "127.0.0.1",
+        before: Callable[[int], list[str]] = lambda index: [],
+    ):
+        port, commands = free_port(), []
+        for index in range(count):
+            own = ["--coordinator-address", f"{address}:{port}", "--num-processes", str(count)]
+            own += ["--process-id", str(index), "--start-timeout", str(timeout), "--heartbeat-timeout", "5"]
+            commands.append([*before(index), sys.executable, *command, *own, *(options or {}).get(index, [])])
+        super().__init__(commands, stuck=stuck)

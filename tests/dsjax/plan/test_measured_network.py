@@ -72,6 +72,33 @@ def test_each_dispatch_takes_its_own_collective(cluster):
     assert ragged.value == pytest.approx(20e-3)  # the sizes go first: two collectives of next to nothing, by all_to_all
 
 
+def test_in_two_stages_rows_take_the_time_of_one_rank_of_each_host_and_that_of_the_ranks_of_a_host(written):
+    rows = [row("all_to_all", False, 8, 1000, 1e-3), row("all_to_all", True, 4, 1000, 7e-3)]
+    cluster = dataclasses.replace(load_cluster("h100-32"), measured=read_network(written(rows)))
+    # Four rows to each of three hosts; sixteen, those of a rank of each host, to each of seven neighbours.
+    found = own_exchange(cluster, "hierarchical", 32, 4.0, 8, 1000 / 12, exact(1.0))
+    assert found.value == pytest.approx(7e-3 + 1e-3 * 16 * 7 / 12)
+    assert found.kinds & Kind.MEASURED
+
+
+def test_in_two_stages_fewer_bytes_go_over_the_slow_link_and_more_over_the_fast_one():
+    cluster, rows = load_cluster("h100-32"), 14336.0
+    fast = dataclasses.replace(cluster, hardware=dataclasses.replace(cluster.hardware, scale_up_bandwidth=1e15))
+    slow = dataclasses.replace(cluster, network_gbps=1e9)
+
+    def seconds(cluster, method, groups=None):
+        return own_exchange(cluster, method, 32, 128, 8, rows, exact(1.0), routed_groups=groups).value
+
+    assert seconds(fast, "hierarchical") < 0.5 * seconds(fast, "padded")
+    assert seconds(fast, "hierarchical", (8, 4)) < seconds(fast, "hierarchical")
+    assert seconds(slow, "hierarchical") > seconds(slow, "padded")
+    assert seconds(cluster, "hierarchical") < 0.7 * seconds(cluster, "padded")
+    in_a_host = [
+        own_exchange(cluster, method, 8, 128, 8, rows, exact(1.0)).value for method in ("hierarchical", "padded")
+    ]
+    assert in_a_host[0] == in_a_host[1]
+
+
 def test_what_was_not_timed_is_told_by_the_nearest_and_called_an_assumption(cluster):
     wider = xla_collective(cluster, 16, exact(1000 / 15))  # two hosts; 32 ranks of four were timed
     assert wider.value == pytest.approx(10e-3)

@@ -18,7 +18,7 @@ from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
 from dsjax.serve import connections
 from dsjax.serve.front_ends.shared_engine import _welcome
-from dsjax.serve.headless import Headless
+from dsjax.serve.headless import Headless, HeadlessExperts
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions, check_key_variables, check_listener, is_loopback
 from dsjax.serve.server import bind
@@ -31,13 +31,14 @@ class LoadedError(Exception):
     """Raised where a test's server would load its model."""
 
 
+def load_nothing(*args, **options):
+    raise LoadedError
+
+
 @pytest.fixture
 def serve(monkeypatch):
     """Runs `dsjax serve` up to where it would load a model, or follow; gives the message of a refusal, or None."""
-
-    def load(*args, **options):
-        raise LoadedError
-
+    load = load_nothing
     monkeypatch.setattr("dsjax.engine.llm.LLM", load)
     monkeypatch.setattr(
         "dsjax.serve.logs.configure_logging", lambda *args, **options: None
@@ -124,6 +125,27 @@ def test_a_follower_s_metrics_want_the_key_and_its_probes_do_not(path):
 def test_a_follower_without_keys_shows_its_metrics():
     client = TestClient(Headless(HostOptions.find("127.0.0.1:1", 2, 1), ServeOptions()).app())
     assert "dsjax_follower_ready" in client.get("/metrics").text
+
+
+def test_a_process_with_experts_has_the_same_rules(monkeypatch, serve):
+    client = TestClient(HeadlessExperts(KEYED).app())
+    assert client.get("/metrics").status_code == 401
+    text = client.get("/metrics", headers={"Authorization": "Bearer one"}).text
+    assert 'dsjax_experts_ready{expert_process="0"} 0' in text
+    assert [client.get(probe).status_code for probe in ("/live", "/health", "/ready")] == [200, 200, 503]
+    monkeypatch.setattr(HeadlessExperts, "serve", load_nothing)
+    sides = [
+        "--attention-mesh",
+        "dp=2",
+        "--expert-mesh",
+        "ep=4",
+        "--afd-role",
+        "expert",
+        "--afd-address",
+        "127.0.0.1:1",
+    ]
+    assert "no key was given" in serve("--host", "0.0.0.0", *sides)
+    assert serve("--host", "0.0.0.0", "--api-key", "one", *sides) is None
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Scripted steps on a clock that tests turn: what the registry then holds, to the observation."""
 
+from types import SimpleNamespace
+
 import httpx
 import pytest
 from prometheus_client.exposition import generate_latest as text_encoder
@@ -9,6 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
+from dsjax.engine.afd.link_counts import LinkCounts
 from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
@@ -46,6 +49,22 @@ def clock() -> Clock:
 @pytest.fixture
 def metrics(clock) -> Metrics:
     return Metrics("tiny", 4, 4096, experts_per_device=2, clock=clock)
+
+
+def test_the_link_to_each_process_with_experts_is_shown():
+    links = SimpleNamespace(counts=[LinkCounts(True, 2, 3.5, 40, 4000, 5000), LinkCounts(False, 0, 0.0, 7, 70, 80)])
+    metrics = Metrics("tiny", 1, 4096, expert_links=links)
+    first, second = {"expert_process": "0"}, {"expert_process": "1"}
+    name = "dsjax_expert_process"
+    assert [value(metrics, f"{name}_connected", **one) for one in (first, second)] == [1, 0]
+    assert value(metrics, f"{name}_losses_total", **first) == 2
+    assert value(metrics, f"{name}_last_gap_seconds", **first) == 3.5
+    assert [value(metrics, f"{name}_{what}_total", **second) for what in ("calls", "sent_bytes", "received_bytes")] == [
+        7,
+        70,
+        80,
+    ]
+    assert value(Metrics("tiny", 1, 4096), f"{name}_connected", **first) is None
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:

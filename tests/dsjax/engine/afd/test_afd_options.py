@@ -2,11 +2,12 @@
 
 import pytest
 
-from dsjax.engine.afd.options import expert_spec
+from dsjax.engine.afd.options import expert_share, expert_spec
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
 SIDES = {"attention_mesh": "dp=4,tp=2", "expert_mesh": "ep=24"}
+SEVERAL = {"afd_role": "expert", "afd_address": "10.0.0.1:7000, 10.0.0.2:7000"}
 
 
 def test_the_mesh_is_that_of_attention_and_all_devices_count():
@@ -18,6 +19,13 @@ def test_the_mesh_is_that_of_attention_and_all_devices_count():
     assert {role: one.num_devices for role, one in apart.items()} == {"attention": 8, "expert": 24}
 
 
+def test_each_of_several_processes_has_its_own_run_of_the_expert_devices():
+    second = EngineArgs(**SIDES, **SEVERAL, afd_server_rank=1)
+    assert expert_share(second) == ("10.0.0.2:7000", 12, 12)
+    assert second.num_devices == 12
+    assert EngineArgs(**SIDES, **SEVERAL | {"afd_role": "attention"}).num_devices == 8
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -26,17 +34,22 @@ def test_the_mesh_is_that_of_attention_and_all_devices_count():
         (SIDES | {"mesh": "dp=2"}, "name all devices"),
         (SIDES | {"expert_mesh": "dp=24"}, "expected ep="),
         (SIDES | {"attention_mesh": "dp=4,ep=2"}, "leave ep out"),
-        (SIDES | {"enable_eplb": True}, "experts stay where they are"),
         (SIDES | {"enable_shared_experts_fusion": True}, "shared experts are on the attention side"),
-        (SIDES | {"dispatch": "padded"}, "rows go to all"),
+        (SIDES | {"dispatch": "padded"}, "no collective does"),
         (SIDES | {"moe_chunk_tokens": 4}, "max-num-batched-tokens"),
         (SIDES | {"disaggregation_mode": "decode"}, "attention side"),
         (SIDES | {"coordinator_address": "127.0.0.1:1"}, "each side is one process"),
         (SIDES | {"num_processes": 2}, "each side is one process"),
-        (SIDES | {"afd_role": "expert"}, "both need it"),
+        (SIDES | {"afd_role": "expert"}, "both need them"),
         (SIDES | {"afd_role": "expert", "afd_address": "nowhere"}, "expected HOST:PORT"),
-        (SIDES | {"afd_address": "127.0.0.1:1"}, "is for two processes"),
+        (SIDES | {"afd_address": "127.0.0.1:1"}, "are for processes of each side"),
         ({"afd_role": "attention"}, "give these too"),
+        ({"afd_server_rank": 0}, "give these too"),
+        (SIDES | SEVERAL | {"expert_mesh": "ep=25"}, "25 devices, which 2 processes"),
+        (SIDES | SEVERAL, "with --afd-server-rank, from 0 to 1"),
+        (SIDES | SEVERAL | {"afd_server_rank": 2}, "names 2 processes, from 0 on"),
+        (SIDES | SEVERAL | {"afd_role": "attention", "afd_server_rank": 1}, "leave it out"),
+        (SIDES | SEVERAL | {"afd_address": "10.0.0.1:7000,10.0.0.1:7000"}, "names a process twice"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, message):

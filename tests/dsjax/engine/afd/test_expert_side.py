@@ -7,8 +7,10 @@ from layouts import answer, write_checkpoint
 from dsjax import LLM
 from dsjax.engine.afd.expert_side import CompiledPass
 from dsjax.errors import UserError
-from dsjax.model.apart import Passing
+from dsjax.model.apart import Passing, Routed
 from sharding import MeshError
+from sharding.dispatch import between
+from sharding.dispatch.between import Between
 
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 SIDES = {"attention_mesh": "dp=2,tp=2", "expert_mesh": "ep=3", "redundant_experts": 4}
@@ -20,7 +22,11 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.slow  # compiles two engines
-def test_prompts_in_chunks_decodes_drafts_and_halves_are_those_of_one_device_to_the_bit(checkpoint):
+def test_prompts_in_chunks_decodes_drafts_halves_and_rounds_are_those_of_one_device_to_the_bit(checkpoint, monkeypatch):
+    rounds = []
+    own = Between.rounds
+    monkeypatch.setattr(Between, "rounds", lambda self, counts: rounds.append(own(self, counts)) or rounds[-1])
+    monkeypatch.setattr(between, "default_capacity", lambda tokens, *_, **__: min(tokens, 2))
     options = DRAFTS | {
         "cache_tokens": 140
     }  # a third of what all take; in one form: what is computed again is a prompt
@@ -29,6 +35,7 @@ def test_prompts_in_chunks_decodes_drafts_and_halves_are_those_of_one_device_to_
     apart = answer(checkpoint, "dp=2,tp=2", "auto", "CC", "CC", new_tokens=12, **options, **SIDES, **halved)
     assert one.exact
     assert apart.exact
+    assert {1, 2} < set(rounds)  # with room for two rows, one round, two, and more were needed
     np.testing.assert_array_equal(apart.logits, one.logits)
     assert apart.tokens == one.tokens
     assert apart.logprobs == one.logprobs
@@ -65,11 +72,14 @@ class Recorded:
     def __init__(self, half: str, started: list[str]):
         self.half, self.started, self.way = half, started, self
 
-    def attend(self, params, cache, x, tokens, copies, layer):
+    def attend(self, params, cache, report, x, tokens, copies, layer):
         self.started.append(f"attend {self.half}{layer}")
-        return cache + [f"{self.half}{layer}"], x, "normed", "slots", "rows"
+        return cache + [f"{self.half}{layer}"], report, x, Routed("normed", "slots", "weights", "counts"), "rows"
 
-    def call(self, rows, layer):
+    def rounds(self, counts):
+        return 1
+
+    def call(self, rows, counts, layer):
         self.started.append(f"compute {self.half}{layer}")
 
     def share(self, params, normed, layer):
@@ -86,7 +96,7 @@ class Recorded:
 def test_of_two_halves_the_one_attends_while_experts_compute_the_other():
     started: list[str] = []
     both = CompiledPass([Recorded("a", started), Recorded("b", started)], [0, 1], waits=False)
-    xs, cache = both.run(Passing({}, [], None, [0, 10], [None, None]))
+    xs, cache, _ = both.run(Passing({}, [], {}, None, [0, 10], [None, None]))
     assert (xs, cache) == (
         [2, 12],
         ["a0", "b0", "a1", "b1"],

@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
-from layouts import InlinePool, prompts
+import numpy as np
+from layouts import TINY, InlinePool, prompts
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine.contract.commands import PlaceExperts, StageExperts, int32s
 from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
+from sharding.layer_placement import exchange_rounds
 
 
 def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "float32", **options) -> LLM:
@@ -35,3 +39,26 @@ def generate(llm: LLM, tokens: int = 12) -> list[list[int]]:
     """Greedy continuations of the eight prompts."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     return [output.outputs[0].token_ids for output in llm.generate(prompts(), params)]
+
+
+def random_row(rng, slots: int) -> np.ndarray:
+    experts = TINY["n_routed_experts"]
+    return rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, slots - experts)]))
+
+
+def move(llm: LLM, layer: int, row: np.ndarray) -> list[str | None]:
+    """Place one layer anew; what went wrong with each command."""
+    executor, slots = llm.executor, llm.executor.extension(ExpertMover).slots
+    old, errors = slots.physical_to_logical[layer], []
+    for moves in exchange_rounds(old, row, ranks=slots.ranks, experts=slots.per_exchange):
+        pairs = int32s(int(slot) for pair in moves for slot in pair)
+        errors.append(executor.collect(executor.launch(StageExperts(layer, pairs))).error)
+    command = PlaceExperts(layer, int32s(np.flatnonzero(old != row).tolist()), int32s(row.tolist()))
+    errors.append(executor.collect(executor.launch(command)).error)
+    return errors
+
+
+def move_all(llm: LLM, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for layer, old in enumerate(llm.executor.extension(ExpertMover).slots.physical_to_logical):
+        assert not any(move(llm, layer, random_row(rng, len(old))))

@@ -8,13 +8,13 @@ import logging
 import jax
 import numpy as np
 import pytest
-from balanced_model import generate, load
+from balanced_model import generate, load, move, move_all, random_row
 from drafting_checkpoint import write_drafting_checkpoint
 from goldens.our_model import bound
 from layouts import TINY, prompts, write_checkpoint
 
 from dsjax import LLM
-from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, int32s
+from dsjax.engine.contract.commands import ReadLoads, StageExperts, int32s
 from dsjax.engine.device.expert_programs import pack_moves
 from dsjax.engine.experts.eplb import ExpertMover
 from sharding.layer_placement import exchange_rounds
@@ -34,28 +34,6 @@ def llm(checkpoint):
     made = load(checkpoint, "dp=8", dispatch="padded")
     yield made
     made.shutdown()
-
-
-def random_row(rng, slots: int) -> np.ndarray:
-    return rng.permutation(np.concatenate([np.arange(EXPERTS), rng.integers(0, EXPERTS, slots - EXPERTS)]))
-
-
-def move(llm: LLM, layer: int, row: np.ndarray) -> list[str | None]:
-    """Place one layer anew; what went wrong with each command."""
-    executor, slots = llm.executor, llm.executor.extension(ExpertMover).slots
-    old, errors = slots.physical_to_logical[layer], []
-    for moves in exchange_rounds(old, row, ranks=slots.ranks, experts=slots.per_exchange):
-        pairs = int32s(int(slot) for pair in moves for slot in pair)
-        errors.append(executor.collect(executor.launch(StageExperts(layer, pairs))).error)
-    command = PlaceExperts(layer, int32s(np.flatnonzero(old != row).tolist()), int32s(row.tolist()))
-    errors.append(executor.collect(executor.launch(command)).error)
-    return errors
-
-
-def move_all(llm: LLM, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    for layer, old in enumerate(llm.executor.extension(ExpertMover).slots.physical_to_logical):
-        assert not any(move(llm, layer, random_row(rng, len(old))))
 
 
 def experts(llm: LLM, path: str) -> np.ndarray:

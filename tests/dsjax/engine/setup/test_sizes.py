@@ -14,7 +14,7 @@ from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.sizes import EngineLayout, beside_the_cache, check_device_memory, chunk_bytes
+from dsjax.engine.setup.sizes import EngineLayout, beside_the_cache, check_device_memory, chunk_bytes, weight_bytes
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
 from dsjax.errors import UserError
 from sharding import MeshSpec
@@ -31,6 +31,21 @@ def test_weights_that_a_pool_cannot_hold_are_refused_with_what_would_fit():
         check_device_memory(args, step, Pool(size=int(0.9 * 6e11), used=0, temporaries=0))
     with pytest.raises(UserError, match=r"a --gpu-memory-utilization above 0.92 \(it is 0.9\)"):
         check_device_memory(args, step, Pool(size=int(0.9 * 7.44e11), used=0, temporaries=0))
+
+
+def test_an_embedding_in_host_memory_takes_no_room_on_a_device():
+    sizes = []
+    for location in ("device", "host"):
+        args = EngineArgs(mesh="dp=2", dtype="float32", page_size=4, embedding_location=location)
+        sizes.append(weight_bytes(EngineLayout.of(args, CHECKPOINT, MeshSpec.parse("dp=2").build()).step))
+    assert sizes[0] - sizes[1] == TINY["vocab_size"] * TINY["hidden_size"] * 4
+
+
+def test_a_model_whose_head_is_its_embedding_keeps_it_on_the_devices():
+    tied = SimpleNamespace(config=ModelConfig.from_dict(TINY | {"tie_word_embeddings": True}), bf16_experts=False)
+    args = EngineArgs(mesh="dp=2", dtype="float32", embedding_location="host")
+    with pytest.raises(UserError, match=r"--embedding-location host .* head, .* is its embedding"):
+        EngineLayout.of(args, tied, MeshSpec.parse("dp=2").build())
 
 
 def test_a_step_needs_beside_the_cache_what_its_largest_program_does_whatever_the_cache_holds():

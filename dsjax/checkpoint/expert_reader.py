@@ -1,0 +1,40 @@
+"""``ExpertReader``: single routed experts of a checkpoint, read when they are wanted, in the form in which devices keep them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsjax.checkpoint.assemble import Assembler
+from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.names import TensorNames
+from dsjax.checkpoint.source import Checkpoint
+from dsjax.config import ModelConfig
+from dsjax.model.parameters import Weights
+from dsjax.model.transformer import abstract_parameters
+
+
+class ExpertReader:
+    """Reads experts one by one. The checkpoint was checked before, by ``load``.
+
+    Args:
+        weights, platform, mtp: as of ``load``, and of the devices.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, weights: Weights, platform: str, *, mtp: bool):
+        self._names = TensorNames(config, abstract_parameters(config, weights=weights, platform=platform, mtp=mtp))
+        self._checkpoint = checkpoint.as_wanted(self._names)
+
+    def read(self, path: str, layer: int, expert: int) -> np.ndarray:
+        """Logical expert ``expert`` of a layer of the parameter at ``path``, a stack of layers: without the axes of both.
+
+        Raises:
+            CheckpointError: it has values that cannot be.
+        """
+        info, assembler = self._names.parameters[path], Assembler(self._names, self._checkpoint.tensors)
+        out = np.empty((1, 1, *info.shape[2:]), info.storage_dtype)
+        rest = [slice(0, size) for size in info.shape[2:]]
+        assembler.fill(out, path, (slice(layer, layer + 1), slice(expert, expert + 1), *rest))
+        self._checkpoint.release()
+        if assembler.problems:
+            raise CheckpointError(self._checkpoint.directory, assembler.problems)
+        return out[0, 0]

@@ -1,0 +1,139 @@
+"""``ExpertLink``: the attention side's way to one process with experts, which may die and come back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from dsjax.engine.afd.link_counts import LinkCounts
+from dsjax.engine.afd.messages import SERVICE, Answered, Call, Hello, Place, Stage, Welcome, receive, send
+from dsjax.errors import UserError
+from dsjax.hosts.credentials import Credentials
+from dsjax.hosts.secure_channel import SecureChannel, connect
+from dsjax.hosts.wire import split_address
+
+RETRY_SECONDS = 0.2
+_log = logging.getLogger(__name__)
+
+
+class ExpertsGoneError(UserError):
+    """A process with experts has not come back in time."""
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+class Errand(NamedTuple):
+    """What one process is asked for: a message, an array that follows it, and memory for what comes back."""
+
+    message: Call | Stage | Place
+    sent: np.ndarray = _NOTHING
+    answers: np.ndarray = _NOTHING
+
+
+class ExpertLink:
+    """Makes calls to the process at an address, one after the other, in a thread.
+
+    A call that fails because the connection ends is made again once there is a process at the address, as often as it takes: what experts
+    give depends on the rows alone, and nothing of the attention side has changed meanwhile.
+
+    Args:
+        address: ``HOST:PORT`` of the process. hello: gives what a connection begins with. patience: seconds in which a process must be
+            there, at the start and after a loss. silence: seconds after which a host that says nothing is taken for dead.
+    """
+
+    def __init__(
+        self, address: str, credentials: Credentials, hello: Callable[[], Hello], *, patience: float, silence: int
+    ):
+        self.address, self.patience, self._silence = address, patience, silence
+        self._credentials, self._hello = credentials, hello
+        self._channel: SecureChannel | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts")
+        self._closed = False
+        self.losses, self.last_gap, self.calls, self.sent, self.received = 0, 0.0, 0, 0, 0
+
+    @property
+    def counts(self) -> LinkCounts:
+        """What the link has done so far."""
+        return LinkCounts(self._channel is not None, self.losses, self.last_gap, self.calls, self.sent, self.received)
+
+    def begin(self, prepare: Callable[[], Errand]) -> Future[None]:
+        """Run an errand, in its turn. prepare: makes it, in the link's thread, when its turn comes."""
+        return self._thread.submit(self._run, prepare)
+
+    def connect(self) -> None:
+        """Connect, and say what both sides must have alike.
+
+        Raises:
+            UserError: the other side has another model or other options, or does not belong to the deployment. ExpertsGoneError: nobody is
+                there in time.
+        """
+        end, said = time.monotonic() + self.patience, False
+        while self._channel is None:
+            try:
+                channel = connect(split_address(self.address), SERVICE, self._credentials)
+                channel.keep_alive(self._silence, unacknowledged=True)
+                send(channel, self._hello())
+                welcome: Welcome = receive(channel, Welcome)
+            except (OSError, EOFError) as error:
+                if time.monotonic() > end or self._closed:
+                    raise ExpertsGoneError(
+                        f"no process with experts is at {self.address} for {self.patience:g} s ({error}); start one with --afd-role expert"
+                    ) from error
+                if not said:
+                    _log.warning("No process with experts is at %s (%s); it is waited for.", self.address, error)
+                said = True
+                time.sleep(RETRY_SECONDS)
+                continue
+            if welcome.error:
+                channel.close()
+                raise UserError(f"the process with experts at {self.address} refuses: {welcome.error}")
+            self._channel = channel
+
+    def _run(self, prepare: Callable[[], Errand]) -> None:
+        """Run an errand, again where the connection ends, and wait for its answers.
+
+        Raises:
+            UserError, ExpertsGoneError: as of ``connect``. RuntimeError: the process could not do it.
+        """
+        errand, lost = prepare(), None
+        while True:
+            self.connect()
+            try:
+                send(self._channel, errand.message)
+                if errand.sent.nbytes:
+                    self._channel.send_bytes(memoryview(errand.sent.view(np.uint8)))
+                answered: Answered = receive(self._channel, Answered)
+                if answered.error:
+                    raise RuntimeError(f"the process with experts at {self.address} failed: {answered.error}")
+                if errand.answers.nbytes:
+                    self._channel.receive_into(memoryview(errand.answers.view(np.uint8)))
+            except (OSError, EOFError) as error:
+                self._channel.close()
+                self._channel, self.losses = None, self.losses + 1
+                if self._closed:
+                    raise
+                _log.warning(
+                    "The process with experts at %s has gone (%s); the call is made again.", self.address, error
+                )
+                lost = time.monotonic() if lost is None else lost
+                continue
+            if lost is not None:
+                self.last_gap = time.monotonic() - lost
+            self.calls += 1
+            self.sent += errand.sent.nbytes
+            self.received += errand.answers.nbytes
+            return
+
+    def close(self) -> None:
+        """End the connection and the thread, also one that waits for a process."""
+        self._closed = True
+        channel = self._channel
+        if channel is not None:
+            channel.close()
+        self._thread.shutdown(cancel_futures=True)

@@ -1,0 +1,166 @@
+"""``SlotWriter``: moves experts between the physical slots of the expert devices of one process, one at a time and without a collective.
+
+A layer changes in two steps, as on one mesh (``docs/balancing.md``): ``stage`` brings experts to the devices that will have them, beside
+those that steps read, and ``place`` writes them into their slots. What was not staged, ``place`` reads from the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from dsjax.engine.afd.expert_side import ExpertSide
+from dsjax.model.apart import EXPERTS
+
+Expert = dict[str, Array | np.ndarray]
+"""The parameters of one expert by their paths, without the axes of layers and experts."""
+ReadExpert = Callable[[str, int, int], np.ndarray]
+"""``(path, layer in its stack, logical expert)``: from the checkpoint; see ``ExpertReader``."""
+Fetch = Callable[[int, Sequence[int]], Mapping[int, Expert]]
+"""``(row, slots)``: experts that another process holds, by slot; those that it does not give are read from the checkpoint."""
+
+
+class StackRow(NamedTuple):
+    """A row of the placement: the stack of its layer, and the layer's number there."""
+
+    stack: str
+    layer: int
+
+
+def stack_rows(infos: Iterable[str], layers: Mapping[str, int]) -> list[StackRow]:
+    """The rows of a placement: the model's MoE layers, and behind them the MTP module's. layers: of each stack that has experts."""
+    stacks = [
+        stack for stack in ("moe_layers", "mtp.layers") if any(path.startswith(stack + EXPERTS) for path in infos)
+    ]
+    return [StackRow(stack, layer) for stack in stacks for layer in range(layers[stack])]
+
+
+class SlotWriter:
+    """The slots of an ``ExpertSide``, whose parameters it changes.
+
+    Args:
+        rows: ``physical_to_logical`` at the start, of all slots.
+
+    Attributes:
+        rows: as it is now.
+    """
+
+    def __init__(self, side: ExpertSide, rows: np.ndarray, read: ReadExpert):
+        self.side, self.rows, self._read = side, np.array(rows, np.int32), read
+        layers = {path.split(EXPERTS)[0]: info.shape[0] for path, info in side.infos.items()}
+        self.stack_rows = stack_rows(side.infos, layers)
+        self._staged: dict[
+            tuple[int, int], tuple[int, Expert]
+        ] = {}  # by row and slot; which expert, and its parameters
+        own = side.slots
+        self.own = own or slice(0, self.rows.shape[1])
+        self._per_device = (self.own.stop - self.own.start) // side.local.ep_size
+        self._take = jax.jit(_take)
+        self._write = jax.jit(_write, donate_argnums=0)
+
+    def has(self, slot: int) -> bool:
+        """Whether a slot is on these devices."""
+        return self.own.start <= slot < self.own.stop
+
+    def take(self, row: int, slot: int) -> Expert:
+        """A copy of the expert in a slot of these devices.
+
+        Raises:
+            ValueError: the slot is not on these devices.
+        """
+        if not self.has(slot):
+            raise ValueError(f"slot {slot} is not among those of this process, {self.own.start} to {self.own.stop - 1}")
+        stack, layer = self.stack_rows[row]
+        device, place = divmod(slot - self.own.start, self._per_device)
+        return {
+            path: self._take(self._shard(path, device), np.int32(layer), np.int32(place)) for path in self.paths(stack)
+        }
+
+    def stage(self, row: int, moves: Sequence[tuple[int, int]], fetch: Fetch | None = None) -> None:
+        """Bring experts of a layer to the devices that will have them: pairs (slot that has it, slot that gets it)."""
+        wanted = [(source, target) for source, target in moves if self.has(target)]
+        away = sorted({source for source, _ in wanted if not self.has(source)})
+        fetched = fetch(row, away) if away and fetch is not None else {}
+        if any(other != row for other, _ in self._staged):
+            self._staged.clear()  # of a change that was given up
+        for source, target in wanted:
+            expert = self.take(row, source) if self.has(source) else fetched.get(source)
+            if expert is not None:
+                device = self._device((target - self.own.start) // self._per_device)
+                copied = jax.block_until_ready(jax.device_put(expert, device))
+                self._staged[row, target] = int(self.rows[row, source]), copied
+
+    def place(self, row: int, experts: np.ndarray) -> None:
+        """Have the slots of a layer hold these logical experts: what was staged, and what is in the checkpoint where it was not.
+
+        Raises:
+            ValueError: experts for another number of slots.
+        """
+        if experts.shape != self.rows[row].shape:
+            raise ValueError(f"experts for {experts.shape} slots, expected {self.rows[row].shape}")
+        stack, layer = self.stack_rows[row]
+        changed = np.flatnonzero(self.rows[row] != experts)
+        mine = [slot for slot in changed.tolist() if self.has(slot)]
+        values = {slot: self._value(row, slot, int(experts[slot])) for slot in mine}
+        self._staged.clear()
+        self._put(stack, layer, values)
+        self.rows[row] = experts
+
+    def _put(self, stack: str, layer: int, values: Mapping[int, Expert]) -> None:
+        """Write experts into their slots."""
+        for path in self.paths(stack) if values else ():
+            shards = [self._shard(path, device) for device in range(self.side.local.ep_size)]
+            for slot, expert in values.items():
+                device, place = divmod(slot - self.own.start, self._per_device)
+                value = jax.device_put(expert[path], self._device(device))
+                shards[device] = self._write(shards[device], value, np.int32(layer), np.int32(place))
+            whole = self.side.params[path]
+            self.side.params[path] = jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, shards)
+
+    def rehearse(self) -> None:
+        """Write an expert of each device and stack where it is, so that everything is compiled, and the arrays are XLA's own."""
+        for row, (stack, layer) in enumerate(self.stack_rows):
+            if layer == 0:
+                slots = range(self.own.start, self.own.stop, self._per_device)
+                self._put(stack, layer, {slot: self.take(row, slot) for slot in slots})
+
+    def adopt(self, rows: np.ndarray) -> int:
+        """Have all layers hold these logical experts; how many experts of these devices were read for it."""
+        changed = int((self.rows != rows)[:, self.own].sum())
+        self._staged.clear()
+        for row, experts in enumerate(rows):
+            if (self.rows[row] != experts).any():
+                self.place(row, experts)
+        return changed
+
+    def paths(self, stack: str) -> list[str]:
+        """The parameters of a stack's experts, in an order that all processes have alike."""
+        return sorted(path for path in self.side.infos if path.startswith(stack + EXPERTS))
+
+    def _value(self, row: int, slot: int, expert: int) -> Expert:
+        """An expert for a slot: as it was staged, or from the checkpoint."""
+        staged, value = self._staged.get((row, slot), (-1, {}))
+        if staged == expert:
+            return value
+        stack, layer = self.stack_rows[row]
+        return {path: self._read(path, layer, expert) for path in self.paths(stack)}
+
+    def _device(self, number: int) -> jax.Device:
+        return self.side.mesh.devices.flat[number]
+
+    def _shard(self, path: str, device: int) -> Array:
+        wanted = self._device(device)
+        return next(shard.data for shard in self.side.params[path].addressable_shards if shard.device == wanted)
+
+
+def _take(shard: Array, layer: Array, place: Array) -> Array:
+    return lax.dynamic_index_in_dim(lax.dynamic_index_in_dim(shard, layer, keepdims=False), place, keepdims=False)
+
+
+def _write(shard: Array, value: Array, layer: Array, place: Array) -> Array:
+    return lax.dynamic_update_slice(shard, value[None, None], (layer, place, *(0,) * (shard.ndim - 2)))

@@ -1,0 +1,41 @@
+"""What does not go with several stages (``--mesh pp=2,…``), and why. No JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dsjax.errors import UserError
+
+_REFUSED = {
+    "expert_mesh": "a stage has its own routed experts",
+    "prefill_mesh": "a page of the cache is in parts then, one at each stage, which are not handed over yet",
+    "disaggregation_mode": "a page of the cache is in parts then, one at each stage, which are not handed over yet",
+    "host_cache_bytes": "a page of the cache is in parts then, one at each stage, which no tier keeps together yet",
+    "disk_cache": "a page of the cache is in parts then, one at each stage, which no tier keeps together yet",
+    "page_source": "a page of the cache is in parts then, one at each stage",
+    "coordinator_address": "all stages are of one process",
+    "num_processes": "all stages are of one process",
+    "enable_eplb": "experts stay where they are; --redundant-experts and --init-expert-location place them",
+}
+"""Options that do not go with stages, and why."""
+
+
+def check_stages(args: Any, stages: int) -> None:
+    """Check that the other options go with so many stages. args: `EngineArgs`, which are checked where they are made.
+
+    Raises:
+        UserError: they do not.
+    """
+    if stages == 1:
+        if args.pp_layer_partition is not None:
+            raise UserError(
+                f"--pp-layer-partition divides layers among stages, and --mesh {args.mesh} has one; add pp, or leave it out"
+            )
+        return
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name, reason in _REFUSED.items():
+        if getattr(args, name) != defaults[name]:
+            raise UserError(
+                f"--{name.replace('_', '-')} does not go with stages, and a mesh here has pp={stages}: {reason}; leave one of the two out"
+            )

@@ -1,0 +1,108 @@
+"""``StageExecutor``: carries out an engine's commands for the layers of one stage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from dsjax.engine.contract.commands import Score
+from dsjax.engine.contract.executor import RankResults
+from dsjax.engine.device import slots
+from dsjax.engine.device.access import Pending, Running
+from dsjax.engine.device.buckets import Launch
+from dsjax.engine.device.launch_rows import RowRules
+from dsjax.engine.device.mesh_executor import MeshExecutor
+from dsjax.engine.pipeline.stage_programs import StagePrograms
+
+
+class Made(NamedTuple):
+    """What the last stage made of a launch, on the host: its outcome, and the drafts behind it, as ``LaunchOutcome`` has them."""
+
+    outcome: np.ndarray
+    drafts: np.ndarray | None
+
+
+class _PassedOn(NamedTuple):
+    """A launch that has gone through the layers of a stage before the last. rows: packed, on the devices."""
+
+    shape: slots.LaunchShape
+    rows: Array
+    reports: Any
+
+
+class StageExecutor(MeshExecutor):
+    """One stage's part of every command.
+
+    The hidden states of its launches are in ``leaving`` when it has computed them, and those of the stage before must be in ``arriving``
+    first: launch by launch, in the order of the commands. What came of a step's rows is only known at the last stage. The others must
+    be told with ``enter`` before the next step that has a row of one of these requests.
+
+    Attributes:
+        arriving, leaving: hidden states of launches, on this stage's devices.
+    """
+
+    programs_class = StagePrograms
+
+    def __init__(self, *arguments: Any, **options: Any):
+        self.arriving: deque[Array] = deque()
+        self.leaving: deque[Array] = deque()
+        super().__init__(*arguments, **options)
+
+    def enter(self, pending: Pending, results: Sequence[RankResults], made: Sequence[Made]) -> None:
+        """Enter what came of a step that was launched here: in its order among steps. Of a stage before the last."""
+        self._slots.commit(pending.command, results)
+        outcomes, [placements] = pending.kept
+        for passed, one in zip(outcomes, made, strict=True):
+            if self._recorder is not None:
+                self._recorder.add(passed.reports, passed.shape.groups, placements)
+            sent = [self.device.send(array) for array in one if array is not None]
+            program = self.programs.enter(passed.shape.sampled, 0 if one.drafts is None else one.drafts.shape[-1])
+            self.device.state = program(self.state, passed.rows, *sent)
+            if self.max_in_flight == 1:
+                jax.block_until_ready(self.state.start)
+
+    def made(self, pending: Pending) -> list[Made]:
+        """What the last stage made of a collected step's launches, for the others to ``enter``."""
+        return [
+            Made(np.asarray(one.outcome), None if one.drafts is None else np.asarray(one.drafts))
+            for one in pending.kept.outcomes
+        ]
+
+    def _arrived(self) -> tuple[Array, ...]:
+        return () if self.model.begins else (self.arriving.popleft(),)
+
+    def _run_launch(
+        self,
+        pending: Pending,
+        launch: Launch,
+        shape: slots.LaunchShape,
+        packed: Array,
+        rules: RowRules,
+        proposes: int,
+        recording: bool,
+    ) -> Running:
+        if self.model.ends:
+            yield from super()._run_launch(pending, launch, shape, packed, rules, proposes, recording)
+            return
+        program = self.programs.step(shape)
+        self.device.state, rows, hidden, reports = program(self.params, self.state, packed, *self._arrived())
+        self.leaving.append(hidden)
+        pending.kept.outcomes.append(_PassedOn(shape, rows, reports if recording else {}))
+        yield hidden
+
+    def _score(self, pending: Pending, command: Score) -> Running:
+        running = super()._score(pending, command)
+        if self.model.ends:
+            return running
+
+        def run() -> Running:
+            for hidden in running:
+                self.leaving.append(pending.kept.pop())
+                yield hidden
+
+        return run()

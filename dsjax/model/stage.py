@@ -1,0 +1,118 @@
+"""``Stage``: a run of a model's layers on devices of its own, and how layers are divided among stages (``docs/pipeline.md``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from dsjax.config import ModelConfig
+from dsjax.errors import UserError
+from dsjax.model.parameter_counts import parameter_counts
+from sharding.layer_placement import LayerPlacements
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of ``count`` stages: the model's ``layers`` layers from ``first`` on."""
+
+    number: int
+    count: int
+    first: int
+    layers: int
+
+    @property
+    def begins(self) -> bool:
+        """Whether tokens enter here: the first stage."""
+        return self.number == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether tokens are made here: the last stage."""
+        return self.number == self.count - 1
+
+    def __str__(self) -> str:
+        return f"stage {self.number}"
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """The configuration of a model that has this stage's layers alone; MTP modules are the last stage's."""
+        dense = min(max(whole.num_dense_layers - self.first, 0), self.layers)
+        modules = whole.num_nextn_predict_layers if self.ends else 0
+        routed = whole.n_routed_experts if dense < self.layers or modules else 0
+        return dataclasses.replace(
+            whole,
+            num_hidden_layers=self.layers,
+            first_k_dense_replace=dense,
+            num_nextn_predict_layers=modules,
+            n_routed_experts=routed,
+            n_shared_experts=whole.n_shared_experts if routed else 0,
+        )
+
+    def placement(self, whole: LayerPlacements, config: ModelConfig) -> LayerPlacements:
+        """The rows of a placement that are of this stage's layers. config: of the whole model, the modules' rows behind it."""
+        first = max(self.first - config.num_dense_layers, 0)
+        end = max(self.first + self.layers - config.num_dense_layers, 0)
+        rows = whole.physical_to_logical
+        return LayerPlacements(rows[first:] if self.ends else rows[first:end], whole.n_logical)
+
+    def first_of(self, stack: str, config: ModelConfig) -> int:
+        """The number, in a stack of the whole model, of its first layer that is here. stack: the beginning of a parameter's path."""
+        dense = config.num_dense_layers
+        return {"dense_layers": min(self.first, dense), "moe_layers": max(self.first - dense, 0)}.get(stack, 0)
+
+
+def stages_of(config: ModelConfig, count: int, *, given: str | None = None, mtp: bool = False) -> list[Stage]:
+    """Divide a model's layers among stages.
+
+    given: of ``--pp-layer-partition``, such as ``31,30``; None: so that the stage with most work has as little as can be, and of
+    those divisions one whose earlier stages have more layers. mtp: whether the last stage drafts.
+
+    Raises:
+        UserError: there are fewer layers than stages, or ``given`` is not ``count`` numbers that add up to the layers.
+    """
+    layers = config.num_hidden_layers
+    if count > layers:
+        raise UserError(f"pp={count} asks for more stages than the model has layers, which are {layers}; lower pp")
+    numbers = _balanced(config, count, mtp) if given is None else _read(given, count, layers)
+    firsts = [sum(numbers[:number]) for number in range(count)]
+    return [Stage(number, count, first, numbers[number]) for number, first in enumerate(firsts)]
+
+
+def _read(given: str, count: int, layers: int) -> Sequence[int]:
+    parts = given.replace(" ", "").split(",")
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    if len(numbers) < len(parts) or len(numbers) != count or sum(numbers) != layers or 0 in numbers:
+        raise UserError(
+            f"--pp-layer-partition is {given!r}, expected {count} numbers of layers above 0, one for each stage of pp={count}, which "
+            f"add up to the model's {layers}"
+        )
+    return numbers
+
+
+def layer_work(config: ModelConfig, mtp: bool = False) -> tuple[list[int], int]:
+    """Parameters that a token is multiplied with, in each layer, and behind the last one: head, and the MTP module if it drafts."""
+    counts = parameter_counts(config)
+    idle = (config.n_routed_experts - config.num_experts_per_tok) * counts["expert"]
+    work = [counts["dense_layer"]] * config.num_dense_layers + [counts["moe_layer"] - idle] * config.num_moe_layers
+    behind = config.vocab_size * config.hidden_size
+    if mtp and config.num_nextn_predict_layers:
+        behind += counts["mtp_module"] - (idle if config.is_moe else 0) + behind
+    return work, behind
+
+
+def _balanced(config: ModelConfig, count: int, mtp: bool) -> Sequence[int]:
+    work, behind = layer_work(config, mtp)
+
+    @cache
+    def best(first: int, stages: int) -> tuple[int, tuple[int, ...]]:
+        """The least work of the fullest stage, of layers from ``first`` on over so many stages; and their numbers of layers, negated."""
+        if stages == 1:
+            return sum(work[first:]) + behind, (first - len(work),)
+        ways = []
+        for end in range(first + 1, len(work) - stages + 2):
+            rest, numbers = best(end, stages - 1)
+            ways.append((max(sum(work[first:end]), rest), (first - end, *numbers)))
+        return min(ways)
+
+    return [-number for number in best(0, count)[1]]

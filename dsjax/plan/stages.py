@@ -1,0 +1,54 @@
+"""Stages: what a model whose layers are spread over groups of devices takes (`--mesh pp=2,…`, docs/pipeline.md).
+
+As many steps are under way as there are stages, each of other requests. In the steady state that is as many engines as stages, taking turns
+on all devices: each has the time of a step of the whole model on one stage's devices, its own requests, and its part of the cache. So a DP
+rank counts as often as there are stages, with the requests of one such batch. What stages add to a step is here.
+"""
+
+from __future__ import annotations
+
+from dsjax.config import ModelConfig
+from dsjax.model.stage import layer_work, stages_of
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.host_time import SERIAL
+from dsjax.plan.network import network_latency
+from dsjax.plan.precision import BF16
+from sharding.mesh import MeshSpec
+
+
+def fullest_stage(config: ModelConfig, stages: int, mtp: bool = False) -> Figure:
+    """Work of the stage that has most ÷ the mean: all others wait for it."""
+    work, behind = layer_work(config, mtp)
+    each = [
+        sum(work[stage.first : stage.first + stage.layers]) + (behind if stage.ends else 0)
+        for stage in stages_of(config, stages, mtp=mtp)
+    ]
+    most = max(each) * stages / sum(each)
+    return exact(most, "fullest stage ÷ mean", "")
+
+
+def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int) -> Figure:
+    """Seconds in which a step's hidden states go from the first stage to the last: each device sends its DP rank's to one of the next."""
+    size = exact(tokens * width * BF16, "hidden states of a DP rank", "B")
+    share = assumed(0.6, 0.35, 0.8, "copies between stages, share of a link", "not measured here")
+    if mesh.num_devices <= cluster.domain:
+        time = size / (share * cluster.hardware.scale_up_bandwidth)
+    else:
+        far = cluster.between(mesh.num_devices)
+        time = size / (share * far.network_bandwidth) + network_latency(far)
+    fixed = assumed(30e-6, 15e-6, 80e-6, "a copy between stages, fixed part", "launched by the host", "s")
+    return ((time + fixed) * (mesh.pp_size - 1)).named("hidden states between stages", "s")
+
+
+def through_stages(
+    step: Figure, config: ModelConfig, cluster: Cluster, mesh: MeshSpec, tokens: float, decode: bool, mtp: bool = False
+) -> Figure:
+    """Seconds from a step's beginning to its batch's next one, given those of the whole model on one stage's devices.
+
+    A batch of decodes is planned again when its results are there: with as many batches as stages nothing hides the host behind it.
+    """
+    time = step * fullest_stage(config, mesh.pp_size, mtp) + hand_over(cluster, mesh, tokens, config.hidden_size)
+    if decode:
+        time = time + SERIAL.step(True).named("host, which no other batch hides", "s")
+    return time.named("step through all stages", "s")

@@ -1,0 +1,110 @@
+"""``hierarchical``: a row crosses to a host once, and is spread inside it over the fast links; sums come back the same way.
+
+What DeepEP's normal kernels do between nodes, and what group-limited routing was made for: a token of DeepSeek-V3 has experts on about
+seven of 32 ranks, but on at most four hosts. The way there and the way back are two exchanges each:
+
+    | stage   | meet                                  | there                          | back                              |
+    |---------|---------------------------------------|--------------------------------|-----------------------------------|
+    | crossing| the ranks with one place on each host | a token to each of its hosts   | its sum over the host's ranks     |
+    | inside  | the ranks of a host                   | on to the ranks of its experts | what the experts of a rank give   |
+
+The rank of a host that a token crosses to has the same place there as the token's own rank has at home. It finds out where each row goes
+from the expert ids in it, as every row brings them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sharding.dispatch.group import ExpertGroup
+from sharding.dispatch.local import goes_to
+from sharding.dispatch.padded import Padded
+from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route
+
+
+class _Way(NamedTuple):
+    """For each choice of each row that crossed to this rank: its cell among those that went on, and whether it has one."""
+
+    cell_NK: Int[Array, "N K"]
+    here_NK: Bool[Array, "N K"]
+
+
+@dataclass(frozen=True)
+class Hierarchical(Padded):
+    """``Padded`` in two stages, with the same rows for each rank's experts.
+
+    capacity: rows of one rank for one other, as of ``Padded``: the rank that passes them on keeps the rows of each sender apart, so that
+    a sender knows by itself how many rounds its rows need. crossing: rows of one rank for one host in a round. tokens: rows of a rank.
+
+    A round is a block of ``crossing`` rows of each host's queue, and of these the first, second … ``capacity`` rows for each rank: first
+    all blocks with their first rows, then all with their second ones. A block crosses again for each.
+    """
+
+    crossing: int
+    tokens: int
+
+    @cached_property
+    def stages(self) -> tuple[ExpertGroup, ExpertGroup]:
+        """Who meets between hosts, and inside one."""
+        return self.group.in_two_stages()
+
+    @property
+    def _blocks(self) -> int:
+        """Blocks of the longest queue that there can be."""
+        return -(-self.tokens // self.crossing)
+
+    @property
+    def _cells(self) -> int:
+        return self.stages[0].size * self.crossing
+
+    def _holds_all(self, tokens: int) -> bool:
+        return self.crossing >= tokens and self.capacity >= tokens
+
+    def _plan(self, slots_TK) -> tuple[Route, Int[Array, "G"], Array]:
+        route, sent_G = plan_route(self.stages[0], slots_TK), jnp.sum(goes_to(self.group, slots_TK), axis=0)
+        blocks = -(-jnp.max(route.counts_G) // self.crossing)
+        # No more rows of a block can be for one rank than a block has.
+        turns = -(-jnp.minimum(jnp.max(sent_G), self.crossing) // self.capacity)
+        return route, sent_G, jnp.maximum(turns - 1, 0) * self._blocks + blocks
+
+    def _cell(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
+        return cells_of(route, self.crossing, r % self._blocks)
+
+    def _there(self, rows: Array, r: jax.Array | int) -> tuple[Array, _Way]:
+        between, inside = self.stages
+        arrived_NW = between.exchange(rows)
+        _, slots_NK, _, needed_N = self.wire.unpack(arrived_NW)
+        way = self._onward(slots_NK, r // self._blocks)
+        # A rank that gets no row of a sender still learns here how many rounds that one needs.
+        packed = jnp.concatenate([arrived_NW, self.wire.empty_row(jnp.max(needed_N))])
+        cells = fill_cells(way.cell_NK, self.group.size * self.capacity)
+        return inside.exchange(packed.take(cells, axis=0, mode="clip")), way
+
+    def _back(self, sums_ND: Float[Array, "N D"], way: _Way) -> Array:
+        between, inside = self.stages
+        returned = inside.exchange(sums_ND)
+        return between.exchange(add_returned(returned, *way).astype(self.wire.dtype))
+
+    def _joined(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
+        # A block comes in every one of its rounds, with zeros for the rows whose turn it is not.
+        return y_TD + more_TD
+
+    def _onward(self, slots_NK: Int[Array, "N K"], turn: jax.Array | int) -> _Way:
+        """Where the rows that crossed go inside this host: to each rank a run of cells of each sender."""
+        between, inside = self.stages
+        N, K = slots_NK.shape
+        here_NK = (slots_NK >= 0) & (slots_NK // between.experts == between.index())
+        local_NK = jnp.where(here_NK, slots_NK - between.index() * between.experts, -1)
+        senders = local_NK.reshape(between.size, -1, K)
+        route = jax.vmap(partial(plan_route, inside))(senders)
+        place = route.place_TK - turn * self.capacity
+        now = route.sends_TK & (place >= 0) & (place < self.capacity)
+        run = route.rank_TK * between.size + jnp.arange(between.size)[:, None, None]
+        cell = jnp.where(now, run * self.capacity + place, self.group.size * self.capacity)
+        return _Way(cell.reshape(N, K), now.reshape(N, K))

@@ -1,0 +1,153 @@
+"""Stages change no bit of what one device gives: the tests of `pipeline/pipeline_executor.py`, `pipeline/stage_executor.py`,
+`pipeline/stage_programs.py` and `setup/stages.py`."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from layouts import answer, difference, prompts, write_checkpoint
+
+from dsjax import LLM, SamplingParams
+from dsjax.engine.contract.commands import Step
+from dsjax.errors import UserError
+from sharding import MeshError
+
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+LAYERS = 5
+SMALL = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("stages"), mtp=True, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def one_device(checkpoint):
+    return answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", new_tokens=12)
+
+
+@pytest.mark.slow  # each compiles an engine
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("pp=2", DRAFTS | {"cache_tokens": 140}),  # a third of what the prompts and their tokens take
+        ("pp=4,dp=2", DRAFTS | {"pp_layer_partition": "1,2,1,1"}),
+        ("pp=2,tp=4", {"mixed": True, "pp_layer_partition": "1,4"}),  # a stage of the dense layer alone
+        ("pp=2,dp=4,ep=2", {"async_scheduling": False, "redundant_experts": 4, "enable_shared_experts_fusion": True}),
+    ],
+)
+def test_prompts_in_chunks_decodes_drafts_and_scores_are_those_of_one_device_to_the_bit(
+    checkpoint, one_device, mesh, options
+):
+    forms = ("CC", "CC") if "cache_tokens" in options else ("CC", "A_CC_ME")  # what is computed again is a prompt
+    alike = {name: options[name] for name in ("enable_shared_experts_fusion",) if name in options}
+    changed = forms != ("CC", "A_CC_ME") or alike
+    reference = answer(checkpoint, "dp=1", "auto", *forms, new_tokens=12, **alike) if changed else one_device
+    found = answer(checkpoint, mesh, "auto", *forms, new_tokens=12, **options)
+    assert found.exact
+    assert difference(found, reference) is None
+
+
+@pytest.fixture(scope="module")
+def stages(checkpoint):
+    llm = LLM(str(checkpoint), mesh="pp=2", max_model_len=64, **SMALL)
+    yield llm
+    llm.shutdown()
+
+
+def test_each_stage_has_the_parameters_and_the_cache_of_its_layers_on_devices_of_its_own(stages):
+    first, last = stages.executor.stages
+    assert [stage.first for stage in (first.model.stage, last.model.stage)] == [0, 3]
+    assert [one.state.cache["latent"].shape[0] for one in (first, last)] == [3, 2]
+    assert ("embed.weight" in first.params, "embed.weight" in last.params) == (True, False)
+    assert ("head.weight" in first.params, "head.weight" in last.params) == (False, True)
+    held = [
+        {device for array in one.params.values() for device in array.devices()} | one.state.tables.devices()
+        for one in (first, last)
+    ]
+    assert not held[0] & held[1]
+    facts = stages.facts
+    assert (facts.mesh, facts.num_devices, facts.mesh_shape["pp"]) == ("pp=2", 2, 2)
+    assert [stage.layers for stage in facts.stages] == [(0, 2), (3, 4)]
+    assert facts.parameters == sum(info.count for one in (first, last) for info in one.model.table.infos.values())
+
+
+def test_steps_under_way_together_share_no_request_and_each_takes_its_part_of_them(stages):
+    executor, under_way, sizes = stages.executor, [], []
+    launch, collect = executor.launch, executor.collect
+
+    def slots_of(command):
+        return set(np.frombuffer(command.ranks[0].decodes, "<i4")[::2].tolist()) if isinstance(command, Step) else set()
+
+    def launch_and_check(command):
+        slots = slots_of(command)
+        assert not any(slots & others for others in under_way)
+        under_way.append(slots)
+        sizes.append((len(slots), sum(map(bool, under_way))))
+        return launch(command)
+
+    def collect_and_note(pending):
+        under_way.remove(slots_of(pending.command))
+        return collect(pending)
+
+    executor.launch, executor.collect = launch_and_check, collect_and_note
+    try:
+        stages.generate(prompts()[:4], GREEDY)
+    finally:
+        del executor.launch, executor.collect
+    assert (2, 2) in sizes  # of four requests in two batches, both under way
+    assert max(size for size, _ in sizes) == 2
+
+
+def test_a_flush_forgets_the_cache_of_all_stages(stages):
+    stages.generate(prompts()[-1:], GREEDY)
+    assert all(np.asarray(stage.state.cache["latent"]).any() for stage in stages.executor.stages)
+    stages.engine.flush_prefix_cache()
+    assert not any(np.asarray(stage.state.cache["latent"]).any() for stage in stages.executor.stages)
+
+
+def test_the_slots_of_all_stages_stand_where_the_last_one_put_them(stages):
+    stages.generate(prompts()[:3], GREEDY)
+    first, last = (stage.state for stage in stages.executor.stages)
+    for name in ("start", "last_token", "tables"):
+        np.testing.assert_array_equal(np.asarray(getattr(first, name)), np.asarray(getattr(last, name)))
+
+
+def test_experts_loads_are_counted_at_all_stages(stages):
+    stages.executor.set_recording(True)
+    try:
+        stages.generate(prompts()[:2], GREEDY)
+        counts = stages.executor.expert_counts()
+    finally:
+        stages.executor.set_recording(False)
+    assert counts.tokens_per_expert.shape == (LAYERS - 1, 32)
+    assert len(set(counts.tokens_per_expert.sum(axis=1).tolist())) == 1  # each layer has had all tokens
+
+
+def test_the_mesh_of_stages_does_not_change_while_they_serve(stages):
+    with pytest.raises(UserError, match="it has stages"):
+        stages.scale("dp=1")
+
+
+def test_warm_up_compiles_all_that_requests_can_ask_for(checkpoint):
+    llm = LLM(str(checkpoint), mesh="pp=2", max_model_len=32, **SMALL | {"max_num_seqs": 1}, **DRAFTS)
+    try:
+        seen = []
+        llm.warm_up(lambda done, total, label: seen.append((done, total)))
+        assert seen[-1][0] == seen[-1][1]
+        sampled = dataclasses.replace(GREEDY, temperature=1.0, logprobs=1, prompt_logprobs=1)
+        llm.generate(prompts()[:2], [GREEDY, sampled])
+        assert llm.executor.counts().compilations_after_warm_up == 0
+    finally:
+        llm.shutdown()
+
+
+def test_what_does_not_fit_is_said_before_anything_is_loaded(checkpoint):
+    with pytest.raises(UserError, match="more stages than the model has layers, which are 5"):
+        LLM(str(checkpoint), mesh="pp=6")
+    with pytest.raises(UserError, match="add up to the model's 5"):
+        LLM(str(checkpoint), mesh="pp=2", pp_layer_partition="3,3")
+    with pytest.raises(MeshError, match="attention heads are not divisible by tp=3"):
+        LLM(str(checkpoint), mesh="pp=2,tp=3")

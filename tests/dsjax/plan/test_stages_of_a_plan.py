@@ -1,0 +1,93 @@
+"""What a plan says of stages: memory, the time of a step, and which layouts have any."""
+
+import dataclasses
+
+import pytest
+
+from dsjax.config import load_config
+from dsjax.plan.cluster import load_cluster
+from dsjax.plan.layout import InstanceLayout, layouts
+from dsjax.plan.memory import memory, weight_bytes
+from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.question import Question
+from dsjax.plan.search import instances, search
+from dsjax.plan.stages import fullest_stage, hand_over
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
+from sharding import MeshSpec
+
+V3, H20 = load_config("deepseek-v3"), load_cluster("h20-32")
+FP8 = PRECISIONS["fp8"]
+STAGED, WHOLE = InstanceLayout(MeshSpec.parse("pp=2,tp=8")), InstanceLayout(MeshSpec.parse("tp=8"))
+
+
+def question(**options):
+    workload = Workload(Lengths(1000), Lengths(500), concurrency=64.0)
+    return Question(V3, H20, workload, Objective(), PlanOptions(**options))
+
+
+@pytest.fixture(scope="module")
+def both():
+    """(tp=8, pp=2,tp=8), asked about the same workload."""
+    return [question().instance(layout, {}) for layout in (WHOLE, STAGED)]
+
+
+def test_the_fullest_stage_has_half_of_the_experts_and_its_own_of_everything_else():
+    whole, staged = (weight_bytes(V3, layout, FP8) for layout in (WHOLE, STAGED))
+    assert staged["experts"] * 58 == whole["experts"] * 30  # the last stage has 30 of 58 layers with experts
+    assert staged["attention"] * 61 == whole["attention"] * 30
+    assert staged["embedding and head"] < whole["embedding and head"]
+
+
+def test_stages_leave_more_room_for_the_cache():
+    found = [
+        memory(V3, layout, FP8, H20.hardware.memory_bytes).cache_tokens.value * layout.mesh.pp_size
+        for layout in (WHOLE, STAGED)
+    ]
+    assert found[1] > 2 * found[0]
+
+
+def test_a_step_of_a_batch_takes_what_it_takes_on_one_stage_and_what_stages_add(both):
+    whole, staged = both
+    step = whole.decode_step(16)
+    added = hand_over(H20, STAGED.mesh, 16, V3.hidden_size)
+    expected = step.value * fullest_stage(V3, 2).value + added.value
+    assert staged.decode_step(16).value == pytest.approx(expected + 0.006)  # and the host, which nothing hides
+    assert staged.middle.decode_step(16).value == pytest.approx(staged.decode_step(16).value)
+    assert staged.decode_step(16).low < staged.decode_step(16).value < staged.decode_step(16).high
+    assert (staged.replicas, staged.requests(16)) == (2, 32)
+    assert staged.prefill_step(2048).value > whole.prefill_step(2048).value
+
+
+def test_the_last_stage_is_the_fuller_the_more_it_does_beside_its_layers():
+    assert 1 <= fullest_stage(V3, 2).value < 1.02
+    assert fullest_stage(V3, 61).value > 1.5  # a stage of one layer and the head
+
+
+def test_hidden_states_cross_the_network_where_stages_have_hosts_of_their_own():
+    inside = dataclasses.replace(STAGED.mesh, tp_size=4, ep_size=4)
+    assert inside.num_devices == H20.domain
+    here, there = (hand_over(H20, mesh, 512, V3.hidden_size).value for mesh in (inside, STAGED.mesh))
+    assert there > here
+
+
+def test_layouts_with_stages_are_looked_at_where_they_are_asked_for():
+    def meshes(**options):
+        return {str(layout.mesh) for layout in instances(question(**options))[0]}
+
+    assert not any("pp" in mesh for mesh in meshes())
+    asked = meshes(stages=(1, 2))
+    assert {mesh for mesh in asked if "pp" not in mesh} == meshes()
+    assert "pp=2,dp=16" in asked
+    assert not any("pp=4" in mesh for mesh in asked)
+    assert meshes(mesh=STAGED.mesh) == {"pp=2,tp=8"}
+    most = layouts(V3, 32, 8, redundant=None, block=128, copies=False, stages=(4,))
+    assert max(layout.devices for layout in most) == 32
+
+
+def test_a_plan_for_a_mesh_with_stages_names_its_kind_and_all_requests_of_a_rank():
+    plan = search(question(mesh=STAGED.mesh, modes=("aggregated",)))
+    best = plan.winner
+    assert best.decode.layout.kind == "PP2×TEP8"
+    assert best.decode.requests(best.batch) * best.count == pytest.approx(64)
+    assert best.to_json()["batch_per_dp_rank"] == best.decode.requests(best.batch)
+    assert best.throughput.value == pytest.approx(64 / best.tpot.value, rel=0.2)
