@@ -285,7 +285,9 @@ class MeshSpec:
         from jax.sharding import AxisType, Mesh
 
         if self.pp_size > 1:
-            raise MeshError(f"mesh {self} is {self.pp_size} meshes, one for each stage; make them with build_stages()")
+            raise MeshError(
+                f"mesh {self} has {self.pp_size} stages, each a mesh of its own ({self.stage}), and one mesh is expected here; leave pp out"
+            )
         grid = np.array(devices, dtype=object).reshape(self.shape)
         return Mesh(grid, self.axes, axis_types=(AxisType.Auto,) * len(self.axes))
 

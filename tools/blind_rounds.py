@@ -15,13 +15,28 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dsjax.plan.calibration import DRAFTS, FAR, HOST, RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99, WIDE, Blind, calibrate
+from dsjax.plan.calibration import (
+    DRAFTS,
+    FAR,
+    HOST,
+    NEWEST,
+    RATE,
+    TPOT,
+    TTFT,
+    TTFT_MEDIAN,
+    TTFT_P99,
+    WIDE,
+    Blind,
+    calibrate,
+)
 from dsjax.plan.figure import Figure
 from tools.plan_data import inferencex, inferencex_apart
 from tools.plan_data.apart_loops import distance as apart_distance
 from tools.plan_data.apart_loops import rows as apart_rows
 from tools.plan_data.closed_loops import rows
 from tools.plan_data.drafts import rows as draft_rows
+from tools.plan_data.history import distance as history_distance
+from tools.plan_data.history import rows as history_rows
 from tools.plan_data.tpu import rows as tpu_rows
 from tools.plan_data.unseen import FURTHER, MEASURED, SAID
 
@@ -61,6 +76,11 @@ def blind() -> Iterator[Blind]:
     for row in draft_rows():
         figure = Figure(*(float(row[end]) for end in ("predicted", "low", "high")))
         yield Blind("drafts", row["key"], row["metric"], DRAFTS, figure, float(row["measured"]))
+    for row in history_rows():
+        if row["measured"]:
+            figure = Figure(*(float(row[end]) for end in ("predicted", "low", "high")))
+            name = "drafts apart" if row["key"].startswith("D") else "scripts"
+            yield Blind(name, row["key"], row["metric"], history_distance(row), figure, float(row["measured"]))
     for row in tpu_rows():
         if row["seen"] == "0":
             figure = Figure(*(float(row[end]) for end in ("predicted", "low", "high")))
@@ -86,10 +106,12 @@ def _cells(group: list[Blind], ends: Iterable[tuple[float, float]]) -> str:
 
 
 def held_out(every: list[Blind], group: list[Blind]) -> list[tuple[float, float]]:
-    """Calibrated intervals of a group, each by all predictions but those of its own run."""
+    """Calibrated intervals of a group, each by all predictions but those of its own run; an older round's by older rounds alone."""
     found = []
+    older = [o for o in every if o.round not in NEWEST]
     for b in group:
-        others = [o for o in every if (o.round, o.run) != (b.round, b.run) and o.run != b.run]
+        known = every if b.round in NEWEST else older
+        others = [o for o in known if (o.round, o.run) != (b.round, b.run) and o.run != b.run]
         found.append(calibrate(others, b.kind, b.distance).interval(b.figure))
     return found
 
@@ -109,13 +131,18 @@ def table() -> str:
         size = statistics.mean(map(abs, errors))
         lines.append(f"| {name} | {len(group)} | {size:.1%} | {statistics.mean(errors):+.1%} | {own} | {made} |")
 
+    newest = [b for b in every if b.round in NEWEST]
+    for of, mark in ((newest, "newest: "), ([b for b in every if b.round not in NEWEST], "older: ")):
+        if not of:
+            continue
+        row(f"**{mark}all**", of)
+        for kind, words in _WORDS.items():
+            for distance in (HOST, WIDE, FAR, DRAFTS):
+                group = [b for b in of if (b.kind, b.distance) == (kind, distance)]
+                if group:
+                    row(f"{mark}{words}, {distance}", group)
     for name in dict.fromkeys(b.round for b in every):
         row(f"**{name}**", [b for b in every if b.round == name])
-    for kind, words in _WORDS.items():
-        for distance in (HOST, WIDE, FAR, DRAFTS):
-            group = [b for b in every if (b.kind, b.distance) == (kind, distance)]
-            if group:
-                row(f"{words}, {distance}", group)
     row("**all**", every)
     return "\n".join(lines)
 

@@ -554,20 +554,22 @@ def fuzz_experts(cases: int, seed: int, key: Credentials, folder: Path) -> Itera
     from processes import free_port
     from worded_checkpoint import write_worded_checkpoint
 
-    from dsjax.engine.afd.messages import VERSION, Call, Hello
+    from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage, Take
 
     address = "127.0.0.1", free_port()
     sizes = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96"
     options = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny", *sizes.split()]
     options += ["--attention-mesh", "dp=2", "--expert-mesh", "ep=4", "--afd-address", "{}:{}".format(*address)]
-    command = [sys.executable, "-m", "dsjax.serve", *options, "--afd-role", "expert"]
+    command = [sys.executable, "-m", "dsjax.serve", *options, "--afd-role", "expert", "--port", "0"]
     experts = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr)
     try:
         _until(lambda: _listens(address), 300)
         with serve_process([*options, "--afd-role", "attention"]) as server:
             encode = msgspec.msgpack.encode
             # Of another model, so that it is refused; and calls without a greeting, or for more rows than there is memory for.
-            said = [encode(Hello(VERSION, {})), encode(Call("moe_layers", 0, 2**40)), encode(Call("nothing", -1, 8))]
+            said = [encode(Hello(VERSION, {})), encode(Hello(VERSION, {}, b"no places", b"somebody"))]
+            said += [encode(Call("moe_layers", 0, 2**40, 2**40, bytes(4))), encode(Call("nothing", -1, 8, 8, b""))]
+            said += [encode(Stage(0, bytes(8))), encode(Place(10**6, bytes(4))), encode(Take(-1, [-1, 2**40]))]
             pids = {"attention": server.pid, "experts": experts.pid}
             ask = functools.partial(ask_server, server.url)
             yield fuzz(Fuzzer(address, "experts", key, said, seed), cases, pids, ask, 6)

@@ -21,6 +21,7 @@ from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.elastic.generations import Generations
+    from dsjax.engine.setup.expert_scaling import ExpertScaling
 
 Result = TypeVar("Result")
 
@@ -82,7 +83,7 @@ class ThreadedEngine:
     def __init__(self, parts: EngineParts):
         self.tokenizer, self.core = parts.tokenizer, parts.core
         self.on_death: Callable[[], None] | None = None
-        self.on_change: list[Callable[["Generations"], None]] = []
+        self.on_change: list[Callable[["Generations | ExpertScaling"], None]] = []
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = EngineThread(parts.core, _LoopListener(self))
@@ -197,6 +198,27 @@ class ThreadedEngine:
             generations.forget()
             raise
         return generations
+
+    async def scale_experts(self, expert_mesh: str | None, afd_address: str | None) -> "ExpertScaling":
+        """Go on with other processes of experts, or other numbers of their devices; steps go on until these are ready. None: as now.
+
+        Raises:
+            UserError: it cannot be, or another change is under way; everything is as it was. EngineDeadError: the engine has failed.
+        """
+        scaling = self.core.expert_scaling
+        if scaling is None:
+            raise UserError(
+                "this engine has no experts in other processes (--afd-role attention), so that they cannot be scaled"
+            )
+        # A change that has begun ends, whether or not somebody still waits for it.
+        await asyncio.shield(asyncio.ensure_future(self._change_experts(scaling, expert_mesh, afd_address)))
+        return scaling
+
+    async def _change_experts(self, scaling: "ExpertScaling", expert_mesh: str | None, afd_address: str | None) -> None:
+        prepared = await asyncio.to_thread(scaling.prepare, expert_mesh, afd_address)
+        await self.call(lambda core: scaling.apply(prepared))
+        for hear in self.on_change:
+            hear(scaling)
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""

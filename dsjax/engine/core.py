@@ -19,6 +19,7 @@ from dsjax.engine.stats import DraftCounts, StepStats
 
 if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.elastic.generations import Generation, Generations
+    from dsjax.engine.setup.expert_scaling import ExpertScaling
 
 Part = TypeVar("Part", bound=Attachment)
 
@@ -53,6 +54,7 @@ class EngineCore:
 
     Attributes:
         generations: makes further executors; None: this one is all there is.
+        expert_scaling: changes the side of experts in other processes; None: there are none.
         parked: requests that the mesh of now cannot hold, and that wait for a larger one.
         on_change: called when the core goes on on another mesh.
         step_started: when the step under way began, on the monotonic clock; None between steps.
@@ -81,6 +83,7 @@ class EngineCore:
         self._most_under_way = max(2, scheduler_config.num_batches) if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
         self.generations: Generations | None = None
+        self.expert_scaling: ExpertScaling | None = None
         self.parked = ParkedRequests()
         self.on_change: Callable[[], None] = lambda: None
         self.step_started: float | None = None

@@ -49,6 +49,8 @@ from sharding.arrays import put
 
 _log = logging.getLogger(__name__)
 _GONE_SECONDS = 30
+_MOST_CELLS = 1 << 24
+"""Rows of a call for one device, of which a step has some thousands."""
 
 
 class ExpertProcess:
@@ -204,6 +206,8 @@ class ExpertProcess:
             ConnectionError: such a call cannot be.
         """
         devices = self._half.size
+        if not 0 < call.cells <= _MOST_CELLS:
+            raise ConnectionError(f"a call has {call.cells} cells, expected 1 to {_MOST_CELLS}")
         filled = np.frombuffer(call.filled, "<i4") if len(call.filled) % 4 == 0 else np.full(1, -1)
         if filled.size % devices or filled.size * (call.cells // max(1, filled.size // devices)) > devices * call.cells:
             raise ConnectionError(

@@ -103,7 +103,7 @@ class LLM:
         elif stages > 1:
             from dsjax.engine.setup.stages import load_stages
 
-            loaded = load_stages(self.args, show_progress=show_progress)
+            loaded = load_stages(self.args, group, show_progress=show_progress)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         kernels = loaded.facts.kernels
@@ -133,6 +133,12 @@ class LLM:
         fixed = self.args.separated or self.args.expert_mesh or stages > 1
         self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
+        self._experts: ExpertScaling | None = None
+        if self.args.afd_role == "attention":
+            from dsjax.engine.setup.expert_scaling import ExpertScaling
+
+            executor = getattr(loaded.executor, "inner", loaded.executor)  # what is recorded knows no devices
+            self._experts = self.engine.core.expert_scaling = ExpertScaling(self.args, executor, loaded.facts)
         self._ids = itertools.count()
 
     @property
@@ -143,15 +149,32 @@ class LLM:
     @property
     def facts(self) -> EngineFacts:
         """What was loaded, on the mesh of now."""
+        if self._experts is not None:
+            return self._experts.facts
         return self._facts if self._generations is None else self._generations.facts
 
-    def scale(self, mesh: str | MeshSpec) -> None:
+    def scale(
+        self,
+        mesh: str | MeshSpec | None = None,
+        *,
+        expert_mesh: str | None = None,
+        afd_address: str | None = None,
+    ) -> None:
         """Go on on another mesh of the devices that there are, up or down; requests that are under way go on too.
+
+        expert_mesh, afd_address: or, with experts in other processes, with another side of experts; the caches stay.
 
         Raises:
             UserError, MeshError: the mesh cannot be; everything is as it was.
         """
-        self.engine.scale(str(mesh))
+        if expert_mesh is None and afd_address is None:
+            self.engine.scale(str(mesh))
+        elif mesh is not None or self._experts is None:
+            raise UserError(
+                "expert_mesh and afd_address are for an engine with experts in other processes, whose own mesh cannot change"
+            )
+        else:
+            self._experts.apply(self._experts.prepare(expert_mesh, afd_address))
 
     def generate(
         self,

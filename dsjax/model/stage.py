@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.model.parameter_counts import parameter_counts
-from sharding.layer_placement import LayerPlacements
+
+if TYPE_CHECKING:  # it brings JAX in, which the planner does without
+    from sharding.layer_placement import LayerPlacements
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Stage:
         first = max(self.first - config.num_dense_layers, 0)
         end = max(self.first + self.layers - config.num_dense_layers, 0)
         rows = whole.physical_to_logical
-        return LayerPlacements(rows[first:] if self.ends else rows[first:end], whole.n_logical)
+        return dataclasses.replace(whole, physical_to_logical=rows[first:] if self.ends else rows[first:end])
 
     def first_of(self, stack: str, config: ModelConfig) -> int:
         """The number, in a stack of the whole model, of its first layer that is here. stack: the beginning of a parameter's path."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 
 import numpy as np
@@ -42,9 +41,11 @@ class Embedding(nnx.Module):
         self.weight = declare.parameter((config.vocab_size, config.hidden_size), ("embedded_vocab", "embed"))
 
     def __call__(
-        self, tokens: Int[Array, "*b"], dtype, look_up: Callable[[Array, Array], Array] = operator.getitem
+        self, tokens: Int[Array, "*b"], dtype, look_up: Callable[[Array, Array], Array] | None = None
     ) -> Float[Array, "*b D"]:
-        """Rows of the table, in the compute dtype. look_up: gives these rows of the table, which is as it is stored."""
+        """Rows of the table, in the compute dtype. look_up: gives them of a table that lies elsewhere, as it is stored."""
+        if look_up is None:
+            return value_of(self.weight)[tokens].astype(dtype)
         return reinterpret(look_up(self.weight[...], tokens), self.weight.info.dtype).astype(dtype)
 
 

@@ -162,6 +162,11 @@ class PlanArgs:
         None,
         "--simulate: lengths evenly from this share of --input and --output to all of them, as InferenceX's benchmarks draw them.",
     )
+    scheduler_recv_interval: int = option(
+        1,
+        "--simulate, --engine sglang or published: steps of decodes between two looks for new prompts, SGLang's option of this name.",
+        min=1,
+    )
     burstiness: float = option(1.0, "--simulate: 1 is Poisson, less is burstier, as vllm bench serve has it.")
     seed: int = option(0, "--simulate: of lengths and arrivals.", min=0)
     rows: int = option(8, "Rows of the table.", min=1)
@@ -219,6 +224,11 @@ class PlanArgs:
             )
         if (self.request_rate or self.warmup is not None) and not self.simulate:
             raise UserError("--request-rate and --warmup are of --simulate; give it too")
+        if self.scheduler_recv_interval > 1 and not (self.simulate and self.engine in ("sglang", "published")):
+            raise UserError(
+                f"--scheduler-recv-interval is {self.scheduler_recv_interval} with --engine {self.engine}, but it is SGLang's, in a "
+                "simulation; give --simulate and --engine sglang or published, or leave it out"
+            )
         ratio = self.random_range_ratio
         if ratio is not None and (not 0 < ratio <= 1 or not self.simulate or self.classes):
             raise UserError(
@@ -352,7 +362,7 @@ class PlanArgs:
             measured=measured,
             operators=tables,
             host=self.host_scheduling,
-            engine=engine,
+            engine=dataclasses.replace(engine, poll_steps=self.scheduler_recv_interval),
             pins=self._pins(),
             widest=self.max_devices_per_instance,
             fused=self.enable_shared_experts_fusion,

@@ -2,7 +2,8 @@
 
 A figure's own interval comes from the ranges of what was assumed, and on blind predictions it held six of ten. Here its ends are moved
 by what blind predictions of the same kind and distance missed by (split conformal prediction with asymmetric ends: Romano, Patterson and
-Candès, Conformalized quantile regression, 2019, section 2; groups by Vovk, Conditional validity of inductive conformal predictors, 2012).
+Candès, Conformalized quantile regression, 2019, section 2; groups by Vovk, Conditional validity of inductive conformal predictors, 2012),
+and of the intervals that hold so many the shortest is taken.
 The score of a prediction is the logarithm of measured ÷ predicted in units of the logarithm of its own end on that side.
 """
 
@@ -12,6 +13,7 @@ import csv
 import functools
 import importlib.resources
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,9 @@ RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99 = "rate", "tpot", "ttft", "ttft_median",
 HOST, WIDE, FAR, DRAFTS = "one host", "several hosts", "another device or engine", "with drafts"
 """Distance from what tables of operations were measured on: one host of the same die, groups over several of them, anything else; and
 plans with drafts, whose share that is accepted no table has, and which stand for nothing but themselves."""
+NEWEST = ("scripts",)
+"""Rounds that the model as it is has predicted. Conformal prediction asks that what it learns from and what it is asked about come from one
+predictor: a group that has enough predictions of these rounds rests on them alone, and older models' errors widen it no longer."""
 LEAST = math.ceil(2 / (1 - LEVEL)) - 1
 """Predictions that a group needs before both of its ends are defined."""
 _SMALLEST = 0.02
@@ -86,27 +91,44 @@ class Calibration:
 def calibrate(blind: Sequence[Blind], kind: str, distance: str) -> Calibration:
     """The calibration of a kind of figure at a distance: by its own group, or where that is too small by the kind, then by all.
 
-    Where a larger group stands in, the ends reach at least as far as every prediction of the own one missed by.
+    Its own group is that of the newest rounds, or where these have too few, that of all rounds. Where a larger group stands in, the ends
+    reach at least as far as every prediction of the own one missed by.
 
     Raises:
         ValueError: there are fewer than `LEAST` blind predictions in all.
     """
     near = [b for b in blind if b.distance != DRAFTS or distance == DRAFTS]
+    own = [b for b in near if (b.kind, b.distance) == (kind, distance)]
     groups = (
-        (f"{kind}, {distance}", [b for b in near if (b.kind, b.distance) == (kind, distance)]),
+        (f"{kind}, {distance}, newest rounds", [b for b in own if b.round in NEWEST]),
+        (f"{kind}, {distance}", own),
         (f"{kind}, any distance", [b for b in near if b.kind == kind]),
         (f"any figure, {distance}", [b for b in near if b.distance == distance]),
         ("any figure", near),
     )
     for name, group in groups:
         if len(group) >= LEAST:
-            scores, count = sorted(b.score for b in group), len(group)
-            below = math.floor((count + 1) * (1 - LEVEL) / 2)
-            above = math.ceil((count + 1) * (1 + LEVEL) / 2)
-            own = [b.score for b in groups[0][1]] if group is not groups[0][1] else []
-            low, high = min(scores[below - 1], 0.0, *own), max(scores[above - 1], 0.0, *own)
-            return Calibration(low, high, count, name)
+            reached = [] if name.startswith(f"{kind}, {distance}") else [b.score for b in own]
+            low, high = _shortest(group)
+            return Calibration(min(low, 0.0, *reached), max(high, 0.0, *reached), len(group), name)
     raise ValueError(f"{len(blind)} blind predictions, expected at least {LEAST}")
+
+
+def _shortest(group: Sequence[Blind]) -> tuple[float, float]:
+    """Ends of the shortest run of scores that has `LEVEL` of them, by what the ends come to with the group's median half widths.
+
+    Misses are lopsided: a first token comes late far more often than early, and equal tails would follow the few that came latest. One
+    score more than the level asks for is held, as choosing the run by the same scores costs about one.
+    """
+    scores = sorted(b.score for b in group)
+    held = min(len(scores), math.ceil((len(scores) + 1) * LEVEL) + 1)
+    halves = [statistics.median(_half(b.figure, side) for b in group) for side in (-1, 1)]
+
+    def reach(score: float) -> float:
+        return score * halves[score > 0]
+
+    at = min(range(len(scores) - held + 1), key=lambda first: reach(scores[first + held - 1]) - reach(scores[first]))
+    return scores[at], scores[at + held - 1]
 
 
 @functools.cache

@@ -20,7 +20,8 @@ class Engine:
     MTP module by itself; otherwise one compiled program has all of them.
     most_drafts: tokens that it drafts a step at most, None where no bound is known. shared_beside: decode computes the shared expert
     beside the routed ones, on a second stream. holds_prompts: with attention DP prompts wait until every replica has some.
-    fp8_mla: decode multiplies an FP8 cache as FP8 on an H20. credits: capability → the option
+    fp8_mla: decode multiplies an FP8 cache as FP8 on an H20. poll_steps: decode steps between two looks for new prompts; hold_steps: those
+    that prompts are held back at most (both of a simulation: `simulation.admission`). credits: capability → the option
     or file of the engine that has it; what is not in it is not credited.
     """
 
@@ -39,6 +40,8 @@ class Engine:
     shared_beside: bool = False
     holds_prompts: bool = False
     fp8_mla: bool = False
+    poll_steps: int = 1
+    hold_steps: int = 50
     credits: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def check(

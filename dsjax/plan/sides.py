@@ -1,6 +1,7 @@
 """Parts of a deployment that the planner prices, and parts that `dsjax serve` has: what only one side knows is named here.
 
-`tests/dsjax/plan/test_engine_credits.py` holds both columns to the options that there are.
+`tests/dsjax/plan/test_engine_credits.py` holds the table to the code: a name in it is an option of that side, and every option of either
+side stands in a part, or in `QUESTION` or `RUNNING`, which hold what is no part of a deployment.
 """
 
 from __future__ import annotations
@@ -29,24 +30,37 @@ class Part:
 
 
 PARTS = (
-    Part("layout", ("mesh",), ("mesh",), "every `dp`, `tp`, `ep`"),
+    Part("layout", ("mesh",), ("mesh",), "every `dp`, `tp`, `ep`; `etp` where it is given"),
     Part(
         "prefill apart from decode",
         ("prefill_mesh", "decode_mesh", "prefill_instances", "decode_instances"),
-        ("prefill_mesh", "decode_mesh", "disaggregation_mode", "disaggregation_transfer_backend"),
+        (
+            "prefill_mesh",
+            "decode_mesh",
+            "disaggregation_mode",
+            "disaggregation_transfer_backend",
+            "local_prefill_tokens",
+        ),
         "several instances of either need Dynamo",
     ),
     Part(
         "chunks of prompts",
         ("prefill_tokens",),
-        ("max_num_batched_tokens", "prefill_chunk"),
+        ("max_num_batched_tokens", "prefill_chunk", "prefill_max_num_batched_tokens", "prefill_prefill_chunk"),
         "the best size is searched",
     ),
     Part(
         "redundant experts, placed by load",
         ("redundant_experts", "expert_skew"),
-        ("redundant_experts", "enable_eplb", "eplb_config", "init_expert_location"),
-        "the engine's own balancer places them in both",
+        (
+            "redundant_experts",
+            "prefill_redundant_experts",
+            "enable_eplb",
+            "eplb_config",
+            "init_expert_location",
+            "ep_dispatch_algorithm",
+        ),
+        "the engine's own balancer places them in both; `--ep-dispatch-algorithm static` is not priced",
     ),
     Part(
         "co-activation of experts",
@@ -61,7 +75,18 @@ PARTS = (
         "its weights and rows",
     ),
     Part("drafts", ("mtp", "mtp_acceptance"), ("speculative_config",), "acceptance is yours, or fades as published"),
-    Part("cache and weights in fewer bits", ("kv_cache_dtype", "precision"), ("kv_cache_dtype", "weights"), ""),
+    Part(
+        "cache and weights in fewer bits",
+        ("kv_cache_dtype", "precision"),
+        ("kv_cache_dtype", "weights"),
+        "experts in four bits at the speed of units for them with `--engine published`, of bf16 for dsjax, which widens them",
+    ),
+    Part(
+        "rows in fewer bits",
+        (),
+        ("activation_scheme",),
+        "products of quantised rows have no price: those in four bits do not pay yet",
+    ),
     Part(
         "tiers of the cache",
         ("working_set", "host_cache_gb", "disk_cache_gb"),
@@ -81,14 +106,25 @@ PARTS = (
         "two half batches",
         ("two_batch_overlap",),
         ("enable_dbo", "dbo_decode_token_threshold", "dbo_prefill_token_threshold"),
-        "priced with the published kernels; dsjax's own halves are not, and are no credit of it",
+        "of dsjax by the windows of its own program, of other engines by the published kernels",
     ),
-    Part("dispatch in chunks of tokens", (), ("moe_chunk_tokens",), "bounds a step's memory; a plan's step is in one"),
+    Part(
+        "dispatch in chunks of tokens",
+        ("compiled",),
+        ("moe_chunk_tokens",),
+        "saves memory, which a dry run with it counts; a plan's own step is in one",
+    ),
     Part(
         "form of MLA",
-        (),
+        ("recipe_file",),
         ("mla_prefill", "mla_decode"),
-        "a plan prices expanded prompts and absorbed decodes, the default",
+        "a plan takes the faster one by published kernels and writes it into the recipe; the engine does not choose by itself",
+    ),
+    Part(
+        "dense MLP or head by data",
+        (),
+        ("moe_dense_tp_size", "enable_dp_lm_head"),
+        "a plan leaves them cut over `tp`; their bytes are in a dry run",
     ),
     Part(
         "kernels",
@@ -108,7 +144,25 @@ PARTS = (
         ("wait_for_mesh_seconds", "heartbeat_timeout", "compile_ahead"),
         "`recovery` of a recipe",
     ),
-    Part("front ends for a rate", ("recipe_file",), (), "`--api-server-count` of the server, not of the engine"),
+    Part(
+        "front ends for a rate of tokens",
+        ("recipe_file",),
+        (),
+        "by measured processor times; `--api-server-count` is of the server, and no option of the engine",
+    ),
+    Part(
+        "whether it fits",
+        ("fit", "memory_fraction"),
+        ("gpu_memory_utilization", "cache_tokens", "prefill_cache_tokens", "max_model_len", "page_size"),
+        "a verdict for four engines; the engine ends at its start, and `dsjax dryrun --fit` counts to the byte",
+    ),
+    Part("requests at once", ("concurrency",), ("max_num_seqs", "prefill_max_num_seqs"), "the best batch is searched"),
+    Part(
+        "when prompts are taken in",
+        ("scheduler_recv_interval",),
+        (),
+        "of SGLang, in a simulation; dsjax looks for prompts before every step",
+    ),
     Part(
         "stages of layers",
         ("stages", "mesh"),
@@ -118,10 +172,24 @@ PARTS = (
     Part(
         "attention and experts on devices of their own",
         (),
-        ("attention_mesh", "expert_mesh"),
+        ("attention_mesh", "expert_mesh", "afd_role", "afd_address", "afd_server_rank"),
         "no plan has them apart ([attention-ffn-disaggregation.md](attention-ffn-disaggregation.md))",
     ),
 )
+
+QUESTION = (
+    "model", "cluster", "hosts", "input_tokens", "output_tokens", "classes", "slo", "rate", "ttft_ms", "tpot_ms", "throughput", "measured",
+    "network", "engine", "operators", "mode", "batch", "context", "max_devices", "max_devices_per_instance", "price_per_hour", "explain",
+    "sweep", "simulate", "num_prompts", "request_rate", "warmup", "random_range_ratio", "burstiness", "seed", "rows", "pareto",
+    "plots", "json_file",
+)  # fmt: skip
+"""Options of `dsjax plan` that say what is asked, on which grounds, and how the answer is given."""
+RUNNING = (
+    "model", "revision", "dtype", "page_source", "kv_events_config", "scheduling_policy", "stream_interval", "seed", "record_steps",
+    "record_steps_bytes", "transfer_timeout", "transfer_host", "coordinator_address", "num_processes", "process_id", "host_address",
+    "start_timeout", "link_monitor_interval", "cluster_key_file", "cluster_tls_cert", "cluster_tls_key", "cluster_tls_ca",
+)  # fmt: skip
+"""Options of `dsjax serve` that say what is served, between whom, and what is recorded: no plan's figure hangs on them."""
 
 
 def sides_table() -> str:

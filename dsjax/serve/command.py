@@ -213,6 +213,7 @@ def metrics_of(model: "LLM", name: str) -> "Metrics":
     from dsjax.serve.metrics_parts import device_memory
 
     facts, group = model.facts, getattr(model, "group", None)
+    links = lambda: model.executor.extension(ExpertLinks)  # noqa: E731
     return Metrics(
         name,
         facts.dp_ranks,
@@ -225,5 +226,5 @@ def metrics_of(model: "LLM", name: str) -> "Metrics":
         parked=model.parts.core.parked,
         prefills=model.parts.prefill_engines,
         links=None if group is None or group.monitor is None else lambda: group.monitor.links,
-        expert_links=model.executor.extension(ExpertLinks),
+        expert_links=None if links() is None else links,
     )

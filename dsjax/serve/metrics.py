@@ -67,7 +67,7 @@ class Metrics:
         page_bytes: of a page of the cache, on all devices of a DP rank.
         generations: of the mesh; None where it never changes. parked: then, the requests that wait for a larger one.
         prefills: engines of this process that compute prompts for those whose ranks these are.
-        expert_links: to processes with experts; None where there are none.
+        expert_links: gives those to processes with experts; None where there are none.
         links: to the group's other processes; None for a process that is alone. interfaces: then, the host's network cards.
         clock: seconds, of the same clock as `Request.arrival_time`.
     """
@@ -87,7 +87,7 @@ class Metrics:
         parked: ParkedRequests | None = None,
         prefills: "Sequence[PrefillEngine]" = (),
         links: Links | None = None,
-        expert_links: ExpertLinks | None = None,
+        expert_links: Callable[[], ExpertLinks] | None = None,
         interfaces: Callable[[], Iterable[Interface]] = read_interfaces,
     ):
         self.registry = registry = Registry(model_name=model_name)

@@ -6,11 +6,14 @@ from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
 from dsjax.serve.metrics_families import Labels, Registry
 
 
-def add_expert_link_metrics(registry: Registry, links: ExpertLinks) -> None:
-    """Add what the link to each process with experts has done. The label counts the addresses of `--afd-address`."""
+def add_expert_link_metrics(registry: Registry, links: Callable[[], ExpertLinks]) -> None:
+    """Add what the link to each process with experts has done. The label counts the addresses of `--afd-address`.
+
+    links: of now; another side of experts has others.
+    """
 
     def each(value: Callable[[LinkCounts], float]) -> Callable[[], list[tuple[Labels, float]]]:
-        return lambda: [((str(number),), float(value(counts))) for number, counts in enumerate(links.counts)]
+        return lambda: [((str(number),), float(value(counts))) for number, counts in enumerate(links().counts)]
 
     name, label = "dsjax_expert_process", "expert_process"
     for what, documentation, value in (

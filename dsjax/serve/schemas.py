@@ -267,10 +267,12 @@ class Rebalance(TypedDict):
 
 
 class Scaled(TypedDict):
-    """Answer of `/scale`: the mesh of now, its generation, and for how many seconds no step computed."""
+    """Answer of `/scale`: the mesh of now, its generation, and for how many seconds no step computed; or the experts' side of now, how
+    often that was changed, and how many seconds it took, in which steps went on."""
 
     generation: int
     mesh: str
+    expert_mesh: str | None
     devices: int
     processes: int
     cache_tokens: int

@@ -58,7 +58,7 @@ def test_stages_are_runs_of_neighbours_each_with_the_mesh_of_the_rest():
     first, last = spec.build_stages(devices)
     assert [device.process_index for device in first.devices.flat] == [0] * 8
     assert [device.process_index for device in last.devices.flat] == [1] * 8
-    with pytest.raises(MeshError, match="is 2 meshes, one for each stage"):
+    with pytest.raises(MeshError, match=r"has 2 stages, each a mesh of its own \(dp=2,tp=4,ep=2\)"):
         spec.build(devices)
     with pytest.raises(MeshError, match="wants 16 devices, found 15"):
         spec.build_stages(devices[:15])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dsjax.config import load_config
 from dsjax.plan.calibration import HOST, WIDE
 from dsjax.plan.candidate import Candidate, prefill_pool, separated
 from dsjax.plan.cluster import Cluster, load_cluster
+from dsjax.plan.drafting import FIRST
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
@@ -107,20 +109,24 @@ def cluster_of(run: ApartRun, devices: int) -> Cluster:
     return dataclasses.replace(cluster, hardware=roomy).resized(-(-devices // cluster.devices_per_host))
 
 
-def deployment(run: ApartRun) -> Candidate:
-    """The mean-value answer of a closed loop, without two-batch overlap."""
+def deployment(run: ApartRun, most: float = math.inf, drafts: int = 0, acceptance: float = FIRST) -> Candidate:
+    """The mean-value answer of a closed loop, without two-batch overlap.
+
+    most: requests of a DP rank that decode at once at most; drafts: a step's, the first of which is accepted with that chance.
+    """
     config = load_config("deepseek-v3")
-    meshes = [parse_layout(mesh, 0, config) for _, mesh in (run.prefill, run.decode)]
-    if meshes[1].mesh.dp_size >= 16:
-        meshes[1] = parse_layout(run.decode[1], REDUNDANT, config)
+    redundant = REDUNDANT if MeshSpec.parse(run.decode[1]).dp_size >= 16 else 0
+    meshes = [parse_layout(run.prefill[1], 0, config), parse_layout(run.decode[1], redundant, config)]
     counts = run.prefill[0], run.decode[0]
     cluster = cluster_of(run, sum(n * layout.devices for n, layout in zip(counts, meshes, strict=True)))
     lengths = (Lengths(tokens).ranged(RATIO) for tokens in (run.prompt, run.output))
     work = Workload(*lengths, concurrency=float(run.users))
     cache = "bf16" if run.engine == "sglang" and run.device in ("h100", "h200") else "fp8"
-    options = PlanOptions(precision(RUN_PRECISIONS[run.weights], cache), overlap="off")
+    options = PlanOptions(
+        precision(RUN_PRECISIONS[run.weights], cache), overlap="off", drafts=drafts, acceptance=acceptance
+    )
     first, then = (Instance(config, cluster, layout, options, work) for layout in meshes)
-    batch = run.users / (then.replicas * run.decode[0])
+    batch = min(most, run.users / (then.replicas * run.decode[0]))
     return separated(prefill_pool(first, STEP), run.prefill[0], then, run.decode[0], batch)
 
 
@@ -143,7 +149,8 @@ def _write(found: list[dict[str, str]]) -> None:
         writer.writerows(found)
 
 
-def _settings(run: ApartRun) -> tuple[str, ...]:
+def settings_of(run: ApartRun) -> tuple[str, ...]:
+    """A run's settings as its row has them, from `device` to `decode`."""
     sides = (f"{count} x {mesh}" for count, mesh in (run.prefill, run.decode))
     return tuple(map(str, (run.device, run.engine, run.weights, run.prompt, run.output, run.users, *sides)))
 
@@ -156,13 +163,13 @@ def predict(results: Path) -> None:
         devices = found.decode.layout.devices * found.count
         for metric, figure in (("rate", found.throughput / devices), ("tpot", found.tpot * 1e3)):
             ends = (f"{end:.4g}" for end in (figure.value, figure.low, figure.high))
-            made.append(dict(zip(COLUMNS, (f"Z{number}", *_settings(run), metric, *ends, ""), strict=True)))
+            made.append(dict(zip(COLUMNS, (f"Z{number}", *settings_of(run), metric, *ends, ""), strict=True)))
     _write(made)
 
 
 def enter(results: Path) -> None:
     """Write the published columns beside predictions that are there already, and leave these as they are."""
-    published = {_settings(run): one for run, one in chosen(json.loads(results.read_text(encoding="utf-8")))}
+    published = {settings_of(run): one for run, one in chosen(json.loads(results.read_text(encoding="utf-8")))}
     found = rows()
     for row in found:
         column, factor = METRICS[row["metric"]]

@@ -22,6 +22,7 @@ from pathlib import Path
 from dsjax.config import load_config
 from dsjax.plan.candidate import Candidate, aggregated
 from dsjax.plan.cluster import load_cluster
+from dsjax.plan.engine import Engine
 from dsjax.plan.figure import Figure, assumed
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
@@ -110,8 +111,11 @@ def every_run() -> list[tuple[str, Run, tuple[str, ...]]]:
     return [*first, *((f"Y{n}", run, tuple(METRICS)) for n, run in enumerate(FURTHER, 1))]
 
 
-def deployment(run: Run) -> Candidate:
-    """A run as a deployment of the planner. A B300 is a GB300 behind the NVSwitch of a host of eight."""
+def deployment(run: Run, step_tokens: int = STEP_TOKENS, engine: Engine | None = None) -> Candidate:
+    """A run as a deployment of the planner. A B300 is a GB300 behind the NVSwitch of a host of eight.
+
+    step_tokens: most prompt tokens in a step; engine: in place of the run's own.
+    """
     config = load_config("deepseek-v3")
     cluster = load_cluster("b200-8" if run.device == "b300" else f"{run.device}-8")
     if run.device == "b300":
@@ -127,12 +131,12 @@ def deployment(run: Run) -> Candidate:
         precision(RUN_PRECISIONS[run.weights], cache),
         overlap="off",
         operators=operators,
-        prefill_tokens=STEP_TOKENS,
-        engine=run.program,
+        prefill_tokens=step_tokens,
+        engine=engine or run.program,
     )
     layout = dataclasses.replace(parse_layout(run.mesh, 0, config), fused=run.fuses)
     work = Workload(*lengths, concurrency=float(run.users))
-    return aggregated(Instance(config, cluster, layout, options, work), 1, run.users / layout.mesh.dp_size, STEP_TOKENS)
+    return aggregated(Instance(config, cluster, layout, options, work), 1, run.users / layout.mesh.dp_size, step_tokens)
 
 
 def played(found: Candidate, users: int) -> SimulationOutcome:

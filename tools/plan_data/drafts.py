@@ -32,7 +32,7 @@ COLUMNS = (
     "key", "device", "engine", "weights", "prompt", "output", "users", "mesh", "drafts", "date", "metric", "predicted", "low", "high",
     "measured",
 )  # fmt: skip
-_SETTINGS = (
+SETTINGS = (
     "hardware",
     "framework",
     "precision",
@@ -56,7 +56,7 @@ def chosen(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             and not result["is_multinode"]
             and result["spec_method"] == "mtp"
         ):
-            key = tuple(result[name] for name in _SETTINGS)
+            key = tuple(result[name] for name in SETTINGS)
             if key not in last or result["date"] >= last[key]["date"]:
                 last[key] = result
     return [last[key] for key in sorted(last)]

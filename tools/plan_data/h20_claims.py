@@ -160,6 +160,9 @@ def _memory() -> list[Claim]:
         Claim("3.3.3", "cache, in all", "818.6 GB (813.6 before alignment)", REFUTED, f"200 × 32,768 × 512 × 61 × 2 × 2 = {theirs / 1e9:.1f} GB with nothing aligned; MLA keeps 512 + 64 values once: {SESSIONS * CONTEXT * token / 1e9:.1f} GB", (818.6, SESSIONS * CONTEXT * token / 1e9)),
         Claim("3.3.3", "cache of a GPU", "25.6 GB, 26.7 %", REFUTED, f"{theirs / GPUS / 1e9:.1f} GB by its formula; {token:,} B a token: {cache:.1f} GB", (25.6, cache)),
         Claim("3.3.3", "with 1,024 and 2,048 values", "1,637.2 and 3,274.4 GB", REFUTED, f"twice and four times the figure above ({2 * theirs / 1e9:,.1f}, {4 * theirs / 1e9:,.1f}) for layouts that MLA does not have"),
+        Claim("3.3.3", "a GPU's need with 512, 1,024, 2,048", "84.2 – 92.6, 109.4 – 118.4, 160.6 – 169.6 GB", REFUTED, f"58.6 – 67.0 + 25.6 is the first; + 51.2 = {58.6 + 51.2:.1f} – {67.0 + 51.2:.1f}, + 102.4 = {58.6 + 102.4:.1f} – {67.0 + 102.4:.1f}; 3.3.5 has 83.9 – 92.3 for the first"),
+        Claim("3.3.3", "cached values", "203.4 × 10⁹, 406.8 with keys and values", REFUTED, f"200 × 32,768 × 512 × 61 = {200 * 32768 * 512 * 61 / 1e9:.1f} × 10⁹: the 5 GB to 818.6 are this slip and no alignment"),
+        Claim("3.3.3", "sequences cached on a GPU", "200 (3.3.3.1)", REFUTED, "6.25 on average by its own 3.3.3.3; 200 would be 818.6 GB on each", (200, 6.25)),
         Claim("3.3.3", "sessions of a GPU", "6.25", REPRODUCED, "200 ÷ 32; some replicas hold 7"),
         Claim("3.3.3", "FP8 cache", "half as large", REPRODUCED, f"vLLM's: {fp8 / 61:.0f} B instead of {token / 61:,.0f} a token and layer; dsjax keeps scales and rotary keys in bf16: 656 B"),
         Claim("3.3.5", "a GPU needs", "83.9 – 92.3 GB of 96", REFUTED, f"{total:.1f} + {reserve.value / 1e9:.1f} + {cache:.1f} = {need:.1f} GB: 160 of the 200 sessions fit", (88.1, need)),
@@ -222,6 +225,8 @@ def _first_token() -> list[Claim]:
 def _network() -> list[Claim]:
     slowest = CLUSTER.hosts * PORT / 0.75 / 1e9
     return [
+        Claim("4.1.1", "memory", "8 × 96 = 768 GB a host, 3,072 in all", REPRODUCED, "the vendor's 96 GB"),
+        Claim("4.1.3", "ports of a host", "1, 25 and 10 Gb/s, each once; direct to three hosts, behind a switch", REFUTED, f"one port is {PORT / 1e9:.3f} GB/s and reaches one switch; direct links to three hosts are three ports, as 4.1.4 then counts"),
         Claim("4.1.4", "pairs", "992 = 224 + 768; 192 a host, 64 a link", REPRODUCED, "32 × 31; 8 × 7 × 4; 8 × 24; 192 ÷ 3"),
         Claim("4.1.4", "links between hosts", "6 × 25 Gb/s = 18.75 GB/s", REFUTED, f"4.1.3 gives a host one port: 4 × 3.125 = {4 * PORT / 1e9:.1f} GB/s", (18.75, 4 * PORT / 1e9)),
         Claim("4.1.4", "NVLink in all", "900 × 4 = 3,600 GB/s", REFUTED, f"900 is of a GPU, both ways: 32 × 450 = {32 * 450:,} GB/s each way", (3600, 14400)),
@@ -307,6 +312,7 @@ def _commands() -> list[Claim]:
         Claim("6.2.4", "EPLB", "+3 – 12 % tokens/s", REPRODUCED, f"{balanced(ONE_PORT):+.0%}, as in 3.4.3"),
         Claim("6.2.4", "EPLB: P99, utilisation", "-10 – 20 %, +3 – 8 %", OPEN, "needs the service's own routing: `dsjax bench serve` with and without measures it"),
         Claim("7.1", "thresholds", "35,000 tokens/s, P99 below 3 s, …", OPEN, "criteria, which a running cluster meets or misses; the first is above the bound of section 2"),
+        Claim("7.1", "TTFT thresholds", "P50 0.8, P95 1.2, P99 1.5 s at 512; 2.0 s at 4 K", REFUTED, f"as written, over one port a host, {written()[2]:.1f} s at 512 tokens (estimate); `dsjax accept` holds a server to them"),
         Claim("7.1.3", "all-to-all of 32 GPUs", "below 20 µs, above 80 Gb/s", REFUTED, "50 µs in 4.4.1; two hops of 5 µs and 31 messages leave no 20; 4 × 25 = 100 Gb/s in all"),
     ]  # fmt: skip
 
@@ -334,7 +340,9 @@ def _conclusions() -> list[Claim]:
         Claim("8.2", "operations against the simple estimate", "7.5 times", REFUTED, f"553.5 (A.3) ÷ {_linear() / 1e9:.1f} = {553.5e9 / _linear():.1f}; 69.5 T (3.4.1) is {69.5e12 / _linear():,.0f} times"),
         Claim("8.3", "chunks of 4,096", "9.77 → 1.22 s, -87.5 %", REFUTED, "÷ 8 is the first of eight chunks; all eight send the same rows"),
         Claim("8.3", "FP8 rows", "half", REFUTED, f"rows back stay bf16: {wire - 1:.0%}", (0.5, wire)),
+        Claim("8.3.2", "better predictions, steadier TTFT", "+30 %, -47.9 %", OPEN, "of which prediction is not said; 47.9 % is the growth from 115 to 170 ms, of which taking all away would be -32 %"),
         Claim("8.3.3", "asynchronous exchanges, predicted routing", "-50 %, +15 – 20 %", OPEN, "neither is described; `dsjax plan --two-batch-overlap` prices the overlap that engines have"),
+        Claim("8.3.4", "margin of memory", "15 %", REFUTED, f"85 % of 96 GB are {0.85 * 96:.1f}, and 3.3.5 needs 83.9 – 92.3", (81.6, 88.1)),
         Claim("A.1", "the model", "671 B, 37 B, 256 experts, 8 of them, 61 layers, 2,048", REPRODUCED, "its configuration"),
         Claim("A.3", "shared parts", "146.4 + 6.6 + 64.05 = 217.05 B", REFUTED, f"{61 * 187_107_328 / 1e9:.1f} + {2 * 0.92668:.1f} + {58 * 0.04404:.1f} = {61 * 0.187107 + 1.853 + 2.554:.1f} B", (217.05, 15.8)),
         Claim("A.3", "an expert over the layers", "1.79 B; 8 are 14.3 B", REFUTED, f"gate, up and down are three matrices, in 58 layers: {58 * 0.044040192:.2f} B; 8 are {8 * 58 * 0.044040192:.1f} B", (1.79, 2.554)),
@@ -345,6 +353,9 @@ def _conclusions() -> list[Claim]:
         Claim("A.5", "all gains", "1.15 × 1.10 × 1.05 × 1.08 = 1.43; 1.18, 1.32, 1.48", REFUTED, f"{1.15 * 1.10 * 1.05 * 1.08:.2f} is right; 3.4.3 uses 1.35, 1.55, 1.12 and 1.08 instead"),
         Claim("A.6", "routing, scheduling, network", "30 – 45, 35 – 50, 82 – 164 ms", REFUTED, "the same as 3.5.2 to 3.5.4"),
         Claim("A.7", "NVLink, all-to-all", "above 400 GB/s, below 50 µs", OPEN, "criteria; 7.1.3 has 20 µs"),
+        Claim("A.8", "confidence", "± 5, ± 15, ± 25 %", REFUTED, "of its figures that can be compared with one worked out, more than half are off by more than a factor of two"),
+        Claim("B.2", "mixed optimisation", "9.77 → 0.122 s, 0.61 of the TTFT", REFUTED, f"chunks send the same rows and FP8 halves one way: {9.77 / 1.22:.0f} × 2 is not {9.77 / 0.122:.0f}; 0.122 ÷ 0.61 = {0.122 / 0.61:.1f} s again"),
+        Claim("B.4", "what the 55 ms are", "39.5 + 33.8 + 26.7 %", OPEN, f"they add up to {39.5 + 33.8 + 26.7:.0f} %; nothing says how one was told from another"),
         Claim("B.5", "OOM probability, accuracy, bias", "> 90 %, +695 %, > 30 %", OPEN, "no event, quantity or method is given"),
         Claim("B.5", "communication", "+98.8 %", REPRODUCED, f"1 - 0.122 ÷ 9.77 = {1 - 0.122 / 9.77:.1%}, of the times above"),
         Claim("end", "64 and 128 GPUs", "400 and 800 sessions", REPRODUCED, "in proportion; the sweep over hosts below has them"),

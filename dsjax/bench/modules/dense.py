@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401 (NumPy learns bfloat16)
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
@@ -17,16 +19,18 @@ from dsjax.bench.modules.timing import PreparedCase, call_in_turn, device_loop, 
 from dsjax.engine.device.sampler import greedy
 from dsjax.model.mlp import MLP
 from dsjax.model.norm import RMSNorm
-from dsjax.model.parameters import Declaration, Matrix
+from dsjax.model.parameters import Declaration, Matrix, reinterpret
 from dsjax.model.router import ExpertRouter
 from dsjax.model.transformer import Embedding
+from sharding import MeshSpec
+from sharding.host_memory import host_sharding, rows_from_host
 
 
 def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Rows of the table for so many tokens.
 
-    `device`: the step's own. `host`: gathered by NumPy from a table in host memory, and the rows sent to the device.
-    `copied`: the whole table sent, and then gathered.
+    `device`: the step's own. `fetched`: the step's own with ``--embedding-location host``. `host`: gathered by NumPy from a table in host
+    memory, and the rows sent to the device. `copied`: the whole table sent, and then gathered.
     """
     config = setting.config
     table = config.vocab_size * config.hidden_size * _table_dtype(setting).itemsize
@@ -35,6 +39,9 @@ def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleC
         read = count * config.hidden_size * _table_dtype(setting).itemsize
         build = partial(_on_device, setting, count)
         yield ModuleCase("embedding", "device", sizes, ModuleWork(0, read, rows), 2 * table, build)
+        yield ModuleCase(
+            "embedding", "fetched", sizes, ModuleWork(0, read, 2 * rows), table, partial(_fetched, setting, count)
+        )
         yield ModuleCase(
             "embedding", "host", sizes, ModuleWork(0, read, 2 * rows), table, partial(_host, setting, count)
         )
@@ -59,6 +66,20 @@ def _on_device(setting: Setting, count: int) -> PreparedCase:
     def one(inputs, total):
         embed: Embedding = stack.table.bind({path: inputs[path] for path in stack.table.infos})
         return total + embed(inputs["tokens"], setting.dtype)
+
+    return call_in_turn(one, inputs, jnp.zeros((1, count, setting.config.hidden_size), setting.dtype))
+
+
+def _fetched(setting: Setting, count: int) -> PreparedCase:
+    spec = MeshSpec()
+    mesh = spec.build([setting.step.mesh.devices.flat[0]])
+    info = setting.step.table.infos["embed.weight"]
+    table = jax.device_put(_host_table(setting).view(info.storage_dtype), host_sharding(NamedSharding(mesh, P())))
+    inputs = [{"table": table, "tokens": jnp.asarray(_tokens(setting, count, turn))} for turn in range(4)]
+
+    def one(inputs, total):
+        rows = rows_from_host(inputs["table"], inputs["tokens"], mesh, spec.batch_axes)
+        return total + reinterpret(rows, info.dtype).astype(setting.dtype)
 
     return call_in_turn(one, inputs, jnp.zeros((1, count, setting.config.hidden_size), setting.dtype))
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from jaxtyping import Array
 
-from dsjax.engine.device.access import DevicePart
+from dsjax.engine.afd.layer_programs import CompiledPass, PassPrograms, Way
+from dsjax.engine.device.access import DeviceAccess, DevicePart
 from dsjax.model.apart import (
     EXPERTS,
     LayerPass,
     Passing,
-    Routed,
     StackExperts,
-    described_like,
     sums_by_choice,
     wire_of,
 )
@@ -59,7 +57,22 @@ def with_experts_apart(step: ModelStep, make: Callable[[Mapping[str, ParameterIn
     return replace(step, table=step.table.without(infos), apart=make(infos))
 
 
-class Side(DevicePart):
+class SidePart(DevicePart):
+    """The experts' side as a part of an executor, whichever side it is now."""
+
+    def __init__(self, device: DeviceAccess):
+        self._device = device
+
+    def extension(self, kind: type) -> Any:
+        """Offer what the side offers."""
+        return self._device.model.apart.extension(kind)
+
+    def close(self) -> None:
+        """End the side's threads."""
+        self._device.model.apart.close()
+
+
+class Side:
     """Where the routed experts of a model's step are: its ``ExpertsApart``.
 
     They keep nothing from one call to the next but parameters. Between two calls others may be put in their place.
@@ -97,6 +110,13 @@ class Side(DevicePart):
         """How the rows of a pass get there and back, all that it needs compiled."""
         raise NotImplementedError
 
+    def extension(self, kind: type) -> Any:
+        """What the side offers to those who know of it by this type; None: nothing of the kind."""
+        return None
+
+    def close(self) -> None:
+        """End what goes on beside calls."""
+
     def work(self, passes: Sequence[LayerPass], tree: Any) -> _Work:
         """What takes tokens through a stack of layers."""
         return _Work(self, tuple(passes), tree)
@@ -110,7 +130,7 @@ class Side(DevicePart):
                 passing: Passing = jax.tree.unflatten(tree, described)
                 everywhere = NamedSharding(passes[0].step.mesh, P())
                 layers = [put(np.int32(layer), everywhere) for layer in range(passes[0].layers)]
-                programs = [PassPrograms.of(self, one, passing, half) for half, one in enumerate(passes)]
+                programs = [PassPrograms.of(self.way(one), one, passing, half) for half, one in enumerate(passes)]
                 self._passes[key] = CompiledPass(programs, layers, self.waits)
             return self._passes[key]
 
@@ -205,16 +225,6 @@ class _Work:
         return run, [leaf.sharding for leaf in jax.tree.leaves((passing.x, passing.cache, passing.report))]
 
 
-class Way(Protocol):
-    """How a layer's rows get to the experts, and what these give back: for so many tokens."""
-
-    def call(self, rows: Sequence[Array], counts: Array, layer: int, r: int = 0) -> Any:
-        """Begin to have the rows of round ``r`` computed by the experts of a layer of the stack. counts: as ``Between.pack`` gives them."""
-
-    def returned(self, away: Any) -> list[Array]:
-        """The answers to a call, on the tokens' devices, as ``Between.add`` takes them."""
-
-
 @dataclass(frozen=True, eq=False)
 class WayToDevices:
     """``Way`` to devices of this process. layers: their numbers on these devices."""
@@ -234,136 +244,3 @@ class WayToDevices:
     def returned(self, away: list[Array]) -> list[Array]:
         """Copy the answers back."""
         return to_tokens(self.between, self.half, away)
-
-
-class FurtherRounds(NamedTuple):
-    """The programs of rounds beyond the first, where there can be any. nothing: what is kept before the first one comes back."""
-
-    pack: Callable
-    keep: Callable
-    receive: Callable
-    nothing: Array
-    numbers: Sequence[Array]
-
-    @classmethod
-    def of(cls, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable) -> FurtherRounds | None:
-        """Compile the programs; None where one round is always enough. receive: makes a function's result as ``x`` is."""
-        between = through.between()
-        most = -(-between.rows // between.capacity)
-        if most == 1:
-            return None
-        everywhere = NamedSharding(through.step.mesh, P())
-        number, kept = Described((), np.int32, sharding=everywhere), between.described_kept
-        returned = between.described_returns
-        keep = lambda *taken: described_like(through.keep(*taken), kept)  # noqa: E731
-        zeros = jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding)
-        return cls(
-            jax.jit(through.further).lower(routed, number).compile(),
-            jax.jit(keep).lower(kept, routed.slots, returned, number).compile(),
-            jax.jit(receive(through.receive_kept)).lower(x, shared, routed.slots, kept).compile(),
-            jax.block_until_ready(zeros()),
-            [put(np.int32(r), everywhere) for r in range(most)],
-        )
-
-
-class Away(NamedTuple):
-    """A layer's tokens while their rows are away."""
-
-    x: Array
-    shared: Array | None
-    routed: Routed
-    called: Any
-    layer: int
-
-
-class PassPrograms(NamedTuple):
-    """The programs of a layer for so many tokens, which take its number; and how the tokens travel between them."""
-
-    attend: Callable
-    share: Callable
-    receive: Callable
-    way: Way
-    further: FurtherRounds | None = None
-    rounds: Callable[[Array], int] = lambda counts: 1
-
-    @classmethod
-    def of(cls, side: Side, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
-        """Trace and compile the programs. passing: descriptions; half: which of its tokens are meant."""
-        step, x = through.step, passing.x[half]
-        here = Described((), np.int32, sharding=NamedSharding(step.mesh, P()))
-
-        def attend(params, cache, report, x, tokens, copies, index):
-            cache, report, *others = through.attend(params, cache, report, x, tokens, copies, index)
-            return *described_like((cache, report), (passing.cache, passing.report)), *others
-
-        own = passing.params, passing.cache, passing.report, x, passing.tokens[half], passing.copies
-        attended = jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here).compile()
-        _, _, after, routed, _ = _results(attended)
-        shared = jax.jit(through.share).lower(passing.params, routed.normed, here).compile()
-        returned = through.between().described_returns
-
-        def pinned(receive: Callable) -> Callable:
-            return lambda *taken: described_like(receive(*taken), x)
-
-        received = jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned).compile()
-        further = FurtherRounds.of(through, after, _results(shared), routed, pinned)
-        return cls(attended, shared, received, side.way(through), further, through.between().rounds)
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledPass:
-    """A pass through a stack of layers: of each half, or of the whole step, four programs a layer, and two moves.
-
-    layers: the numbers of the layers on the tokens' devices. waits: as of ``Side``.
-    """
-
-    programs: Sequence[PassPrograms]
-    layers: Sequence[Array]
-    waits: bool
-
-    def run(self, passing: Passing) -> tuple[list[Array], dict[str, Array], dict[str, Array]]:
-        """Take tokens through the layers: give them, the cache, and the report; the latter two were given away.
-
-        With two halves the one's experts are started before the other's sums are added and its next layer begins: each side then
-        computes while the other does, and waits for it only where it is the faster one.
-        """
-        params, cache, tokens, copies = passing.params, passing.cache, passing.tokens, passing.copies
-        xs, report = passing.x, passing.report
-        away: list[Away | None] = [None] * len(xs)
-        for number, here in enumerate(self.layers):
-            for half, programs in enumerate(self.programs):
-                if away[half] is not None:
-                    xs[half] = self._received(programs, away[half])
-                cache, report, x, routed, rows = self._done(
-                    programs.attend(params, cache, report, xs[half], tokens[half], copies, here)
-                )
-                called = programs.way.call(rows, routed.counts, number)
-                shared = self._done(programs.share(params, routed.normed, here))
-                away[half] = Away(x, shared, routed, called, number)
-        xs = [self._received(programs, one) for programs, one in zip(self.programs, away, strict=True)]
-        return xs, cache, report
-
-    def _received(self, programs: PassPrograms, away: Away) -> Array:
-        """The tokens with what their experts gave; further rounds come and go here."""
-        returned, rounds = programs.way.returned(away.called), programs.rounds(away.routed.counts)
-        if rounds == 1:
-            return self._done(programs.receive(away.x, away.shared, away.routed.slots, returned))
-        further, slots = programs.further, away.routed.slots
-        kept = self._done(further.keep(further.nothing, slots, returned, further.numbers[0]))
-        for r in range(1, rounds):
-            rows = self._done(further.pack(away.routed, further.numbers[r]))
-            returned = programs.way.returned(programs.way.call(rows, away.routed.counts, away.layer, r))
-            kept = self._done(further.keep(kept, slots, returned, further.numbers[r]))
-        return self._done(further.receive(away.x, away.shared, slots, kept))
-
-    def _done(self, results: Any) -> Any:
-        return jax.block_until_ready(results) if self.waits else results
-
-
-def _results(program: Compiled) -> Any:
-    """Descriptions of what a program gives."""
-    return jax.tree.map(
-        lambda info, sharding: Described(info.shape, info.dtype, sharding=sharding),
-        program.out_info,
-        program.output_shardings,
-    )

@@ -176,6 +176,18 @@ class MeshExecutor:
             part.rehearse(lambda command: self.collect(self.launch(command)))
         self._warm = self.programs.compiled
 
+    def compile_for(self, model: model_step.ModelStep) -> Programs:
+        """Compile the programs that there are for the same model with its experts in another place. Steps may go on meanwhile."""
+        return self.programs.of(model)
+
+    def go_on_with(self, model: model_step.ModelStep, programs: Programs) -> None:
+        """Compute with other programs of the same state from now on, between two steps. What is recorded of experts begins anew."""
+        self.model = self.device.model = model
+        self.device.programs = programs
+        self._new_recorder = lambda: ExpertRecorder(model)
+        self._recorder = self._new_recorder() if self.recording else None
+        self._warm = programs.compiled
+
     def counts(self) -> ExecutorCounts:
         """What the last step and the programs count."""
         late = 0 if self._warm is None else len(self.programs.compiled - self._warm)

@@ -106,6 +106,13 @@ class Programs:
         platform = self._step.mesh.devices.flat[0].platform
         return compiler_options(platform, sums=not self._step.is_exact or key[0] == "draw")
 
+    def of(self, step: ModelStep) -> Programs:
+        """Compile the same programs for the same model and state with experts in another place."""
+        programs = Programs(step, self._params, self._state, self._limits, self._exchanged, self.meet)
+        labels = {key: str(key[0]) for key in self.store.compiled}
+        programs.store.compile_all(labels, lambda done, total, label: None, programs._compile_gathers)
+        return programs
+
     def _layout(self) -> Hashable:
         """What the programs depend on, but for which devices they run on; of one engine, whose options stay as they are."""
         arrays = jax.tree_util.tree_leaves_with_path((self._params, self._state))

@@ -115,6 +115,7 @@ class Follower:
         from dsjax.engine.elastic.compile_ahead import CompileAhead
         from dsjax.engine.elastic.generations import give_weights, load_generation, release
         from dsjax.engine.setup.loading import load_model
+        from dsjax.engine.setup.stages import load_stages
         from sharding.mesh import MeshSpec
 
         chunks = None
@@ -122,12 +123,16 @@ class Follower:
             from dsjax.engine.elastic.transfer_processes import FollowerTransfers
 
             chunks = FollowerTransfers(args, self.group)
-        self.handle_signals()
+        has_stages = MeshSpec.parse(args.mesh).pp_size > 1
+        if not has_stages:  # no group goes on without one of its stages, so that a signal ends the process at once
+            self.handle_signals()
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
         held = HeldWeights()
 
         def load(announcement: Announcement | None) -> Executor:
+            if has_stages:  # there is no other generation
+                return load_stages(args, self.group).executor
             if announcement is None:
                 loaded = load_model(args, self.group, library=library, held=held)
             else:

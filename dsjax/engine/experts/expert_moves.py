@@ -41,16 +41,24 @@ class ExpertMoves(DevicePart):
     """Reads the loads of one executor, and has experts moved.
 
     Args:
-        movable: the experts. experts: that a device sends and receives in one ``StageExperts``, at most.
+        experts: that a device sends and receives in one ``StageExperts``, at most. movable: the experts; None: those of the side that the
+            model has now.
     """
 
-    def __init__(self, device: DeviceAccess, movable: MovableExperts, experts: int):
-        self._device, self._movable, self._per_exchange = device, movable, experts
-        self._ranks, self._expert_bytes = device.model.apart.spec.ep_size, device.model.apart.expert_bytes
+    def __init__(self, device: DeviceAccess, experts: int, movable: MovableExperts | None = None):
+        self._device, self._given, self._per_exchange = device, movable, experts
         self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, what it had counted
         self._seconds: tuple[float, float] | None = None
         shardings = jax.tree.map(lambda array: array.sharding, (device.state.copies, device.state.loads))
         self._put_tables = jax.jit(_put_tables, donate_argnums=(0, 1), out_shardings=(*shardings, None))
+
+    @property
+    def _movable(self) -> MovableExperts:
+        return self._given or self._device.model.apart
+
+    @property
+    def _ranks(self) -> int:
+        return self._device.model.apart.spec.ep_size
 
     def register(self, table: CommandTable) -> None:
         """Add the commands that read loads and move experts."""
@@ -73,7 +81,7 @@ class ExpertMoves(DevicePart):
             hosts=1,  # rows go from the attention side to each device, and none is nearer than another
             groups=config.n_group,
             expert_share=expert_share(config),
-            expert_bytes=self._expert_bytes,
+            expert_bytes=self._device.model.apart.expert_bytes,
             per_exchange=self._per_exchange,
             seconds=self._seconds,
         )

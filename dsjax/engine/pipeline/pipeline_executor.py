@@ -142,6 +142,11 @@ class PipelineExecutor:
         for stage in self.stages:
             stage.shutdown()
 
+    def release(self, held: Any = None) -> None:
+        """`shutdown`, whatever became of the last step. held: nothing is taken over."""
+        for stage in self.stages:
+            stage.release()
+
 
 def _together(stages: Sequence[ExpertCounts | None]) -> ExpertCounts | None:
     """The counts of all stages: layers one behind the other, and so the devices."""

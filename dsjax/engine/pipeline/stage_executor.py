@@ -15,7 +15,7 @@ from dsjax.engine.contract.executor import RankResults
 from dsjax.engine.device import slots
 from dsjax.engine.device.access import Pending, Running
 from dsjax.engine.device.buckets import Launch
-from dsjax.engine.device.launch_rows import RowRules
+from dsjax.engine.device.launch_rows import RowRules, read_step
 from dsjax.engine.device.mesh_executor import MeshExecutor
 from dsjax.engine.pipeline.stage_programs import StagePrograms
 
@@ -43,7 +43,8 @@ class StageExecutor(MeshExecutor):
     be told with ``enter`` before the next step that has a row of one of these requests.
 
     Attributes:
-        arriving, leaving: hidden states of launches, on this stage's devices.
+        arriving, leaving: hidden states of launches, on this stage's devices. Of those that come from another process, `arriving` is
+            whatever has a `popleft`.
     """
 
     programs_class = StagePrograms
@@ -65,6 +66,10 @@ class StageExecutor(MeshExecutor):
             self.device.state = program(self.state, passed.rows, *sent)
             if self.max_in_flight == 1:
                 jax.block_until_ready(self.state.start)
+
+    def read(self, pending: Pending) -> list[RankResults]:
+        """The results of a step of the last stage, in whichever thread; waits for them."""
+        return read_step(pending.command, pending.kept.outcomes)
 
     def made(self, pending: Pending) -> list[Made]:
         """What the last stage made of a collected step's launches, for the others to ``enter``."""

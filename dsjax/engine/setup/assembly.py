@@ -163,6 +163,13 @@ def _experts_apart(
 ) -> Side:
     if mesh is not None:
         return ExpertSide(spec, mesh, infos, expert_share(args).first if args.afd_role == "expert" else 0)
+    return remote_experts(args, spec, infos, platform)
+
+
+def remote_experts(
+    args: EngineArgs, spec: MeshSpec, infos: Mapping[str, ParameterInfo], platform: str
+) -> RemoteExperts:
+    """Make the side of experts that are in the processes at `--afd-address`. platform: of the attention side's devices."""
     addresses = afd_addresses(args)
     return RemoteExperts(
         spec,

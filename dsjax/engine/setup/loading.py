@@ -25,7 +25,7 @@ from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
-from dsjax.engine.afd.expert_side import ExpertSide, build_both
+from dsjax.engine.afd.expert_side import ExpertSide, SidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
@@ -190,7 +190,7 @@ def load_model(
     def find_limits() -> ExecutorLimits:
         return library.settled(str(spec), layout.limits(args, library, params, None))
 
-    limits = find_limits() if group is None else _common_limits(group, find_limits)
+    limits = find_limits() if group is None else common_limits(group, find_limits)
     with explained_out_of_memory("its cache was made", SMALLER_CACHE):
         executor: Executor = MeshExecutor(
             step,
@@ -206,7 +206,7 @@ def load_model(
                 lambda paths, placements: read(directory, step.stored(placements), only=paths),
                 lock and partial(_open_disk, args, page_space(args, step, directory), lock),
             )
-            + ([lambda *_: step.apart] if of_experts is not None else [])
+            + ([lambda device, _: SidePart(device)] if of_experts is not None else [])
             + (
                 [_mover(args, step, checkpoint, weights, layout.per_exchange)]
                 if of_experts is not None and args.eplb
@@ -236,13 +236,13 @@ def load_model(
 
 def _mover(args: EngineArgs, step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
     """Make the part that moves experts that have devices of their own. weights: how their parameters are kept."""
-    movable = step.apart
-    if isinstance(movable, ExpertSide):
-        platform = movable.mesh.devices.flat[0].platform
+    side, writer = step.apart, None
+    if isinstance(side, ExpertSide):
+        platform = side.mesh.devices.flat[0].platform
         reader = ExpertReader(checkpoint.config, checkpoint, weights, platform, mtp=step.has_module)
-        movable = SlotWriter(movable, step.placement.physical_to_logical, reader.read)
-        movable.rehearse()
-    return lambda device, _: ExpertMoves(device, movable, per_exchange)
+        writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
+        writer.rehearse()
+    return lambda device, _: ExpertMoves(device, per_exchange, writer)
 
 
 def _parts(
@@ -327,7 +327,7 @@ def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
         )
 
 
-def _common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
+def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
     """Limits with as many pages as fit the device, and the host, with the least room."""
     limits = group.agreement.run("memory", find)
     rooms = group.agreement.ask("pages", [limits.pages_per_rank, limits.host_pages_per_rank])

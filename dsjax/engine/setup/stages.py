@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 import numpy as np
@@ -13,14 +13,17 @@ from jaxtyping import Array
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
+from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
-from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
+from dsjax.engine.pipeline.process_links import ProcessLinks
 from dsjax.engine.pipeline.stage_executor import StageExecutor
+from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, weights_format
 from dsjax.engine.setup.facts import EngineFacts, StageFacts, describe_engine
@@ -28,22 +31,27 @@ from dsjax.engine.setup.loading import (
     SMALLER,
     SMALLER_CACHE,
     LoadedEngine,
+    common_limits,
     materialise,
     read_eos_token_ids,
     record_if_wanted,
 )
 from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory, page_bytes
+from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import check_writable
 from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.hosts.group import HostGroup
 from dsjax.model.parameters import device_bytes
-from dsjax.model.stage import stages_of
+from dsjax.model.stage import Stage, stages_of
 from dsjax.model.step import ModelStep
-from sharding import MeshSpec
+from sharding import MeshError, MeshSpec
 from sharding.layer_placement import LayerPlacements
 
 
-def load_stages(args: EngineArgs, *, show_progress: bool = False) -> LoadedEngine:
+def load_stages(args: EngineArgs, group: HostGroup | None = None, *, show_progress: bool = False) -> LoadedEngine:
     """Check everything, then load the model that ``args`` names onto the meshes of its stages.
+
+    group: the processes that share the stages, which all call this and load their own; process 0's executor then leads the others.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -57,60 +65,96 @@ def load_stages(args: EngineArgs, *, show_progress: bool = False) -> LoadedEngin
     # Before the meshes are built, for that starts JAX and emulates their devices.
     weights = "bf16" if args.weights == "auto" else args.weights
     check_layout(config, spec.stage, args.num_redundant, weights, dense_tp=args.moe_dense_tp_size)
-    stages_of(config, spec.pp_size, given=args.pp_layer_partition)
+    stages = stages_of(config, spec.pp_size, given=args.pp_layer_partition, mtp=args.speculation is not None)
     meshes = spec.build_stages()
+    order = [owner_of(stage, mesh) for stage, mesh in zip(stages, meshes, strict=True)]
+    if group is not None:
+        check_owners(spec, order, group)
+        own = [place for place, owner in enumerate(order) if owner == group.options.process_id]
+        stages, meshes = ([each[place] for place in own] for each in (stages, meshes))
     enable_compile_cache()
     on_cpu = meshes[0].devices.flat[0].platform == "cpu"
     if on_cpu:
         keep_freed_memory()
-    layouts = lay_out_stages(args, checkpoint, meshes)
+    layouts = [EngineLayout.of(args, checkpoint, mesh, stage=stage) for stage, mesh in zip(stages, meshes, strict=True)]
     steps = [layout.step for layout in layouts]
-    if on_cpu:
-        check_host_memory(args, *steps)
-    else:
-        for step in steps:
-            check_device_memory(args, step, Pool.of(step, 0))
     weights = weights_format(args, config, steps[0].dtype, checkpoint.bf16_experts)
-    with explained_out_of_memory("its weights were loaded", SMALLER):
-        params = [
-            materialise(step, one)
-            for step, one in zip(steps, _read(args, checkpoint, steps, weights, show_progress), strict=True)
-        ]
-    limits = _limits(args, layouts, params)
+
+    def read_all() -> list[dict[str, Array]]:
+        if on_cpu:
+            check_host_memory(args, *steps)
+        else:
+            for step in steps:
+                check_device_memory(args, step, Pool.of(step, 0))
+        with explained_out_of_memory("its weights were loaded", SMALLER):
+            read = _read(args, checkpoint, steps, weights, show_progress)
+            return [materialise(step, one) for step, one in zip(steps, read, strict=True)]
+
+    if group is None:
+        params = read_all()
+        limits = _limits(args, layouts, params)
+    else:
+        names = steps[0].kernels.names(args.mla_prefill, args.mla_decode)
+        group.agreement.alike("kernels", "kernels", names)
+        params = group.agreement.run("loading", read_all)
+        limits = common_limits(group, lambda: _limits(args, layouts, params))
     with explained_out_of_memory("its cache was made", SMALLER_CACHE):
         executors = [
             StageExecutor(layout.step, one, limits, layout.buckets, num_drafts=layout.num_drafts)
             for layout, one in zip(layouts, params, strict=True)
         ]
-    executor = record_if_wanted(args, PipelineExecutor(executors), meshes[0], directory)
+    facts = _describe(args, spec, layouts, limits, params, weights)
+    executor: Executor = PipelineExecutor(executors)
+    if group is not None and len(group.present) > 1:
+        executor = StagesOfProcess(executors, ProcessLinks(group, list(dict.fromkeys(order))))
+        facts = _of_all(group, facts)
+        if group.is_leader:
+            executor = LeaderExecutor(executor, group)
+    if group is None or group.is_leader:
+        executor = record_if_wanted(args, executor, meshes[0], directory)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     return LoadedEngine(
         executor,
         tokenizer,
         config,
         read_eos_token_ids(directory, tokenizer),
-        _describe(args, spec, layouts, limits, params, weights),
+        facts,
     )
 
 
-def lay_out_stages(args: EngineArgs, checkpoint: Checkpoint, meshes: Sequence[Mesh]) -> list[EngineLayout]:
-    """Lay out each stage of the model on its mesh.
+def owner_of(stage: Stage, mesh: Mesh) -> int:
+    """The process that has a stage's devices.
 
     Raises:
-        UserError, MeshError: options, model and meshes that do not go together.
+        MeshError: there are several.
     """
-    stages = stages_of(checkpoint.config, len(meshes), given=args.pp_layer_partition, mtp=args.speculation is not None)
-    return [EngineLayout.of(args, checkpoint, mesh, stage=stage) for stage, mesh in zip(stages, meshes, strict=True)]
+    owners = sorted({device.process_index for device in mesh.devices.flat})
+    if len(owners) > 1:
+        raise MeshError(
+            f"the devices of {stage} are of processes {', '.join(map(str, owners))}, expected one: a stage's own exchanges are inside a "
+            "process; give each process whole stages"
+        )
+    return owners[0]
+
+
+def check_owners(spec: MeshSpec, order: Sequence[int], group: HostGroup) -> None:
+    """Refuse stages that leave a process of the group without any: it would have nothing to follow with.
+
+    Raises:
+        UserError: one has none.
+    """
+    idle = [member for member in group.members if member.process_id not in order]
+    if idle:
+        raise UserError(
+            f"mesh {spec} has {spec.pp_size} stages, none of them of {idle[0].name}; start {len(set(order))} processes, or use more stages"
+        )
 
 
 def _read(
     args: EngineArgs, checkpoint: Checkpoint, steps: Sequence[ModelStep], weights: str, show_progress: bool
 ) -> list[dict[str, Array]]:
-    """Read the parameters of each stage."""
-    placement = None
-    if checkpoint.config.is_moe:
-        own = [step.stored_placement for step in steps if step.config.is_moe]
-        placement = LayerPlacements(np.concatenate([one.physical_to_logical for one in own]), own[0].n_logical)
+    """Read the parameters of each stage of this process."""
+    placement = _placement(checkpoint.config, steps)
     return [
         load(
             checkpoint.config,
@@ -128,10 +172,38 @@ def _read(
     ]
 
 
+def _placement(config: ModelConfig, steps: Sequence[ModelStep]) -> LayerPlacements | None:
+    """The placement of the whole model's experts as far as these steps have them; other layers, which nobody reads here, like the first."""
+    own = {step: step.stored_placement for step in steps if step.config.is_moe}
+    if not own:
+        return None
+    first = next(iter(own.values()))
+    rows = np.tile(first.physical_to_logical[:1], (config.num_moe_layers + config.num_nextn_predict_layers, 1))
+    for step, placement in own.items():
+        begin = max(step.stage.first - config.num_dense_layers, 0)
+        rows[begin : begin + placement.n_layers] = placement.physical_to_logical
+    return LayerPlacements(rows, first.n_logical)
+
+
 def _limits(args: EngineArgs, layouts: Sequence[EngineLayout], params: Sequence[dict[str, Array]]) -> ExecutorLimits:
     """Limits with as many pages as fit the stage with the least room."""
     each = [layout.limits(args, ProgramLibrary(), one, None) for layout, one in zip(layouts, params, strict=True)]
     return min(each, key=lambda limits: limits.pages_per_rank)
+
+
+def _of_all(group: HostGroup, facts: EngineFacts) -> EngineFacts:
+    """These facts of one process, with the stages and sizes of all."""
+    everybody = group.agreement.ask(
+        "facts", [facts.parameters, facts.page_bytes, [asdict(one) for one in facts.stages]]
+    )
+    stages = [StageFacts(**one | {"layers": tuple(one["layers"])}) for _, _, own in everybody for one in own]
+    return replace(
+        facts,
+        parameters=sum(parameters for parameters, *_ in everybody),
+        page_bytes=sum(page for _, page, _ in everybody),
+        num_processes=len(everybody),
+        stages=sorted(stages, key=lambda stage: stage.layers),
+    )
 
 
 def _describe(

@@ -142,8 +142,8 @@ class LeaderExecutor(ExecutorWrapper):
 
     def set_recording(self, on: bool) -> None:
         """Record the experts' load from the next step on, or do not, for which all processes run a program more."""
+        self.inner.set_recording(on)  # first, as it may refuse
         self._put(Record(on))
-        self.inner.set_recording(on)
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """Give what the inner executor offers. Chunks are pulled by all processes, so what is reported of them is put together."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.instance import Instance
+from dsjax.plan.simulation.admission import Admission, Lobby
 from dsjax.plan.simulation.prices import Fastest
 from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
 
@@ -32,21 +33,25 @@ class _Clocked:
     """An instance that begins a step whenever it has work and none is running. until: the end of the running step.
 
     ahead: a step is planned when the one before begins, so that what arrives during one step waits for the next one too, unless
-    there is none.
+    there is none. lobby: where prompts wait that the engine's rule of admission keeps from its scheduler; None where it keeps none.
     """
 
-    def __init__(self, instance: SimulatedEngine | Decoder, ahead: bool = False):
-        self.instance, self.until, self._ahead = instance, math.inf, ahead
+    def __init__(self, instance: SimulatedEngine | Decoder, ahead: bool = False, lobby: Lobby | None = None):
+        self.instance, self.until, self._ahead, self._lobby = instance, math.inf, ahead, lobby
         self._arrived: list[tuple[Served, float]] = []
         self._planned: list[tuple[Served, float]] = []
 
     def add(self, served: Served, now: float) -> None:
-        if self._ahead and not math.isinf(self.until):
-            self._arrived.append((served, now))
+        if not math.isinf(self.until):
+            if self._ahead:
+                self._arrived.append((served, now))
+            elif self._lobby is not None:
+                self._planned.append((served, now))
+            else:
+                self.instance.add(served, now)
             return
         self.instance.add(served, now)
-        if math.isinf(self.until):
-            self._begin(now)
+        self._begin(now)
 
     @property
     def requests(self) -> int:
@@ -55,15 +60,21 @@ class _Clocked:
 
     def advance(self) -> list[Served]:
         done = self.instance.end(self.until)
-        for served, arrived in self._planned:
-            self.instance.add(served, arrived)
+        self._admit(self._planned)
         self._planned, self._arrived = self._arrived, []
         if self.instance.idle:
-            for served, arrived in self._planned:
-                self.instance.add(served, arrived)
+            self._admit(self._planned)
             self._planned = []
         self._begin(self.until)
         return done
+
+    def _admit(self, arrived: list[tuple[Served, float]]) -> None:
+        """Give prompts to the scheduler, through the lobby where there is one."""
+        if self._lobby is not None:
+            self._lobby.enter(arrived)
+            arrived = self._lobby.leave(self.instance)
+        for served, when in arrived:
+            self.instance.add(served, when)
 
     def _begin(self, now: float) -> None:
         self.until = math.inf if self.instance.idle else now + self.instance.begin(now)
@@ -100,12 +111,19 @@ def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest:
     return instance.steps[key]
 
 
+def admission(instance: Instance) -> Admission:
+    """The rule of an instance's engine. Prompts are held back for balance only where there are several DP ranks."""
+    engine = instance.options.engine
+    return Admission(engine.poll_steps, engine.hold_steps if engine.holds_prompts and instance.replicas > 1 else 0)
+
+
 class Aggregated:
     """One instance: the others get as much and do the same."""
 
     def __init__(self, candidate: Candidate, longest: int):
         engine = _engine(candidate.decode, candidate.batch, candidate.prefill_tokens, longest)
-        self._clocked = _Clocked(engine, candidate.decode.ahead)
+        rule = admission(candidate.decode)
+        self._clocked = _Clocked(engine, candidate.decode.ahead, None if rule.is_open else Lobby(rule))
 
     def add(self, served: Served, now: float) -> None:
         """Queue it."""

@@ -163,7 +163,8 @@ def outcome(
     measured, gaps = played.measured, played.gaps
     began, ended = measured[0].arrival, max(served.finished for served in measured)
     steps = [(seconds, decodes) for begin, seconds, decodes in gaps if began <= begin]
-    spoken = sum(decodes for begin, _, decodes in gaps if began <= begin <= ended)
+    made = candidate.decode.options.tokens_a_step.value
+    spoken = made * sum(decodes for begin, _, decodes in gaps if began <= begin <= ended)
     ends = sum(began <= end <= ended for end in played.finishes)
     answer = mean_value(candidate, load)
     every = Waits.of(measured)

@@ -94,6 +94,16 @@ class SimulatedEngine:
         """Tokens of requests that have not begun."""
         return self._scheduler.waiting_tokens
 
+    @property
+    def had_prompts(self) -> bool:
+        """Whether the last step computed any prompt."""
+        return self._plan is not None and any(rank.prefills for rank in self._plan.ranks)
+
+    @property
+    def running(self) -> list[int]:
+        """Requests of each DP rank that have begun."""
+        return [len(rank.running) for rank in self._scheduler.ranks]
+
     def add(self, served: Served, now: float) -> None:
         """Queue a request."""
         asked, name = served.asked, str(self._count)

@@ -1,7 +1,7 @@
 """What only an administrator may do. `Keys` has checked the key before a request comes here."""
 
 import asyncio
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -19,6 +19,9 @@ from dsjax.serve.sampling_fields import StrictModel
 from dsjax.serve.schemas import Aborted, ExpertLoad, Profiled, Rebalance, Scaled, State, errors
 from dsjax.serve.serving import Serving
 
+if TYPE_CHECKING:  # it brings JAX in
+    from dsjax.engine.setup.facts import EngineFacts
+
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS + 16)]
 
 
@@ -30,9 +33,11 @@ class AbortRequest(StrictModel):
 
 
 class ScaleRequest(StrictModel):
-    """The mesh to go on on, as `--mesh` has it."""
+    """The mesh to go on on, as `--mesh` has it; or the experts' side, as `--expert-mesh` and `--afd-address` have it."""
 
-    mesh: Annotated[str, Field(min_length=1, max_length=64)]
+    mesh: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    expert_mesh: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    afd_address: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
 
 
 def admin_routes(serving: Serving) -> APIRouter:
@@ -111,9 +116,16 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/scale", responses=errors(403, 409, 422, 503))
     async def scale(body: ScaleRequest) -> Scaled:
-        """Go on on another mesh, up or down. Requests go on with it, streams stay open; the answer comes when it is done."""
+        """Go on on another mesh, or with another side of experts, up or down. Requests go on with it, streams stay open; the answer
+        comes when it is done."""
         serving.check_running()
+        of_experts = body.expert_mesh is not None or body.afd_address is not None
+        if (body.mesh is not None) == of_experts:
+            raise ApiError(400, "found both or none, expected mesh, or expert_mesh and afd_address", param="mesh")
         try:
+            if of_experts:
+                scaling = await serving.engine.scale_experts(body.expert_mesh, body.afd_address)
+                return _scaled(scaling.facts, scaling.number, scaling.seconds)
             generations = await serving.engine.scale(body.mesh)
         except ChangeUnderWayError as error:
             raise ApiError(409, str(error), code="change_under_way") from error
@@ -124,17 +136,21 @@ def admin_routes(serving: Serving) -> APIRouter:
         if generations.failure is not None:
             reason = f"mesh {body.mesh} cannot be had, and the server goes on on {generations.facts.mesh}: {generations.failure}"
             raise ApiError(400, reason, param="mesh", code="mesh_unavailable")
-        facts = generations.facts
-        return {
-            "generation": generations.number,
-            "mesh": facts.mesh,
-            "devices": facts.num_devices,
-            "processes": facts.num_processes,
-            "cache_tokens": facts.cache_tokens,
-            "seconds": generations.counts.last_seconds,
-        }
+        return _scaled(generations.facts, generations.number, generations.counts.last_seconds)
 
     return router
+
+
+def _scaled(facts: "EngineFacts", generation: int, seconds: float) -> Scaled:
+    return {
+        "generation": generation,
+        "mesh": facts.mesh,
+        "expert_mesh": facts.expert_mesh,
+        "devices": facts.num_devices,
+        "processes": facts.num_processes,
+        "cache_tokens": facts.cache_tokens,
+        "seconds": seconds,
+    }
 
 
 def _rebalance(core: EngineCore) -> dict[str, Any] | None:

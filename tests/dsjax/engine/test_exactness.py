@@ -20,15 +20,15 @@ PROMPTS = [SHARED[:cut] + RNG.integers(2, TINY["vocab_size"], size=rest).tolist(
            ((0, 1), (0, 9), (21, 1), (21, 14), (16, 3), (0, 40), (8, 30), (21, 0))]  # fmt: skip
 HALVES = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
 # What may change nothing: the mesh, steps in two halves, chunks of prompts, a cache so small that requests are preempted, drafts, steps
-# that wait, experts that move, and decodes beside prompts.
+# that wait, experts that move, decodes beside prompts, and an embedding in host memory.
 ENGINES = {
     "dp=1": {},
     "dp=1, chunks of 8, preemptions": {"prefill_chunk": 8, "max_num_batched_tokens": 8, "cache_tokens": 96},
-    "dp=1, drafts": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+    "dp=1, drafts": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "embedding_location": "host"},
     "dp=2,tp=2, drafts, halves": {"mesh": "dp=2,tp=2", "async_scheduling": False, **HALVES,
                                   "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "tp=4,ep=1": {"mesh": "tp=4,ep=1", "enable_prefix_caching": False},
-    "dp=4": {"mesh": "dp=4", "dispatch": "padded", "enable_eplb": True, **HALVES,
+    "dp=4": {"mesh": "dp=4", "dispatch": "hierarchical", "devices_per_host": 2, "enable_eplb": True, **HALVES,
              "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0}},
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Experts in a process of their own: they may go and come back, and no token changes.
 
-These are the tests of `afd/remote_experts.py`, `afd/expert_link.py`, `afd/link_counts.py` and `afd/messages.py` too. All sides are in this
-process, each with its own devices' arrays, and speak over the loopback interface.
+These are the tests of `afd/remote_experts.py`, `afd/expert_link.py`, `afd/link_counts.py`, `afd/messages.py` and
+`setup/expert_scaling.py` too. All sides are in this process, each with its own devices' arrays, and speak over the loopback interface.
 """
 
 import logging
@@ -154,6 +154,37 @@ def come_back(processes, start, stop):
             if process._listener._closed and process.port in waiting:
                 yield start(waiting.pop(process.port))
         time.sleep(0.05)
+
+
+@pytest.mark.slow  # compiles an engine twice
+def test_another_side_with_more_devices_takes_over_and_the_cache_stays(checkpoint, expected):
+    first, others = free_address(), [free_address(), free_address()]
+    wider = {"expert_mesh": "ep=8"}
+    old = experts(checkpoint, first)
+    new = [experts(checkpoint, ",".join(others), afd_server_rank=rank, **wider) for rank in range(2)]
+    llm = attention(checkpoint, first)
+    try:
+        assert made(llm) == expected
+        with pytest.raises(UserError, match="ep=5 does not divide the 32 physical experts"):
+            llm.scale(expert_mesh="ep=5", afd_address=others[0])
+        with pytest.raises(UserError, match="at other addresses"):
+            llm.scale(expert_mesh="ep=8", afd_address=f"{others[0]},{first}")
+        with pytest.raises(UserError, match="differ in expert_mesh 'ep=8' here and 'ep=4' there"):
+            llm.scale(afd_address=",".join(others))
+        assert made(llm) == expected  # as it was
+        llm.scale(expert_mesh="ep=8", afd_address=",".join(others))
+        old.close()
+        calls = [process.num_calls for process in new]
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, _ in expected]
+        assert outputs[2].num_cached_tokens == 27  # all of its prompt but the last
+        assert all(process.num_calls > before for process, before in zip(new, calls, strict=True))
+        assert (llm.facts.expert_mesh, llm.facts.physical_experts_per_device) == ("ep=8", 4)
+        assert len(llm.executor.extension(ExpertLinks).counts) == 2
+    finally:
+        llm.shutdown()
+        for process in [old, *new]:
+            process.close()
 
 
 def test_experts_of_another_model_or_with_other_options_are_refused(checkpoint, address):

@@ -25,7 +25,8 @@ def main() -> None:
     llm = LLM(**given.pop("options"), **given)  # returns in process 0 alone
     print("ready", flush=True)
     for _ in sys.stdin:
-        changes = llm.engine.core.generations.counts.changes
+        generations = llm.engine.core.generations  # None where the mesh never changes
+        changes = {} if generations is None else generations.counts.changes
         print(json.dumps({"tokens": generate(llm), "mesh": llm.facts.mesh, "changes": dict(changes)}), flush=True)
     llm.shutdown()
 

@@ -1,5 +1,6 @@
 """Intervals that hold 9 of 10 measurements nobody had looked at: the method on made-up data, and what is shipped on real data."""
 
+import dataclasses
 import hashlib
 import math
 import random
@@ -13,6 +14,7 @@ from dsjax.plan.calibration import (
     HOST,
     LEAST,
     LEVEL,
+    NEWEST,
     RATE,
     TPOT,
     Blind,
@@ -27,6 +29,7 @@ from dsjax.plan.search import search
 from dsjax.plan.workload import PlanOptions
 from tools.blind_rounds import DATA, blind, csv_text, held_out
 from tools.plan_data.drafts import rows as draft_rows
+from tools.plan_data.history import rows as history_rows
 
 ROOT = Path(__file__).parents[3]
 
@@ -106,7 +109,7 @@ def test_plans_with_drafts_are_calibrated_by_runs_with_drafts_and_no_other_plan_
         "rate, with drafts",
         "tpot, with drafts",
     }
-    assert shown["tpot_s"]["predictions"] == 74
+    assert shown["tpot_s"]["predictions"] == 74 + 42
     missed = [*made_up(LEAST), *made_up(100, bias=2.0, distance=DRAFTS)]
     assert calibrate(missed, RATE, FAR).interval(Figure(100, 80, 120))[1] < 300, "without what drafts missed by"
 
@@ -116,6 +119,28 @@ def test_predictions_with_drafts_are_those_that_were_committed_before_their_resu
     said = [[value for name, value in row.items() if name != "measured"] for row in draft_rows()]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "2cc2a2bffdc7bb2a"
     assert all(float(row["measured"]) > 0 for row in draft_rows())
+
+
+def test_predictions_by_the_scripts_of_the_benchmark_are_those_that_were_committed_before_their_results():
+    """Commit 789df52e."""
+    said = [[value for name, value in row.items() if name != "measured"] for row in history_rows()]
+    assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "68053c71050b54b8"
+    assert all(float(row["measured"]) > 0 for row in history_rows())
+
+
+def test_a_group_of_the_newest_rounds_rests_on_them_alone_where_they_are_enough():
+    older, newest = made_up(100, bias=1.0), made_up(LEAST, spread=0.1)
+    newest = [dataclasses.replace(b, round=NEWEST[0]) for b in newest]
+    both = calibrate([*older, *newest], RATE, HOST)
+    assert (both.of, both.count) == ("rate, one host, newest rounds", LEAST)
+    assert calibrate([*older, *newest[1:]], RATE, HOST).count == 100 + LEAST - 1
+
+
+def test_of_the_intervals_that_hold_nine_of_ten_the_shortest_is_taken():
+    """Six of a hundred come a hundred times later, and none earlier: ends with equal tails would follow them."""
+    known = made_up(94, spread=0.1)
+    late = [dataclasses.replace(b, run=f"late {b.run}", measured=b.measured * 100) for b in known[:6]]
+    assert calibrate([*known, *late], RATE, HOST).interval(Figure(100, 80, 120))[1] < 150
 
 
 def test_the_page_on_plans_says_how_many_their_own_intervals_held():

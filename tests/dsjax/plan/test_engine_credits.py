@@ -26,7 +26,7 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.prompts import prompts_beside_decodes
 from dsjax.plan.recipe import serve_options
-from dsjax.plan.sides import PARTS, sides_table
+from dsjax.plan.sides import PARTS, QUESTION, RUNNING, sides_table
 from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM
 from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
@@ -140,6 +140,17 @@ def test_parts_of_one_side_name_options_that_the_side_has_and_stand_on_the_page(
         assert set(part.engine) <= engine, part.name
     assert {part.side for part in PARTS} >= {"both", "planner only", "engine only"}
     assert sides_table() in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+
+
+def test_no_option_of_either_side_is_left_out_of_the_table_of_sides():
+    """A new option says in `dsjax/plan/sides.py` whether the other side has it: priced by a plan, or done by the engine."""
+    for kind, column, apart in ((PlanArgs, "planner", QUESTION), (EngineArgs, "engine", RUNNING)):
+        named = {name for part in PARTS for name in getattr(part, column)}
+        fields = {field.name for field in dataclasses.fields(kind)}
+        # How the scores of selected positions are computed; tests/test_house.py keeps this name to its own folder.
+        fields -= {"index_scores"}
+        assert fields - named - set(apart) == set(), f"options of the {column} that dsjax/plan/sides.py does not name"
+        assert set(apart) <= fields - named, f"names of the {column} that are no options, or stand in two places"
 
 
 def test_an_engine_that_holds_prompts_back_is_not_slowed_by_replicas_that_wait_one_by_one(ask):

@@ -324,3 +324,14 @@ def test_the_command_plays_a_published_loop_and_refuses_half_of_one():
     assert "TTFT of 80 requests, as such a benchmark reports it: mean" in done.output
     assert "TTFT of 64 requests, in steady state" in done.output
     assert "0.8, expected a number above 0" in str(CliRunner().invoke(app, base).exception)
+
+
+@pytest.mark.parametrize("prefill", [None, "tp=8,ep=1"])
+def test_tokens_a_second_are_those_of_the_requests_where_a_step_makes_several(candidate, prefill):
+    found = candidate(batch=8, prefill=prefill, concurrency=8.0)
+    options = dataclasses.replace(found.decode.options, drafts=2)
+    drafting = dataclasses.replace(found, decode=dataclasses.replace(found.decode, options=options, steps={}))
+    assert options.tokens_a_step.value > 2
+    seen = simulate(drafting, OfferedLoad(None, 8), Objective(), num_requests=80, warmup=0, at_once=True)
+    # Of 100 tokens the last step makes fewer than it could.
+    assert seen.tokens_per_s == pytest.approx(100 * seen.requests_per_s, rel=0.03)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,29 @@ def test_a_request_can_be_aborted_by_either_of_its_ids(server, stream, body):
 @pytest.mark.parametrize("body", [{}, {"request_id": "a", "abort_all": True}])
 def test_what_to_abort_must_be_said_once(server, body):
     assert admin(server, "/abort_request", body).status_code == 400
+
+
+@pytest.mark.parametrize("body", [{}, {"mesh": "dp=2", "expert_mesh": "ep=4"}])
+def test_what_to_scale_must_be_said_once(server, body):
+    assert "expected mesh, or expert_mesh and afd_address" in admin(server, "/scale", body).json()["error"]["message"]
+
+
+def test_another_side_of_experts_takes_over_where_they_are_in_other_processes(server, monkeypatch):
+    answer = admin(server, "/scale", {"expert_mesh": "ep=4", "afd_address": "127.0.0.1:1"})
+    assert answer.status_code == 400
+    assert "no experts in other processes" in answer.json()["error"]["message"]
+    asked = []
+    facts = SimpleNamespace(
+        mesh="dp=2", expert_mesh="ep=4", num_devices=2, num_processes=1, cache_tokens=64, max_model_len=512
+    )
+    facts.dp_ranks, facts.physical_experts_per_device = 2, 8
+    scaling = SimpleNamespace(
+        facts=facts, number=1, seconds=2.5, prepare=lambda *a: asked.append(a) or "ready", apply=asked.append
+    )
+    monkeypatch.setattr(server.engine.core, "expert_scaling", scaling)
+    answer = admin(server, "/scale", {"expert_mesh": "ep=4", "afd_address": "127.0.0.1:1"})
+    assert asked == [("ep=4", "127.0.0.1:1"), "ready"]
+    assert (answer.json()["expert_mesh"], answer.json()["generation"], answer.json()["seconds"]) == ("ep=4", 1, 2.5)
 
 
 def test_a_server_without_balancing_says_how_to_get_it(server):

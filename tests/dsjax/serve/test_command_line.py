@@ -50,7 +50,7 @@ def test_every_engine_option_is_a_flag_of_both_commands(command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("dsjax.serve", "--mesh", "dp=3,pp=2"), "error: mesh 'dp=3,pp=2': found 'pp=2'"),
+        (("dsjax.serve", "--mesh", "dp=3,sp=2"), "error: mesh 'dp=3,sp=2': found 'sp=2'"),
         (("dsjax", "serve", "--mla-decode", "XY"), "error: --mla-decode is 'XY', expected one of CD"),
         (("dsjax.generate", "--prompt", "a", "--temperature", "-1"), "error: temperature: found -1.0"),
         (("dsjax", "info", "--model", "no-such-model"), "error: no model configuration at 'no-such-model'"),

@@ -53,7 +53,7 @@ def metrics(clock) -> Metrics:
 
 def test_the_link_to_each_process_with_experts_is_shown():
     links = SimpleNamespace(counts=[LinkCounts(True, 2, 3.5, 40, 4000, 5000), LinkCounts(False, 0, 0.0, 7, 70, 80)])
-    metrics = Metrics("tiny", 1, 4096, expert_links=links)
+    metrics = Metrics("tiny", 1, 4096, expert_links=lambda: links)
     first, second = {"expert_process": "0"}, {"expert_process": "1"}
     name = "dsjax_expert_process"
     assert [value(metrics, f"{name}_connected", **one) for one in (first, second)] == [1, 0]

@@ -1,11 +1,11 @@
-"""Experts on devices of their own change no bit of what one device gives."""
+"""Experts on devices of their own change no bit of what one device gives: the tests of `afd/layer_programs.py`, too."""
 
 import numpy as np
 import pytest
 from layouts import answer, write_checkpoint
 
 from dsjax import LLM
-from dsjax.engine.afd.expert_side import CompiledPass
+from dsjax.engine.afd.layer_programs import CompiledPass
 from dsjax.errors import UserError
 from dsjax.model.apart import Passing, Routed
 from sharding import MeshError

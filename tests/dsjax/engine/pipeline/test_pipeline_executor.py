@@ -33,7 +33,7 @@ def one_device(checkpoint):
     ("mesh", "options"),
     [
         ("pp=2", DRAFTS | {"cache_tokens": 140}),  # a third of what the prompts and their tokens take
-        ("pp=4,dp=2", DRAFTS | {"pp_layer_partition": "1,2,1,1"}),
+        ("pp=4,dp=2", DRAFTS | {"pp_layer_partition": "1,2,1,1", "embedding_location": "host"}),
         ("pp=2,tp=4", {"mixed": True, "pp_layer_partition": "1,4"}),  # a stage of the dense layer alone
         ("pp=2,dp=4,ep=2", {"async_scheduling": False, "redundant_experts": 4, "enable_shared_experts_fusion": True}),
     ],

@@ -41,8 +41,8 @@ def test_speculation_is_read_from_json_or_a_dictionary(given):
 
 
 def test_a_mesh_that_cannot_be_is_refused_at_once():
-    with pytest.raises(MeshError, match="pp=2"):
-        EngineArgs(mesh="pp=2")
+    with pytest.raises(MeshError, match="sp=2"):
+        EngineArgs(mesh="sp=2")
 
 
 def test_the_scheduler_uses_all_the_room_of_the_runner():

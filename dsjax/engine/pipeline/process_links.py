@@ -1,0 +1,200 @@
+"""``ProcessLinks``: what passes between the processes of a model's stages: hidden states forward, results from the last one to all others.
+
+Each process listens for the others with the authenticated channel of all connections between hosts (docs/security.md). What is to be sent
+is brought to the host's memory and sent in a thread, and what comes is received in others, so that a stage goes on with the next step
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jaxtyping import Array
+
+from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
+from dsjax.engine.pipeline.stage_executor import Made
+from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.secure_channel import SecureChannel, connect
+from dsjax.hosts.secure_listener import SecureListener
+
+SERVICE = "stages"
+_LOOK_SECONDS = 0.5
+_MOST_HEADER = 1 << 16
+_MOST_RESULTS = 1 << 26
+"""Bytes of a step's results without arrays: the scores of a prompt's tokens are most of it."""
+_HIDDEN, _RESULTS = "hidden", "results"
+
+
+class Results(msgspec.Struct, frozen=True, array_like=True):
+    """What came of a command at the last stage. Arrays follow, one after the other, as their shapes and dtypes say.
+
+    rows: of a step, as `RankResults`. arrays: of a step, of each launch its outcome and its drafts; of a score the logits.
+    """
+
+    rows: list[Any]
+    arrays: list[tuple[list[int], str] | None]
+
+
+class _Arriving:
+    """The hidden states of the stage before, in the order in which they were sent: what a `StageExecutor` takes them from."""
+
+    def __init__(self, take: Callable[[], np.ndarray], send: Callable[[np.ndarray], Array]):
+        self._take, self._send = take, send
+
+    def popleft(self) -> Array:
+        """Wait for the next ones, and bring them to this stage's devices."""
+        return self._send(self._take())
+
+
+class ProcessLinks:
+    """The connections of one process.
+
+    Args:
+        order: ids of the processes in the order of their stages.
+    """
+
+    def __init__(self, group: HostGroup, order: Sequence[int]):
+        self._group = group
+        self._inboxes: dict[str, queue.SimpleQueue] = {_HIDDEN: queue.SimpleQueue(), _RESULTS: queue.SimpleQueue()}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
+        self._sent: Future[None] | None = None
+        address = group.options.address
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self._listener = SecureListener(
+            listener, group.credentials, {SERVICE: self._serve}, "dsjax-stages", most_connections=len(order) + 1
+        )
+        ports = dict(
+            zip(
+                (member.process_id for member in group.present),
+                group.agreement.ask("stages", self._listener.port),
+                strict=True,
+            )
+        )
+        addresses = {member.process_id: (member.address, ports[member.process_id]) for member in group.present}
+        place = order.index(group.options.process_id)
+        self.ends = place == len(order) - 1
+        others = order[:-1] if self.ends else order[place + 1 : place + 2]
+        role = _RESULTS if self.ends else _HIDDEN
+        self._channels = [self._connect(addresses[other], role) for other in others]
+
+    def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
+        """Where the first stage here takes hidden states from. send: brings them to its devices."""
+        return _Arriving(lambda: self._take(_HIDDEN), send)
+
+    def pass_on(self, hidden: Array) -> None:
+        """Send hidden states to the process with the next stage, when they are computed."""
+        self._later(lambda: self._send(_header(hidden), [hidden]))
+
+    def publish(self, of: Callable[[], tuple[list[RankResults], list[Made]] | np.ndarray]) -> None:
+        """Send what came of a command to all other processes. of: waits for it, and gives it."""
+
+        def send() -> None:
+            found = of()
+            if isinstance(found, np.ndarray):
+                rows, arrays = [], [found]
+            else:
+                rows, made = found
+                arrays = [array for one in made for array in one]
+            described = [None if array is None else _described(array) for array in arrays]
+            header = msgspec.msgpack.encode(Results(rows, described))
+            self._send(header, [array for array in arrays if array is not None])
+
+        self._later(send)
+
+    def hear(self) -> tuple[list[RankResults], list[Made]] | np.ndarray:
+        """What came of the next command that gives anything, from the process with the last stage."""
+        rows, arrays = self._take(_RESULTS)
+        if not rows:
+            return arrays[0]
+        made = [Made(*arrays[place : place + 2]) for place in range(0, len(arrays), 2)]
+        return [
+            RankResults([_row(one) for one in decodes], [_row(one) for one in prefills]) for decodes, prefills in rows
+        ], made
+
+    def close(self) -> None:
+        """End all connections."""
+        self._thread.shutdown(cancel_futures=True)
+        for channel in self._channels:
+            channel.close()
+        self._listener.close(connections=True)
+
+    def _connect(self, address: tuple[str, int], role: str) -> SecureChannel:
+        channel = connect(address, SERVICE, self._group.credentials)
+        channel.send(role.encode())
+        return channel
+
+    def _later(self, send: Callable[[], None]) -> None:
+        """Send in the thread, behind what it has to send already; raise what came of that."""
+        if self._sent is not None and self._sent.done():
+            self._raise(self._sent.exception())
+        self._sent = self._thread.submit(send)
+
+    def _send(self, header: bytes, arrays: Sequence[Array | np.ndarray]) -> None:
+        values = [np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8) for array in arrays]
+        for channel in self._channels:
+            channel.send(header)
+            for value in values:
+                channel.send_bytes(memoryview(value))
+
+    def _serve(self, channel: SecureChannel) -> None:
+        """Receive from one process, in a thread of the listener."""
+        inbox = self._inboxes.get(channel.receive(_MOST_HEADER).decode())
+        if inbox is None:
+            raise ConnectionError(f"{channel.peer} sends neither hidden states nor results")
+        try:
+            while True:
+                inbox.put(self._receive(channel, inbox is self._inboxes[_HIDDEN]))
+        except (OSError, EOFError, ValueError, TypeError) as error:
+            inbox.put(error)
+            raise ConnectionError(str(error)) from error
+
+    def _receive(self, channel: SecureChannel, hidden: bool) -> Any:
+        header = channel.receive(_MOST_HEADER if hidden else _MOST_RESULTS)
+        if hidden:
+            return _read(channel, msgspec.msgpack.decode(header, type=tuple[list[int], str]))
+        results = msgspec.msgpack.decode(header, type=Results)
+        return results.rows, [None if one is None else _read(channel, one) for one in results.arrays]
+
+    def _take(self, name: str) -> Any:
+        while True:
+            try:
+                found = self._inboxes[name].get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                self._group.check()
+                continue
+            if isinstance(found, Exception):
+                self._raise(found)
+            return found
+
+    def _raise(self, error: BaseException | None) -> None:
+        if error is None:
+            return
+        self._group.check(error)
+        raise GroupError(f"the connection between two stages has ended: {error}") from error
+
+
+def _described(array: Array | np.ndarray) -> tuple[list[int], str]:
+    return list(array.shape), str(array.dtype)
+
+
+def _header(hidden: Array) -> bytes:
+    return msgspec.msgpack.encode(_described(hidden))
+
+
+def _read(channel: SecureChannel, described: tuple[list[int], str]) -> np.ndarray:
+    shape, dtype = described
+    array = np.empty(shape, jnp.dtype(dtype))
+    channel.receive_into(memoryview(array.reshape(-1).view(np.uint8)))
+    return array
+
+
+def _row(values: list[Any]) -> RowResult:
+    row = RowResult(*values)
+    return row if row.kind is None else row._replace(kind=ErrorKind(row.kind))

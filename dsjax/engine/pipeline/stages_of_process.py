@@ -1,0 +1,92 @@
+"""``StagesOfProcess``: those stages of a model that are on this process's devices, as its executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dsjax.engine.contract.commands import Command, Score, Step
+from dsjax.engine.pipeline.pipeline_executor import PendingStages, PipelineExecutor
+from dsjax.engine.pipeline.process_links import ProcessLinks
+from dsjax.engine.pipeline.stage_executor import StageExecutor
+from dsjax.errors import UserError
+from sharding.arrays import put
+
+
+class StagesOfProcess(PipelineExecutor):
+    """Has every command carried out by this process's stages; hidden states come from the process before, and go to the next.
+
+    All processes carry out the same commands in the same order, and enter what came of a step when process 0 has collected it
+    (`LaunchMessage.collected`), which is before each next step of the same requests. A process starts a command when it is launched: the
+    stages of other processes compute meanwhile.
+
+    Args:
+        links: to the other processes.
+    """
+
+    def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks):
+        super().__init__(stages)
+        self._links = links
+        first = self.stages[0]
+        if not first.model.begins:
+            first.arriving = links.arriving(lambda hidden: put(hidden, first.programs.rows))
+
+    def launch(self, command: Command) -> PendingStages:
+        """Carry out a command at the stages here, or enqueue it."""
+        pending = PendingStages(command)
+        self._run(pending)
+        last = self.stages[-1]
+        if not self._links.ends:
+            while last.leaving:
+                self._links.pass_on(last.leaving.popleft())
+        elif isinstance(command, Step | Score):
+            self._links.publish(lambda: self._found(pending))
+        return pending
+
+    def collect(self, pending: PendingStages) -> Any:
+        """Wait for a command, and give what came of it at the last stage, wherever that is; of a step, tell the stages here."""
+        if self._links.ends:
+            return super().collect(pending)
+        self.wait(pending)
+        for stage, part in zip(self.stages, pending.parts, strict=True):
+            if not isinstance(pending.command, Step):
+                stage.wait(part)
+        if isinstance(pending.command, Score):
+            return self._links.hear()
+        if not isinstance(pending.command, Step):
+            return None
+        results, made = self._links.hear()
+        for stage, part in zip(self.stages, pending.parts, strict=True):
+            stage.enter(part, results, made)
+        return results
+
+    def set_recording(self, on: bool) -> None:
+        """Refuse: each process would have the loads of its own layers alone.
+
+        Raises:
+            UserError: always, where it is to be turned on.
+        """
+        if on:
+            raise UserError(
+                "the experts' loads are not put together where stages are of several processes; use one process"
+            )
+
+    def shutdown(self) -> None:
+        """Give back what all stages here hold, and end the connections."""
+        self._links.close()
+        super().shutdown()
+
+    def release(self, held: Any = None) -> None:
+        """`shutdown`, whatever became of the last step."""
+        self._links.close()
+        super().release(held)
+
+    def _found(self, pending: PendingStages) -> Any:
+        """What came of a command at the last stage, in whichever thread."""
+        last, part = self.stages[-1], pending.parts[-1]
+        if isinstance(pending.command, Score):
+            logits = np.concatenate([np.asarray(array) for array in part.kept])
+            return logits[: len(pending.command.tokens) // 4]
+        return last.read(part), last.made(part)

@@ -1,0 +1,75 @@
+"""What passes between the processes of stages, here between threads: the tests of `pipeline/process_links.py`."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from links_in_threads import links_of
+
+from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
+from dsjax.engine.pipeline.stage_executor import Made
+from dsjax.hosts.group import GroupError
+
+
+@pytest.fixture
+def links():
+    """Of three processes, whose ids are not in the order of their stages."""
+    in_order = links_of([0, 2, 1])
+    yield in_order
+    for one in in_order:
+        one.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hidden_states_go_to_the_next_stage_in_their_order_to_the_bit(links, dtype):
+    first, middle, last = links
+    sent = [jnp.arange(24, dtype=dtype).reshape(2, 3, 4) + 100 * number for number in range(3)]
+    for array in sent:
+        first.pass_on(array)
+    middle.pass_on(-sent[0])
+    arriving = middle.arriving(lambda array: array)
+    for array in sent:
+        found = arriving.popleft()
+        assert found.dtype == array.dtype
+        np.testing.assert_array_equal(found, np.asarray(array))
+    np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), -np.asarray(sent[0]))
+
+
+def test_what_the_last_stage_makes_comes_to_all_others_as_it_was(links):
+    first, middle, last = links
+    row = RowResult([7, 8], scores=[(7, -0.125, 0, [(7, -0.125), (3, -2.5)])], num_drafts=2, drafts=[1])
+    failed = RowResult((), finite=False, error="no", kind=ErrorKind.NO_ROOM)
+    results = [RankResults([row], []), RankResults([], [failed, RowResult()])]
+    made = [Made(np.arange(6).reshape(2, 3), None), Made(np.arange(4), np.full((2, 1), 9))]
+    logits = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+    last.publish(lambda: (results, made))
+    last.publish(lambda: logits)
+    for other in (first, middle):
+        found, of_launches = other.hear()
+        assert [rank.decodes for rank in found] == [
+            [row._replace(scores=[[7, -0.125, 0, [[7, -0.125], [3, -2.5]]]])],
+            [],
+        ]
+        assert found[1].prefills == [failed._replace(token_ids=[], drafts=[]), RowResult([], drafts=[])]
+        assert found[1].prefills[0].kind is ErrorKind.NO_ROOM
+        for one, expected in zip(of_launches, made, strict=True):
+            np.testing.assert_array_equal(one.outcome, expected.outcome)
+            assert (one.drafts is None) == (expected.drafts is None)
+        np.testing.assert_array_equal(other.hear(), logits)
+
+
+def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it(links):
+    first, _, last = links
+    last.close()
+    with pytest.raises(GroupError, match="connection between two stages has ended"):
+        first.hear()
+
+
+def test_what_cannot_be_sent_is_raised_at_the_next_sending(links):
+    def fails():
+        raise RuntimeError("a program failed")
+
+    last = links[-1]
+    last.publish(fails)
+    last._sent.exception(10)
+    with pytest.raises(GroupError, match="a program failed"):
+        last.publish(fails)

@@ -1,0 +1,67 @@
+"""A stage a process: what two processes make, each with one stage of two devices, is what one device makes.
+
+These are the tests of `pipeline/stages_of_process.py` too.
+"""
+
+import json
+
+import pytest
+from layouts import write_checkpoint
+from llm_process import generate
+from processes import Group
+
+from dsjax import LLM
+
+pytestmark = pytest.mark.slow
+
+SIZES = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 8,
+    "prefill_chunk": 8,
+    "page_size": 4,
+    "max_model_len": 48,
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("stages"), mtp=True)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    llm = LLM(str(checkpoint), **SIZES)
+    try:
+        return generate(llm)
+    finally:
+        llm.shutdown()
+
+
+def options(checkpoint, **changed):
+    return ["tests/dsjax/hosts/llm_process.py", "--options", json.dumps({"model": str(checkpoint), **SIZES, **changed})]
+
+
+def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_together(checkpoint, alone):
+    group = Group(options(checkpoint, mesh="pp=2,dp=2"), 2)
+    try:
+        group.wait_for(0, "ready", 120)
+        for _ in range(2):  # the second time from pages of the cache, in part
+            group.write(0, "go\n")
+        group.processes[0].stdin.close()
+        assert group.codes(240) == [0, 0], group.last_words()
+        lines = [json.loads(line) for line in group.output[0].splitlines() if line.startswith("{")]
+        assert [line["tokens"] for line in lines] == [alone, alone]
+        assert lines[0]["mesh"] == "pp=2,dp=2"
+    finally:
+        group.end()
+
+
+def test_a_stage_is_of_one_process(checkpoint):
+    group = Group(options(checkpoint, mesh="pp=2,dp=3", redundant_experts=1), 3)
+    try:
+        assert all(code != 0 for code in group.codes(120))
+        assert "are of processes 0, 1, expected one" in group.output[0]
+    finally:
+        group.end()

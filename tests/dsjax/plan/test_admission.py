@@ -1,0 +1,100 @@
+"""When an engine takes prompts in (`dsjax/plan/simulation/admission.py`): looking for them seldom, and holding them back for balance."""
+
+import dataclasses
+import math
+
+import pytest
+
+from dsjax.errors import UserError
+from dsjax.plan.arguments import PlanArgs
+from dsjax.plan.candidate import aggregated
+from dsjax.plan.cluster import load_cluster
+from dsjax.plan.engine import find_engine
+from dsjax.plan.instance import Instance
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.simulation.admission import Admission, Lobby
+from dsjax.plan.simulation.load import OfferedLoad
+from dsjax.plan.simulation.run import simulate
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    """What a lobby asks an engine."""
+
+    running: list[int]
+    had_prompts: bool = False
+
+    @property
+    def idle(self) -> bool:
+        return not any(self.running)
+
+
+def steps_until_taken(rule, engine, arrived, most=200):
+    """Steps after which the lobby gives all that arrived at once, of an engine that does not change."""
+    lobby = Lobby(rule)
+    lobby.enter([(name, 0.0) for name in arrived])
+    given = []
+    for step in range(1, most):
+        given += lobby.leave(engine)
+        if len(given) == len(arrived):
+            assert len(lobby) == 0
+            return step
+    return math.inf
+
+
+@pytest.mark.parametrize("steps", [1, 10, 30])
+def test_an_engine_that_decodes_looks_for_prompts_after_so_many_steps(steps):
+    assert steps_until_taken(Admission(poll_steps=steps), FakeEngine([4]), ["a", "b"]) == steps
+
+
+def test_an_engine_looks_at_once_when_it_is_idle_or_had_prompts_in_its_last_step():
+    seldom = Admission(poll_steps=30)
+    assert steps_until_taken(seldom, FakeEngine([0]), ["a"]) == 1
+    assert steps_until_taken(seldom, FakeEngine([4], had_prompts=True), ["a"]) == 1
+
+
+def test_prompts_wait_until_every_rank_can_have_one_and_no_longer_than_the_limit():
+    holds = Admission(hold_steps=50)
+    assert steps_until_taken(holds, FakeEngine([7, 7, 8, 7]), ["a", "b", "c"]) == 50, "the third rank gets none"
+    assert steps_until_taken(holds, FakeEngine([7, 7, 7, 7]), ["a", "b", "c", "d"]) == 1
+    assert steps_until_taken(holds, FakeEngine([7, 7, 8, 0]), ["a"]) == 1, "a rank without a request would stand still"
+    assert steps_until_taken(Admission(), FakeEngine([7, 7, 8, 7]), ["a"]) == 1
+
+
+@pytest.fixture
+def played(v3):
+    """TTFT and rate of a loop of 16 users that begin at once, on `mesh`, with an engine changed by `changes`."""
+
+    def play(mesh="tp=8,ep=1", **changes):
+        engine = dataclasses.replace(find_engine("published"), **changes)
+        work = Workload(Lengths(1000, 0.06), Lengths(100, 0.06), concurrency=16.0)
+        options = PlanOptions(overlap="off", prefill_tokens=8192, engine=engine)
+        instance = Instance(v3, load_cluster("h200-8"), parse_layout(mesh, 0, v3), options, work)
+        found = aggregated(instance, 1, 16 / instance.replicas, 8192)
+        seen = simulate(found, OfferedLoad(None, 16), Objective(), num_requests=160, warmup=0, at_once=True)
+        return seen, found
+
+    return play
+
+
+def test_in_a_loop_a_first_token_waits_half_the_steps_between_two_looks(played):
+    often, found = played()
+    seldom, _ = played(poll_steps=20)
+    steps = (seldom.ttft.p50 - often.ttft.p50) / found.decode.decode_step(16).value
+    # 0 to 20 steps, less where another prompt's step ends the wait; half of the users are expected within a quarter of the interval.
+    assert 5 < steps < 15
+    assert seldom.tpot.mean < often.tpot.mean, "prompts come together, so that fewer steps have any"
+
+
+def test_an_engine_that_holds_prompts_back_answers_later_only_with_several_ranks(played):
+    assert played("dp=8", holds_prompts=True)[0].ttft.p50 > 2 * played("dp=8")[0].ttft.p50
+    assert played(holds_prompts=True)[0].ttft == played()[0].ttft
+
+
+@pytest.mark.parametrize("given", [{}, {"engine": "sglang"}, {"engine": "vllm", "simulate": True}])
+def test_the_interval_is_an_option_of_a_simulation_and_of_no_other_engine(given):
+    with pytest.raises(UserError, match="--scheduler-recv-interval is 30"):
+        PlanArgs(scheduler_recv_interval=30, **given)
+    question, _ = PlanArgs(scheduler_recv_interval=30, engine="sglang", simulate=True).question()
+    assert question.options.engine.poll_steps == 30

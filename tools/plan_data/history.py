@@ -1,0 +1,210 @@
+"""Further runs of InferenceX, played with its scripts' own settings: predictions first, results entered afterwards.
+
+    python -m tools.plan_data.history predict benchmarks-history.json benchmarks.json    # reads settings and dates, none of the metrics
+    python -m tools.plan_data.history enter benchmarks-history.json benchmarks.json      # writes the published columns beside them
+
+The rule was set before a number was read. *A*: DeepSeek-R1 on H200, B200 and B300, prefill and decode together, no drafts: each setting
+of the history (vngcloud/InferenceX-app, commit 7fe6d62) that is not in `benchmarks.json`, of its last date. *B*: the TTFT of the runs
+with drafts of `benchmarks.json`, of which only rates and times a token had been predicted. *C*: DeepSeek-R1 with prefill and decode apart
+and no drafts: each setting of the history that no round had, of its first date, where settings and numbers of devices
+agree (apart_loops.py). *D*: the same with drafts, of both files, where a recipe of TensorRT-LLM says how many (recipe_limits.py).
+
+What is played is what closed_loops.py plays, with what the scripts say of each run (protocol.py): most tokens in a step, the steps
+between two looks for new prompts, how long TensorRT-LLM holds prompts back, and whether the engine was warmed up. Where it was not, the
+first request of each user waits as it is assumed there. *C* and *D* are played up to 320 users, with as many requests at once on a DP
+rank as the recipe says, and beyond that are the mean-value answer. The history has medians and no means.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from dsjax.plan.calibration import DRAFTS, HOST
+from dsjax.plan.candidate import Candidate, aggregated
+from dsjax.plan.figure import Figure, assumed
+from tools.plan_data import apart_loops
+from tools.plan_data.apart_loops import chosen as apart_runs
+from tools.plan_data.apart_loops import rows as apart_rows
+from tools.plan_data.apart_loops import settings_of
+from tools.plan_data.closed_loops import COLD, REQUESTS_A_USER, deployment, played
+from tools.plan_data.drafts import RANDOM_ACCEPTANCE, SETTINGS, run_of
+from tools.plan_data.drafts import chosen as with_drafts
+from tools.plan_data.inferencex import Run
+from tools.plan_data.inferencex_apart import ApartRun
+from tools.plan_data.protocol import protocol
+from tools.plan_data.recipe_limits import limits
+
+DATA = Path(__file__).parent / "history.csv"
+PLAYED_USERS = 320
+WARM = (0.0, 0.0, 1.0)
+"""Seconds that the first request of each user waits longer where the engine was warmed up: SGLang's on H200 still did in earlier rounds."""
+METRICS = {
+    "rate": ("output_tput_per_gpu", 1.0),
+    "tpot": ("median_tpot", 1e3),
+    "ttft": ("mean_ttft", 1e3),
+    "ttft_median": ("median_ttft", 1e3),
+    "ttft_p99": ("p99_ttft", 1e3),
+}
+"""What is predicted: its column in InferenceX's results and what it is multiplied by (ms; rates are tokens a second a device)."""
+APART_COLUMNS = apart_loops.COLUMNS[1:9]
+OF_A, OF_B, OF_C = ("rate", "tpot", "ttft_median", "ttft_p99"), ("ttft", "ttft_median", "ttft_p99"), ("rate", "tpot")
+COLUMNS = (
+    "key", "date", "device", "engine", "weights", "prompt", "output", "users", "mesh", "drafts", "metric", "predicted", "low", "high",
+    "measured",
+)  # fmt: skip
+
+
+def chosen(history: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Choose the runs of the rule with their keys, in an order that no metric decides."""
+    known = {_setting(result) for result in newest if _is_plain(result)}
+    last: dict[tuple, dict[str, Any]] = {}
+    for result in filter(_is_plain, history):
+        key = _setting(result)
+        if key not in known and (key not in last or result["date"] >= last[key]["date"]):
+            last[key] = result
+    plain = [(f"U{number}", last[key]) for number, key in enumerate(sorted(last), 1)]
+    drafting = [(f"R{number}", result) for number, result in enumerate(with_drafts(newest), 1)]
+    before = {tuple(row[name] for name in APART_COLUMNS) for row in apart_rows()}
+    apart = [result for run, result in apart_runs(history) if settings_of(run) not in before]
+    further = {}
+    for result in (*history, *newest):
+        if is_apart_with_drafts(result) and limits(apart_loops.run_of(result), "mtp"):
+            further.setdefault(apart_loops.run_of(result), result)
+    return [
+        *plain,
+        *drafting,
+        *((f"S{number}", result) for number, result in enumerate(apart, 1)),
+        *((f"D{number}", result) for number, result in enumerate(further.values(), 1)),
+    ]
+
+
+def is_apart_with_drafts(result: dict[str, Any]) -> bool:
+    """Whether a result is of DeepSeek-R1 with prefill and decode apart and with drafts, on devices that are known here."""
+    return (
+        result["model"] == "dsr1"
+        and result["disagg"]
+        and result["spec_method"] == "mtp"
+        and result["hardware"] in apart_loops.CLUSTERS
+        and result["framework"] in apart_loops.ENGINES
+        and apart_loops.agrees(result)
+    )
+
+
+def _setting(result: dict[str, Any]) -> tuple:
+    return tuple(result[name] for name in SETTINGS)
+
+
+def _is_plain(result: dict[str, Any]) -> bool:
+    """Whether a result is of DeepSeek-R1 on one host of NVIDIA's with everything in one engine, without drafts."""
+    return (
+        result["model"] == "dsr1"
+        and result["hardware"] in ("h200", "b200", "b300")
+        and not result["disagg"]
+        and not result["is_multinode"]
+        and result["spec_method"] == "none"
+    )
+
+
+def _deployment(run: Run, date: str, drafts: int) -> tuple[Candidate, bool]:
+    """(the deployment that is played, whether it was warm)."""
+    rule = protocol(run, date, drafts)
+    plain = deployment(run, rule.step_tokens, rule.engine)
+    batch = min(plain.batch, rule.running / plain.decode.replicas)
+    if not drafts:
+        return dataclasses.replace(plain, batch=batch), rule.warm
+    options = dataclasses.replace(plain.decode.options, drafts=drafts, acceptance=RANDOM_ACCEPTANCE)
+    instance = dataclasses.replace(plain.decode, options=options, steps={})
+    return aggregated(instance, 1, batch, rule.step_tokens), rule.warm
+
+
+def predictions(run: Run, date: str, drafts: int = 0) -> dict[str, Figure]:
+    """By the names of `METRICS`: what is played, with the relative ends of the mean-value answer of one prompt or token."""
+    found, warm = _deployment(run, date, drafts)
+    seen = played(found, run.users)
+    cold = assumed(*(WARM if warm else COLD), "a user's first prompt", "point 8, and X26 to X34", "s")
+
+    def around(value: float, like: Figure) -> Figure:
+        return Figure(value, value * like.low / like.value, value * like.high / like.value, like.kinds)
+
+    return {
+        "rate": around(seen.tokens_per_s / found.decode.layout.devices, found.throughput),
+        "tpot": around(seen.tpot.p50, found.tpot) * 1e3,
+        "ttft": (around(seen.ttft.mean, found.ttft) + cold / REQUESTS_A_USER) * 1e3,
+        "ttft_median": around(seen.ttft.p50, found.ttft) * 1e3,
+        "ttft_p99": (around(seen.ttft.p99, found.ttft) + cold) * 1e3,
+    }
+
+
+def apart_predictions(run: ApartRun, drafting: str) -> tuple[dict[str, Figure], int]:
+    """(predictions of a run with prefill and decode apart by the names of `METRICS`, drafts a step)."""
+    most, drafts = limits(run, drafting) or (math.inf, 0)
+    found = apart_loops.deployment(run, most, drafts, RANDOM_ACCEPTANCE)
+    rate = found.throughput / (found.decode.layout.devices * found.count)
+    if run.users > PLAYED_USERS:
+        return {"rate": rate, "tpot": found.tpot * 1e3}, drafts
+    seen = played(found, run.users)
+    shares = seen.tokens_per_s / found.throughput.value, seen.tpot.p50 / found.tpot.value
+    return {"rate": rate * shares[0], "tpot": found.tpot * (shares[1] * 1e3)}, drafts
+
+
+def distance(row: dict[str, str]) -> str:
+    """How far a row is from what tables of operations were measured on, in the words of dsjax/plan/calibration.py."""
+    if " + " not in row["mesh"]:
+        return DRAFTS if row["drafts"] != "0" else HOST
+    if row["drafts"] != "0":
+        return DRAFTS
+    prefill, decode = row["mesh"].split(" + ")
+    return apart_loops.distance({"device": row["device"], "prefill": prefill, "decode": decode})
+
+
+def predict(history: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Predictions of them all."""
+    made = []
+    for key, result in chosen(history, newest):
+        drafts = 0
+        if key[0] in "SD":
+            run = apart_loops.run_of(result)
+            (said, drafts), metrics = apart_predictions(run, result["spec_method"]), OF_C
+            mesh = " + ".join(f"{count} x {side}" for count, side in (run.prefill, run.decode))
+        else:
+            run, drafts = run_of(result)
+            drafts = drafts if key.startswith("R") else 0
+            said, metrics, mesh = predictions(run, result["date"], drafts), OF_B if drafts else OF_A, run.mesh
+        told = (run.device, run.engine, run.weights, run.prompt, run.output, run.users, mesh, drafts)
+        for metric in metrics:
+            ends = [f"{end:.4g}" for end in (said[metric].value, said[metric].low, said[metric].high)]
+            made.append(dict(zip(COLUMNS, map(str, (key, result["date"], *told, metric, *ends, "")), strict=True)))
+        print(key, run.name, flush=True)
+    return made
+
+
+def enter(history: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The predictions as they are, with what was measured."""
+    entered, by_key = rows(), dict(chosen(history, newest))
+    for row in entered:
+        column, factor = METRICS[row["metric"]]
+        row["measured"] = f"{by_key[row['key']]['metrics'][column] * factor:.4g}"
+    return entered
+
+
+def rows() -> list[dict[str, str]]:
+    """The file's."""
+    with DATA.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[1] not in ("predict", "enter"):
+        sys.exit(__doc__)
+    loaded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[2:]]
+    filled = {"predict": predict, "enter": enter}[sys.argv[1]](*loaded)
+    with DATA.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(filled)
