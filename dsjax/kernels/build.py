@@ -29,17 +29,8 @@ from dsjax.ownership import WRITABLE_BY_OTHERS, is_trusted, why_distrusted
 from sharding.cores import most_threads
 
 SOURCES = Path(__file__).parent / "native"
-UNITS = (
-    "attention",
-    "products_float32",
-    "bindings",
-    "others",
-    "products_bfloat16",
-    "products_fp4",
-    "products_float8",
-    "self_test",
-)
-"""What is compiled apart, as many at once as this process may use cores: those that take longest first."""
+HARNESS = "harness.cc"
+"""The kernels as a program of their own, for tests: no part of the library."""
 FLAGS = ("-std=c++17", "-O2", "-fvect-cost-model=dynamic", "-ffp-contract=fast", "-fno-math-errno", "-w")
 COMPILE_SECONDS = 600
 """After which a compiler is taken to hang. ``zig``, which builds its own C++ library first, took 55 s on two cores."""
@@ -220,9 +211,10 @@ def build(path: Path, march: str = "native") -> BuiltLibrary:
 def compile_library(command: list[str], output: Path, march: str) -> str | None:
     """Compile the units, beside ``output``, and link them; why that failed, or None."""
     flags = [*_flags(march), f"-I{jax.ffi.include_dir()}"]
-    objects = {unit: str(output.with_name(f"{unit}.o")) for unit in UNITS}
-    compiles = [[*command, *flags, "-c", str(SOURCES / f"{unit}.cc"), "-o", made] for unit, made in objects.items()]
-    link = [*command, *flags, "-shared", *objects.values(), "-o", str(output)]
+    units = [unit for unit in sorted(SOURCES.glob("*.cc")) if unit.name != HARNESS]
+    objects = [str(output.with_name(f"{unit.stem}.o")) for unit in units]
+    compiles = [[*command, *flags, "-c", str(unit), "-o", made] for unit, made in zip(units, objects, strict=True)]
+    link = [*command, *flags, "-shared", *objects, "-o", str(output)]
     try:
         ended = run_together(compiles, COMPILE_SECONDS, most_threads())
         if all(code == 0 for code, _ in ended):
