@@ -14,8 +14,9 @@ traces the function once, cuts it there, and finds by itself which values each p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -81,11 +82,15 @@ class CutLowered:
     arguments: Sequence[Described]
     out_tree: Any
 
-    def compile(self, compiler: Compiler = jax.stages.Lowered.compile) -> CutCompiled:
+    def compile(
+        self, *, compiler_options: Mapping[str, Any] | None = None, compiler: Compiler | None = None
+    ) -> CutCompiled:
         """Compile piece after piece, each for the shardings in which those before it give their results.
 
-        compiler: of each program; work between two of them compiles what it needs by itself.
+        compiler_options: of XLA, for each program. compiler: compiles each program, in the place of ``Lowered.compile`` with these
+            options. Work between two programs compiles what it needs by itself.
         """
+        compiler = compiler or partial(jax.stages.Lowered.compile, compiler_options=compiler_options)
         known = dict(zip(self.jaxpr.jaxpr.invars, self.arguments, strict=True))
         constants = dict(zip(self.jaxpr.jaxpr.constvars, self.jaxpr.consts, strict=True))
         runs = []

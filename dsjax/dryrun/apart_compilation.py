@@ -130,9 +130,9 @@ def compile_apart(
     state = device_state.describe(step, limits, speculation.num_speculative_tokens if speculation else 0)
     programs = Programs(step, params, state, limits)
     shape = programs.shape(args.decode, args.prefill)
-    made: list[tuple[str, CutCompiled]] = [("step", programs.lower_step(shape).compile(experts.build))]
+    made: list[tuple[str, CutCompiled]] = [("step", programs.lower_step(shape).compile(compiler=experts.build))]
     if args.drafts:
-        made.append(("drafts", programs.lower_drafts(shape, args.drafts).compile(experts.build)))
+        made.append(("drafts", programs.lower_drafts(shape, args.drafts).compile(compiler=experts.build)))
     pieces = [
         (name, experts.programs[id(run)])
         for name, compiled in made
