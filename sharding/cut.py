@@ -14,8 +14,9 @@ traces the function once, cuts it there, and finds by itself which values each p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -29,6 +30,7 @@ Described = jax.ShapeDtypeStruct
 
 
 Run = Callable[[list[jax.Array]], Sequence[jax.Array]]
+Compiler = Callable[[jax.stages.Lowered], jax.stages.Compiled]
 
 
 class Work(Protocol):
@@ -80,8 +82,15 @@ class CutLowered:
     arguments: Sequence[Described]
     out_tree: Any
 
-    def compile(self) -> CutCompiled:
-        """Compile piece after piece, each for the shardings in which those before it give their results."""
+    def compile(
+        self, *, compiler_options: Mapping[str, Any] | None = None, compiler: Compiler | None = None
+    ) -> CutCompiled:
+        """Compile piece after piece, each for the shardings in which those before it give their results.
+
+        compiler_options: of XLA, for each program. compiler: compiles each program, in the place of ``Lowered.compile`` with these
+            options. Work between two programs compiles what it needs by itself.
+        """
+        compiler = compiler or partial(jax.stages.Lowered.compile, compiler_options=compiler_options)
         known = dict(zip(self.jaxpr.jaxpr.invars, self.arguments, strict=True))
         constants = dict(zip(self.jaxpr.jaxpr.constvars, self.jaxpr.consts, strict=True))
         runs = []
@@ -94,7 +103,7 @@ class CutLowered:
                 run = jax_internals.equations_as_function(
                     self.jaxpr.jaxpr, piece.equations, piece.takes, piece.gives, constants
                 )
-                program = jax.jit(run, donate_argnums=piece.donates).lower(*described).compile()
+                program = compiler(jax.jit(run, donate_argnums=piece.donates).lower(*described))
                 shardings = program.output_shardings
                 runs.append(program)
             for variable, sharding in zip(piece.gives, shardings, strict=True):

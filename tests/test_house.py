@@ -150,7 +150,7 @@ NAMED = {
         "dsjax/checkpoint": "fp4_tensors.py source.py",
         "dsjax/config": "fp4_quantization.py quantization.py weights.py",
         "dsjax/hardware": "description.py",
-        "dsjax/kernels/native": "bindings.cc experts.h fp4.h harness.cc",
+        "dsjax/kernels/native": "bindings.cc experts.h fp4.h harness.cc products_fp4.cc",
         "dsjax/kernels": "native_calls.py table.py",
         "dsjax/kernels/pallas": "fp4_products.py",
         "dsjax/model": "experts.py fp4_matrix.py moe.py native_products.py",

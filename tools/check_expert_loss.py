@@ -62,6 +62,9 @@ def main() -> int:
     parser.add_argument("--progress", type=float, default=15)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--logs", type=Path, help="a folder for what each process has printed since it was started last"
+    )
     parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="more options of dsjax serve")
     args = parser.parse_args()
     if args.losses and not args.processes:
@@ -82,6 +85,10 @@ def main() -> int:
             raise
         finally:
             processes.end()
+            if args.logs is not None:
+                args.logs.mkdir(parents=True, exist_ok=True)
+                for index, text in enumerate(processes.output):
+                    (args.logs / f"process-{index}.log").write_text(text)
     return 1 if any(found[name] for name in ("lost", "wrong", "cache_lost", "pages_left")) else 0
 
 

@@ -12,10 +12,13 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from dsjax.plan.calibration import HOST, NEWEST, RATE, TTFT_MEDIAN, TTFT_P99
+from dsjax.plan.drafting import FIRST
 from tools.blind_rounds import blind, held_out
 from tools.blind_rounds import table as blind_table
+from tools.plan_data.drafts import RANDOM_ACCEPTANCE
 from tools.plan_data.fit_incidents import SECOND, score
 from tools.plan_data.fit_incidents import table as incidents
+from tools.plan_data.history import drafts_apart_today
 from tools.plan_data.point_sets import csv_text, deciding_table, median_of_wide_ep, score_table
 from tools.plan_data.validation_score import leave_one_out
 
@@ -51,11 +54,12 @@ rounds. *Older* rounds were predicted by older models, and are held here against
   host are within {rate_median}; those of U45 (SGLang on B300, a fifth of the rate of its neighbours) and of TensorRT-LLM of December 2025
   on B200 with `ep=8` (U29, U32, U35: a half too fast) make the mean. First tokens that come ten times later than predicted (U37, U39, R6,
   R7, R18) most likely wait for room in the cache: what is played has a device with twice its memory, as all that is known is that the run
-  could start. R2 was played with 256 requests at once, as its script says today; its engine had all 512.
+  could start. R2 was played with 256 requests at once, as its script says today; it seems to have had all 512.
 - **drafts apart**: 42 runs of TensorRT-LLM with prefill and decode apart and drafts, of the same file and commits (D), as many drafts as
   their recipes say, the first accepted with 0.70. Rates are 40 % off, as those up to 320 users were played by a simulator that counted a
-  step of decodes as one token; that is repaired, and the round counts as an older one. A token's time is 18 % too long: 0.85, the
-  planner's own acceptance, is nearer to what these runs had.
+  step of decodes as one token; that is repaired, and the round counts as an older one. The mean-value answer of today is {apart_rate} off
+  in rates and {apart_tpot} in a token's time, with the planner's own acceptance of 0.85 {apart_rate_85} and {apart_tpot_85} (`python -c
+  "from tools.plan_data.history import drafts_apart_today; print(drafts_apart_today(0.85))"`; seen).
 - **closed loops**: 76 runs of InferenceX on one host, played as the benchmark plays them (all users at once, ten requests of each, lengths
   from 0.8 to 1 times the given ones). Predictions were committed on their own ([how that can be checked](#order-of-commits)); of 40 of them
   nothing had been read before, of the other 36 their rate. The runs, predictions and raw columns are in `tools/plan_data/closed_loops.csv`.
@@ -212,7 +216,9 @@ def _newest() -> dict[str, str]:
     groups = {kind: [b for b in every if (b.kind, b.distance) == (kind, HOST) and b.round in NEWEST] for kind in _SAID}
     errors = {kind: [abs(b.figure.value / b.measured - 1) for b in group] for kind, group in groups.items()}
     ends = held_out(every, groups[TTFT_MEDIAN])
+    apart = {mark: drafts_apart_today(acceptance) for mark, acceptance in (("", RANDOM_ACCEPTANCE), ("_85", FIRST))}
     return {
+        **{f"apart_{metric}{mark}": f"{size:.0%}" for mark, each in apart.items() for metric, size in each.items()},
         "ttft_now": f"{statistics.mean(errors[TTFT_MEDIAN]):.0%}",
         "p99_now": f"{statistics.mean(errors[TTFT_P99]):.0%}",
         "rate_median": f"{statistics.median(errors[RATE]):.0%}",

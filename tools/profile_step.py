@@ -3,6 +3,7 @@
     python tools/profile_step.py --mesh dp=1 --rows 32 --context 160
     python tools/profile_step.py --mesh dp=32 --rows 8 --context 160
     python tools/profile_step.py --mesh dp=1 --rows 32 --constant-placement      # what tables of places that are data cost
+    python tools/profile_step.py --mesh dp=1 --rows 32 --compiler-options        # what the engine's options of the compiler save and cost
 
 Runs the engine's own compiled step under JAX's profiler and adds up the operations' times by the named scope they come
 from. The context grows by one token a step, as in decoding. On emulated devices more threads than cores run, and an
@@ -11,7 +12,7 @@ most of their time is waiting for the last device.
 
 With ``--constant-placement`` nothing is profiled: the step runs by turns with another one that differs in one thing, the places of
 the experts, which are constants of that program. Where nothing is redundant, this difference is what tables that balancing could
-change cost those who do not use it.
+change cost those who do not use it. With ``--compiler-options`` the other step is compiled with XLA's own options.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def main() -> None:
     parser.add_argument(
         "--constant-placement", action="store_true", help="compare with a step that has places as constants"
     )
+    parser.add_argument(
+        "--compiler-options", action="store_true", help="compare with a step that is compiled with XLA's own options"
+    )
     args = parser.parse_args()
     emulate_devices(MeshSpec.parse(args.mesh).num_devices)
 
@@ -67,6 +71,9 @@ def main() -> None:
     run, text = decode_step(llm, args.rows, args.context, pages)
     if args.constant_placement:
         compare_placements(llm, run, args.rows, args.steps)
+        return
+    if args.compiler_options:
+        compare_options(llm, run, args.rows, args.steps)
         return
     seconds, processor, waits = measure(run, args.steps)
     print(
@@ -118,7 +125,31 @@ def compare_placements(llm, run, rows: int, steps: int) -> None:
         constant = programs.lower_step(shape).compile()
     finally:
         step_programs.compute = compute
-    forms = {"data": programs.step(shape), "constants": constant}
+    print(f"{llm.args.mesh}, {rows} rows a rank, tables {tables.physical_EC.shape} wide; {steps} steps each, by turns")
+    compare(llm, run, steps, {"places as data": programs.step(shape), "as constants": constant})
+
+
+def compare_options(llm, run, rows: int, steps: int) -> None:
+    """Compile the step as the engine does and with XLA's own options, and run both by turns."""
+    from dsjax.engine.device.buckets import Rectangle
+    from dsjax.engine.device.compiler_options import compiler_options
+    from dsjax.engine.device.process import without_compile_cache
+
+    programs, forms = llm.executor.programs, {}
+    for name, options in (("the engine's options", compiler_options("cpu", sums=False)), ("XLA's own", {})):
+        lowered = programs.lower_step(programs.shape(Rectangle(rows, 1), None))
+        start = time.process_time()
+        with without_compile_cache():
+            forms[name] = lowered.compile(compiler_options=options)
+        print(
+            f"{llm.args.mesh}, {rows} rows a rank: compiled with {name} in {time.process_time() - start:.2f} s of a processor"
+        )
+    compare(llm, run, steps, forms)
+
+
+def compare(llm, run, steps: int, forms: dict) -> None:
+    """Run two forms of the step's program by turns; print both medians, and that of the pairs' differences."""
+    programs = llm.executor.programs
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
     for turn in range(WARM + steps):
         for name in list(forms)[:: 1 if turn % 2 else -1]:  # who comes first changes
@@ -128,12 +159,12 @@ def compare_placements(llm, run, rows: int, steps: int) -> None:
             run()
             if turn >= WARM:
                 times[name].append((time.perf_counter() - start, time.process_time() - processor))
-    print(f"{llm.args.mesh}, {rows} rows a rank, tables {tables.physical_EC.shape} wide; {steps} steps each, by turns")
+    one, other = forms
     for place, kind in enumerate(("a step", "its processor time")):
-        data, constants = (np.array([pair[place] for pair in times[name]]) * 1e3 for name in forms)
-        low, median, high = np.quantile(data - constants, (0.25, 0.5, 0.75))
+        first, second = (np.array([pair[place] for pair in times[name]]) * 1e3 for name in forms)
+        low, median, high = np.quantile(first - second, (0.25, 0.5, 0.75))
         print(
-            f"{kind}: {np.median(data):.2f} ms with places as data, {np.median(constants):.2f} as constants; difference of a pair "
+            f"{kind}: {np.median(first):.2f} ms with {one}, {np.median(second):.2f} with {other}; difference of a pair "
             f"{median:+.3f} ms (half of them {low:+.2f} to {high:+.2f})"
         )
 

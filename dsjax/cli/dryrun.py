@@ -19,6 +19,9 @@ class DryRunOptions(Checked):
     """What a dry run has beside the engine's options."""
 
     target: str = option("cpu", "cpu, a name of configs/hardware (h200, tpu-v5e, …), or a TOML file like those.")
+    expert_target: str | None = option(
+        None, "With --expert-mesh: what the experts' programs are compiled for; default: --target."
+    )
     step: str = option("decode", "decode, prefill or mixed (both in one program).")
     batch: int | None = option(None, "Rows of a DP rank; default: --max-num-seqs, or 32 decodes.")
     context: int | None = option(
@@ -64,6 +67,11 @@ def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
             f"--disaggregation-mode {args.disaggregation_mode} changes no step that a dry run looks at; leave it out, and give --step "
             "prefill or --step decode"
         )
+    if options.expert_target is not None and args.expert_mesh is None:
+        raise UserError("--expert-target is of --attention-mesh and --expert-mesh; give these too")
+    if args.expert_mesh is not None:
+        _apart(args, options)
+        return
     if target == "cpu":
         meshes = [args.mesh, *(text[5:] for text in options.against or () if text.startswith("mesh="))]
         prepare_devices(max(meshes, key=lambda mesh: MeshSpec.parse(mesh).num_devices))
@@ -98,6 +106,44 @@ def _of_stage(file: Path, number: int) -> Path:
     """The file for one stage: ``trace.json.gz`` becomes ``trace-stage1.json.gz``."""
     name, dot, kind = file.name.partition(".")
     return file if f"-stage{number}" in name else file.with_name(f"{name}-stage{number}{dot}{kind}")
+
+
+def _apart(args: EngineArgs, options: DryRunOptions) -> None:
+    """Compile and show both sides' programs of attention and experts apart."""
+    of_one_mesh = (options.fit, options.reductions, options.against, options.timeline_picture)
+    for flag, given in zip(("--fit", "--reductions", "--against", "--timeline-picture"), of_one_mesh, strict=True):
+        if given:
+            raise UserError(f"{flag} is of one mesh, and --expert-mesh makes two; leave one of the two out")
+    if args.afd_role != "both":
+        raise UserError(
+            f"--afd-role {args.afd_role} is of a process, and a dry run compiles both sides; leave it and --afd-address out"
+        )
+    if options.target == "cpu":
+        from dsjax.engine.afd.options import expert_spec
+        from sharding.emulation import emulate_devices
+
+        emulate_devices(MeshSpec.parse(args.mesh).num_devices + expert_spec(args).num_devices)
+    from dsjax.dryrun.apart import dry_run_apart
+    from dsjax.dryrun.apart_tables import show_apart
+    from dsjax.dryrun.arguments import DryRunArgs
+
+    request = DryRunArgs(
+        engine=args, target=options.target, step=options.step, batch=options.batch, context=options.context
+    )
+    report = dry_run_apart(request, expert_target=options.expert_target, cluster=options.cluster,
+        timeline=options.timeline is not None)  # fmt: skip
+    if options.timeline:
+        r = report.request
+        title = f"{r['model']}, attention {r['attention_mesh']}, experts {r['expert_mesh']}, {r['step']}: {r['batch']} × {r['chunk']}"
+        try:
+            report.timeline.write(options.timeline, title)
+        except OSError as error:
+            raise UserError(f"cannot write the timeline: {error}") from error
+        sys.stderr.write(f"wrote {options.timeline} (open it at https://ui.perfetto.dev)\n")
+    if options.json_file is None:
+        show_apart(report_console(), report)
+    else:
+        write_json(options.json_file, report.to_json())
 
 
 def _write_timeline(report, trace: Path, picture: Path) -> None:

@@ -154,7 +154,17 @@ def _compile_exchange(
 def _compile(lower: Callable[[], Lowered], target: str, mesh: jax.sharding.Mesh) -> CompiledProgram:
     started = time.perf_counter()
     lowered = lower()
-    lowering = time.perf_counter() - started
+    return compile_lowered(lowered, target, mesh, time.perf_counter() - started)
+
+
+def compile_lowered(
+    lowered: Lowered, target: str, mesh: jax.sharding.Mesh, lower_seconds: float = 0.0
+) -> CompiledProgram:
+    """Compile a program for the devices of a mesh.
+
+    Raises:
+        TooLarge: it is too large for them. UserError: the target's compiler refuses it otherwise.
+    """
     started = time.perf_counter()
     if mesh.devices.flat[0].platform == "cpu":
         with tempfile.TemporaryDirectory(prefix="dsjax-dryrun-") as folder:
@@ -165,7 +175,7 @@ def _compile(lower: Callable[[], Lowered], target: str, mesh: jax.sharding.Mesh)
         partitioned = texts[0] if len(texts) == 1 else None
     else:
         compiled, partitioned = _compile_for_accelerator(lowered, target), None
-    return CompiledProgram(compiled, partitioned, lowering, time.perf_counter() - started)
+    return CompiledProgram(compiled, partitioned, lower_seconds, time.perf_counter() - started)
 
 
 def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:

@@ -71,21 +71,14 @@ def dry_run(
     config = load_config(args.engine.model)
     spec = MeshSpec.parse(args.engine.mesh)
     hardware = None if args.target == "cpu" else load_hardware(args.target)
-    machines = _cluster(hardware, cluster, spec.num_devices)
+    machines = target_cluster(hardware, cluster, spec.num_devices)
     if args.engine.devices_per_host is None:
         near = machines.domain if machines else CPU_HOST_DEVICES
         args = replace(args, engine=replace(args.engine, devices_per_host=near))
     if against and not reductions:
         raise UserError("--against compares the order of sums; give --reductions as well")
     variants = {text: variant(args, text) for text in against}
-    for flag, given in (("--context", args.context), ("--max-model-len", args.engine.max_model_len)):
-        if given and given > config.max_position_embeddings:
-            raise UserError(
-                f"{flag} is {given}, but the model has {config.max_position_embeddings} positions; lower it"
-            )
-    # Neither was given, and the usual context is beyond the model's.
-    if args.row_tokens > config.max_position_embeddings:
-        args = replace(args, context=config.max_position_embeddings)
+    args = within_positions(args, config)
     # Before the devices are described, or emulated.
     weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
     check_layout(config, spec.stage, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
@@ -161,6 +154,21 @@ def _read_mesh(
     )
 
 
+def within_positions(args: DryRunArgs, config: ModelConfig) -> DryRunArgs:
+    """The arguments with a context that the model has positions for.
+
+    Raises:
+        UserError: a longer one was given.
+    """
+    for flag, given in (("--context", args.context), ("--max-model-len", args.engine.max_model_len)):
+        if given and given > config.max_position_embeddings:
+            raise UserError(
+                f"{flag} is {given}, but the model has {config.max_position_embeddings} positions; lower it"
+            )
+    # Neither was given, and the usual context is beyond the model's.
+    return replace(args, context=min(args.row_tokens, config.max_position_embeddings))
+
+
 @dataclass(frozen=True)
 class _ProgramReader:
     """Reads the programs of a step."""
@@ -172,38 +180,60 @@ class _ProgramReader:
 
     def trip_counts(self, groups: Sequence[GroupShape]) -> TripCount:
         """What loops of unknown length are taken for in a pass over these row groups."""
-        step, context = self.step, self.args.row_tokens
+        step = self.step
         halves = 2 if step.in_halves(groups) else 1
         tokens = -(-sum(group.tokens for group in groups) // halves)
         experts = even_experts(step, tokens) if step.config.is_moe else None
-        pages = -(-context // step.page_size)
-        # Of groups that have the same form the loops cannot be told apart: all count as those with the smallest blocks.
-        blocks: dict[str, int] = {}
-        for group in groups:
-            block = step.attention.block(group.rows, group.chunk)
-            blocks[group.form] = min(block, blocks.get(group.form, block))
-        return trip_counts(context, pages, step.page_size, blocks, experts)
+        return step_trip_counts(step, groups, self.args.row_tokens, experts)
 
     def read(self, compiled: CompiledProgram, trips: TripCount, tokens: int, moe_layers: int) -> ProgramReport:
         """tokens: of a DP rank, through ``moe_layers`` layers with experts."""
-        step = self.step
-        config, spec = step.config, step.spec
-        program = Program.parse(compiled.text())
-        dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
-        host_devices = self.machines.domain if self.machines else self.args.engine.devices_per_host
-        collectives = program_collectives(
-            program, dict(step.mesh.shape), host_devices=host_devices, dtypes=dtypes, trip_count=trips
-        )
-        played = None
-        if self.timeline and self.machines:
-            ragged = even_ragged_share(spec.ep_size, config.num_experts_per_tok) if config.is_moe else 1.0
-            played = Timeline.of(program, collectives, self.machines, trips, ragged)
-        return ProgramReport(
-            collectives=collectives,
-            costs=program_costs(program, trip_count=trips),
-            expert_flops=expert_flops(config, tokens / spec.tp_size, moe_layers),
-            timeline=played,
-        )
+        config, spec = self.step.config, self.step.spec
+        ragged = even_ragged_share(spec.ep_size, config.num_experts_per_tok) if config.is_moe else 1.0
+        flops = expert_flops(config, tokens / spec.tp_size, moe_layers)
+        near = self.machines.domain if self.machines else self.args.engine.devices_per_host
+        machines = self.machines if self.timeline else None
+        return read_program(compiled, self.step.mesh, trips, flops, near, play_on=machines, ragged_share=ragged)
+
+
+def step_trip_counts(
+    step: ModelStep, groups: Sequence[GroupShape], context: int, experts: EvenExperts | None
+) -> TripCount:
+    """What loops of unknown length are taken for in a program of a step over these row groups."""
+    pages = -(-context // step.page_size)
+    # Of groups that have the same form the loops cannot be told apart: all count as those with the smallest blocks.
+    blocks: dict[str, int] = {}
+    for group in groups:
+        block = step.attention.block(group.rows, group.chunk)
+        blocks[group.form] = min(block, blocks.get(group.form, block))
+    return trip_counts(context, pages, step.page_size, blocks, experts)
+
+
+def read_program(
+    compiled: CompiledProgram,
+    mesh: Mesh,
+    trips: TripCount,
+    expert_flops: float,
+    host_devices: int,
+    *,
+    play_on: Cluster | None = None,
+    ragged_share: float = 1.0,
+) -> ProgramReport:
+    """Read a program of the devices of a mesh.
+
+    host_devices: neighbours that fast links join. play_on: on which the program is played through; None: it is not.
+    """
+    program = Program.parse(compiled.text())
+    dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
+    collectives = program_collectives(
+        program, dict(mesh.shape), host_devices=host_devices, dtypes=dtypes, trip_count=trips
+    )
+    return ProgramReport(
+        collectives=collectives,
+        costs=program_costs(program, trip_count=trips),
+        expert_flops=expert_flops,
+        timeline=Timeline.of(program, collectives, play_on, trips, ragged_share) if play_on else None,
+    )
 
 
 def _orders(
@@ -249,8 +279,12 @@ def even_experts(step: ModelStep, tokens: int) -> EvenExperts:
     )
 
 
-def _cluster(hardware: Hardware | None, name: str | None, devices: int) -> Cluster | None:
-    """The named cluster, or hosts as the hardware's file describes them; None on the CPU target."""
+def target_cluster(hardware: Hardware | None, name: str | None, devices: int) -> Cluster | None:
+    """The named cluster, or hosts as the hardware's file describes them; None on the CPU target.
+
+    Raises:
+        UserError: the cluster is of other devices, or of fewer.
+    """
     if name is None:
         return default_cluster(hardware, devices) if hardware else None
     named = load_cluster(name)
@@ -297,6 +331,7 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "physical_experts": step.placement.n_physical if step.config.is_moe else 0,
         "page_size": step.page_size,
         "num_drafts": compiled.num_drafts,
+        "halves": step.in_halves(compiled.shape.groups),
     }
 
 

@@ -88,7 +88,8 @@ def show(console: Console, report: DryRunReport) -> None:
         console.print(f"[dim]note: {note}[/dim]", highlight=False)
 
 
-def _table(title: str, *columns: str) -> Table:
+def table_of(title: str, *columns: str) -> Table:
+    """A table with a title, whose first column is aligned to the left and all others to the right."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
@@ -96,7 +97,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _parameters(report: DryRunReport) -> Table:
-    table = _table("parameters", "component", "parameters", "bytes a device")
+    table = table_of("parameters", "component", "parameters", "bytes a device")
     for name, count in sorted(report.parameters.items(), key=lambda item: -item[1]):
         table.add_row(name, f"{count:,}", f"{report.memory.weights[name]:,}")
     table.add_section()
@@ -106,7 +107,7 @@ def _parameters(report: DryRunReport) -> Table:
 
 def _memory(report: DryRunReport) -> Table:
     memory = report.memory
-    table = _table("memory of a device", "", "bytes", "GB")
+    table = table_of("memory of a device", "", "bytes", "GB")
     rows = [
         ("weights", memory.weight_bytes),
         (f"cache ({report.cache_tokens:,} tokens of a DP rank)", memory.cache),
@@ -136,7 +137,7 @@ def _memory(report: DryRunReport) -> Table:
 
 
 def _collectives(program: ProgramReport, name: str) -> Table:
-    table = _table(
+    table = table_of(
         f"collectives of {name}; bytes that a device sends in it",
         "kind", "part of the model", "axes", "array", "bytes", "times", "in host", "to others", "beside",
     )  # fmt: skip
@@ -153,15 +154,23 @@ def _collectives(program: ProgramReport, name: str) -> Table:
     for (kind, axes, array, operand, near, far, beside, part), times in rows.items():
         inside, between = inside + near * times, between + far * times
         table.add_row(
-            kind, part, axes, array, _size(operand), f"{times:g}", _size(near * times), _size(far * times), beside
+            kind,
+            part,
+            axes,
+            array,
+            size_text(operand),
+            f"{times:g}",
+            size_text(near * times),
+            size_text(far * times),
+            beside,
         )
     table.add_section()
-    table.add_row("all", "", "", "", "", f"{sum(rows.values()):g}", _size(inside), _size(between), "")
+    table.add_row("all", "", "", "", "", f"{sum(rows.values()):g}", size_text(inside), size_text(between), "")
     table.caption = "beside: operations scheduled between start and done; – synchronous"
     return table
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     """Bytes in the decimal unit that leaves one to three digits before the point."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
@@ -172,7 +181,7 @@ def _size(count: float) -> str:
 
 def _costs(program: ProgramReport, name: str) -> Table:
     costs = program.costs
-    table = _table(f"work of a device in {name}", "", "")
+    table = table_of(f"work of a device in {name}", "", "")
     table.add_row("operations of matrix products", f"{costs.flops / 1e12:.4g} T")
     for dtype, flops in costs.flops_by_dtype.items():
         table.add_row(f"  of {dtype}", f"{flops / 1e12:.4g} T")
@@ -187,11 +196,11 @@ def _costs(program: ProgramReport, name: str) -> Table:
 def _orders(orders: OrderReport) -> Iterator[Table]:
     """The sums that could depend on the layout or the batch, and those that do not."""
     compared = f"compared with {', '.join(orders.against)}" if orders.against else "compared with no other program"
-    open_ = _table(
+    open_ = table_of(
         f"sums whose order could depend on the layout or the batch; {compared}",
         "place", "made by", "terms", "order", "times", "depends on", "otherwise", "known",
     )  # fmt: skip
-    fixed = _table("sums whose order depends on neither", "place", "made by", "terms", "order", "times", "why")
+    fixed = table_of("sums whose order depends on neither", "place", "made by", "terms", "order", "times", "why")
     for table in (open_, fixed):
         for column in table.columns:
             column.justify, column.overflow = "left", "fold"
@@ -221,7 +230,7 @@ def _orders(orders: OrderReport) -> Iterator[Table]:
 
 def _timeline(timeline: Timeline, name: str) -> Table:
     step = timeline.step
-    table = _table(
+    table = table_of(
         f"{name} of {timeline.cluster.name}: {step.value * 1e3:.4g} ms ({step.low * 1e3:.4g} – {step.high * 1e3:.4g}; "
         f"{Kind(step.kinds).words()}), {timeline.exposed_network * 1e3:.3g} ms of them waiting for the network",
         "part of the model", "critical ms", "of it", "compute ms", "links ms", "T ops", "GB",
@@ -242,8 +251,8 @@ def _timeline(timeline: Timeline, name: str) -> Table:
 
 
 def _rebalance(moves: ExpertMoves) -> Table:
-    table = _table(
-        f"moving experts: policy {moves.policy}, at most {_size(moves.max_bytes_per_step)} received between two steps",
+    table = table_of(
+        f"moving experts: policy {moves.policy}, at most {size_text(moves.max_bytes_per_step)} received between two steps",
         "", "first, from no load known", "next, after drift",
     )  # fmt: skip
     both = (moves.first, moves.next)
@@ -253,14 +262,14 @@ def _rebalance(moves: ExpertMoves) -> Table:
 
     row("experts of a layer that move, all ranks", lambda one: f"{one.experts:.4g}")
     row("  that the rank with the most receives", lambda one: f"{one.received:.3g}")
-    row("  bytes", lambda one: _size(one.received * moves.expert_bytes))
+    row("  bytes", lambda one: size_text(one.received * moves.expert_bytes))
     row("exchanges of a layer", lambda one: f"{one.exchanges:.3g}")
     if moves.next.seconds:
         row("milliseconds of a layer, predicted", lambda one: _milliseconds(one.seconds))
     row(f"steps of a rebalance of all {moves.layers} layers", lambda one: f"{moves.steps(one):,}")
     table.caption = (
         f"an expert has {moves.expert_bytes:,} bytes on a device; {moves.experts_per_exchange} to a rank in an exchange, for which "
-        f"the compiled program sends {moves.sent_bytes:,} bytes; its own temporaries {_size(moves.exchange_temporaries)}"
+        f"the compiled program sends {moves.sent_bytes:,} bytes; its own temporaries {size_text(moves.exchange_temporaries)}"
     )
     return table
 
@@ -275,7 +284,9 @@ def _assumed(figure: Figure) -> str:
 
 def _fit(report: DryRunReport) -> Table:
     fit, r = report.fit, report.request
-    table = _table(f"what fits into {fit.room / 1e9:.4g} GB of a device ({fit.compilations} programs compiled)", "", "")
+    table = table_of(
+        f"what fits into {fit.room / 1e9:.4g} GB of a device ({fit.compilations} programs compiled)", "", ""
+    )
     table.add_row(f"rows of a DP rank at context {r['context']:,}", f"{fit.batch:,}")
     table.add_row(f"context of a row at {r['batch']} rows", f"{fit.context:,}")
     table.add_row(f"cache tokens of a DP rank beside {r['batch']} rows", f"{fit.cache_tokens:,}")

@@ -12,24 +12,26 @@ import importlib.util
 import os
 import platform
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jaxlib
 
+from dsjax.kernels.run_commands import run_command, run_together
 from dsjax.ownership import WRITABLE_BY_OTHERS, is_trusted, why_distrusted
+from sharding.cores import most_threads
 
 SOURCES = Path(__file__).parent / "native"
-BINDINGS = SOURCES / "bindings.cc"
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-w")
+HARNESS = "harness.cc"
+"""The kernels as a program of their own, for tests: no part of the library."""
+FLAGS = ("-std=c++17", "-O2", "-fvect-cost-model=dynamic", "-ffp-contract=fast", "-fno-math-errno", "-w")
 COMPILE_SECONDS = 600
 """After which a compiler is taken to hang. ``zig``, which builds its own C++ library first, took 55 s on two cores."""
 TRY_SECONDS = 120
@@ -190,11 +192,10 @@ def build(path: Path, march: str = "native") -> BuiltLibrary:
     if command is None:
         return BuiltLibrary(None, _NO_COMPILER)
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix="building-", suffix=".so", delete=False) as file:
-        unfinished = Path(file.name)
     print(f"building native kernels with {' '.join(command)} -march={march} into {path.parent}", file=sys.stderr)
     started = time.monotonic()
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
+        unfinished = Path(folder, path.name)
         reason = compile_library(command, unfinished, march)
         if reason is None and march == "native" and not (tested := _try(unfinished, remember=False)).path:
             reason = tested.note
@@ -202,21 +203,26 @@ def build(path: Path, march: str = "native") -> BuiltLibrary:
             return BuiltLibrary(None, reason)
         unfinished.chmod(0o755)  # for others to read, and this user to write
         unfinished.replace(path)  # at once: another process that builds the same finds a whole library, its own or ours
-    finally:
-        unfinished.unlink(missing_ok=True)
     if march == "native":
         _remember(path)
     return BuiltLibrary(path, f"native kernels were built in {time.monotonic() - started:.0f} s")
 
 
 def compile_library(command: list[str], output: Path, march: str) -> str | None:
-    """Run the compiler; why it failed, or None."""
-    arguments = [*_flags(march), f"-I{jax.ffi.include_dir()}", str(BINDINGS), "-o", str(output)]
+    """Compile the units, beside ``output``, and link them; why that failed, or None."""
+    flags = [*_flags(march), f"-I{jax.ffi.include_dir()}"]
+    units = [unit for unit in sorted(SOURCES.glob("*.cc")) if unit.name != HARNESS]
+    objects = [str(output.with_name(f"{unit.stem}.o")) for unit in units]
+    compiles = [[*command, *flags, "-c", str(unit), "-o", made] for unit, made in zip(units, objects, strict=True)]
+    link = [*command, *flags, "-shared", *objects, "-o", str(output)]
     try:
-        code, said = _run([*command, *arguments], COMPILE_SECONDS)
+        ended = run_together(compiles, COMPILE_SECONDS, most_threads())
+        if all(code == 0 for code, _ in ended):
+            ended = [run_command(link, COMPILE_SECONDS)]
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the compiler {' '.join(command)} did not build the native kernels ({_in_a_line(error)})"
-    if code == 0:
+    said = next((said for code, said in ended if code != 0), None)
+    if said is None:
         return None
     lines = [line for line in said.splitlines() if "error" in line] or said.splitlines() or ["no message"]
     return f"the compiler {' '.join(command)} failed on the native kernels: {lines[0][:300]}"
@@ -225,30 +231,7 @@ def compile_library(command: list[str], output: Path, march: str) -> str | None:
 def _flags(march: str) -> list[str]:
     wide = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
     target = f"-mcpu={march}" if platform.machine() in ("aarch64", "arm64") else f"-march={march}"
-    return [*FLAGS, target, *wide, "-fPIC", "-shared"]
-
-
-def _run(command: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Run a command, and end it and all that it has started if it takes longer; give its exit status and what it wrote.
-
-    Raises:
-        OSError: it cannot be started. subprocess.TimeoutExpired: it took longer.
-    """
-    # No pipe, which a process that is left over would hold open, and no temporary folder where there is another way.
-    with os.fdopen(os.memfd_create("said"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(seconds)
-        except BaseException:
-            with contextlib.suppress(OSError, AttributeError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.wait()
-            raise
-        said.seek(0)
-        return code, said.read(1 << 20).decode(errors="replace")
+    return [*FLAGS, target, *wide, "-fPIC"]
 
 
 def _in_a_line(error: Exception) -> str:
@@ -264,7 +247,7 @@ def _try(path: Path, remember: bool = True) -> BuiltLibrary:
     """Whether a library loads and computes rightly here. In a process of its own: a wrong processor's ends by a signal."""
     program = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).dsjax_self_test())"
     try:
-        code, said = _run([sys.executable, "-S", "-E", "-c", program, str(path.absolute())], TRY_SECONDS)
+        code, said = run_command([sys.executable, "-S", "-E", "-c", program, str(path.absolute())], TRY_SECONDS)
     except subprocess.TimeoutExpired:
         return BuiltLibrary(None, f"the native kernels in {path} did not finish a small case in {TRY_SECONDS} s")
     except OSError as error:
@@ -318,7 +301,7 @@ def _machine() -> str:
 def _compiler_version(command: list[str]) -> str | None:
     """What a compiler says about its version; empty where it says nothing, None where it hangs."""
     try:
-        _, said = _run([*command, "--version"], VERSION_SECONDS)
+        _, said = run_command([*command, "--version"], VERSION_SECONDS)
     except subprocess.TimeoutExpired:
         return None
     return said

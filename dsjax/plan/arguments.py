@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,6 +132,21 @@ class PlanArgs:
         "Default: the engine's.",
     )
     prefill_tokens: int = option(16384, "Most prompt tokens of a DP rank in a step.")
+    afd: str = option(
+        "off",
+        "auto: also look at attention and experts on devices of their own (AFD); on: at nothing else; off. Of --engine dsjax what dsjax "
+        "serve does, of published what papers do.",
+    )
+    attention_mesh: str | None = option(
+        None, "With --expert-mesh, in place of --mesh: plan with these devices for attention, dp=8 or dp=4,tp=2."
+    )
+    expert_mesh: str | None = option(None, "With --attention-mesh: and these for the routed experts, ep=24.")
+    expert_device: str | None = option(
+        None, "With --afd: the experts are on hosts of this device (configs/hardware) beside the cluster's."
+    )
+    expert_hosts: int | None = option(
+        None, "--expert-device: how many hosts; default: as many as the cluster's.", min=1
+    )
     mesh: str | None = option(None, "Plan with instances of this mesh only: dp=32, or dp=4,tp=8, or pp=2,tp=8.")
     prefill_mesh: str | None = option(None, "Separated: mesh of a prefill instance.")
     decode_mesh: str | None = option(None, "Separated: mesh of a decode instance.")
@@ -192,6 +208,7 @@ class PlanArgs:
         self._check_batch()
         self._check_fit()
         self._check_reuse()
+        self._check_apart()
         if self.plots and not self.sweep:
             raise UserError(
                 "--plots draws sweeps, and there is none; give --sweep latency or another, or --pareto FILE.png for the front"
@@ -200,6 +217,38 @@ class PlanArgs:
             raise UserError("--explain is for reading, --json writes data in its place; give one of them")
         if self.classes and (self.input_tokens or self.output_tokens):
             raise UserError("--class has lengths of its own, in place of --input and --output; give one or the other")
+
+    def _check_apart(self) -> None:
+        if (self.attention_mesh is None) != (self.expert_mesh is None):
+            raise UserError(
+                "--attention-mesh and --expert-mesh name the two sides of one instance; give both, or --afd alone"
+            )
+        if self.expert_mesh is not None and not re.fullmatch(r"ep=[1-9]\d*", self.expert_mesh):
+            raise UserError(
+                f"--expert-mesh is {self.expert_mesh!r}, expected ep= and the number of devices, such as ep=24"
+            )
+        if self.expert_hosts is not None and self.expert_device is None:
+            raise UserError("--expert-hosts is of --expert-device; give it too")
+        if self.plans_apart == "off":
+            if self.expert_device is not None:
+                raise UserError(
+                    "--expert-device is of attention and experts apart; give --afd auto or on, or both meshes"
+                )
+            return
+        for flag, given in (
+            ("--simulate", self.simulate), ("--slo", self.slo), ("--fit", self.fit), ("--working-set", self.working_set is not None),
+        ):  # fmt: skip
+            if given:
+                raise UserError(f"{flag} knows layouts of one mesh, and --afd looks at two; leave one of the two out")
+        if self.recipe_file is not None and self.recipe_file.suffix != ".json":
+            raise UserError(
+                f"--recipe {self.recipe_file} has no services of attention and experts apart; give FILE.json"
+            )
+
+    @property
+    def plans_apart(self) -> str:
+        """`--afd`, which meshes of two sides turn on."""
+        return "on" if self.attention_mesh is not None else self.afd
 
     def _check_reuse(self) -> None:
         for name in ("host_cache_gb", "disk_cache_gb"):
@@ -275,6 +324,7 @@ class PlanArgs:
             UserError: a file that cannot be read, or values that do not go together.
         """
         from dsjax.config import load_config
+        from dsjax.hardware import load_hardware
         from dsjax.plan.engine import find_engine
         from dsjax.plan.measured import read_measured
         from dsjax.plan.operator_tables import operator_tables
@@ -302,6 +352,8 @@ class PlanArgs:
             slos = [Slo.parse(text, workload) for text in self.slo]
             objective = guide(objective, slos, workload)
         cluster = cluster.resized(self.hosts) if self.hosts else cluster
+        if self.expert_device is not None:
+            cluster = cluster.with_experts_on(load_hardware(self.expert_device), self.expert_hosts or cluster.hosts)
         return Question(config, cluster, workload, objective, self._options(engine, measured, tables)), slos
 
     def _timed(self, cluster: Cluster) -> Cluster:
@@ -366,6 +418,7 @@ class PlanArgs:
             pins=self._pins(),
             widest=self.max_devices_per_instance,
             fused=self.enable_shared_experts_fusion,
+            afd=self.plans_apart,
             stages=(1, *(self.stages or ())),
         )
 
@@ -373,7 +426,8 @@ class PlanArgs:
         from dsjax.plan.workload import Pins
 
         prefill, decode = _mesh(self.prefill_mesh), _mesh(self.decode_mesh)
-        return Pins(prefill, decode, self.prefill_instances, self.decode_instances)
+        apart = _mesh(self.attention_mesh), _mesh(self.expert_mesh and self.expert_mesh.replace("ep=", "dp="))
+        return Pins(prefill, decode, self.prefill_instances, self.decode_instances, *apart)
 
 
 _OF_A_SERVICE = (

@@ -66,6 +66,12 @@ class Candidate:
         decode_devices = self.decode.layout.devices * self.count
         sides = ((self.decode, decode_devices), (self.prefill, self.devices - decode_devices))
         prices = [(side.cluster.hardware.price_per_hour, devices) for side, devices in sides if devices]
+        if self.decode.layout.experts and (beside := self.decode.cluster.experts) is not None:
+            experts = self.decode.layout.experts * self.count
+            prices = [
+                (prices[0][0], decode_devices - experts),
+                (beside.hardware.price_per_hour, experts),
+            ]
         if any(price is None for price, _ in prices):
             return None
         total = sum(price * devices for price, devices in prices)
@@ -111,6 +117,7 @@ class Candidate:
         fields: dict[str, Any] = {
             "mode": self.mode,
             "mesh": str(self.decode.layout.mesh),
+            "expert_mesh": f"ep={self.decode.layout.experts}" if self.decode.layout.experts else None,
             "kind": self.decode.layout.kind,
             "redundant_experts": self.decode.layout.redundant,
             "instances": self.count,

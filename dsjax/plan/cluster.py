@@ -42,7 +42,8 @@ class Cluster:
     storage: bytes a second at which each host reads a checkpoint while all do, or None where nobody said. acceptance: for a measurement
     of the network; measured: such a measurement, in place of the links' figures. sources: field → where it is from. wiring: tiers of
     switches, or direct links, where the network is not one switch of full bandwidth. prefill: hosts of another kind that compute
-    prompts, while these decode; None where all are alike.
+    prompts, while these decode; None where all are alike. experts: hosts of another kind for the routed experts,
+    while these have attention.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Cluster:
     measured: MeasuredNetwork | None = None
     wiring: Wiring = Wiring()
     prefill: Cluster | None = None
+    experts: Cluster | None = None
 
     @property
     def num_devices(self) -> int:
@@ -101,6 +103,8 @@ class Cluster:
         chip = self.hardware
         if self.prefill is not None:
             self = dataclasses.replace(self, prefill=self.prefill.scaled(resource, factor))
+        if self.experts is not None:
+            self = dataclasses.replace(self, experts=self.experts.scaled(resource, factor))
         if self.measured is not None:
             self = dataclasses.replace(self, measured=self.measured.scaled(resource, factor))
         if resource == "compute":
@@ -127,6 +131,15 @@ class Cluster:
                 self, latency=self.latency / factor, latency_low=low, latency_high=high, wiring=wiring
             )
         return dataclasses.replace(self, hardware=chip)
+
+    def with_experts_on(self, hardware: Hardware, hosts: int) -> Cluster:
+        """Make a cluster with so many hosts of another device beside it for the routed experts, with cards and network as these have."""
+        beside = dataclasses.replace(
+            self, name=f"{self.name}, experts", description=f"{hosts} hosts of {hardware.name}", hardware=hardware, hosts=hosts,
+            devices_per_host=hardware.devices_per_host, scale_up_devices=hardware.scale_up_devices, wiring=Wiring(), prefill=None,
+            experts=None, measured=None,
+        )  # fmt: skip
+        return dataclasses.replace(self, experts=beside)
 
     def resized(self, hosts: int) -> Cluster:
         """Make a cluster with another number of hosts; the highest tier joins as many as there are."""

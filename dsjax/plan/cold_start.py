@@ -5,6 +5,8 @@ from __future__ import annotations
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, assumed, exact, smallest
 from dsjax.plan.instance import Instance
+from dsjax.plan.memory import expert_side_bytes
+from dsjax.plan.moves import in_one_process
 
 _DIVIDED_BY_TP = ("attention", "dense MLP", "shared experts", "embedding and head")
 
@@ -16,10 +18,16 @@ def host_bytes(instance: Instance) -> int:
     norms are whole on every device and here counted with the heads' matrices, which `tp` divides: a little too many bytes where `tp` > 1.
     """
     layout = instance.layout
-    devices = min(layout.devices, instance.cluster.devices_per_host)
+    devices = min(layout.mesh.num_devices, instance.cluster.devices_per_host)
     shards = min(layout.mesh.tp_size, devices)
     weights = instance.memory.weights
-    return sum(
+    beside = 0
+    if layout.experts and in_one_process(
+        instance.cluster, instance.cluster.experts or instance.cluster, layout.devices
+    ):
+        drafts = instance.options.drafts > 0
+        beside = layout.experts * expert_side_bytes(instance.config, layout, instance.options.precision, drafts)
+    return beside + sum(
         size * (devices if name == "experts" else shards if name in _DIVIDED_BY_TP else 1)
         for name, size in weights.items()
     )

@@ -45,7 +45,8 @@ class DryRun:
 
     rows: of a DP rank; row_tokens: tokens of a row; context: positions of a row's page table; tokens: of a device.
     temporaries: bytes beside weights and cache: temporaries, outputs that are no cache, and code where it was read.
-    flops: dtype → operations of matrix products. timeline: its predicted seconds, where the file has them.
+    flops: dtype → operations of matrix products. timeline: its predicted seconds, where the file has them. halves: the step is computed
+    in two halves that overlap, so that its collectives and operations are of half batches.
     """
 
     file: str
@@ -70,6 +71,7 @@ class DryRun:
     collectives: tuple[Sent, ...]
     flops: Mapping[str, float]
     timeline: Figure | None = None
+    halves: bool = False
 
     @property
     def step_tokens(self) -> int:
@@ -94,7 +96,7 @@ class DryRun:
     def shape(self) -> str:
         """`decode of 128 rows at context 4,096`."""
         rows = f"{self.rows} rows" if self.row_tokens == 1 else f"{self.rows} × {self.row_tokens} tokens"
-        return f"{self.step} of {rows} at context {self.context:,}"
+        return f"{self.step} of {rows} at context {self.context:,}" + (", in two halves" if self.halves else "")
 
     def layout(self, config: ModelConfig) -> InstanceLayout:
         """One copy of the experts: what a plan prices."""
@@ -124,6 +126,10 @@ def read_dry_run(path: str | Path) -> DryRun:
 
 
 def _from_json(file: str, written: str, values: Mapping[str, Any]) -> DryRun:
+    if "expert_mesh" in values:
+        raise UserError(
+            f"--compiled {file} is of attention and experts apart, and a plan takes dry runs of one mesh; leave it out"
+        )
     if "stages" in values:
         raise ValueError("it is of several stages, of which a plan takes no dry run yet")
     memory, timeline = values["device_bytes"], values.get("timeline")
@@ -150,6 +156,7 @@ def _from_json(file: str, written: str, values: Mapping[str, Any]) -> DryRun:
         collectives=tuple(Sent.read(one) for one in values["collectives"]),
         flops=dict(values["costs"]["flops_by_dtype"]),
         timeline=_predicted(timeline["step"]) if timeline else None,
+        halves=values.get("halves", False),
     )
 
 

@@ -68,6 +68,13 @@ class DryRunUsage:
         }
 
 
+def halves_refusal(run: DryRun, overlap: str) -> str | None:
+    """Why a plan of dsjax cannot take the time of a dry run in two halves; None where it can, or where the step is whole."""
+    if run.halves and overlap != "on":
+        return "the program computes the step in two halves, and the plan's does not: give --two-batch-overlap on"
+    return None
+
+
 def usage(
     run: DryRun,
     config: ModelConfig,
@@ -75,6 +82,7 @@ def usage(
     precision: Precision,
     dispatch: str,
     weights: Mapping[InstanceLayout, int],
+    overlap: str = "off",
 ) -> DryRunUsage:
     """What a plan over these layouts (of units, with their weights' bytes) takes from a dry run."""
     reason = refusal(run, config, cluster, precision)
@@ -86,9 +94,12 @@ def usage(
     ours = weights[layout]
     agree = "to the byte" if ours == run.weight_bytes else f"to within {ours - run.weight_bytes:+,} bytes"
     memory = f"temporaries {run.temporaries / 1e9:.2f} GB; its weights agree with the plan's {agree}"
-    other = wire_refusal(run, dispatch, precision)
+    other = wire_refusal(run, dispatch, precision) or halves_refusal(run, overlap)
     if other:
         return DryRunUsage(run, True, f"{memory}; not its exchanges and operations: {other}")
+    if run.halves:
+        timed = f"its time, {run.timeline.value * 1e3:.4g} ms" if run.timeline else "no time: it has no timeline"
+        return DryRunUsage(run, True, f"{memory}; of a step in two halves {timed}")
     count = sum(sent.times for sent in run.collectives)
     sent = sum(sent.times * sent.size for sent in run.collectives)
     return DryRunUsage(

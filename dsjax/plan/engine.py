@@ -20,6 +20,7 @@ class Engine:
     MTP module by itself; otherwise one compiled program has all of them.
     most_drafts: tokens that it drafts a step at most, None where no bound is known. shared_beside: decode computes the shared expert
     beside the routed ones, on a second stream. holds_prompts: with attention DP prompts wait until every replica has some.
+    apart: has attention and experts on devices of their own.
     fp8_mla: decode multiplies an FP8 cache as FP8 on an H20. poll_steps: decode steps between two looks for new prompts; hold_steps: those
     that prompts are held back at most (both of a simulation: `simulation.admission`). credits: capability → the option
     or file of the engine that has it; what is not in it is not credited.
@@ -40,6 +41,7 @@ class Engine:
     shared_beside: bool = False
     holds_prompts: bool = False
     fp8_mla: bool = False
+    apart: bool = False
     poll_steps: int = 1
     hold_steps: int = 50
     credits: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -102,6 +104,7 @@ CAPABILITIES = (
     "int8",
     "shared_beside",
     "holds_prompts",
+    "apart",
 )
 """Fields of `Engine` that make a plan better, and that something must be named for."""
 _CREDITS = {
@@ -141,6 +144,7 @@ _OURS = {
     "drafts": "--speculative-config",
     "fp4": "--weights nvfp4",
     "fp8_cache": "--kv-cache-dtype fp8",
+    "apart": "--attention-mesh, --expert-mesh",
 }
 """What `dsjax serve` would have each capability by; only those that it has become credits."""
 
@@ -156,7 +160,7 @@ def _one(name: str) -> Engine:
 _OTHERS = {name: _one(name) for name in _CREDITS}
 _ALL = {
     what: "; ".join(f"{name}: {each[what]}" for name, each in _CREDITS.items() if what in each) for what in CAPABILITIES
-}
+} | {"apart": "papers of MegaScale-Infer, StepFun and Baidu Baige; no released engine has it"}
 PUBLISHED = Engine(
     "published",
     True,
@@ -170,6 +174,7 @@ PUBLISHED = Engine(
     int8=True,
     shared_beside=True,
     fp8_mla=True,
+    apart=True,
     credits=_ALL,
 )
 """SGLang and TensorRT-LLM with the kernels and overlaps that they publish; fp8_mla: FlashMLA's pull request 82, which the image
@@ -195,6 +200,7 @@ def dsjax_engine() -> Engine:
         fp8_cache=FP8_CACHE if any("fp8" in name for name in cache) else None,
         dispatch="auto",
         eager=False,
+        apart="expert_mesh" in fields,
         most_drafts=MOST_DRAFTS,
         widens_fp4=True,
     )
@@ -221,6 +227,7 @@ WORDS = {
     "int8": "block-wise INT8",
     "shared_beside": "shared expert beside the routed ones, in decode",
     "holds_prompts": "prompts held back until every replica has some",
+    "apart": "attention and experts apart",
 }
 """`CAPABILITIES` for a reader."""
 ENGINES = ("dsjax", "published", *_OTHERS)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from dsjax.config import ModelConfig
+from dsjax.plan.apart import apart_models
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
-from dsjax.plan.dry_runs import runs_of, wire_refusal
+from dsjax.plan.dry_runs import halves_refusal, runs_of, wire_refusal
 from dsjax.plan.figure import Figure, unless_settled
-from dsjax.plan.halves import HALVES
 from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
@@ -71,19 +71,23 @@ class Instance:
         """What the memory of one device holds."""
         bytes_of_device = self.cluster.hardware.memory_bytes
         precision, drafts = self.options.precision, self.options.drafts > 0
-        return memory(self.config, self.layout, precision, bytes_of_device, drafts, self.dry_runs, self.places_by_load)
+        beside = self.cluster.experts
+        there = beside.hardware.memory_bytes if beside else None
+        return memory(
+            self.config, self.layout, precision, bytes_of_device, drafts, self.dry_runs, self.places_by_load, there
+        )
 
     @property
     def places_by_load(self) -> bool:
         """Whether experts are moved after their load while serving: with redundant experts, wherever the engine can."""
         able = self.options.engine.balances and self.layout.mesh.pp_size == 1
-        return able and self.layout.redundant > 0 and self.layout.mesh.ep_size > 1
+        return able and self.layout.redundant > 0 and self.layout.expert_mesh.ep_size > 1
 
     @cached_property
     def dry_runs(self) -> tuple[DryRun, ...]:
         """Those that were compiled for this layout."""
         options = self.options
-        if self.layout.mesh.pp_size > 1:
+        if self.layout.experts or self.layout.mesh.pp_size > 1:
             return ()
         return runs_of(options.compiled, self.layout, self.config, self.cluster, options.precision)
 
@@ -107,9 +111,9 @@ class Instance:
         if "models" not in self.steps:
             options = self.options
             arguments = (self.config, self.cluster, self.layout.unit, options.precision, options.skew)
-            programs = tuple(
-                run for run in self.dry_runs if wire_refusal(run, options.dispatch, options.precision) is None
-            )
+            usable = [run for run in self.dry_runs if wire_refusal(run, options.dispatch, options.precision) is None]
+            programs = tuple(run for run in usable if not run.halves)
+            in_halves = any(run.halves for run in usable)
             shared = self.steps.setdefault("shared", {})
             choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
             if (
@@ -117,26 +121,27 @@ class Instance:
             ):  # it has to be asked for, as --enable-dbo; thresholds then choose the faster
                 choices = (False, True) if options.overlap == "on" else (False,)
             if (
-                self.layout.mesh.ep_size == 1 or programs or not options.engine.overlaps
+                self.layout.mesh.ep_size == 1 or (programs and not in_halves) or not options.engine.overlaps
             ):  # nothing to overlap; or the program that was compiled does not
                 choices = (False,)
             make = partial(MeasuredStep, measured=options.measured) if options.measured else StepModel
+            alike = {
+                "dispatch": options.dispatch,
+                "shared": shared,
+                "operators": options.operators,
+                "host": HOST_TIMES[options.host],
+                "eager": options.engine.eager,
+                "shared_beside": options.engine.shared_beside,
+                "fp8_mla": options.engine.fp8_mla,
+                "balancing": self.places_by_load,
+                "middle": self.only_middle,
+            }
+            if self.layout.experts:
+                published = options.engine.name != "dsjax"
+                self.steps["models"] = apart_models(*arguments, published=published, **alike)
+                return self.steps["models"]
             self.steps["models"] = [
-                make(
-                    *arguments,
-                    overlap=overlap,
-                    dispatch=options.dispatch,
-                    dry_runs=programs,
-                    shared=shared,
-                    operators=options.operators,
-                    host=HOST_TIMES[options.host],
-                    eager=options.engine.eager,
-                    shared_beside=options.engine.shared_beside,
-                    fp8_mla=options.engine.fp8_mla,
-                    balancing=self.places_by_load,
-                    middle=self.only_middle,
-                )
-                for overlap in choices
+                make(*arguments, overlap=overlap, dry_runs=() if overlap else programs, **alike) for overlap in choices
             ]
         return self.steps["models"]
 
@@ -145,12 +150,18 @@ class Instance:
         key = ("decode", batch)
         if key not in self.steps and self.stage is not None:
             drafts = self.options.drafts
-            self.steps[key] = self._staged(self.stage.decode_step(batch), batch * (1 + drafts), True)
+            self.steps[key] = self._staged(self.stage.decode_step(batch), batch * (1 + drafts), True), None
         elif key not in self.steps:
             context, uneven = self.workload.context, self.workload.uneven
-            times = [m.decode(batch, context, drafts=self.options.drafts, uneven=uneven) for m in self.step_models()]
-            self.steps[key] = self._paced(min(times, key=lambda time: time.value), True)
-        return self.steps[key]
+            times = [
+                (
+                    self._paced(m.decode(batch, context, drafts=self.options.drafts, uneven=uneven), True, m.overlap),
+                    m,
+                )
+                for m in self.step_models()
+            ]
+            self.steps[key] = min(times, key=lambda one: one[0].value)
+        return self.steps[key][0]
 
     @property
     def decode_curve(self) -> Curve:
@@ -162,33 +173,47 @@ class Instance:
             self.steps["decode curve"] = Curve((batch, self.decode_step(batch).value) for batch in tried)
         return self.steps["decode curve"]
 
-    def pace(self, decode: bool) -> Figure | None:
-        """With dsjax's own engine and a dry run of such a step: how much longer the program's timeline is than the estimate. Else None."""
+    def pace(self, decode: bool, halves: bool = False) -> Figure | None:
+        """With dsjax's own engine and a dry run of such a step: how much longer the program's timeline is than the estimate. Else None.
+
+        halves: of a step in two halves. Where only the other kind was compiled, it tells.
+        """
         if self.options.engine.name != "dsjax":
             return None
-        key = ("pace", decode)
+        key = ("pace", decode, halves)
         if key not in self.steps:
-            runs = [run for run in self.dry_runs if run.timeline and (run.step == "decode") == decode]
+            known = [run for run in self.dry_runs if not halves_refusal(run, self.options.overlap)]
+            runs = [run for run in known if run.timeline and (run.step == "decode") == decode]
+            runs.sort(key=lambda run: run.halves != halves)
             name = "timeline ÷ published operations"
             self.steps[key] = (
                 (unless_settled(runs[0].timeline) / self.compiled_step(runs[0])).named(name) if runs else None
             )
         return self.steps[key]
 
-    def _paced(self, step: Figure, decode: bool) -> Figure:
-        pace = self.pace(decode)
+    def _paced(self, step: Figure, decode: bool, halves: bool) -> Figure:
+        pace = self.pace(decode, halves)
         return step if pace is None else (step * pace).named("step", "s")
 
     def compiled_step(self, run: DryRun) -> Figure:
-        """Seconds of the step that was compiled: the same rows and context, without overlap."""
-        model = self.step_models()[0]
+        """Seconds of the step that was compiled: the same rows and context, whole or in halves as that is."""
+        models = self.step_models()
+        model = next((one for one in models if one.overlap == run.halves), models[0])
         if run.step == "decode":
             return model.decode(run.rows, run.context)
         return model.prefill(run.step_tokens, prompt=run.row_tokens, cached=run.context - run.row_tokens)
 
     def overlapped(self, batch: float) -> bool:
         """Whether `decode_step` overlaps two half batches."""
-        return _overlaps(self.decode_step(batch))
+        return self.batches_in_turn(batch) > 1
+
+    def batches_in_turn(self, batch: float) -> int:
+        """Micro-batches that `decode_step` has: 1, 2, or where attention and experts are apart up to 3."""
+        if self.stage is not None:
+            return self.stage.batches_in_turn(batch)
+        self.decode_step(batch)
+        model: StepModel = self.steps["decode", batch][1]
+        return getattr(model, "micro_batches", 1 + model.overlap) if self.config.is_moe else 1
 
     def halved_from(self, most: int) -> int | None:
         """Least tokens of a DP rank whose decode step is faster in two halves, as are all above it up to ``most`` requests, or None."""
@@ -201,7 +226,8 @@ class Instance:
 
     def halved(self, tokens: float) -> bool:
         """Whether `prefill_step` overlaps two half batches."""
-        return _overlaps(self.prefill_step(tokens))
+        self.prefill_step(tokens)
+        return self.steps["prefill", tokens, 1.0][2] and self.config.is_moe
 
     def tpot(self, batch: float) -> Figure:
         """`static_gen`: seconds between a request's tokens when nothing but decoding happens."""
@@ -215,11 +241,11 @@ class Instance:
         """Seconds of such a prefill step in which the device waits for launches: decodes in the same program may fill them."""
         return self._prefill(tokens, busy)[1]
 
-    def _prefill(self, tokens: float, busy: float) -> tuple[Figure, float]:
+    def _prefill(self, tokens: float, busy: float) -> tuple[Figure, float, bool]:
         key = ("prefill", tokens, busy)
         if key not in self.steps and self.stage is not None:
-            step, slack = self.stage._prefill(tokens, busy)
-            self.steps[key] = self._staged(step, tokens, False), slack
+            step, slack, halved = self.stage._prefill(tokens, busy)
+            self.steps[key] = self._staged(step, tokens, False), slack, halved
         elif key not in self.steps:
             computed, work = self.workload.computed, self.workload
             prompt = computed * (1 + work.input.variation**2)
@@ -227,9 +253,9 @@ class Instance:
             for model in self.step_models():
                 device, rows = model.prefill_device(tokens, prompt=prompt, cached=work.cached, busy=busy)
                 slack = max(0.0, model.launches().value - device.value)
-                steps.append((model.launched(device, tokens, rows), slack))
-            step, slack = min(steps, key=lambda one: one[0].value)
-            self.steps[key] = self._paced(step, False), slack
+                step = self._paced(model.launched(device, tokens, rows), False, model.overlap)
+                steps.append((step, slack, model.overlap))
+            self.steps[key] = min(steps, key=lambda one: one[0].value)
         return self.steps[key]
 
     def _staged(self, step: Figure, tokens: float, decode: bool) -> Figure:
@@ -273,7 +299,3 @@ class Instance:
     def prompt_seconds(self, tokens: float) -> Figure:
         """Seconds of the whole instance that one prompt of one DP rank costs, in steps of `tokens` a rank."""
         return self.prefill_step(tokens) * (self.workload.computed / tokens)
-
-
-def _overlaps(figure: Figure) -> bool:
-    return figure.name == HALVES or any(_overlaps(part) for part in figure.parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,21 +13,33 @@ from sharding.mesh import MeshSpec
 
 @dataclass(frozen=True)
 class InstanceLayout:
-    """One instance of the engine: a mesh and its redundant experts; fused: the shared expert is a routed one with a copy on each device."""
+    """One instance of the engine: a mesh and its redundant experts.
+
+    fused: the shared expert is a routed one with a copy on each device. experts: devices beside those of the mesh that have the routed
+    experts, and nothing else; 0: those of the mesh have them.
+    """
 
     mesh: MeshSpec
     redundant: int = 0
     fused: bool = False
+    experts: int = 0
 
     @cached_property
     def devices(self) -> int:
         """Devices of the instance."""
-        return self.mesh.num_devices
+        return self.mesh.num_devices + self.experts
+
+    @property
+    def expert_mesh(self) -> MeshSpec:
+        """The mesh that has the routed experts."""
+        return MeshSpec(dp_size=self.experts) if self.experts else self.mesh
 
     @property
     def kind(self) -> str:
         """Dynamo's name: TP, TEP and DEP with their width, or the mixture."""
         mesh = self.mesh
+        if self.experts:
+            return f"attention on {mesh.num_devices}, experts on {self.experts}"
         if mesh.pp_size > 1:
             return f"PP{mesh.pp_size}×{InstanceLayout(mesh.stage).kind}"
         experts = "TP" if mesh.splits_expert_width else "TEP"
@@ -48,6 +60,8 @@ class InstanceLayout:
         Of several stages it is on one stage's devices.
         """
         mesh = self.mesh
+        if self.experts:
+            return self
         if mesh.expert_copies == 1:
             return self if mesh.pp_size == 1 else InstanceLayout(mesh.stage, self.redundant, self.fused)
         return InstanceLayout(
@@ -57,19 +71,26 @@ class InstanceLayout:
         )
 
     def __str__(self) -> str:
-        return f"{self.mesh}" + (f" +{self.redundant}" if self.redundant else "")
+        beside = f", experts ep={self.experts}" if self.experts else ""
+        return f"{self.mesh}{beside}" + (f" +{self.redundant}" if self.redundant else "")
 
 
 def fits(config: ModelConfig, layout: InstanceLayout, block: int | None) -> MeshError | None:
     """`MeshSpec.check_fits` on the model's numbers; None, or the error. block: of FP8 weights (128) or None."""
     if layout.mesh.pp_size > config.num_hidden_layers:
         return MeshError(f"mesh {layout.mesh} has more stages than the model has layers, {config.num_hidden_layers}")
+    routed = {
+        "experts": config.n_routed_experts,
+        "redundant": layout.redundant,
+        "expert_width": config.moe_intermediate_size,
+    }
     try:
+        if layout.experts:
+            layout.expert_mesh.check_fits(heads=layout.experts, block=block, **routed)
+            routed = {}
         layout.mesh.check_fits(
             heads=config.num_attention_heads,
-            experts=config.n_routed_experts,
-            redundant=layout.redundant,
-            expert_width=config.moe_intermediate_size,
+            **routed,
             dense_widths={"intermediate_size": config.intermediate_size} if config.num_dense_layers else None,
             block=block,
         )
@@ -129,6 +150,24 @@ def named_layouts(
                 InstanceLayout(mesh, extra) for extra in _redundancies(config.n_routed_experts, mesh.ep_size, redundant)
             )
             yield from (layout for layout in tried if fits(config, layout, block) is None)
+
+
+def apart_layouts(
+    config: ModelConfig, pairs: Iterable[tuple[int, int]], per_host: int, *, redundant: int | None, block: int | None
+) -> Iterator[InstanceLayout]:
+    """Every layout with attention and experts on devices of their own that fits the model.
+
+    pairs: (devices with attention, devices with experts). redundant: as of ``layouts``.
+    """
+    for attention, experts in pairs:
+        for tp in _divisors(attention):
+            if config.num_attention_heads % tp or tp > per_host:
+                continue
+            mesh = MeshSpec(dp_size=attention // tp, tp_size=tp)
+            for extra in _redundancies(config.n_routed_experts, experts, redundant):
+                layout = InstanceLayout(mesh, extra, experts=experts)
+                if fits(config, layout, block) is None:
+                    yield layout
 
 
 def _redundancies(logical: int, ep: int, wanted: int | None) -> list[int]:

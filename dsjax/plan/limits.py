@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dsjax.plan.candidate import Candidate, in_full
 from dsjax.plan.cluster import RESOURCES, Cluster
 from dsjax.plan.instance import Instance
+from dsjax.plan.pools import most_instances
 from dsjax.plan.question import Question
 from dsjax.plan.search import Plan, of_prefill, search
 from dsjax.plan.separated import most_decode_instances
@@ -197,7 +198,7 @@ def _no_room_for_all(plan: Plan) -> Forbidden:
     prefilling = _prefilling(question, plan.fitting) if apart else []
 
     def held(instance: Instance) -> int:
-        count = question.devices // instance.layout.devices
+        count = most_instances(question, instance.layout)
         if apart:
             count = most_decode_instances(question, prefilling, instance)
         return instance.max_batch * instance.replicas * count

@@ -30,7 +30,8 @@ def weight_bytes(
     moe_layers = layers - config.num_dense_layers if config.is_moe else 0
     dense_layers = layers - moe_layers
     width, (attention, others) = config.hidden_size, attention_matrices(config, tp)
-    slots = (config.n_routed_experts + layout.redundant) // mesh.ep_size if config.is_moe else 0
+    held = config.is_moe and not layout.experts
+    slots = (config.n_routed_experts + layout.redundant) // mesh.ep_size if held else 0
     of_shared = mesh.expert_width_shards if layout.fused else tp
     sizes = {
         "attention": layers * (bytes_of(attention, precision.linear) + (others + 2 * width) * 2),
@@ -44,6 +45,13 @@ def weight_bytes(
     if mtp:
         sizes["MTP projection and norms"] = config.num_nextn_predict_layers * (2 * width * width + 3 * width) * 2
     return {name: size for name, size in sizes.items() if size}
+
+
+def expert_side_bytes(config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool = False) -> int:
+    """Bytes of routed experts on one of the devices that have nothing else."""
+    layers = config.num_moe_layers + (config.num_nextn_predict_layers if mtp else 0)
+    slots = (config.n_routed_experts + layout.redundant) // layout.experts
+    return layers * slots * expert_bytes(config, 1, precision)
 
 
 def _stages_weights(
@@ -117,16 +125,24 @@ def memory(
     mtp: bool = False,
     dry_runs: tuple[DryRun, ...] = (),
     balanced: bool = False,
+    expert_device_bytes: int | None = None,
 ) -> Memory:
     """Memory of one device of a layout. Set aside: runtime, communication buffers, graphs and a step's temporaries.
 
-    balanced: experts move while serving, so that the staging buffer of one layer's slots is set aside too.
+    expert_device_bytes: of the devices that have the experts, where these are others. Where the experts do not fit there, their memory is
+    told; else that of a device with attention. balanced: experts move while serving, so that the
+    staging buffer of one layer's slots is set aside too.
     """
     if layout.mesh.pp_size > 1:
         return _memory_of_stages(config, layout, precision, device_bytes, mtp)
     weights = weight_bytes(config, layout, precision, mtp)
     reserve = set_aside(device_bytes, dry_runs)
-    if balanced:
+    if layout.experts:
+        there = {"experts": expert_side_bytes(config, layout, precision, mtp)}
+        beside = Memory(there, set_aside(expert_device_bytes or device_bytes), expert_device_bytes or device_bytes, 1)
+        if beside.cache.value <= 0:  # what forbids the layout is that side
+            return beside
+    elif balanced:
         slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
         staging = slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
         reserve = reserve + exact(staging, "staging of experts that move", "B")

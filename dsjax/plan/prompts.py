@@ -82,7 +82,8 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> f
     their operations (`Instance.pace`), what both kinds have in common is saved at the pace of the faster one.
     """
     low, high, way = busy
-    paces = [1.0 if (pace := instance.pace(decode)) is None else pace.value for decode in (False, True)]
+    kinds = ((False, instance.halved(tokens)), (True, instance.overlapped(batch)))
+    paces = [1.0 if (pace := instance.pace(*kind)) is None else pace.value for kind in kinds]
     slack = (1 - way) * instance.launch_slack(tokens, low) + way * instance.launch_slack(tokens, high)
     verified = batch * (1 + instance.options.drafts)
     beside = _seconds_of_more(instance, tokens, verified) / paces[0] + instance.decode_attention(batch).value
@@ -105,7 +106,7 @@ def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
 
 def _computing(instance: Instance, tokens: float) -> float:
     """Seconds of a prefill step of `tokens`, without what the device waits for launches."""
-    pace = instance.pace(False)
+    pace = instance.pace(False, instance.halved(tokens))
     return instance.prefill_step(tokens).value - instance.launch_slack(tokens) * (1.0 if pace is None else pace.value)
 
 

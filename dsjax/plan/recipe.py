@@ -13,11 +13,14 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.side_options import PREFILLS_OWN
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.cold_start import cold_start, host_bytes
+from dsjax.plan.cold_start import cold_start, host_bytes, storage_rate
 from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.figure import exact
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, LaunchCommand, script
 from dsjax.plan.launch_flags import launch
+from dsjax.plan.memory import expert_side_bytes
+from dsjax.plan.moves import expert_processes, in_one_process
 from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
 from dsjax.plan.recovery import recovery
@@ -39,6 +42,8 @@ REPOSITORIES = {
 
 _MOST = 0.98
 """Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
+_EXPERTS_AT = "EXPERTS"
+"""In a recipe: the host of a process with experts, with a number behind it where there are several."""
 _BESIDE_DECODES = EngineArgs.prefill_chunk
 """Prompt tokens that a step of a decode worker has room for: the end of a prompt, at most a page, or a chunk where prefill is lost. What a
 larger one needs while it runs would be missing from the cache, and was not priced."""
@@ -73,7 +78,7 @@ def serve_options(
     tokens = math.ceil(prefill_tokens) + (0 if prefill_only else seqs)
     chosen = {
         "--model": model,
-        "--mesh": str(instance.layout.mesh),
+        **_meshes(instance),
         "--max-num-seqs": str(seqs),
         "--max-model-len": str(min(length + 1, instance.config.max_position_embeddings)),
         "--max-num-batched-tokens": str(max(seqs, tokens)),
@@ -94,9 +99,9 @@ def serve_options(
         chosen["--weights"] = "fp8"
     if options.precision.cache < BF16:
         chosen["--kv-cache-dtype"] = "fp8"
-    if instance.layout.mesh.ep_size > 1 and options.precision.wire < 2:
+    if instance.layout.expert_mesh.ep_size > 1 and options.precision.wire < 2:
         chosen["--dispatch-wire"] = "fp8"
-    if options.dispatch != "deepep":
+    if options.dispatch != "deepep" and not instance.layout.experts:
         chosen["--dispatch"] = options.dispatch
     if instance.step_models()[0].absorbs(work.computed, work.cached, work.cached + (work.computed + 1) / 2):
         chosen["--mla-prefill"] = EngineArgs.mla_decode
@@ -116,6 +121,19 @@ def serve_options(
     elif instance.layout.redundant:
         chosen["--redundant-experts"] = str(instance.layout.redundant)
     return chosen
+
+
+def _meshes(instance: Instance) -> dict[str, str]:
+    """The options that name an instance's devices, and where these are two processes the role of the one with attention."""
+    layout, cluster = instance.layout, instance.cluster
+    if not layout.experts:
+        return {"--mesh": str(layout.mesh)}
+    named = {"--attention-mesh": str(layout.mesh), "--expert-mesh": f"ep={layout.experts}"}
+    if in_one_process(cluster, cluster.experts or cluster, layout.devices):
+        return named
+    parts = expert_processes(cluster.experts or cluster, layout.experts)
+    at = ",".join(f"{_EXPERTS_AT}{rank}:7000" if parts > 1 else f"{_EXPERTS_AT}:7000" for rank in range(parts))
+    return named | {"--afd-role": "attention", "--afd-address": at}
 
 
 def memory_share(instance: Instance, tokens: float) -> float:
@@ -169,6 +187,8 @@ def published_beside(candidate: Candidate | None, other: Candidate | None) -> st
     if other is None:
         return None
     reasons = ["DeepEP's kernels for dispatch"] if other.decode.layout.mesh.ep_size > 1 else []
+    if other.decode.layout.experts:
+        reasons = ["rows that go from device to device"]
     if other.mode == "separated":
         reasons.append("prefill and decode on instances of their own")
     if other.decode.overlapped(other.batch):
@@ -220,6 +240,8 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     """
     engine = question.options.engine.name
     services = [_service(model, *service) for service in _roles(candidate)]
+    if services[-1]["options"].get("--afd-role"):
+        services += _expert_services(services[-1], candidate.decode)
     _exchange_alike(services)
     needed = front_ends(candidate.throughput.high / candidate.count)
     if candidate.mode == "aggregated" and needed > 1:
@@ -228,6 +250,8 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     said = notes(candidate)
     together = one_process(services, candidate) if engine not in LAUNCHED else None
     others = LAUNCHED if engine == "published" else (engine,) if engine in LAUNCHED else ()
+    if candidate.decode.layout.experts:
+        others = ()  # none has released options for it
     for name in others:
         for service, one in zip(services, launches(name, model, candidate), strict=True):
             service.setdefault("launches", {})[name] = one.to_json()
@@ -273,12 +297,40 @@ def _service(model: str, instance: Instance, batch: float, tokens: float, role: 
     return {
         "role": role,
         "instances": count,
-        "devices_each": instance.layout.devices,
+        "devices_each": instance.layout.mesh.num_devices if "--afd-role" in options else instance.layout.devices,
         "command": command(options),
         "options": options,
         "weight_bytes_per_host": host_bytes(instance),
         "cold_start_s": cold_start(instance).to_json(),
         "recovery": (lost := recovery(instance)) and lost.to_json(),
+    }
+
+
+def _expert_services(attention: Mapping[str, Any], instance: Instance) -> list[dict[str, Any]]:
+    """The processes with experts that one with attention calls, each with its rank where there are several."""
+    parts = attention["options"]["--afd-address"].count(",") + 1
+    ranks = [{"--afd-server-rank": str(rank)} for rank in range(parts)] if parts > 1 else [{}]
+    return [_expert_service(attention, instance, own, parts) for own in ranks]
+
+
+def _expert_service(
+    attention: Mapping[str, Any], instance: Instance, own: dict[str, str], parts: int
+) -> dict[str, Any]:
+    """One of them: the same options, another role."""
+    options = attention["options"] | {"--afd-role": "expert"} | own
+    layout, cluster = instance.layout, instance.cluster.experts or instance.cluster
+    devices, drafts = layout.experts // parts, instance.options.drafts > 0
+    size = devices * expert_side_bytes(instance.config, layout, instance.options.precision, drafts)
+    time = exact(size, "weights that a host reads", "B") / storage_rate(cluster)
+    return {
+        "role": "experts",
+        "instances": attention["instances"],
+        "devices_each": devices,
+        "command": command(options),
+        "options": options,
+        "weight_bytes_per_host": size,
+        "cold_start_s": time.named("cold start: reading weights", "s").to_json(),
+        "recovery": None,
     }
 
 

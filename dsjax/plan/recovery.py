@@ -66,7 +66,7 @@ def recovery(instance: Instance) -> Recovery | None:
     """What the loss of one host costs an instance of several. None: it has one host, whose loss is the instance's (`cold_start`)."""
     cluster, layout = instance.cluster, instance.layout
     hosts = layout.devices // cluster.devices_per_host
-    if hosts < 2:
+    if hosts < 2 or layout.experts:  # a side with experts comes back by itself, for which attention waits
         return None
     experts = exact(instance.memory.weights.get("experts", 0) * layout.devices, "experts of the instance", "B")
     gone, moved = moved_shares(hosts)

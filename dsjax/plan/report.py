@@ -63,8 +63,10 @@ def to_json(
 
 
 def _beside(cluster: Cluster) -> str:
-    """Hosts of another kind that compute prompts."""
-    first = cluster.prefill
+    """Hosts of another kind: that compute prompts, or that have experts."""
+    first, experts = cluster.prefill, cluster.experts
+    if experts is not None:
+        return f", and {experts.num_devices} {experts.hardware.name} for experts"
     return "" if first is None else f" that decode, and {first.num_devices} {first.hardware.name} for prefill"
 
 
@@ -130,7 +132,7 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
         table.add_row(
             f"{number} {sure}" if _bounded(plan) else f"{number}",
             f"{candidate.name()}\n{candidate.decode.layout.kind}"
-            + (", two batches" if candidate.decode.overlapped(candidate.batch) else "")
+            + _in_batches(candidate)
             + (", compiled" if candidate.decode.dry_runs or candidate.prefill.dry_runs else ""),
             str(candidate.devices),
             f"{candidate.decode.requests(candidate.batch):g}",
@@ -151,6 +153,11 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
         f"{holds}Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.",
         style="dim",
     )
+
+
+def _in_batches(candidate: Candidate) -> str:
+    batches = candidate.decode.batches_in_turn(candidate.batch)
+    return "" if batches == 1 else f", {'two' if batches == 2 else 'three'} batches"
 
 
 def _bounded(plan: Plan) -> bool:

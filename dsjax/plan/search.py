@@ -16,6 +16,7 @@ from dsjax.plan.dry_runs import DryRunUsage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.layout import InstanceLayout, layouts, named_layouts
+from dsjax.plan.pools import layouts_apart, most_instances
 from dsjax.plan.precision import FP8_BLOCK
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import FEW_DEVICES, SHOWN, Question, users_told_apart
@@ -82,6 +83,8 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
         )
         if layout.devices <= question.devices
     ]
+    if question.options.afd == "on":
+        runnable = []
     if question.options.fused:
         if question.config.n_shared_experts != 1:
             raise UserError(
@@ -93,7 +96,7 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
     if widest is not None:
         runnable = [layout for layout in runnable if layout.devices <= widest]
     wanted = question.options.mesh
-    if wanted is not None:
+    if wanted is not None and question.options.afd != "on":
         possible, runnable = runnable, [layout for layout in runnable if layout.mesh == wanted]
         if not runnable:
             sizes = sorted({layout.devices for layout in possible})
@@ -104,6 +107,9 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
                 f"hosts of {cluster.devices_per_host}; instances of {', '.join(map(str, sizes))} devices with tp up to {most} are "
                 f"looked at, with {redundant} redundant experts"
             )
+    if question.options.afd != "off":
+        apart = (layout for layout in layouts_apart(question) if most_instances(question, layout))
+        runnable += [layout for layout in apart if widest is None or layout.devices <= widest]
     steps: dict[InstanceLayout, dict] = {}
     shared: dict = {}
     made = []
@@ -152,7 +158,7 @@ def usages(question: Question, among: Sequence[Instance]) -> list[DryRunUsage]:
     """What a plan over these instances takes of each dry run that was given."""
     options = question.options
     weights = {i.layout.unit: i.memory.weights_total for i in among}
-    about = (question.config, question.cluster, options.precision, options.dispatch, weights)
+    about = (question.config, question.cluster, options.precision, options.dispatch, weights, options.overlap)
     return [usage(run, *about) for run in options.compiled]
 
 
@@ -174,10 +180,12 @@ def _search(question: Question) -> Plan:
     if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
     if "separated" in question.options.possible_modes:
-        # Pages are not handed over between engines with stages.
-        whole = [instance for instance in fitting if instance.stage is None]
-        first = [instance for instance in of_prefill(question, fitting) if instance.stage is None]
-        candidates += separated_candidates(question, whole, first, candidates)
+        # Pages are not handed over between engines with stages. Where a cluster has hosts for experts, how many of them are left beside
+        # prefill is not reckoned, and dsjax refuses prefill apart from decode with experts apart.
+        both = question.options.engine.name != "dsjax" and question.cluster.experts is None
+        decoding = [one for one in fitting if one.stage is None and (both or not one.layout.experts)]
+        first = [one for one in of_prefill(question, fitting) if one.stage is None] if decoding else []
+        candidates += separated_candidates(question, decoding, first, candidates) if decoding else []
     objective = question.bounds
     met = [c for c in candidates if c.meets(objective)]
     missed = [c for c in candidates if not c.meets(objective)]
@@ -194,11 +202,20 @@ def _search(question: Question) -> Plan:
 
 
 def of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
-    """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two."""
+    """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two; experts are not apart."""
+    if question.options.afd == "on":
+        return of_prefill(*_without_apart(question))
     if question.cluster.prefill is None:
-        return fitting
+        return [one for one in fitting if not one.layout.experts]
     # A mesh that is given is of every instance; one that those hosts are too few for is no answer.
-    return instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
+    there = instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
+    return [one for one in there if not one.layout.experts]
+
+
+def _without_apart(question: Question) -> tuple[Question, list[Instance]]:
+    """The question of layouts of one mesh, and those that fit."""
+    other = dataclasses.replace(question, options=dataclasses.replace(question.options, afd="off"))
+    return other, instances(other)[1]
 
 
 class InFull(Sequence[Candidate]):
@@ -245,7 +262,7 @@ def _batches(question: Question, instance: Instance, count: int) -> list[float]:
 
 def _counts(question: Question, instance: Instance) -> list[int]:
     """Numbers of instances: all that fit; with a given load also fewer."""
-    most = question.devices // instance.layout.devices
+    most = most_instances(question, instance.layout)
     if question.workload.rate is None and question.workload.concurrency is None:
         return [most]
     return sorted({max(1, most // divisor) for divisor in (1, 2, 4, 8)}, reverse=True)

@@ -171,9 +171,9 @@ PARTS = (
     ),
     Part(
         "attention and experts on devices of their own",
-        (),
+        ("afd", "attention_mesh", "expert_mesh", "expert_device", "expert_hosts"),
         ("attention_mesh", "expert_mesh", "afd_role", "afd_address", "afd_server_rank"),
-        "no plan has them apart ([attention-ffn-disaggregation.md](attention-ffn-disaggregation.md))",
+        "looked for with `--afd` ([below](#attention-and-experts-apart))",
     ),
 )
 

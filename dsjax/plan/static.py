@@ -31,6 +31,7 @@ class StaticResult:
         layout = self.instance.layout
         return {
             "mesh": str(layout.mesh),
+            "expert_mesh": f"ep={layout.experts}" if layout.experts else None,
             "kind": layout.kind,
             "redundant_experts": layout.redundant,
             "devices": layout.devices,

@@ -300,10 +300,14 @@ class StepModel:
                 seconds_of["products beyond the model's own"] = beyond
         if not moe:
             return seconds_of
-        seconds_of |= routed_experts(self, tokens, decode, moe, busy, halved)
+        seconds_of |= self._routed(tokens, decode, moe, busy, halved)
         if decode and self.shared_beside and "shared experts" in seconds_of and not self.overlap:
             seconds_of["shared experts"] = seconds_of["shared experts"] * self.beside_routed()
         return seconds_of
+
+    def _routed(self, tokens: float, decode: bool, layers: int, busy: float, halved: bool) -> dict[str, Figure]:
+        """The routed experts of so many layers, and the way there and back."""
+        return routed_experts(self, tokens, decode, layers, busy, halved)
 
     def absorbs(self, tokens: float, read: float, context: float) -> bool:
         """Whether prompts behind cached positions are faster absorbed than with every cached latent expanded, as a few tokens behind many

@@ -191,14 +191,18 @@ class Objective:
 
 @dataclass(frozen=True)
 class Pins:
-    """What is given of a separated service: the mesh of its prefill and decode instances, and how many there are of each."""
+    """What is given of a separated service: the mesh of its prefill and decode instances, and how many there are of each; and of attention
+    and experts apart both meshes."""
 
     prefill_mesh: MeshSpec | None = None
     decode_mesh: MeshSpec | None = None
     prefill_count: int | None = None
     decode_count: int | None = None
+    attention_mesh: MeshSpec | None = None
+    expert_mesh: MeshSpec | None = None
 
     def __bool__(self) -> bool:
+        """Whether anything of a separated service is given."""
         return any(
             value is not None for value in (self.prefill_mesh, self.decode_mesh, self.prefill_count, self.decode_count)
         )
@@ -214,7 +218,8 @@ class PlanOptions:
     are of a layout. mesh: of every instance; None searches. measured: times of modules, taken where they are of a layout. operators:
     tables of operations. host: `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of
     separated services. widest: most devices of an instance, None for all. fused: the shared expert is a routed one, with a copy on
-    each device. stages: numbers of pipeline stages that are looked at.
+    each device. afd: attention and experts on devices of their own are looked at beside the other layouts (`auto`), alone (`on`), or not.
+    stages: numbers of pipeline stages that are looked at.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -236,9 +241,11 @@ class PlanOptions:
     pins: Pins = field(default_factory=lambda: Pins())
     widest: int | None = None
     fused: bool = False
+    afd: str = "off"
     stages: tuple[int, ...] = (1,)
 
     def __post_init__(self):
+        self._check_apart()
         if self.host not in HOST_TIMES:
             raise UserError(f"--host-scheduling is {self.host!r}, expected one of {', '.join(HOST_TIMES)}")
         if self.fused and self.measured:
@@ -271,6 +278,24 @@ class PlanOptions:
                 "--prefill-mesh, --decode-mesh, --prefill-instances and --decode-instances are of prefill and decode on instances of "
                 "their own, which --mode aggregated leaves out; give --mode separated, or --mesh for an aggregated service"
             )
+
+    def _check_apart(self) -> None:
+        if self.afd not in ("off", "auto", "on"):
+            raise UserError(f"--afd is {self.afd!r}, expected off, auto or on")
+        if self.afd == "off":
+            return
+        if not self.engine.apart:
+            raise UserError(
+                f"--afd {self.afd} is attention and experts on devices of their own, for which {self.engine.name} has no released option; "
+                "give --engine dsjax, or --engine published for moves as papers have them"
+            )
+        for flag, given in (
+            ("--measured", self.measured),
+            ("--enable-shared-experts-fusion", self.fused),
+            ("--mesh", self.mesh and self.afd == "on"),
+        ):
+            if given:
+                raise UserError(f"{flag} is of one mesh, and --afd {self.afd} looks at two; leave one of the two out")
 
     @property
     def possible_modes(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import csv
 import dataclasses
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,28 @@ def enter(history: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[d
         column, factor = METRICS[row["metric"]]
         row["measured"] = f"{by_key[row['key']]['metrics'][column] * factor:.4g}"
     return entered
+
+
+def drafts_apart_today(acceptance: float) -> dict[str, float]:
+    """Mean absolute errors, by metric, of *D* as the model of today predicts it: the mean-value answer, first draft accepted so often."""
+    errors: dict[str, list[float]] = {metric: [] for metric in OF_C}
+    said: dict[str, dict[str, float]] = {}
+    for row in rows():
+        if row["key"].startswith("D"):
+            if row["key"] not in said:
+                found = _apart_with_drafts(row, acceptance)
+                rate = found.throughput.value / (found.decode.layout.devices * found.count)
+                said[row["key"]] = {"rate": rate, "tpot": found.tpot.value * 1e3}
+            errors[row["metric"]].append(abs(said[row["key"]][row["metric"]] / float(row["measured"]) - 1))
+    return {metric: statistics.mean(each) for metric, each in errors.items()}
+
+
+def _apart_with_drafts(row: dict[str, str], acceptance: float) -> Candidate:
+    """A run of *D* as a deployment, by its row."""
+    sides = [(int(count), mesh) for count, _, mesh in (side.partition(" x ") for side in row["mesh"].split(" + "))]
+    lengths = (int(row[name]) for name in ("prompt", "output", "users"))
+    run = ApartRun(row["device"], row["engine"], row["weights"], *lengths, *sides)
+    return apart_loops.deployment(run, *limits(run, "mtp"), acceptance)
 
 
 def rows() -> list[dict[str, str]]:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from jaxtyping import Array
 
-from dsjax.engine.afd.layer_programs import CompiledPass, PassPrograms, Way
+from dsjax.engine.afd.layer_programs import CompiledPass, OnHost, PassPrograms, ProgramMaker, Way
 from dsjax.engine.device.access import DeviceAccess, DevicePart
 from dsjax.model.apart import (
     EXPERTS,
@@ -27,7 +27,6 @@ from dsjax.model.apart import (
 from dsjax.model.parameters import ParameterInfo
 from dsjax.model.step import ModelStep
 from sharding import MeshError, MeshSpec, Rules
-from sharding.arrays import put
 from sharding.cut import Described, Run
 from sharding.dispatch.between import Between, ExpertHalf, to_experts, to_tokens
 from sharding.mesh import advice_on_emulation, device_order
@@ -72,7 +71,7 @@ class SidePart(DevicePart):
         self._device.model.apart.close()
 
 
-class Side:
+class Side(ProgramMaker):
     """Where the routed experts of a model's step are: its ``ExpertsApart``.
 
     They keep nothing from one call to the next but parameters. Between two calls others may be put in their place.
@@ -128,9 +127,8 @@ class Side:
         with self._lock:
             if key not in self._passes:
                 passing: Passing = jax.tree.unflatten(tree, described)
-                everywhere = NamedSharding(passes[0].step.mesh, P())
-                layers = [put(np.int32(layer), everywhere) for layer in range(passes[0].layers)]
-                programs = [PassPrograms.of(self.way(one), one, passing, half) for half, one in enumerate(passes)]
+                layers = self.numbers(passes[0].step.mesh, passes[0].layers)
+                programs = [PassPrograms.of(self, self.way(one), one, passing, half) for half, one in enumerate(passes)]
                 self._passes[key] = CompiledPass(programs, layers, self.waits)
             return self._passes[key]
 
@@ -188,12 +186,11 @@ class ExpertSide(Side):
         half, index = self.half(step), Described((), np.int32, sharding=NamedSharding(self.mesh, P()))
         experts = StackExperts(step, stack, half, self.rules, self.infos, tokens)
         arrivals = half.described_arrivals(senders, cells)
-        return jax.jit(experts.compute).lower(self.described(), arrivals, index).compile()
+        return self.build(jax.jit(experts.compute).lower(self.described(), arrivals, index))
 
     def way(self, through: LayerPass) -> WayToDevices:
         """How rows get to the devices."""
-        everywhere = NamedSharding(self.mesh, P())
-        layers = [put(np.int32(layer), everywhere) for layer in range(through.layers)]
+        layers = self.numbers(self.mesh, through.layers)
         between, step = through.between(), through.step
         program = self.compile(step, through.stack, between.tokens, between.senders, between.capacity)
         return WayToDevices(self, between, self.half(step), program, layers)
@@ -235,7 +232,7 @@ class WayToDevices:
     program: Compiled
     layers: Sequence[Array]
 
-    def call(self, rows: Sequence[Array], counts: Array, layer: int, r: int = 0) -> list[Array]:
+    def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> list[Array]:
         """Copy the rows to the experts' devices, and start their program."""
         arrivals = to_experts(self.between, self.half, rows)
         answers = self.program(self.side.params, arrivals, self.layers[layer])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -9,24 +10,57 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 from jaxtyping import Array
 
 from dsjax.model.apart import LayerPass, Passing, Routed, described_like
 from sharding.arrays import put
 from sharding.cut import Described
+from sharding.dispatch.between import Between
+
+
+class OnHost:
+    """An array's values on the host, once, for several threads: two that ask a `jax.Array` for them at once may get a copy half made."""
+
+    def __init__(self, array: Array):
+        self._array, self._lock = array, threading.Lock()
+        self._values: np.ndarray | None = None
+
+    @property
+    def values(self) -> np.ndarray:
+        """Wait for the array, and give its values."""
+        with self._lock:
+            if self._values is None:
+                self._values = np.array(self._array)
+            return self._values
 
 
 class Way(Protocol):
     """How a layer's rows get to the experts, and what these give back: for so many tokens."""
 
-    def call(self, rows: Sequence[Array], counts: Array, layer: int, r: int = 0) -> Any:
+    def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> Any:
         """Begin to have the rows of round ``r`` computed by the experts of a layer of the stack. counts: as ``Between.pack`` gives them."""
 
     def returned(self, away: Any) -> list[Array]:
         """The answers to a call, on the tokens' devices, as ``Between.add`` takes them."""
+
+
+class ProgramMaker:
+    """Makes programs of a layer, and what they take. A dry run has its own, for devices that are not there."""
+
+    def build(self, lowered: Lowered) -> Compiled:
+        """Compile a program of either side."""
+        return lowered.compile()
+
+    def numbers(self, mesh: Mesh, count: int) -> list[Array]:
+        """The first numbers from 0 on, each on all devices of a mesh: what programs of a layer or a round take."""
+        return [put(np.int32(number), NamedSharding(mesh, P())) for number in range(count)]
+
+    def ready(self, program: Compiled) -> Array:
+        """What a program without arguments gives, once it is there."""
+        return jax.block_until_ready(program())
 
 
 class FurtherRounds(NamedTuple):
@@ -39,23 +73,24 @@ class FurtherRounds(NamedTuple):
     numbers: Sequence[Array]
 
     @classmethod
-    def of(cls, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable) -> FurtherRounds | None:
+    def of(
+        cls, maker: ProgramMaker, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable
+    ) -> FurtherRounds | None:
         """Compile the programs; None where one round is always enough. receive: makes a function's result as ``x`` is."""
         between = through.between()
         most = -(-between.rows // between.capacity)
         if most == 1:
             return None
-        everywhere = NamedSharding(through.step.mesh, P())
-        number, kept = Described((), np.int32, sharding=everywhere), between.described_kept
+        number, kept = Described((), np.int32, sharding=NamedSharding(through.step.mesh, P())), between.described_kept
         returned = between.described_returns
         keep = lambda *taken: described_like(through.keep(*taken), kept)  # noqa: E731
-        zeros = jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding)
+        zeros = maker.build(jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding).lower())
         return cls(
-            jax.jit(through.further).lower(routed, number).compile(),
-            jax.jit(keep).lower(kept, routed.slots, returned, number).compile(),
-            jax.jit(receive(through.receive_kept)).lower(x, shared, routed.slots, kept).compile(),
-            jax.block_until_ready(zeros()),
-            [put(np.int32(r), everywhere) for r in range(most)],
+            maker.build(jax.jit(through.further).lower(routed, number)),
+            maker.build(jax.jit(keep).lower(kept, routed.slots, returned, number)),
+            maker.build(jax.jit(receive(through.receive_kept)).lower(x, shared, routed.slots, kept)),
+            maker.ready(zeros),
+            maker.numbers(through.step.mesh, most),
         )
 
 
@@ -65,6 +100,7 @@ class Away(NamedTuple):
     x: Array
     shared: Array | None
     routed: Routed
+    counts: OnHost
     called: Any
     layer: int
 
@@ -77,10 +113,10 @@ class PassPrograms(NamedTuple):
     receive: Callable
     way: Way
     further: FurtherRounds | None = None
-    rounds: Callable[[Array], int] = lambda counts: 1
+    rounds: Callable[[OnHost], int] = lambda counts: 1
 
     @classmethod
-    def of(cls, way: Way, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
+    def of(cls, maker: ProgramMaker, way: Way, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
         """Trace and compile the programs. passing: descriptions; half: which of its tokens are meant."""
         step, x = through.step, passing.x[half]
         here = Described((), np.int32, sharding=NamedSharding(step.mesh, P()))
@@ -90,17 +126,17 @@ class PassPrograms(NamedTuple):
             return *described_like((cache, report), (passing.cache, passing.report)), *others
 
         own = passing.params, passing.cache, passing.report, x, passing.tokens[half], passing.copies
-        attended = jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here).compile()
+        attended = maker.build(jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here))
         _, _, after, routed, _ = _results(attended)
-        shared = jax.jit(through.share).lower(passing.params, routed.normed, here).compile()
+        shared = maker.build(jax.jit(through.share).lower(passing.params, routed.normed, here))
         returned = through.between().described_returns
 
         def pinned(receive: Callable) -> Callable:
             return lambda *taken: described_like(receive(*taken), x)
 
-        received = jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned).compile()
-        further = FurtherRounds.of(through, after, _results(shared), routed, pinned)
-        return cls(attended, shared, received, way, further, through.between().rounds)
+        received = maker.build(jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned))
+        further = FurtherRounds.of(maker, through, after, _results(shared), routed, pinned)
+        return cls(attended, shared, received, way, further, _rounds(through.between()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,27 +166,35 @@ class CompiledPass:
                 cache, report, x, routed, rows = self._done(
                     programs.attend(params, cache, report, xs[half], tokens[half], copies, here)
                 )
-                called = programs.way.call(rows, routed.counts, number)
+                counts = OnHost(routed.counts)
+                called = programs.way.call(rows, counts, number)
                 shared = self._done(programs.share(params, routed.normed, here))
-                away[half] = Away(x, shared, routed, called, number)
+                away[half] = Away(x, shared, routed, counts, called, number)
         xs = [self._received(programs, one) for programs, one in zip(self.programs, away, strict=True)]
         return xs, cache, report
 
     def _received(self, programs: PassPrograms, away: Away) -> Array:
         """The tokens with what their experts gave; further rounds come and go here."""
-        returned, rounds = programs.way.returned(away.called), programs.rounds(away.routed.counts)
+        returned, rounds = programs.way.returned(away.called), programs.rounds(away.counts)
         if rounds == 1:
             return self._done(programs.receive(away.x, away.shared, away.routed.slots, returned))
         further, slots = programs.further, away.routed.slots
         kept = self._done(further.keep(further.nothing, slots, returned, further.numbers[0]))
         for r in range(1, rounds):
             rows = self._done(further.pack(away.routed, further.numbers[r]))
-            returned = programs.way.returned(programs.way.call(rows, away.routed.counts, away.layer, r))
+            returned = programs.way.returned(programs.way.call(rows, away.counts, away.layer, r))
             kept = self._done(further.keep(kept, slots, returned, further.numbers[r]))
         return self._done(further.receive(away.x, away.shared, slots, kept))
 
     def _done(self, results: Any) -> Any:
         return jax.block_until_ready(results) if self.waits else results
+
+
+def _rounds(between: Between) -> Callable[[OnHost], int]:
+    """How many rounds rows of such numbers need. Where one is always enough, nothing is waited for."""
+    if between.capacity >= between.rows:
+        return lambda counts: 1
+    return lambda counts: between.rounds(counts.values)
 
 
 def _results(program: Compiled) -> Any:

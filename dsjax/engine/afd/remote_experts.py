@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from dsjax.engine.afd.expert_link import Errand, ExpertLink
 from dsjax.engine.afd.expert_side import Side
+from dsjax.engine.afd.layer_programs import OnHost
 from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
 from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage
 from dsjax.hosts.credentials import Credentials
@@ -117,7 +118,7 @@ class WayToProcesses:
     stack: str
     between: Between
 
-    def call(self, rows: Sequence[Array], counts: Array, layer: int, r: int = 0) -> list[_CallOfPart]:
+    def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> list[_CallOfPart]:
         """Begin to send each process its rows."""
         begun = []
         for part, link in enumerate(self.side.links):
@@ -147,13 +148,13 @@ class _CallOfPart:
     part: int
     r: int
     rows: Array
-    counts: Array
+    counts: OnHost
     done: Future[None] | None = None
 
     def prepare(self) -> Errand:
         """Take the filled cells out of the rows."""
         between, devices, C = self.between, self.between.part_devices, self.between.capacity
-        of_part = np.asarray(self.counts)[:, self.part * devices : (self.part + 1) * devices].T
+        of_part = self.counts.values[:, self.part * devices : (self.part + 1) * devices].T
         filled = np.clip(of_part - self.r * C, 0, C)
         e, s, c = np.nonzero(np.arange(C) < filled[:, :, None])
         self._cells = (s * devices + e) * C + c

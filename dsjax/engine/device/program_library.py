@@ -39,14 +39,20 @@ class CompiledPrograms:
     """Compiles each program once, or takes it from a shelf of the library.
 
     Args:
-        lower: traces the program of a key. meet: waits for the other processes of the mesh.
+        lower: traces the program of a key. meet: waits for the other processes of the mesh. options: of the compiler, for a key.
 
     Attributes:
         compiled: the programs that exist, by key. shelf: where they are kept beyond this executor; None: nowhere.
     """
 
-    def __init__(self, lower: Callable[[ProgramKey], Lowered], meet: Callable[[], object], shelf: Shelf | None):
-        self._lower, self._meet, self.shelf = lower, meet, shelf
+    def __init__(
+        self,
+        lower: Callable[[ProgramKey], Lowered],
+        meet: Callable[[], object],
+        shelf: Shelf | None,
+        options: Callable[[ProgramKey], Mapping[str, Any] | None] = lambda key: None,
+    ):
+        self._lower, self._meet, self.shelf, self._options = lower, meet, shelf, options
         self.compiled: dict[ProgramKey, Compiled] = {}
 
     def get(self, key: ProgramKey, lower: Callable[[], Lowered]) -> Compiled:
@@ -107,7 +113,10 @@ class CompiledPrograms:
         return key in self.compiled
 
     def _compile(self, key: ProgramKey, lowered: Lowered) -> None:
-        self.compiled[key] = lowered.compile() if self.shelf is None else self.shelf.compile(key, lowered)
+        if self.shelf is None:
+            self.compiled[key] = lowered.compile(compiler_options=self._options(key))
+        else:
+            self.compiled[key] = self.shelf.compile(key, lowered, self._options(key))
 
 
 class _ReadLast(threading.local):
@@ -204,10 +213,10 @@ class Shelf:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._kept
 
-    def compile(self, key: Hashable, lowered: Lowered) -> Compiled:
-        """Compile a program for the devices of this mesh, and keep it."""
+    def compile(self, key: Hashable, lowered: Lowered, options: Mapping[str, Any] | None = None) -> Compiled:
+        """Compile a program for the devices of this mesh, and keep it. options: of the compiler."""
         _read_last.data = None
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=options)
         if key not in self._kept and self._library.works:
             try:
                 self._kept[key] = _keep(compiled, _read_last.data, self._devices)

@@ -21,6 +21,7 @@ from jaxtyping import Array
 from dsjax.engine.contract.executor import ExecutorLimits, Progress
 from dsjax.engine.device import device_state, expert_programs, sampling_programs, slots, step_programs
 from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.device.compiler_options import compiler_options
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_programs import ExpertLayers
 from dsjax.engine.device.logit_edits import bias_width, mask_words
@@ -79,7 +80,7 @@ class Programs:
         # One device alone never has another mesh.
         keeps = library is not None and jax.device_count() > 1
         shelf = library.shelf(self._layout(), step.mesh) if keeps else None
-        self.store = CompiledPrograms(self._lower, self.meet, shelf)
+        self.store = CompiledPrograms(self._lower, self.meet, shelf, self._compiler_options)
         self._constants: dict[Hashable, Array] = {}
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
         self._makers: dict[Hashable, Callable[..., Lowered]] = {
@@ -99,6 +100,11 @@ class Programs:
             "place experts": self._lower_place,
             "read loads": self._lower_read_loads,
         }
+
+    def _compiler_options(self, key: ProgramKey) -> dict[str, int | bool] | None:
+        # The sums of layers and head are the kernels' where a step is exact; only a draw's probabilities are XLA's then.
+        platform = self._step.mesh.devices.flat[0].platform
+        return compiler_options(platform, sums=not self._step.is_exact or key[0] == "draw")
 
     def of(self, step: ModelStep) -> Programs:
         """Compile the same programs for the same model and state with experts in another place."""

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "phases.h"
-#include "product.h"
+#include "products.h"
 
 namespace dsjax {
 
@@ -439,5 +439,8 @@ struct ExpandedAttention : Attention {
     for (long q = 0; q < all; q++) multiply(out + ((row * C + q) * H + head) * U, U, 1.0f / o.total[q]);
   }
 };
+
+extern template void run_kernel(const AbsorbedAttention&, char*, const Schedule&);
+extern template void run_kernel(const ExpandedAttention&, char*, const Schedule&);
 
 }  // namespace dsjax

@@ -4,7 +4,6 @@
 #include "exchange.h"
 #include "experts.h"
 #include "index.h"
-#include "self_test.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -12,75 +11,125 @@ namespace ffi = xla::ffi;
 namespace dsjax {
 namespace {
 
-int bytes_of(const ffi::AnyBuffer& buffer) { return static_cast<int>(ffi::ByteWidth(buffer.element_type())); }
+// What a kernel is called with: arrays in the order, and settings by the names, of dsjax/kernels/native_calls.py. The last result of a
+// call is its working memory, so that XLA plans it with all other buffers; its size comes from the functions at the end of this file.
+//
+// One form for all calls: as functions of typed arguments, which FFI offers too, they take a compiler three times as long.
+class Call {
+ public:
+  Call(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary settings) : args_(args), results_(results), settings_(settings) {}
 
-// Runs a kernel with XLA's own threads, as many as it was told when it was traced. Its working memory is a second result of
-// the call, so that XLA plans it with all other buffers; its size comes from the functions at the end of this file.
-template <class Kernel>
-ffi::Error run(Kernel kernel, int64_t threads, ffi::Result<ffi::AnyBuffer> scratch, ffi::ThreadPool& pool) {
-  kernel.threads = static_cast<int>(threads);
-  if (scratch->size_bytes() < kernel.scratch_bytes())
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "a native kernel was given less working memory than it needs");
-  kernel.run(static_cast<char*>(scratch->untyped_data()), [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
-  return ffi::Error::Success();
-}
+  ffi::AnyBuffer array(size_t index) { return checked(args_.get<ffi::AnyBuffer>(index), none()); }
+  ffi::Span<const int64_t> shape(size_t index) { return array(index).dimensions(); }
+  // Bytes of an element.
+  int bytes_of(size_t index) { return static_cast<int>(ffi::ByteWidth(array(index).element_type())); }
+  const void* data(size_t index) { return array(index).untyped_data(); }
+  template <class T>
+  const T* values(size_t index) {
+    return static_cast<const T*>(typed<T>(array(index)).untyped_data());
+  }
+  ffi::AnyBuffer result(size_t index) { return *checked(results_.get<ffi::AnyBuffer>(index), ffi::Result<ffi::AnyBuffer>(none())); }
+  template <class T>
+  T* results(size_t index) {
+    return static_cast<T*>(typed<T>(result(index)).untyped_data());
+  }
+  ffi::AnyBuffer scratch() { return result(results_.size() - 1); }
+  template <class T>
+  T setting(const char* name) {
+    return checked(settings_.get<T>(name), T());
+  }
+
+  // Runs a kernel with XLA's own threads, as many as it was told when it was traced.
+  template <class Kernel>
+  ffi::Error run(Kernel kernel, ffi::ThreadPool& pool) {
+    kernel.threads = static_cast<int>(setting<int64_t>("threads"));
+    const ffi::AnyBuffer memory = scratch();
+    if (!fits_) return ffi::Error(ffi::ErrorCode::kInvalidArgument, "a native kernel was given other arrays or settings than it takes");
+    if (memory.size_bytes() < kernel.scratch_bytes())
+      return ffi::Error(ffi::ErrorCode::kInvalidArgument, "a native kernel was given less working memory than it needs");
+    run_kernel(kernel, static_cast<char*>(memory.untyped_data()), [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
+    return ffi::Error::Success();
+  }
+
+  // Whether everything that was asked for is there, with the type that was asked for.
+  bool fits() const { return fits_; }
+
+ private:
+  template <class T>
+  T checked(const ffi::ErrorOr<T>& given, T otherwise) {
+    fits_ = fits_ && given.has_value();
+    return given.has_value() ? given.value() : otherwise;
+  }
+  static ffi::AnyBuffer none() {
+    static XLA_FFI_Buffer nothing{};
+    return ffi::AnyBuffer(&nothing);
+  }
+  template <class T>
+  ffi::AnyBuffer typed(ffi::AnyBuffer array) {
+    const ffi::DataType type = std::is_same_v<T, float> ? ffi::F32 : std::is_same_v<T, int32_t> ? ffi::S32 : std::is_same_v<T, uint32_t> ? ffi::U32 : ffi::U8;
+    fits_ = fits_ && array.element_type() == type;
+    return array;
+  }
+
+  ffi::RemainingArgs args_;
+  ffi::RemainingRets results_;
+  ffi::Dictionary settings_;
+  bool fits_ = true;
+};
 
 // gate_up [L, X, D, 2, F], down [L, X, F, D], their scales (or anything, unless the weights are one byte wide), scales of whole
 // matrices in NVFP4, [L, X, 2, 1] and [L, X, 1] (or one value), layer [], all with D or F halved along the depth in FP4 (fp4_block not 0),
 // rows [N, W >= D] of 4 bytes an element, ids [N, K], weights [N, K] -> [N, D], or [N, K, D]: the terms of each sum apart.
-ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer gate_up, ffi::AnyBuffer down,
-                   ffi::AnyBuffer gate_up_scale, ffi::AnyBuffer down_scale, ffi::Buffer<ffi::F32> gate_up_whole,
-                   ffi::Buffer<ffi::F32> down_whole, ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer rows,
-                   ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::F32> weights, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> scratch,
-                   int64_t threads, int64_t pieces, int64_t fp4_block, int64_t hidden, bool powers) {
-  auto shape = gate_up.dimensions(), table = ids.dimensions();
-  const bool wholes = fp4_block && gate_up_whole.dimensions().size() == 4;
+ffi::Error experts(ffi::ThreadPool pool, Call call) {
+  auto shape = call.shape(0), table = call.shape(8);
+  const int64_t fp4_block = call.setting<int64_t>("fp4_block");
+  const bool wholes = fp4_block && call.shape(4).size() == 4;
   Experts kernel;
-  kernel.gate_up = gate_up.untyped_data();
-  kernel.down = down.untyped_data();
-  kernel.gate_up_scale = gate_up_scale.untyped_data();
-  kernel.down_scale = down_scale.untyped_data();
-  kernel.bytes = bytes_of(gate_up);
-  kernel.layer = *layer.typed_data();
+  kernel.gate_up = call.data(0);
+  kernel.down = call.data(1);
+  kernel.gate_up_scale = call.data(2);
+  kernel.down_scale = call.data(3);
+  kernel.bytes = call.bytes_of(0);
+  kernel.layer = *call.values<int32_t>(6);
   kernel.X = shape[1], kernel.D = shape[2] * (fp4_block ? 2 : 1), kernel.F = shape[4];
   kernel.fp4_block = fp4_block;
-  kernel.hidden_format = static_cast<Hidden>(hidden), kernel.powers = powers;
-  kernel.gate_up_whole = wholes ? gate_up_whole.typed_data() : nullptr;
-  kernel.down_whole = wholes ? down_whole.typed_data() : nullptr;
-  kernel.rows = static_cast<const float*>(rows.untyped_data());
-  kernel.row_stride = rows.dimensions()[1];
-  kernel.ids = ids.typed_data();
-  kernel.weights = weights.typed_data();
+  kernel.hidden_format = static_cast<Hidden>(call.setting<int64_t>("hidden")), kernel.powers = call.setting<bool>("powers");
+  kernel.gate_up_whole = wholes ? call.values<float>(4) : nullptr;
+  kernel.down_whole = wholes ? call.values<float>(5) : nullptr;
+  kernel.rows = static_cast<const float*>(call.data(7));
+  kernel.row_stride = call.shape(7)[1];
+  kernel.ids = call.values<int32_t>(8);
+  kernel.weights = call.values<float>(9);
   kernel.N = table[0], kernel.K = table[1];
-  kernel.out = out->typed_data();
-  kernel.pieces = pieces, kernel.apart = out->dimensions().size() == 3;
-  return run(kernel, threads, scratch, pool);
+  kernel.out = call.results<float>(0);
+  kernel.pieces = call.setting<int64_t>("pieces"), kernel.apart = call.result(0).dimensions().size() == 3;
+  return call.run(kernel, pool);
 }
 
 // weight [L, K, J] or [L, K, 2, J], or transposed [L, J, K]; its scales (or anything, unless it is one byte wide), layer [], rows [N, K]
 // -> [N, J] or [N, 2, J].
-ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer weight, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::F32> rows,
-                 ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> scratch, int64_t threads, int64_t pieces, bool transposed) {
-  auto shape = weight.dimensions();
+ffi::Error dense(ffi::ThreadPool pool, Call call) {
+  auto shape = call.shape(0), rows = call.shape(3);
   Dense kernel;
-  kernel.weight = weight.untyped_data();
-  kernel.scale = static_cast<const float*>(scale.untyped_data());
-  kernel.bytes = bytes_of(weight);
-  kernel.transposed = transposed;
-  kernel.layer = *layer.typed_data();
-  kernel.K = rows.dimensions()[1], kernel.parts = shape.size() == 4 ? shape[2] : 1, kernel.width = transposed ? shape[1] : shape[shape.size() - 1];
-  kernel.pieces = pieces;
-  kernel.x = rows.typed_data(), kernel.N = rows.dimensions()[0];
-  kernel.out = out->typed_data();
-  return run(kernel, threads, scratch, pool);
+  kernel.weight = call.data(0);
+  kernel.scale = static_cast<const float*>(call.data(1));
+  kernel.bytes = call.bytes_of(0);
+  kernel.transposed = call.setting<bool>("transposed");
+  kernel.layer = *call.values<int32_t>(2);
+  kernel.K = rows[1], kernel.parts = shape.size() == 4 ? shape[2] : 1;
+  kernel.width = kernel.transposed ? shape[1] : shape[shape.size() - 1];
+  kernel.pieces = call.setting<int64_t>("pieces");
+  kernel.x = call.values<float>(3), kernel.N = rows[0];
+  kernel.out = call.results<float>(0);
+  return call.run(kernel, pool);
 }
 
 // rows [N, D], scale [D], bias [D] of a layer norm (or anything, for none) -> [N, D].
-ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows, ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> bias,
-                ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> scratch, int64_t threads, float eps, bool centred) {
-  auto shape = rows.dimensions();
-  Norm kernel{rows.typed_data(), scale.typed_data(), shape[0], shape[1], eps, out->typed_data(), 1, centred ? bias.typed_data() : nullptr};
-  return run(kernel, threads, scratch, pool);
+ffi::Error norm(ffi::ThreadPool pool, Call call) {
+  auto shape = call.shape(0);
+  const float* bias = call.setting<bool>("centred") ? call.values<float>(2) : nullptr;
+  Norm kernel{call.values<float>(0), call.values<float>(1), shape[0], shape[1], call.setting<float>("eps"), call.results<float>(0), 1, bias};
+  return call.run(kernel, pool);
 }
 
 // q_nope [R, C, H, N or M], q_rope [R, C, H, O], weights [M, H, N + U] (or one value, for none), latent [L, P, G, M], rope
@@ -89,192 +138,102 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows, ffi::Buffer<ff
 // tables [R, Pr], filled [P, G] of one byte (or one value, where all is), chosen [R, C, Pr G / 32] (or one value, for all positions)
 // -> [R, C, H, U or M]. The scale of the scores is one value []. A cache by head: keys [L, P, G, H, N + O] and values [L, P, G, H, U].
 template <class Kernel>
-ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q_nope,
-                     ffi::Buffer<ffi::F32> q_rope, ffi::Buffer<ffi::F32> weights, ffi::AnyBuffer latent, ffi::AnyBuffer rope,
-                     ffi::Buffer<ffi::F32> latent_scale, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> length,
-                     ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::U8> filled, ffi::Buffer<ffi::U32> chosen, ffi::ResultBuffer<ffi::F32> out,
-                     ffi::Result<ffi::AnyBuffer> scratch, int64_t threads, int64_t latent_width, float scale) {
-  auto shape = q_nope.dimensions(), pages = latent.dimensions();
-  const bool by_head = pages.size() == 5, absorbs = weights.dimensions().size() == 3, joined = !by_head && pages[3] != latent_width;
+ffi::Error attention(ffi::ThreadPool pool, Call call) {
+  auto shape = call.shape(0), pages = call.shape(3), rope = call.shape(4);
+  const int64_t latent_width = call.setting<int64_t>("latent_width");
+  const bool by_head = pages.size() == 5, absorbs = call.shape(2).size() == 3, joined = !by_head && pages[3] != latent_width;
   Kernel kernel;
-  kernel.q_nope = q_nope.typed_data();
-  kernel.q_rope = q_rope.typed_data();
-  kernel.weights = absorbs ? weights.typed_data() : nullptr;
+  kernel.q_nope = call.values<float>(0);
+  kernel.q_rope = call.values<float>(1);
+  kernel.weights = absorbs ? call.values<float>(2) : nullptr;
   kernel.R = shape[0], kernel.C = shape[1], kernel.H = shape[2];
-  kernel.O = q_rope.dimensions()[3], kernel.M = latent_width;
-  kernel.N = absorbs || by_head ? shape[3] : 0, kernel.U = absorbs || by_head ? out->dimensions()[3] : 0;
-  kernel.Pr = tables.dimensions()[1];
+  kernel.O = call.shape(1)[3], kernel.M = latent_width;
+  kernel.N = absorbs || by_head ? shape[3] : 0, kernel.U = absorbs || by_head ? call.result(0).dimensions()[3] : 0;
+  kernel.Pr = call.shape(9)[1];
   Cache& cache = kernel.cache;
-  cache.latent = latent.untyped_data();
-  cache.bytes = bytes_of(latent);
-  cache.rope = static_cast<const char*>(rope.untyped_data()) + (joined ? latent_width * cache.bytes : 0);
+  cache.latent = call.data(3);
+  cache.bytes = call.bytes_of(3);
+  cache.rope = static_cast<const char*>(call.data(4)) + (joined ? latent_width * cache.bytes : 0);
   cache.by_head = by_head;
   cache.latent_stride = by_head ? pages[3] * pages[4] : pages[3];
-  cache.rope_stride = by_head ? pages[3] * rope.dimensions()[4] : rope.dimensions()[3];
-  cache.scale = latent_scale.typed_data();
-  cache.layer = *layer.typed_data(), cache.pages = pages[1], cache.G = pages[2];
-  kernel.start = start.typed_data();
-  kernel.length = length.typed_data();
-  kernel.tables = tables.typed_data();
-  kernel.filled = filled.dimensions().size() == 2 ? filled.typed_data() : nullptr;
-  kernel.chosen = chosen.dimensions().size() == 3 ? chosen.typed_data() : nullptr;
-  kernel.scale = scale;
-  kernel.out = out->typed_data();
-  return run(kernel, threads, scratch, pool);
+  cache.rope_stride = by_head ? pages[3] * rope[4] : rope[3];
+  cache.scale = call.values<float>(5);
+  cache.layer = *call.values<int32_t>(6), cache.pages = pages[1], cache.G = pages[2];
+  kernel.start = call.values<int32_t>(7);
+  kernel.length = call.values<int32_t>(8);
+  kernel.tables = call.values<int32_t>(9);
+  kernel.filled = call.shape(10).size() == 2 ? call.values<uint8_t>(10) : nullptr;
+  kernel.chosen = call.shape(11).size() == 3 ? call.values<uint32_t>(11) : nullptr;
+  kernel.scale = call.setting<float>("scale");
+  kernel.out = call.results<float>(0);
+  return call.run(kernel, pool);
 }
 
 // query [R, C, I, A], weight [R, C, I], keys [L, P, G, A], their scales [L, P, G, A / 128] (or one value, unless they are one byte wide),
 // layer [], positions [R, C], tables [R, Pr], filled [P, G] of one byte (or one value, where all is) -> positions [R, C, k], count [R, C],
 // words [R, C, S / 32].
-ffi::Error index_choice(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> weight, ffi::AnyBuffer keys,
-                        ffi::Buffer<ffi::F32> key_scale, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> positions,
-                        ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::U8> filled, ffi::ResultBuffer<ffi::S32> chosen,
-                        ffi::ResultBuffer<ffi::S32> count, ffi::ResultBuffer<ffi::U32> words, ffi::Result<ffi::AnyBuffer> scratch,
-                        int64_t threads) {
-  auto shape = query.dimensions(), pages = keys.dimensions();
+ffi::Error index_choice(ffi::ThreadPool pool, Call call) {
+  auto shape = call.shape(0), pages = call.shape(2);
   IndexChoice kernel;
-  kernel.query = query.typed_data();
-  kernel.weight = weight.typed_data();
-  kernel.keys = keys.untyped_data();
-  kernel.key_scale = key_scale.typed_data();
-  kernel.positions = positions.typed_data();
-  kernel.tables = tables.typed_data();
-  kernel.filled = filled.dimensions().size() == 2 ? filled.typed_data() : nullptr;
-  kernel.bytes = bytes_of(keys);
-  kernel.layer = *layer.typed_data(), kernel.pages = pages[1], kernel.G = pages[2];
+  kernel.query = call.values<float>(0);
+  kernel.weight = call.values<float>(1);
+  kernel.keys = call.data(2);
+  kernel.key_scale = call.values<float>(3);
+  kernel.positions = call.values<int32_t>(5);
+  kernel.tables = call.values<int32_t>(6);
+  kernel.filled = call.shape(7).size() == 2 ? call.values<uint8_t>(7) : nullptr;
+  kernel.bytes = call.bytes_of(2);
+  kernel.layer = *call.values<int32_t>(4), kernel.pages = pages[1], kernel.G = pages[2];
   kernel.R = shape[0], kernel.C = shape[1], kernel.I = shape[2], kernel.A = shape[3];
-  kernel.Pr = tables.dimensions()[1], kernel.k = chosen->dimensions()[2];
-  kernel.chosen = chosen->typed_data();
-  kernel.count = count->typed_data();
-  kernel.words = words->typed_data();
-  return run(kernel, threads, scratch, pool);
+  kernel.Pr = call.shape(6)[1], kernel.k = call.result(0).dimensions()[2];
+  kernel.chosen = call.results<int32_t>(0);
+  kernel.count = call.results<int32_t>(1);
+  kernel.words = call.results<uint32_t>(2);
+  return call.run(kernel, pool);
 }
 
 // rows [N, W], this device's place in its group of `ranks`, [], and which of the groups it is, [] -> [N * ranks, W], every device's rows
 // (gathers), or [N, W], where N / ranks rows are from each device.
-ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> place, ffi::Buffer<ffi::S32> group,
-                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer>, int64_t ranks, bool gathers) {
+ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary settings) {
+  Call call(args, results, settings);
   ffi::Promise promise;
   ffi::Future future(promise);
-  Part part{*place.typed_data(), static_cast<const char*>(rows.untyped_data()), static_cast<char*>(out->untyped_data()),
+  const ffi::AnyBuffer out = call.result(0);
+  const int64_t ranks = call.setting<int64_t>("ranks");
+  const bool gathers = call.setting<bool>("gathers");
+  Part part{*call.values<int32_t>(1), static_cast<const char*>(call.data(0)), static_cast<char*>(out.untyped_data()),
             [promise]() mutable { promise.SetAvailable(); }};
-  Meetings::here().arrive(run.run_id, *group.typed_data(), ranks, out->size_bytes() / ranks, gathers, std::move(part),
+  const int32_t group = *call.values<int32_t>(2);
+  if (!call.fits()) {
+    promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "an exchange was given other arrays or settings than it takes"));
+    return future;
+  }
+  Meetings::here().arrive(run.run_id, group, ranks, out.size_bytes() / ranks, gathers, std::move(part),
                           [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }
 
-template <class Kernel>
-constexpr auto bind_attention() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<ffi::Buffer<ffi::F32>>()
-      .Arg<ffi::Buffer<ffi::F32>>()
-      .Arg<ffi::Buffer<ffi::F32>>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::Buffer<ffi::F32>>()
-      .Arg<ffi::Buffer<ffi::S32>>()
-      .Arg<ffi::Buffer<ffi::S32>>()
-      .Arg<ffi::Buffer<ffi::S32>>()
-      .Arg<ffi::Buffer<ffi::S32>>()
-      .Arg<ffi::Buffer<ffi::U8>>()
-      .Arg<ffi::Buffer<ffi::U32>>()
-      .Ret<ffi::Buffer<ffi::F32>>()
-      .Ret<ffi::AnyBuffer>()
-      .Attr<int64_t>("threads")
-      .Attr<int64_t>("latent_width")
-      .Attr<float>("scale")
-      .To(attention<Kernel>);
+typedef ffi::Error (*Kernel)(ffi::ThreadPool, Call);
+
+// One function type for all, so that FFI's templates are compiled once.
+template <Kernel kernel>
+ffi::Error called(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary settings) {
+  return kernel(pool, Call(args, results, settings));
 }
+inline auto binding() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs(); }
 
 }  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_experts, experts,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("threads")
-                                  .Attr<int64_t>("pieces")
-                                  .Attr<int64_t>("fp4_block")
-                                  .Attr<int64_t>("hidden")
-                                  .Attr<bool>("powers"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_dense, dense,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("threads")
-                                  .Attr<int64_t>("pieces")
-                                  .Attr<bool>("transposed"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_norm, norm,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("threads")
-                                  .Attr<float>("eps")
-                                  .Attr<bool>("centred"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_exchange, exchange_rows,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("ranks")
-                                  .Attr<bool>("gathers"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_index_choice, index_choice,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::U32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("threads"));
-
 }  // namespace dsjax
 
-extern "C" XLA_FFI_Error* dsjax_absorbed_attention(XLA_FFI_CallFrame* frame) {
-  static auto* handler = dsjax::bind_attention<dsjax::AbsorbedAttention>().release();
-  return handler->Call(frame);
-}
-
-extern "C" XLA_FFI_Error* dsjax_expanded_attention(XLA_FFI_CallFrame* frame) {
-  static auto* handler = dsjax::bind_attention<dsjax::ExpandedAttention>().release();
-  return handler->Call(frame);
-}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_experts, dsjax::called<dsjax::experts>, dsjax::binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_dense, dsjax::called<dsjax::dense>, dsjax::binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_norm, dsjax::called<dsjax::norm>, dsjax::binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_absorbed_attention, dsjax::called<dsjax::attention<dsjax::AbsorbedAttention>>, dsjax::binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_expanded_attention, dsjax::called<dsjax::attention<dsjax::ExpandedAttention>>, dsjax::binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_index_choice, dsjax::called<dsjax::index_choice>, dsjax::binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    dsjax_exchange, dsjax::exchange_rows,
+    ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
 // Bytes of working memory, by the numbers that a kernel's own fields of these names hold.
 extern "C" int64_t dsjax_experts_scratch(int64_t X, int64_t D, int64_t F, int64_t N, int64_t K, int64_t bytes, int64_t apart, int64_t threads) {
@@ -317,5 +276,3 @@ extern "C" int64_t dsjax_index_choice_scratch(int64_t R, int64_t C, int64_t I, i
   kernel.R = R, kernel.C = C, kernel.I = I, kernel.A = A, kernel.Pr = Pr, kernel.G = G, kernel.threads = static_cast<int>(threads);
   return static_cast<int64_t>(kernel.scratch_bytes());
 }
-
-extern "C" int dsjax_self_test() { return dsjax::SelfTest().run(); }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "phases.h"
-#include "stream.h"
+#include "products.h"
 
 namespace dsjax {
 
@@ -61,7 +61,7 @@ struct Dense {
           }
           if (transposed) {
             const float* data = static_cast<const float*>(weight) + layer * K * width;
-            return Panels(own, rows).product(count, a, Transposed{data, K}, from, to, K, c, 0, K / pieces);
+            return panel_product(own, rows, count, a, Transposed{data, K}, from, to, K, c, 0, K / pieces);
           }
           if (bytes == 4) some<Float32>(count, a, c, part, from, to, own);
           if (bytes == 2) some<BFloat16>(count, a, c, part, from, to, own);
@@ -89,9 +89,10 @@ struct Dense {
     const Matrix<Format> b{
         static_cast<const typename Format::Stored*>(weight) + layer * K * stride + part * width, stride,
         Matrix<Format>::scaled ? scale + (layer * ((K + kScaleBlock - 1) / kScaleBlock) * parts + part) * blocks : nullptr, parts * blocks};
-    if (N <= kStreamRows) return Stream(own, N).product(count, a, b, from, to, K, c, 0, K / pieces);
-    if (std::is_same_v<Format, Float32> && stride <= kNear) return product(count, a, 1, b, from, to, K, c, Sums::replace, 0, K / pieces);
-    Panels(own, std::min(N, Panels::kMostRows)).product(count, a, b, from, to, K, c, 0, K / pieces);
+    if (N <= kStreamRows) return stream_product(own, N, count, a, b, from, to, K, c, 0, K / pieces);
+    if constexpr (std::is_same_v<Format, Float32>)
+      if (stride <= kNear) return product(count, a, 1, b, from, to, K, c, Sums::replace, 0, K / pieces);
+    panel_product(own, std::min(N, Panels::kMostRows), count, a, b, from, to, K, c, 0, K / pieces);
   }
 };
 
@@ -133,5 +134,8 @@ struct Norm {
     return to;
   }
 };
+
+extern template void run_kernel(const Dense&, char*, const Schedule&);
+extern template void run_kernel(const Norm&, char*, const Schedule&);
 
 }  // namespace dsjax

@@ -6,8 +6,8 @@
 
 #include "fp4.h"
 #include "phases.h"
+#include "products.h"
 #include "quantise.h"
-#include "stream.h"
 
 namespace dsjax {
 
@@ -276,18 +276,21 @@ struct Experts {
     matrix(Float8{}, static_cast<const float*>(scale) + expert * scales + part * blocks, parts * blocks);
   }
 
-  // The product with columns [from, to) of a weight matrix: in place, as it streams by, or by panels. All give the same bits.
+  // The product with columns [from, to) of a weight matrix: in place (not in FP8), as it streams by, or by panels. All give the same bits.
   template <class B>
   void through(long count, const float* const* a, const B& b, long from, long to, long depth, float* const* c, float* memory, long c_shift,
                long piece) const {
-    if (!by_panels(b.stride)) return product(count, a, 1, b, from, to, depth, c, Sums::replace, c_shift, piece);
-    if (count <= kStreamRows) return Stream(memory, kStreamRows).product(count, a, b, from, to, depth, c, c_shift, piece);
-    Panels(memory, kChunkRows).product(count, a, b, from, to, depth, c, c_shift, piece);
+    if constexpr (!B::scaled)
+      if (!by_panels(b.stride)) return product(count, a, 1, b, from, to, depth, c, Sums::replace, c_shift, piece);
+    if (count <= kStreamRows) return stream_product(memory, kStreamRows, count, a, b, from, to, depth, c, c_shift, piece);
+    panel_product(memory, kChunkRows, count, a, b, from, to, depth, c, c_shift, piece);
   }
   void through(long count, const float* const* a, const Fp4& b, long from, long to, long depth, float* const* c, float*, long c_shift,
                long piece) const {
     fp4_product(count, a, b, from, to, depth, c, c_shift, piece);
   }
 };
+
+extern template void run_kernel(const Experts&, char*, const Schedule&);
 
 }  // namespace dsjax

@@ -167,4 +167,6 @@ struct IndexChoice {
   }
 };
 
+extern template void run_kernel(const IndexChoice&, char*, const Schedule&);
+
 }  // namespace dsjax

@@ -71,4 +71,10 @@ class Phases {
   std::atomic<int> inside_{0}, workers_{1};
 };
 
+// Runs a kernel. Each kernel is compiled once, in the unit that instantiates this for it (`extern template` elsewhere).
+template <class Kernel>
+void run_kernel(const Kernel& kernel, char* scratch, const Schedule& schedule) {
+  kernel.run(scratch, schedule);
+}
+
 }  // namespace dsjax

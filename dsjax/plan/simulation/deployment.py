@@ -7,6 +7,7 @@ import math
 from typing import Protocol
 
 from dsjax.plan.candidate import Candidate
+from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.simulation.admission import Admission, Lobby
 from dsjax.plan.simulation.prices import Fastest
@@ -105,10 +106,14 @@ def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest:
     """Made once for all loads that an instance is played under."""
     key = ("prices", most_tokens, drafts)
     if key not in instance.steps:
-        ratios = [instance.pace(decode) for decode in (False, True)]
-        paces = tuple(1.0 if pace is None else pace.value for pace in ratios)
-        instance.steps[key] = Fastest(instance.step_models(), most_tokens, drafts, paces)
+        models = instance.step_models()
+        paces = [tuple(_ratio(instance.pace(decode, one.overlap)) for decode in (False, True)) for one in models]
+        instance.steps[key] = Fastest(models, most_tokens, drafts, paces)
     return instance.steps[key]
+
+
+def _ratio(pace: Figure | None) -> float:
+    return 1.0 if pace is None else pace.value
 
 
 def admission(instance: Instance) -> Admission:

@@ -53,28 +53,32 @@ class _Table:
 class Fastest:
     """Prices a step by whichever model makes it shortest: an engine overlaps two half batches where that pays.
 
-    paces: how much longer programs take than their operations, with prompts and of decodes alone (`Instance.pace`).
+    paces: of each model, how much longer programs take than their operations, with prompts and of decodes alone (`Instance.pace`).
     """
 
     def __init__(
-        self, models: Sequence[StepModel], most_tokens: float, drafts: int = 0, paces: tuple[float, float] = (1.0, 1.0)
+        self,
+        models: Sequence[StepModel],
+        most_tokens: float,
+        drafts: int = 0,
+        paces: Sequence[tuple[float, float]] = (),
     ):
-        self._prices = [StepPrices(model, most_tokens, drafts) for model in models]
-        self._paces = paces
+        prices = [StepPrices(model, most_tokens, drafts) for model in models]
+        self._prices = list(zip(prices, paces or [(1.0, 1.0)] * len(prices), strict=True))
 
     def seconds(self, ranks: Sequence[RankWork]) -> float:
         """As `StepPrices.seconds`. What prompts and decodes have in common is saved at the pace of the faster program."""
-        together = self._published(ranks)
-        prompts, decodes = self._paces
-        if prompts == decodes == 1.0:
-            return together
-        of_decodes = self._published([replace(work, prompts=0, pairs=0.0, cached=0) for work in ranks])
-        of_prompts = self._published([replace(work, decodes=0, context=0) for work in ranks])
-        saved = of_decodes + of_prompts - together
-        return decodes * of_decodes + prompts * of_prompts - min(self._paces) * saved
+        return min(_paced(prices, paces, ranks) for prices, paces in self._prices)
 
-    def _published(self, ranks: Sequence[RankWork]) -> float:
-        return min(prices.seconds(ranks) for prices in self._prices)
+
+def _paced(prices: StepPrices, paces: tuple[float, float], ranks: Sequence[RankWork]) -> float:
+    together, (prompts, decodes) = prices.seconds(ranks), paces
+    if prompts == decodes == 1.0:
+        return together
+    of_decodes = prices.seconds([replace(work, prompts=0, pairs=0.0, cached=0) for work in ranks])
+    of_prompts = prices.seconds([replace(work, decodes=0, context=0) for work in ranks])
+    saved = of_decodes + of_prompts - together
+    return decodes * of_decodes + prompts * of_prompts - min(paces) * saved
 
 
 class StepPrices:

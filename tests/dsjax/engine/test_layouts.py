@@ -131,6 +131,7 @@ def one_device_with_an_fp8_cache(checkpoints, kernels):
         ("v3", "dp=8", "padded", "A_CC_ME", "A_CC_ME"),
         ("v3", "dp=2,tp=4", "ragged", "A_CC_ME", "A_CC_ME"),
         ("v3.2", "dp=2,tp=4", "padded", "A_CC_ME", "A_CC_ME"),
+        ("v3", "pp=2,dp=2", "gather", "A_CC_ME", "A_CC_ME"),
     ],
 )
 def test_layouts_give_it_with_an_fp8_cache_too(
@@ -155,7 +156,12 @@ def one_device_with_fp8_products(with_fp8_products, kernels):
 
 @pytest.mark.parametrize(
     ("layout", "dispatch", "options"),
-    [("dp=2,tp=2", "ragged", {}), ("tp=2,ep=1", "gather", MIXED), ("dp=4", "padded", {"dispatch_wire": "fp8"})],
+    [
+        ("dp=2,tp=2", "ragged", {}),
+        ("tp=2,ep=1", "gather", MIXED),
+        ("dp=4", "padded", {"dispatch_wire": "fp8"}),
+        ("pp=2,tp=2", "padded", {}),
+    ],
 )
 def test_layouts_give_it_with_fp8_products_too(
     with_fp8_products, one_device_with_fp8_products, layout, dispatch, options

@@ -15,7 +15,8 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.compiled import read_dry_run
-from dsjax.plan.dry_runs import refusal
+from dsjax.plan.dry_runs import refusal, usage
+from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import Kind
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import weight_bytes
@@ -163,6 +164,51 @@ def test_prompts_beside_the_decodes_of_a_slow_program_still_take_time():
     compiled = json.loads((FILES / "tp8-decode.json").read_text())
     assert best["batch_per_dp_rank"] > compiled["batch"]
     assert best["tpot_s"]["value"] > best["tpot_s"]["low"] > compiled["timeline"]["step"]["value"]
+
+
+@pytest.fixture(scope="module")
+def in_halves(tmp_path_factory):
+    """As if the step of `dp=32` had been compiled with --enable-dbo, and took 70 ms."""
+    found = json.loads((FILES / "dp32-decode.json").read_text()) | {"halves": True}
+    found["timeline"] = {"step": {"value": 0.070, "low": 0.06, "high": 0.09}}
+    path = tmp_path_factory.mktemp("halves") / "halves.json"
+    path.write_text(json.dumps(found))
+    return read_dry_run(path)
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_program_in_two_halves_is_read_as_one_and_never_as_a_whole_step(v3, ask, runs, in_halves, overlap):
+    ours = find_engine("dsjax")
+
+    def instance(*compiled):
+        options = PlanOptions(engine=ours, dispatch="auto", overlap=overlap, compiled=compiled, skew=UNIFORM)
+        question = ask("h200-16", hosts=4, prompt=3846, options=options)
+        return question.instance(parse_layout("dp=32", 0, v3), {})
+
+    plain, read = instance(), instance(in_halves)
+    assert in_halves.shape.endswith("in two halves")
+    assert read.memory.weights == plain.memory.weights
+    if overlap == "off":  # its collectives and operations are of half batches, and its time is another step's
+        assert read.decode_step(128).value == plain.decode_step(128).value
+        return
+    assert read.overlapped(128)
+    assert read.compiled_step(in_halves).value * read.pace(True, True).value == pytest.approx(0.070)
+    whole, halves = read.step_models()
+    assert not whole.dry_runs
+    assert not halves.dry_runs
+    both = instance(in_halves, runs["dp32-decode"])
+    assert both.step_models()[0].dry_runs == (runs["dp32-decode"],)
+    assert not both.step_models()[1].dry_runs
+    # At its own batch each kind of step takes what its program does: whole steps 92 ms and halves 70.
+    assert not read.overlapped(8)
+
+
+def test_what_is_taken_of_a_program_in_halves_is_said(v3, in_halves):
+    weights = {in_halves.layout(v3): in_halves.weight_bytes}
+    about = (v3, load_cluster("h200-16"), PRECISIONS["fp8"], "auto", weights)
+    taken, left = (usage(in_halves, *about, overlap) for overlap in ("on", "off"))
+    assert "of a step in two halves its time, 70 ms" in taken.text
+    assert "give --two-batch-overlap on" in left.text
 
 
 def test_a_mesh_with_copies_of_the_experts_is_as_many_of_the_one_that_was_compiled(planned, runs):

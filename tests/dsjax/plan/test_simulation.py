@@ -89,7 +89,9 @@ def test_steps_are_played_at_the_pace_of_programs(step_model):
     ranks = [RankWork(decodes=8, context=9000)] * 7 + [RankWork(decodes=4, context=3000, prompts=512, pairs=9e4)]
     alone = [dataclasses.replace(work, prompts=0, pairs=0.0) for work in ranks]
     models = [step_model("dp=8")]
-    published, slow, both = (Fastest(models, 1024, paces=paces) for paces in ((1.0, 1.0), (1.0, 5.0), (3.0, 3.0)))
+    published, slow, both = (
+        Fastest(models, 1024, paces=[paces] * len(models)) for paces in ((1.0, 1.0), (1.0, 5.0), (3.0, 3.0))
+    )
     assert slow.seconds(alone) == pytest.approx(5 * published.seconds(alone))
     assert slow.seconds(ranks) == pytest.approx(published.seconds(ranks) + 4 * published.seconds(alone))
     assert both.seconds(ranks) == pytest.approx(3 * published.seconds(ranks))

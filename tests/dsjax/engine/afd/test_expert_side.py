@@ -1,11 +1,14 @@
 """Experts on devices of their own change no bit of what one device gives: the tests of `afd/layer_programs.py`, too."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from layouts import answer, write_checkpoint
 
 from dsjax import LLM
-from dsjax.engine.afd.layer_programs import CompiledPass
+from dsjax.engine.afd.layer_programs import CompiledPass, OnHost
 from dsjax.errors import UserError
 from dsjax.model.apart import Passing, Routed
 from sharding import MeshError
@@ -106,3 +109,19 @@ def test_of_two_halves_the_one_attends_while_experts_compute_the_other():
     assert started.index("attend b0") > started.index("compute a0")
     assert started[first_of_b + 2 : first_of_b + 4] == ["receive a", "attend a1"]  # behind b's shared experts
     assert on_attention[-2:] == ["receive a", "receive b"]
+
+
+def test_several_threads_that_want_an_array_on_the_host_copy_it_once():
+    copies = []
+
+    class Slow:
+        def __array__(self, dtype=None, copy=None):
+            copies.append(1)
+            time.sleep(0.02)
+            return np.arange(3)
+
+    counts = OnHost(Slow())
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: counts.values, range(4)))
+    assert len(copies) == 1
+    assert all(values is found[0] for values in found)

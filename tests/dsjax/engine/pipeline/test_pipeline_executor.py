@@ -13,6 +13,7 @@ from dsjax.errors import UserError
 from sharding import MeshError
 
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+HALVES = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
 LAYERS = 5
 SMALL = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
@@ -35,7 +36,10 @@ def one_device(checkpoint):
         ("pp=2", DRAFTS | {"cache_tokens": 140}),  # a third of what the prompts and their tokens take
         ("pp=4,dp=2", DRAFTS | {"pp_layer_partition": "1,2,1,1", "embedding_location": "host"}),
         ("pp=2,tp=4", {"mixed": True, "pp_layer_partition": "1,4"}),  # a stage of the dense layer alone
-        ("pp=2,dp=4,ep=2", {"async_scheduling": False, "redundant_experts": 4, "enable_shared_experts_fusion": True}),
+        (
+            "pp=2,dp=4,ep=2",
+            HALVES | {"async_scheduling": False, "redundant_experts": 4, "enable_shared_experts_fusion": True},
+        ),
     ],
 )
 def test_prompts_in_chunks_decodes_drafts_and_scores_are_those_of_one_device_to_the_bit(

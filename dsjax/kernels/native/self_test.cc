@@ -1,6 +1,4 @@
 // A small case of each kernel, held to a loop in double precision: does this library compute on this machine what it should?
-#pragma once
-
 #include <cmath>
 #include <vector>
 
@@ -32,7 +30,7 @@ struct SelfTest {
     std::vector<float> out(N * D);
     Experts kernel{gate_up.data(), down.data(), nullptr, nullptr, 4, 0, X, D, F, rows.data(), D, ids.data(), weights.data(), N, K, out.data(), 1, 1, false};
     std::vector<char> scratch(kernel.scratch_bytes());
-    kernel.run(scratch.data(), here);
+    run_kernel(kernel, scratch.data(), here);
     for (long n = 0; n < N; n++) {
       std::vector<double> expected(D);
       for (long k = 0; k < K; k++) {
@@ -72,7 +70,7 @@ struct SelfTest {
     kernel.R = R, kernel.C = C, kernel.H = H, kernel.N = N, kernel.O = O, kernel.U = U, kernel.M = M, kernel.Pr = Pr;
     kernel.scale = 0.3f, kernel.out = out.data(), kernel.threads = 1;
     std::vector<char> scratch(kernel.scratch_bytes());
-    kernel.run(scratch.data(), here);
+    run_kernel(kernel, scratch.data(), here);
     for (long r = 0; r < R; r++)
       for (long c = 0; c < C; c++)
         for (long h = 0; h < H; h++) {
@@ -104,7 +102,7 @@ struct SelfTest {
     for (long count : {3L, N}) {  // as few rows as are streamed, and more
       Dense kernel{weight.data(), nullptr, 4, false, 0, K, 2, width, 8, rows.data(), count, out.data(), 1};
       std::vector<char> scratch(kernel.scratch_bytes());
-      kernel.run(scratch.data(), here);
+      run_kernel(kernel, scratch.data(), here);
       for (long n = 0; n < count; n++)
         for (long j = 0; j < 2 * width; j++) {
           double expected = 0;
@@ -119,7 +117,7 @@ struct SelfTest {
     const long N = 2, width = 37;
     auto rows = values(N * width), scale = values(width);
     std::vector<float> out(N * width);
-    Norm{rows.data(), scale.data(), N, width, 1e-6f, out.data(), 1}.run(nullptr, here);
+    run_kernel(Norm{rows.data(), scale.data(), N, width, 1e-6f, out.data(), 1}, nullptr, here);
     for (long n = 0; n < N; n++) {
       double squares = 0;
       for (long i = 0; i < width; i++) squares += double(rows[n * width + i]) * rows[n * width + i];
@@ -142,7 +140,7 @@ struct SelfTest {
     IndexChoice kernel{query.data(), weight.data(), keys.data(), nullptr, positions.data(), tables.data(), nullptr, 4, 0, P, G, R, C, I, A,
                        Pr, k, chosen.data(), count.data(), words.data(), 1};
     std::vector<char> scratch(kernel.scratch_bytes());
-    kernel.run(scratch.data(), here);
+    run_kernel(kernel, scratch.data(), here);
     for (long item = 0; item < R * C; item++) {
       const long n = positions[item] + 1;
       std::vector<double> scores(n);
@@ -177,3 +175,5 @@ struct SelfTest {
 };
 
 }  // namespace dsjax
+
+extern "C" int dsjax_self_test() { return dsjax::SelfTest().run(); }

@@ -1,0 +1,299 @@
+"""`dry_run_apart`: the dry run of a step whose attention and routed experts are on devices of their own (`--expert-mesh`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+
+from dsjax.config import load_config
+from dsjax.dryrun.apart_compilation import ApartStep, compile_apart
+from dsjax.dryrun.apart_memory import attention_memory, expert_memory
+from dsjax.dryrun.apart_report import ApartReport, Links, SideProgram
+from dsjax.dryrun.apart_timeline import ApartTimeline, Pass
+from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.assumptions import TEXT, EvenExperts
+from dsjax.dryrun.compilation import CompiledProgram
+from dsjax.dryrun.memory import parameters_by_component
+from dsjax.dryrun.run import (
+    CPU_HOST_DEVICES,
+    expert_flops,
+    read_program,
+    step_trip_counts,
+    target_cluster,
+    within_positions,
+)
+from dsjax.dryrun.topology import target_devices
+from dsjax.engine.afd.options import expert_spec
+from dsjax.engine.setup.assembly import check_layout
+from dsjax.errors import UserError
+from dsjax.hardware import Hardware, load_hardware
+from dsjax.model.apart import LayerPass
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.moves import expert_processes, in_one_process
+from sharding import MeshSpec
+
+
+def dry_run_apart(
+    args: DryRunArgs, *, expert_target: str | None = None, cluster: str | None = None, timeline: bool = False
+) -> ApartReport:
+    """Compile both sides' programs of the step that ``args`` describe, and read them. Allocates nothing of the model's size.
+
+    expert_target: what the experts' programs are compiled for; None: as ``args.target``. cluster: as of ``dry_run``, of the target's
+    devices on either side. timeline: also play both sides in turn and predict the step's time.
+
+    Raises:
+        UserError, MeshError: options, model, meshes and targets that do not go together.
+    """
+    expert_target = expert_target or args.target
+    if (args.target == "cpu") != (expert_target == "cpu"):
+        raise UserError(
+            f"--target is {args.target} and --expert-target {expert_target}: the CPU stands in for devices of both sides or of neither; "
+            "give two accelerators, or leave --expert-target out"
+        )
+    if timeline and args.target == "cpu":
+        raise UserError("--timeline needs an accelerator's schedule and figures; give a --target such as h200")
+    config = load_config(args.engine.model)
+    args = within_positions(args, config)
+    spec, experts = MeshSpec.parse(args.engine.mesh), expert_spec(args.engine)
+    weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
+    check_layout(config, spec, args.engine.num_redundant, weights, experts, args.engine.moe_dense_tp_size)
+    sides = _Sides.of(args.target, expert_target, spec, experts, cluster)
+    meshes = sides.meshes()
+    target = args.target if expert_target == args.target else f"{args.target} and {expert_target}"
+    compiled = compile_apart(args, config, *meshes, target=target, one_process=sides.one_process)
+    started = time.perf_counter()
+    reader = _Reader(args, compiled, sides, timeline)
+    programs, passes = reader.read()
+    played = None
+    if timeline:
+        before = [one.report.timeline.step * one.times for one in programs if not one.in_turn]
+        played = ApartTimeline.of(before, passes, sides.attention, sides.experts)
+    made = [one for _, one in compiled.pieces] + list(compiled.experts.programs.values())
+    return ApartReport(
+        request=_request(args, compiled, sides, expert_target),
+        hardware=(sides.hardware, sides.expert_hardware),
+        parameters=_parameters(compiled),
+        attention=attention_memory(compiled),
+        experts=expert_memory(compiled),
+        cache_tokens=(compiled.limits.pages_per_rank - 1) * compiled.step.page_size,
+        programs=tuple(programs),
+        links=Links.of(compiled),
+        timeline=played,
+        assumptions=dict(TEXT),
+        notes=tuple(_notes(sides, spec)),
+        seconds={
+            "lower and compile": sum(one.compile_seconds + one.lower_seconds for one in made),
+            "read": time.perf_counter() - started,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """What both sides' devices are. attention, experts: their hosts and network; None on the CPU target."""
+
+    spec: MeshSpec
+    expert_spec: MeshSpec
+    hardware: Hardware | None
+    expert_hardware: Hardware | None
+    attention: Cluster | None
+    experts: Cluster | None
+
+    @classmethod
+    def of(cls, target: str, expert_target: str, spec: MeshSpec, experts: MeshSpec, cluster: str | None) -> _Sides:
+        if target == "cpu":
+            return cls(spec, experts, None, None, None, None)
+        hardware, expert_hardware = load_hardware(target), load_hardware(expert_target)
+        alike = target == expert_target
+        devices = spec.num_devices + (experts.num_devices if alike else 0)
+        return cls(
+            spec,
+            experts,
+            hardware,
+            expert_hardware,
+            target_cluster(hardware, cluster, devices),
+            target_cluster(expert_hardware, cluster if alike else None, experts.num_devices),
+        )
+
+    @property
+    def one_process(self) -> bool:
+        """Whether both sides are one process's: emulated, or of one host."""
+        devices = self.spec.num_devices + self.expert_spec.num_devices
+        return self.attention is None or in_one_process(self.attention, self.experts, devices)
+
+    @property
+    def processes(self) -> int:
+        """Processes that have the experts: one for each host that they take, of equal parts."""
+        devices = self.expert_spec.num_devices
+        return 1 if self.one_process else expert_processes(self.experts, devices)
+
+    def meshes(self) -> tuple[Mesh, Mesh]:
+        """Devices that are emulated or described: the first, and those behind them; where experts are other processes', those of one."""
+        first, second = self.spec.num_devices, self.expert_spec.num_devices
+        if self.one_process:
+            devices = list(target_devices(self.hardware, first + second))
+            return self.spec.arrange(devices[:first]), self.expert_spec.arrange(devices[first : first + second])
+        own = second // self.processes
+        here = list(target_devices(self.hardware, first))[:first]
+        there = list(target_devices(self.expert_hardware, own))[:own]
+        return self.spec.arrange(here), MeshSpec(dp_size=own).arrange(there)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the programs of both sides."""
+
+    args: DryRunArgs
+    compiled: ApartStep
+    sides: _Sides
+    timeline: bool
+
+    def read(self) -> tuple[list[SideProgram], list[Pass]]:
+        """All programs of a step, and the passes through layers with experts that they are of."""
+        compiled = self.compiled
+        pieces = [
+            SideProgram(f"{name}: {place}", "attention", 1, False, program, self._attention(program))
+            for name, place, program in _named_pieces(compiled)
+        ]
+        in_turns: dict[int, SideProgram] = {}
+        passes = []
+        for layer_passes, made in compiled.passes:
+            halves = []
+            for half, (through, programs) in enumerate(zip(layer_passes, made.programs, strict=True)):
+                of_half = {
+                    name: self._of_layer(in_turns, getattr(programs, name), name, through, half, len(layer_passes))
+                    for name in ("attend", "share", "receive")
+                }
+                of_half["compute"] = self._of_layer(
+                    in_turns, programs.way.program, "compute", through, half, len(layer_passes)
+                )
+                for name in ("pack", "keep", "receive") if programs.further else ():
+                    run = getattr(programs.further, name)
+                    self._of_layer(in_turns, run, f"further rounds, {name}", through, half, len(layer_passes), 0)
+                halves.append((of_half, programs.way.between))
+            passes.append(Pass(layer_passes[0].layers, tuple(halves)))
+        return [*pieces, *in_turns.values()], passes
+
+    def _of_layer(
+        self,
+        known: dict[int, SideProgram],
+        run: jax.stages.Compiled,
+        name: str,
+        through: LayerPass,
+        half: int,
+        halves: int,
+        each: int = 1,
+    ) -> SideProgram:
+        """A program of a layer, read once; equal passes have the same one, which then runs more often. each: runs of it in a layer."""
+        program = self.compiled.program(run)
+        of = f"{through.stack}: {name}" + (f", half {'ab'[half]}" if halves > 1 else "")
+        if id(program) not in known:
+            on_experts = name == "compute"
+            report = self._experts(program, through) if on_experts else self._attention(program)
+            known[id(program)] = SideProgram(of, "experts" if on_experts else "attention", 0, True, program, report)
+        known[id(program)].times += each * through.layers
+        return known[id(program)]
+
+    def _attention(self, program: CompiledProgram):
+        step, shape = self.compiled.step, self.compiled.shape
+        trips = step_trip_counts(step, shape.groups, self.args.row_tokens, None)
+        machines = self.sides.attention
+        return read_program(program, step.mesh, trips, 0.0, near(machines), play_on=machines if self.timeline else None)
+
+    def _experts(self, program: CompiledProgram, through: LayerPass):
+        step, side, shape = self.compiled.step, self.compiled.experts, self.compiled.shape
+        config, machines, devices = step.config, self.sides.experts, side.spec.num_devices
+        tokens = through.shape[0] * through.shape[1]
+        top_k, physical = config.num_experts_per_tok, step.placement.n_physical
+        even = EvenExperts(
+            platform=side.mesh.devices.flat[0].platform,
+            mean_load=tokens * top_k / physical,
+            count=physical // devices,
+            top_k=top_k,
+            width=config.hidden_size,
+            kernels=step.kernels.name("experts") == "pallas",
+        )
+        trips = step_trip_counts(step, shape.groups, self.args.row_tokens, even)
+        flops = expert_flops(config, tokens / devices, 1)
+        return read_program(
+            program, side.mesh, trips, flops, near(machines), play_on=machines if self.timeline else None
+        )
+
+
+def near(machines: Cluster | None) -> int:
+    """Neighbouring devices that fast links join."""
+    return machines.domain if machines else CPU_HOST_DEVICES
+
+
+def _named_pieces(compiled: ApartStep) -> Iterator[tuple[str, str, CompiledProgram]]:
+    """The programs outside the layers with experts, by what they belong to and where they stand."""
+    for of in dict.fromkeys(name for name, _ in compiled.pieces):
+        some = [program for name, program in compiled.pieces if name == of]
+        for number, program in enumerate(some):
+            place = (
+                "before the layers" if number == 0 else "behind them" if number == len(some) - 1 else "between passes"
+            )
+            yield of, place, program
+
+
+def _parameters(compiled: ApartStep) -> dict[str, int]:
+    step = compiled.step
+    of_experts = sum(info.count for info in compiled.experts.infos.values())
+    of_experts = of_experts * compiled.experts.spec.num_devices // compiled.experts.mesh.size
+    physical, logical = step.placement.n_physical, step.config.n_routed_experts
+    return parameters_by_component(step) | {"routed experts": of_experts // physical * logical}
+
+
+def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target: str) -> dict[str, object]:
+    step, shape = compiled.step, compiled.shape.groups[0]
+    between = compiled.passes[0][1].programs[0].way.between
+    return {
+        "model": args.engine.model,
+        "attention_mesh": str(step.spec),
+        "expert_mesh": f"ep={sides.expert_spec.ep_size}",
+        "devices": sides.spec.num_devices + sides.expert_spec.num_devices,
+        "target": args.target,
+        "expert_target": expert_target,
+        "platform": step.mesh.devices.flat[0].platform,
+        "processes": 1 if sides.one_process else 1 + sides.processes,
+        "step": args.step,
+        "groups": [{"rows": group.rows, "chunk": group.chunk, "mla": group.form} for group in compiled.shape.groups],
+        "batch": shape.rows,
+        "chunk": shape.chunk,
+        "context": args.row_tokens,
+        "micro_batches": max(len(one) for one, _ in compiled.passes),
+        "dtype": str(step.dtype),
+        "weights": str(step.dtype) if args.engine.weights == "auto" else args.engine.weights,
+        "activation_scheme": str(step.scheme),
+        "kv_cache_dtype": str(step.cache_dtype),
+        "kernels": step.kernels.names(step.prefill_form, step.decode_form),
+        "dispatch": "apart",
+        "dispatch_wire": step.dispatch.wire,
+        "answers_of_a_row": between.columns,
+        "capacity": between.capacity,
+        "physical_experts": step.placement.n_physical,
+        "page_size": step.page_size,
+        "num_drafts": compiled.num_drafts,
+    }
+
+
+def _notes(sides: _Sides, spec: MeshSpec) -> Iterator[str]:
+    if sides.attention is None:
+        yield "temporaries and bytes moved are the CPU backend's, not an accelerator's"
+        return
+    if sides.one_process:
+        yield "both sides are one process of one host; rows travel by device_put"
+        return
+    yield (
+        f"attention is one process, and experts are {sides.processes}; rows and answers go through the hosts' memory, over a connection to "
+        "each, call after call"
+    )
+    if spec.num_devices > sides.attention.devices_per_host:
+        yield (
+            f"the attention side has {spec.num_devices} devices: it is one process today, and a host has "
+            f"{sides.attention.devices_per_host} {sides.attention.hardware.name}"
+        )

@@ -1,0 +1,148 @@
+"""Compiling a step whose attention and experts are apart: every program of both sides, for devices that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
+from jaxtyping import Array
+
+from dsjax.config import ModelConfig
+from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.compilation import CompiledProgram, compile_lowered
+from dsjax.engine.afd.expert_side import ExpertSide, WayToDevices
+from dsjax.engine.afd.layer_programs import CompiledPass
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.device import device_state
+from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.programs import Programs
+from dsjax.engine.device.slots import LaunchShape
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step
+from dsjax.model.apart import LayerPass
+from dsjax.model.step import ModelStep
+from sharding import MeshSpec
+from sharding.cut import CutCompiled, Described
+
+
+class DescribedExperts(ExpertSide):
+    """``ExpertSide`` of devices that are only described: its programs are compiled, kept, and never run.
+
+    Args:
+        side: as the engine's own code makes it, whose place it takes. target: what both sides' programs are compiled for, in messages.
+        answering: the step of a process that has experts, where those are other processes; None in one.
+
+    Attributes:
+        programs: all that were compiled. passes: each pass through a stack of layers, in the order of the step, and its programs.
+    """
+
+    def __init__(self, side: ExpertSide, target: str, answering: ModelStep | None = None):
+        vars(self).update(vars(side))
+        self._target, self._answering = target, answering
+        if answering is not None:
+            self.parts = self.spec.num_devices // self.mesh.size
+        self.programs: dict[int, CompiledProgram] = {}
+        self.passes: list[tuple[Sequence[LayerPass], CompiledPass]] = []
+
+    def build(self, lowered: Lowered) -> Compiled:
+        """Compile a program of either side, and keep it."""
+        made = compile_lowered(lowered, self._target, self.mesh)
+        self.programs[id(made.compiled)] = made
+        return made.compiled
+
+    def numbers(self, mesh: Mesh, count: int) -> list[Array]:
+        """No device is there to hold a number."""
+        return []
+
+    def ready(self, program: Compiled) -> Array:
+        """Nor to run a program."""
+        return program.out_info
+
+    def compiled(self, passes: Sequence[LayerPass], tree: Any, described: Sequence[Described]) -> CompiledPass:
+        """The programs of a pass."""
+        made = super().compiled(passes, tree, described)
+        self.passes.append((passes, made))
+        return made
+
+    def way(self, through: LayerPass) -> WayToDevices:
+        """Compile the experts' program: where they are another process's, that process's own, of all rows as one array."""
+        if self._answering is None:
+            return super().way(through)
+        between, step = through.between(), self._answering
+        program = self.compile(step, through.stack, between.tokens, 1, between.senders * between.capacity)
+        return WayToDevices(self, between, self.half(step), program, [])
+
+
+@dataclass(frozen=True)
+class ApartStep:
+    """A step with attention and experts apart, the descriptions that it was compiled from, and its programs.
+
+    step: of the attention side, whose ``apart`` is ``experts``. passes: each pass through layers with experts, with its programs; pieces:
+    the programs before, between and behind them, with the name of what they belong to (``step`` or ``drafts``).
+    """
+
+    step: ModelStep
+    experts: DescribedExperts
+    limits: ExecutorLimits
+    shape: LaunchShape
+    params: dict[str, jax.ShapeDtypeStruct]
+    state: DeviceState
+    num_drafts: int
+    one_process: bool
+    pieces: Sequence[tuple[str, CompiledProgram]]
+
+    @property
+    def passes(self) -> Sequence[tuple[Sequence[LayerPass], CompiledPass]]:
+        """Each pass through a stack of layers, with its programs."""
+        return self.experts.passes
+
+    def program(self, compiled: Any) -> CompiledProgram:
+        """What was kept of a compiled program."""
+        return self.experts.programs[id(compiled)]
+
+
+def compile_apart(
+    args: DryRunArgs, config: ModelConfig, mesh: Mesh, expert_mesh: Mesh, *, target: str, one_process: bool
+) -> ApartStep:
+    """Compile all programs of the step that ``args`` describe.
+
+    expert_mesh: the devices with experts, or where these are other processes' those of one of them, which are alike.
+    target: what is compiled for, in messages. one_process: both sides are one process's.
+
+    Raises:
+        UserError, MeshError: options, model and meshes that do not go together. TooLarge: the target's compiler refuses.
+    """
+    spec, engine = MeshSpec.parse(args.engine.mesh), args.for_model(config)
+    if mesh.devices.flat[0].platform == "cpu":
+        engine = dataclasses.replace(engine, kernels="plain")  # as for one mesh
+    mtp = engine.speculation is not None
+    step = make_step(engine, config, spec, mesh, mtp=mtp, expert_mesh=expert_mesh)
+    answering = None if one_process else _answering(engine, config, expert_mesh, mtp)
+    experts = DescribedExperts(step.apart, target, answering)
+    step = dataclasses.replace(step, apart=experts)
+    limits, speculation = args.limits(config, spec), args.engine.speculation
+    params = step.abstract_parameters()
+    state = device_state.describe(step, limits, speculation.num_speculative_tokens if speculation else 0)
+    programs = Programs(step, params, state, limits)
+    shape = programs.shape(args.decode, args.prefill)
+    made: list[tuple[str, CutCompiled]] = [("step", programs.lower_step(shape).compile(compiler=experts.build))]
+    if args.drafts:
+        made.append(("drafts", programs.lower_drafts(shape, args.drafts).compile(compiler=experts.build)))
+    pieces = [
+        (name, experts.programs[id(run)])
+        for name, compiled in made
+        for piece, run in zip(compiled.lowered.pieces, compiled.runs, strict=True)
+        if piece.work is None
+    ]
+    return ApartStep(step, experts, limits, shape, params, state, args.drafts, one_process, pieces)
+
+
+def _answering(engine: EngineArgs, config: ModelConfig, mesh: Mesh, mtp: bool) -> ModelStep:
+    """The step of the process that has the experts, as ``load_experts`` makes it."""
+    alone = MeshSpec()
+    return make_step(engine, config, alone, alone.arrange(list(mesh.devices.flat)[:1]), mtp=mtp, expert_mesh=mesh)

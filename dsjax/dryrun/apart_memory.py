@@ -1,0 +1,111 @@
+"""What a device of either side holds while a step runs whose attention and experts are apart. Exact, but for the compiler's temporaries."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import jax
+
+from dsjax.dryrun.apart_compilation import ApartStep
+from dsjax.dryrun.compilation import CompiledProgram
+from dsjax.model.parameters import device_bytes
+
+
+@dataclass(frozen=True)
+class SideMemory:
+    """Bytes of one device of a side.
+
+    weights: by component. cache, state, inputs: as of `DeviceMemory`; 0 where experts are. travelling: what a layer's programs hand each
+    other, of all micro-batches: rows to send, answers that have come. temporaries: of the most demanding program; outputs: what the
+    programs behind the layers give beside the cache.
+    """
+
+    weights: Mapping[str, int]
+    cache: int
+    state: int
+    inputs: int
+    travelling: int
+    temporaries: int
+    outputs: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights."""
+        return sum(self.weights.values())
+
+    @property
+    def total(self) -> int:
+        """The most that the device holds at once."""
+        held = self.weight_bytes + self.cache + self.state + self.inputs
+        return held + self.temporaries + max(self.travelling, self.outputs)
+
+
+def attention_memory(compiled: ApartStep) -> SideMemory:
+    """Of a device with attention."""
+    state = dataclasses.replace(compiled.state, cache={})
+    arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
+    travelling = 0
+    for _, made in compiled.passes:
+        of_pass = 0
+        for programs in made.programs:
+            of_pass += _given(programs.attend) + _given(programs.share)
+            between = programs.way.between
+            of_pass += sum(_local(one) for one in between.described_returns)
+            if programs.further:  # terms of further rounds, and what they are before the first: held for every shape
+                of_pass += 2 * _local(between.described_kept)
+        travelling = max(travelling, of_pass)
+    of_layers = [
+        run for _, made in compiled.passes for one in made.programs for run in (one.attend, one.share, one.receive)
+    ]
+    pieces = [program.compiled for _, program in compiled.pieces]
+    return SideMemory(
+        weights=device_bytes(compiled.params),
+        cache=sum(device_bytes(compiled.state.cache).values()),
+        state=sum(device_bytes(arrays).values()),
+        inputs=4 * compiled.shape.packed_width,
+        travelling=travelling,
+        temporaries=_temporaries([*of_layers, *pieces]),
+        outputs=max(_given(run) for run in pieces),
+    )
+
+
+def expert_memory(compiled: ApartStep) -> SideMemory:
+    """Of a device with experts."""
+    side, travelling = compiled.experts, 0
+    for _, made in compiled.passes:
+        each = []
+        for programs in made.programs:
+            between, answers = programs.way.between, _given(programs.way.program)
+            each.append(between.senders * between.capacity * between.wire.row_bytes + answers)
+        # In one process both micro-batches are under way; between two, calls follow each other.
+        travelling = max(travelling, sum(each) if compiled.one_process else max(each))
+    programs = [programs.way.program for _, made in compiled.passes for programs in made.programs]
+    return SideMemory(device_bytes(side.described()), 0, 0, 0, travelling, _temporaries(programs), 0)
+
+
+def _given(run: jax.stages.Compiled) -> int:
+    """Bytes of a program's results that do not take the place of an argument."""
+    stats = run.memory_analysis()
+    return stats.output_size_in_bytes - stats.alias_size_in_bytes
+
+
+def _temporaries(runs: Iterable[jax.stages.Compiled]) -> int:
+    return max(run.memory_analysis().temp_size_in_bytes for run in runs)
+
+
+def _local(array: jax.ShapeDtypeStruct) -> int:
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def program_bytes(program: CompiledProgram) -> dict[str, int]:
+    """Bytes of a device as the compiler counts them for one program."""
+    stats = program.compiled.memory_analysis()
+    return {
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+    }

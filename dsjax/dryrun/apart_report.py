@@ -1,0 +1,154 @@
+"""`ApartReport`: what a dry run of attention and experts apart found, and its JSON, whose fields `docs/dryrun.md` documents."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from dsjax.dryrun.apart_compilation import ApartStep
+from dsjax.dryrun.apart_memory import SideMemory, program_bytes
+from dsjax.dryrun.apart_timeline import ApartTimeline
+from dsjax.dryrun.compilation import CompiledProgram
+from dsjax.dryrun.report import ProgramReport
+from dsjax.hardware import Hardware
+from sharding.dispatch.between import Between
+
+
+@dataclass
+class SideProgram:
+    """A program of one side.
+
+    name: what it belongs to and does. side: `attention` or `experts`. times: runs of it in a step. in_turn: it is of a layer with experts,
+    whose two sides compute in turn.
+    """
+
+    name: str
+    side: str
+    times: int
+    in_turn: bool
+    program: CompiledProgram
+    report: ProgramReport
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "name": self.name,
+            "side": self.side,
+            "times": self.times,
+            "bytes": program_bytes(self.program),
+            **self.report.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes that travel between the sides in a step.
+
+    connections: to processes that have the experts, through the hosts' memory; 0 where rows and answers go from device to device.
+    rows, capacity: of an attention device's rows, and of its room for one expert device, of the first pass. needed: the share of the rows
+    that even routing sends to an expert device. wires: format of rows (`bfloat16`, or what is computed in, and `fp8`) → bytes.
+    chosen: the format that was compiled.
+    """
+
+    connections: int
+    rows: int
+    capacity: int
+    chosen: str
+    needed: float
+    wires: Mapping[str, Mapping[str, int]]
+
+    @classmethod
+    def of(cls, compiled: ApartStep) -> Links:
+        """Read the exchanges of all passes."""
+        step, exchanges = compiled.step, []
+        connections = 0 if compiled.one_process else compiled.experts.parts
+        for passes, made in compiled.passes:
+            exchanges += [(one.way.between, passes[0].layers) for one in made.programs]
+        plain = str(step.dtype)
+        wires = {}
+        for name, fp8 in ((plain, False), ("fp8", True)):
+            sizes: dict[str, int] = {}
+            for between, layers in exchanges:
+                for key, size in exchange_bytes(between, fp8, connections).items():
+                    sizes[key] = sizes.get(key, 0) + layers * size
+            wires[name] = sizes
+        first, chosen = exchanges[0][0], "fp8" if step.dispatch.wire == "fp8" else plain
+        return cls(connections, first.rows, first.capacity, chosen, needed_share(first), wires)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**dataclasses.asdict(self), "wires": {name: dict(sizes) for name, sizes in self.wires.items()}}
+
+
+def needed_share(between: Between) -> float:
+    """The share of a device's rows that even routing sends to one expert device."""
+    return 1 - (1 - 1 / between.group.size) ** between.wire.top_k
+
+
+def exchange_bytes(between: Between, fp8: bool, connections: int) -> dict[str, int]:
+    """Bytes of one exchange: of a device each way, and of each connection, on which no empty rows travel, under even routing."""
+    wire = dataclasses.replace(between.wire, fp8=fp8)
+    row, answer = wire.row_bytes, between.columns * wire.width * jnp.dtype(wire.dtype).itemsize
+    senders, receivers, cells = between.senders, between.group.size, between.capacity
+    sizes = {
+        "attention_device_sends": receivers * cells * row,
+        "expert_device_receives": senders * cells * row,
+        "expert_device_sends": senders * cells * answer,
+        "attention_device_receives": receivers * cells * answer,
+    }
+    if connections:
+        rows = senders * between.rows * needed_share(between) * receivers / connections
+        sizes |= {"connection_there": round(rows * row), "connection_back": round(rows * answer)}
+    return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApartReport:
+    """All figures of one dry run. Bytes and operations are one device's.
+
+    request: what was compiled, with defaults filled in. hardware: of the two sides; None on the CPU target. attention, experts: memory of a
+    device of each side. cache_tokens: usable slots of a DP rank's cache. programs: all of a step, of both sides. timeline: both sides
+    played in turn; None where it was not asked for.
+    """
+
+    request: dict[str, Any]
+    hardware: tuple[Hardware | None, Hardware | None]
+    parameters: dict[str, int]
+    attention: SideMemory
+    experts: SideMemory
+    cache_tokens: int
+    programs: tuple[SideProgram, ...]
+    links: Links
+    timeline: ApartTimeline | None
+    assumptions: dict[str, str]
+    notes: tuple[str, ...]
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, ready for `json.dumps`."""
+        sides = zip(("attention", "experts"), (self.attention, self.experts), self.hardware, strict=True)
+        return {
+            **self.request,
+            "parameters": {**self.parameters, "total": sum(self.parameters.values())},
+            "device_bytes": {
+                name: {
+                    **vars(memory),
+                    "weights": dict(memory.weights),
+                    "weights_total": memory.weight_bytes,
+                    "total": memory.total,
+                    "memory": hardware.memory_bytes if hardware else None,
+                }
+                for name, memory, hardware in sides
+            },
+            "cache_tokens": self.cache_tokens,
+            "programs": [one.to_json() for one in self.programs],
+            "links": self.links.to_json(),
+            "timeline": self.timeline.to_json() if self.timeline else None,
+            "assumptions": self.assumptions,
+            "notes": list(self.notes),
+            "seconds": self.seconds,
+        }

@@ -1,0 +1,126 @@
+"""A report of attention and experts apart as tables in the terminal. Only here are numbers rounded."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from dsjax.dryrun.apart_report import ApartReport
+from dsjax.dryrun.apart_timeline import ApartTimeline
+from dsjax.dryrun.tables import size_text, table_of
+from dsjax.plan.figure import Kind
+
+_LINKS = {
+    "attention_device_sends": "an attention device sends",
+    "expert_device_receives": "an expert device receives",
+    "expert_device_sends": "an expert device sends",
+    "attention_device_receives": "an attention device receives",
+    "connection_there": "each connection carries to the experts",
+    "connection_back": "each connection carries back",
+}
+
+
+def show_apart(console: Console, report: ApartReport) -> None:
+    """Print all of a report."""
+    r = report.request
+    console.print(
+        f"[bold]{r['model']}[/bold]  attention {r['attention_mesh']}, experts {r['expert_mesh']} = {r['devices']} devices  targets "
+        f"{r['target']}, {r['expert_target']}  {r['step']}: {r['batch']} rows × {r['chunk']} of a DP rank, context {r['context']}, "
+        f"micro-batches {r['micro_batches']}, weights {r['weights']}",
+        highlight=False,
+    )
+    for table in (_memory(report), _programs(report), _links(report)):
+        console.print(table)
+    if report.timeline:
+        console.print(_timeline(report.timeline))
+    for assumption in report.assumptions.values():
+        console.print(f"[dim]assumed: {assumption}[/dim]", highlight=False)
+    for one in report.timeline.assumed() if report.timeline else ():
+        console.print(
+            f"[dim]assumed: {one.name} {one.value:.4g} ({one.low:.4g} – {one.high:.4g}): {one.source}[/dim]",
+            highlight=False,
+        )
+    for note in report.notes:
+        console.print(f"[dim]note: {note}[/dim]", highlight=False)
+
+
+def _memory(report: ApartReport) -> Table:
+    table = table_of("memory of a device, bytes", "", "attention", "experts")
+    sides = (report.attention, report.experts)
+    names = sorted({name for side in sides for name in side.weights}, key=lambda name: -report.parameters[name])
+    for name in names:
+        table.add_row(name, *(f"{side.weights[name]:,}" if name in side.weights else "–" for side in sides))
+    rows = (
+        ("weights", "weight_bytes"),
+        (f"cache ({report.cache_tokens:,} tokens of a DP rank)", "cache"),
+        ("page tables, sampling and other state", "state"),
+        ("inputs", "inputs"),
+        ("rows and answers between programs", "travelling"),
+        ("temporaries", "temporaries"),
+        ("outputs beside the cache", "outputs"),
+    )
+    table.add_section()
+    for name, field in rows:
+        table.add_row(name, *(f"{getattr(side, field):,}" for side in sides))
+    table.add_section()
+    table.add_row("all", *(f"{side.total:,}" for side in sides))
+    if report.hardware[0]:
+        table.add_row("of the device", *(f"{one.memory_bytes:,}" for one in report.hardware))
+        used = []
+        for side, one in zip(sides, report.hardware, strict=True):
+            share = side.total / one.memory_bytes
+            used.append(f"[{'green' if share <= 1 else 'bold red'}]{share:.1%}[/]")
+        table.add_row("used", *used)
+    return table
+
+
+def _programs(report: ApartReport) -> Table:
+    timed = report.timeline is not None
+    columns = (
+        "program",
+        "side",
+        "times",
+        "T ops",
+        "GB moved",
+        "collectives",
+        "temporaries",
+        *(("ms each",) if timed else ()),
+    )
+    table = table_of("programs of a step; of a device, each time", *columns)
+    table.columns[1].justify = "left"
+    for one in report.programs:
+        costs, stats = one.report.costs, one.program.compiled.memory_analysis()
+        sent = sum(c.times for c in one.report.collectives)
+        cells = [
+            one.name, one.side, f"{one.times}", f"{costs.flops / 1e12:.3g}", f"{costs.bytes / 1e9:.3g}", f"{sent:g}",
+            size_text(stats.temp_size_in_bytes),
+        ]  # fmt: skip
+        table.add_row(*cells, *([f"{one.report.timeline.step.value * 1e3:.3g}"] if timed else ()))
+    return table
+
+
+def _links(report: ApartReport) -> Table:
+    links = report.links
+    way = "through the hosts' memory" if links.connections else "from device to device"
+    table = table_of(f"bytes between the sides in a step, {way}", "", *links.wires)
+    for key, name in _LINKS.items():
+        if all(key in sizes for sizes in links.wires.values()):
+            table.add_row(name, *(size_text(sizes[key]) for sizes in links.wires.values()))
+    table.caption = (
+        f"columns: what rows are packed as; {links.chosen} was compiled. An attention device has room for {links.capacity} of its "
+        f"{links.rows} rows to each expert device, and even routing sends {links.needed:.0%} of them"
+    )
+    return table
+
+
+def _timeline(timeline: ApartTimeline) -> Table:
+    step = timeline.step
+    table = table_of(
+        f"a step: {step.value * 1e3:.4g} ms ({step.low * 1e3:.4g} – {step.high * 1e3:.4g}; {Kind(step.kinds).words()}), "
+        f"{timeline.others.value * 1e3:.3g} ms of them outside the layers with experts",
+        "in the layers with experts", "busy ms", "of the time",
+    )  # fmt: skip
+    seconds = sum(one.seconds for one in timeline.played)
+    for name, busy in timeline.busy().items():
+        table.add_row(name, f"{busy * 1e3:.4g}", f"{busy / seconds:.1%}")
+    return table

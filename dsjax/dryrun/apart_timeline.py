@@ -1,0 +1,126 @@
+"""`ApartTimeline`: both sides of a compiled step played in turn, with the host and the links between them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import Figure, Kind, total
+from dsjax.plan.moves import Moves, moves
+from dsjax.plan.turns import THREADS, Played, Turn, play_turns
+from sharding.dispatch.between import Between
+
+if TYPE_CHECKING:
+    from dsjax.dryrun.apart_report import SideProgram
+
+_ENDS = ("value", "low", "high")
+
+
+class Pass(NamedTuple):
+    """A pass through layers with experts: of each micro-batch its four programs by name, and how its rows travel."""
+
+    layers: int
+    halves: Sequence[tuple[dict[str, SideProgram], Between]]
+
+
+@dataclass(frozen=True)
+class ApartTimeline:
+    """A step of two sides.
+
+    step: its seconds, with the ends at which everything assumed is most and least favourable. others: of the programs outside the layers
+    with experts, which are in it. played: each pass at the middle of everything assumed. moved: of each pass, what its moves take.
+    """
+
+    step: Figure
+    others: Figure
+    played: tuple[Played, ...]
+    moved: tuple[Moves, ...]
+
+    @classmethod
+    def of(
+        cls, others: Sequence[Figure], passes: Sequence[Pass], attention: Cluster, experts: Cluster
+    ) -> ApartTimeline:
+        """others: seconds of the programs outside the layers. attention, experts: the two sides' hosts and network."""
+        outside = total(list(others)).named("programs outside the layers with experts", "s")
+        seconds, played, moved = dict.fromkeys(_ENDS, 0.0), [], []
+        for one in passes:
+            ways = [_moves(between, attention, experts) for _, between in one.halves]
+            moved.append(ways[0])
+            for end in _ENDS:
+                turns = [_turn(programs, way, end) for (programs, _), way in zip(one.halves, ways, strict=True)]
+                result = play_turns(turns, one.layers, one_call=ways[0].one_call)
+                seconds[end] += result.seconds
+                if end == "value":
+                    played.append(result)
+        ends = [seconds[end] + getattr(outside, end) for end in _ENDS]
+        step = Figure(*ends, Kind.COMPILED | Kind.ASSUMPTION, name="step", unit="s")
+        return cls(step, outside, tuple(played), tuple(moved))
+
+    def busy(self) -> dict[str, float]:
+        """Thread → seconds in which it works in the layers with experts."""
+        return {name: sum(one.busy[name] for one in self.played) for name in THREADS}
+
+    def assumed(self) -> list[Figure]:
+        """What moves and launches were priced with, once each."""
+        found: dict[str, Figure] = {}
+        for way in self.moved:
+            for figure in (way.there, way.back, way.begin_there, way.launch):
+                for leaf in _leaves(figure):
+                    found.setdefault(leaf.name, leaf)
+        return list(found.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields, which `docs/dryrun.md` documents."""
+        return {
+            "step_seconds": self.step.value,
+            "step": self.step.to_json(),
+            "outside_layers": self.others.value,
+            "in_layers": sum(one.seconds for one in self.played),
+            "busy": self.busy(),
+            "assumed": [{"name": one.name, **one.to_json(), "source": one.source} for one in self.assumed()],
+        }
+
+    def write(self, file: Path, title: str) -> None:
+        """Write the first pass as a trace for Perfetto: a thread for the host, each side and each way; compressed for ``.gz``."""
+        events = [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": title}}]
+        for number, name in enumerate(THREADS):
+            events.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}})
+        for thread, name, layer, half, begin, end in self.played[0].spans:
+            events.append(
+                {
+                    "ph": "X", "pid": 1, "tid": THREADS.index(thread), "name": f"{name}, half {'ab'[half]}" if half else name,
+                    "ts": round(begin * 1e6, 3), "dur": round((end - begin) * 1e6, 3), "args": {"layer": layer, "micro-batch": half},
+                }
+            )  # fmt: skip
+        other = {"step_seconds": self.step.value, "low": self.step.low, "high": self.step.high}
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}, separators=(",", ":"))
+        if file.suffix == ".gz":
+            file.write_bytes(gzip.compress(text.encode(), mtime=0))
+        else:
+            file.write_text(text, encoding="utf-8")
+
+
+def _moves(between: Between, attention: Cluster, experts: Cluster) -> Moves:
+    answer = between.columns * between.wire.width * jnp.dtype(between.wire.dtype).itemsize
+    sizes = between.wire.row_bytes, answer
+    needed = between.rows * (1 - (1 - 1 / between.group.size) ** between.wire.top_k)
+    return moves(attention, experts, between.senders, between.group.size, between.capacity, needed, sizes)
+
+
+def _turn(programs: dict[str, SideProgram], way: Moves, end: str) -> Turn:
+    computed = [getattr(programs[name].report.timeline.step, end) for name in ("attend", "share", "receive", "compute")]
+    moved = [getattr(one, end) for one in (way.there, way.back, way.launch, way.begin_there, way.begin_back)]
+    return Turn(*computed, *moved)
+
+
+def _leaves(figure: Figure) -> list[Figure]:
+    if not figure.parts:
+        return [figure] if Kind.ASSUMPTION in Kind(figure.kinds) else []
+    return [leaf for part in figure.parts for leaf in _leaves(part)]

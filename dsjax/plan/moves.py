@@ -1,0 +1,153 @@
+"""What it takes to move rows from the devices with attention to those with experts, and answers back, as dsjax does it.
+
+In one process the host copies each attention device's rows for an expert device there by ``jax.device_put``, and its answers back: as many
+copies as there are pairs of devices. Between processes rows and answers go through the hosts' memory, over a connection to each process
+with experts. `docs/attention-ffn-disaggregation.md` has the exchange, `sharding/dispatch/between.py` its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import Figure, assumed, exact, largest, smallest
+from dsjax.plan.network import network_latency
+from dsjax.plan.operations import low_latency_fit
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Seconds of one move each way: there, back on the links; begin_there, begin_back: in which the host begins them.
+
+    launch: in which the host starts one program. one_call: both are one call over the one connection, and calls follow each other.
+    """
+
+    there: Figure
+    back: Figure
+    begin_there: Figure
+    begin_back: Figure
+    launch: Figure
+    one_call: bool
+
+
+def in_one_process(attention: Cluster, experts: Cluster, devices: int) -> bool:
+    """Whether one process can have both sides: one kind of device, of one host."""
+    alike = attention.hardware.key == experts.hardware.key
+    return alike and devices <= attention.devices_per_host
+
+
+def expert_processes(experts: Cluster, devices: int) -> int:
+    """Processes that have so many devices with experts: the fewest equal parts of which a host holds one."""
+    return next(n for n in range(-(-devices // experts.devices_per_host), devices + 1) if devices % n == 0)
+
+
+def moves(
+    attention: Cluster,
+    experts: Cluster,
+    senders: int,
+    receivers: int,
+    cells: float,
+    rows: Figure | float,
+    row_bytes: tuple[float, float],
+) -> Moves:
+    """Price one exchange of a layer, or of a micro-batch of it.
+
+    cells: rows of a device with attention that there is room for to one device with experts, all of which travel within a process.
+    rows: those that are needed, which alone travel between processes. row_bytes: there, and back.
+    """
+    if in_one_process(attention, experts, senders + receivers):
+        there, back = (exact(cells * size, "bytes from one device to one other", "B") for size in row_bytes)
+        return _between_devices(attention, senders, receivers, there, back)
+    of_one = senders * receivers / expert_processes(experts, receivers)
+    there, back = (
+        (rows * (of_one * size)) if isinstance(rows, Figure) else exact(rows * of_one * size) for size in row_bytes
+    )
+    return _between_processes(
+        attention, experts, there.named("bytes of a call", "B"), back.named("bytes of its answers", "B")
+    )
+
+
+def launch() -> Figure:
+    """Seconds in which the host starts a program."""
+    why = (
+        "jax.jit's call on flat leaves: 0.2 ms for 200 parameters on emulated devices, not timed on a GPU; a layer's "
+        "programs take 10 to 40 arrays"
+    )
+    return assumed(60e-6, 20e-6, 200e-6, "starting a program from the host", why, "s")
+
+
+def _between_devices(cluster: Cluster, senders: int, receivers: int, there: Figure, back: Figure) -> Moves:
+    share = assumed(0.6, 0.35, 0.85, "copies between devices, share of a link", "jax.device_put, not timed on a GPU")
+    fixed = assumed(10e-6, 5e-6, 30e-6, "a move between devices, fixed part", "a small copy and the wait for it", "s")
+    each = assumed(10e-6, 3e-6, 30e-6, "beginning a copy from the host", "jax.device_put, not timed on a GPU", "s")
+    rate = share * cluster.hardware.scale_up_bandwidth
+    busiest = max(senders, receivers)  # devices that one device sends to, or hears from
+    pairs = exact(senders * receivers, "pairs of devices")
+    begin = (each * pairs).named("beginning all copies of a move", "s")
+    return Moves(
+        (there * busiest / rate + fixed).named("rows on their way", "s"),
+        (back * busiest / rate + fixed).named("answers on their way", "s"),
+        begin, begin, launch(), one_call=False,
+    )  # fmt: skip
+
+
+def _between_processes(attention: Cluster, experts: Cluster, there: Figure, back: Figure) -> Moves:
+    stream = assumed(
+        1.0e9, 0.4e9, 1.5e9, "bytes a second of the connection",
+        "one TCP stream whose bytes get a SHA-256 MAC at both ends: 1.5 GB/s of MACs on a core of an EPYC", "B/s",
+    )  # fmt: skip
+    card = min(one.network_gbps for one in (attention, experts)) * 1e9 / 8
+    rate = smallest(stream, exact(card, "one card", "B/s"))
+    fixed = assumed(
+        150e-6, 60e-6, 500e-6, "a message, fixed part", "device to host memory, two system calls, host memory to device", "s"
+    )  # fmt: skip
+    way = fixed + network_latency(attention)
+    return Moves(
+        (there / rate + way).named("rows through the hosts' memory", "s"),
+        (back / rate + way).named("answers through the hosts' memory", "s"),
+        exact(0.0), exact(0.0), launch(), one_call=True,
+    )  # fmt: skip
+
+
+PUBLISHED = (
+    "MegaScale-Infer (arXiv 2504.02263), Step-3 with StepMesh (arXiv 2507.19427) and Baidu Baige's AFD send rows from device to device "
+    "without a host between; Baige's cross to a host once and are spread inside it. They publish no times of a move, so that those of "
+    "DeepEP's low-latency kernels stand here"
+)
+
+
+def published_moves(
+    attention: Cluster,
+    experts: Cluster,
+    senders: int,
+    receivers: int,
+    rows: float,
+    top_k: int,
+    row_bytes: tuple[float, float],
+    slowest: Figure,
+) -> Moves:
+    """Price one exchange as others have it: a row once to each host that has one of its experts, or within a domain to each device.
+
+    rows: of one attention device. row_bytes: there, and back. slowest: load of the busiest expert device ÷ the mean.
+    """
+    near = attention.hardware.key == experts.hardware.key and senders + receivers <= attention.domain
+    places = receivers if near else -(-receivers // experts.devices_per_host)
+    copies = places * (1 - (1 - 1 / places) ** top_k)
+    ways = []
+    for size, combine in zip(row_bytes, (False, True), strict=True):
+        fixed, network, link = low_latency_fit(combine)
+        leaving = exact(rows * copies * size, "bytes of an attention device", "B")
+        arriving = exact(rows * senders * copies * size / receivers, "bytes of an expert device", "B") * slowest
+        if near:
+            seconds = largest(leaving, arriving) / (link * attention.hardware.scale_up_bandwidth)
+        else:
+            far = attention.between(attention.num_devices)
+            out, into = leaving / (network * far.network_bandwidth), arriving / (network * experts.network_bandwidth)
+            seconds = largest(out, into) + network_latency(far)
+        ways.append((seconds + fixed.made_of(_published())).named("answers back" if combine else "rows there", "s"))
+    none = exact(0.0)
+    return Moves(*ways, none, none, none, one_call=False)
+
+
+def _published() -> Figure:
+    return assumed(1.0, 1.0, 1.0, "moves as published", PUBLISHED)

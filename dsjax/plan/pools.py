@@ -1,0 +1,54 @@
+"""Attention and experts apart: which numbers of devices the two sides of an instance may have, and how many such instances there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dsjax.plan.layout import InstanceLayout, apart_layouts, instance_sizes
+from dsjax.plan.precision import FP8_BLOCK
+
+if TYPE_CHECKING:
+    from dsjax.plan.question import Question
+
+WIDEST = 128
+"""Devices of an instance at most."""
+
+
+def layouts_apart(question: Question) -> Iterator[InstanceLayout]:
+    """Every layout of an instance with attention and experts apart that fits the model, and that the engine can run."""
+    options = question.options
+    block = 128 if options.precision.linear == FP8_BLOCK else None
+    per_host = question.cluster.devices_per_host
+    for layout in apart_layouts(question.config, pairs(question), per_host, redundant=options.redundant, block=block):
+        if options.pins.attention_mesh in (None, layout.mesh):
+            yield layout
+
+
+def pairs(question: Question) -> list[tuple[int, int]]:
+    """(devices with attention, devices with experts) of an instance.
+
+    Attention is one process of dsjax, of one host, and experts are a process for each host: or both are one process of one host. Others
+    have whole hosts on either side, or one host.
+    """
+    cluster, beside, pins = question.cluster, question.cluster.experts, question.options.pins
+    if pins.attention_mesh is not None:
+        return [(pins.attention_mesh.num_devices, pins.expert_mesh.ep_size)]
+    most, own = min(question.devices, WIDEST), question.options.engine.name == "dsjax"
+    here, there = cluster.devices_per_host, (beside or cluster).devices_per_host
+    if beside is not None:
+        hosts = range(1, 2 if own else most // here + 1), range(1, min(beside.num_devices, WIDEST) // there + 1)
+        return [(a * here, e * there) for a in hosts[0] for e in hosts[1]]
+    inside = [(a, n - a) for n in instance_sizes(min(here, most), here) for a in range(1, n)]
+    hosts = most // here
+    return inside + [
+        (a * here, e * here) for a in range(1, min(hosts, 2 if own else hosts)) for e in range(1, hosts - a + 1)
+    ]
+
+
+def most_instances(question: Question, layout: InstanceLayout) -> int:
+    """How many instances of a layout there is room for."""
+    beside = question.cluster.experts
+    if layout.experts and beside is not None:
+        return min(question.devices // layout.mesh.num_devices, beside.num_devices // layout.experts)
+    return question.devices // layout.devices

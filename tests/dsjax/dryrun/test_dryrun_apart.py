@@ -1,0 +1,182 @@
+"""The dry run of attention and experts apart: both sides' programs are those that serve, and what travels is what serving sends."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from layouts import TINY
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.config import load_config
+from dsjax.dryrun.apart import dry_run_apart
+from dsjax.dryrun.apart_compilation import compile_apart
+from dsjax.dryrun.apart_timeline import ApartTimeline, Pass
+from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.prices import default_cluster
+from dsjax.dryrun.run import dry_run
+from dsjax.engine.afd.expert_side import build_both
+from dsjax.engine.afd.options import expert_spec
+from dsjax.engine.device import device_state
+from dsjax.engine.device.programs import Programs
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step
+from dsjax.errors import UserError
+from dsjax.hardware import load_hardware
+from dsjax.plan.compiled import read_dry_run
+from dsjax.plan.figure import Figure
+from sharding import MeshSpec
+from sharding.dispatch import default_capacity
+
+DEVICES, EXPERTS, ROWS = 2, 4, 8
+"""With attention; with experts; decodes of a DP rank."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("tiny")
+    (made / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16", "num_nextn_predict_layers": 1}))
+    return made
+
+
+def asked(folder, **options):
+    engine = EngineArgs(
+        model=str(folder),
+        attention_mesh=f"dp={DEVICES}",
+        expert_mesh=f"ep={EXPERTS}",
+        page_size=4,
+        kernels="plain",
+        **options,
+    )
+    return DryRunArgs(engine=engine, batch=ROWS, context=64)
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    return dry_run_apart(asked(folder))
+
+
+@pytest.mark.slow
+def test_each_device_holds_its_sides_parameters_and_no_others(folder, whole):
+    one = dry_run(DryRunArgs(engine=EngineArgs(model=str(folder), mesh="dp=1", page_size=4), batch=ROWS, context=64))
+    experts = one.memory.weights["routed experts"]
+    assert whole.experts.weights == {"routed experts": experts // EXPERTS}
+    assert whole.attention.weights == {n: b for n, b in one.memory.weights.items() if n != "routed experts"}
+    assert whole.attention.cache == one.memory.cache
+    assert (whole.experts.cache, whole.experts.state) == (0, 0)
+    assert whole.parameters == one.parameters
+
+
+def test_rows_and_answers_are_as_many_bytes_as_the_formula_says(whole):
+    width, top_k, layers, room = TINY["hidden_size"], TINY["num_experts_per_tok"], 2, whole.links.capacity
+    assert room == default_capacity(ROWS, top_k, EXPERTS, True)
+    answers = room * layers * 2 * width
+    for wire, row in (("bfloat16", 2 * width + 6 * top_k + 4), ("fp8", width + 4 + 6 * top_k + 4)):
+        assert whole.links.wires[wire] == {
+            "attention_device_sends": EXPERTS * room * layers * row,
+            "expert_device_receives": DEVICES * room * layers * row,
+            "expert_device_sends": DEVICES * answers,
+            "attention_device_receives": EXPERTS * answers,
+        }
+    assert whole.links.needed == pytest.approx(1 - (3 / 4) ** top_k)
+    assert whole.links.connections == 0
+
+
+def test_a_layer_has_four_programs_of_which_one_is_the_experts_and_none_has_a_collective(whole):
+    times = {one.name: (one.side, one.times) for one in whole.programs}
+    attention = {f"moe_layers: {name}": ("attention", 2) for name in ("attend", "share", "receive")}
+    outside = {f"step: {place}": ("attention", 1) for place in ("before the layers", "behind them")}
+    times = {name: one for name, one in times.items() if "further rounds" not in name}
+    assert times == outside | attention | {"moe_layers: compute": ("experts", 2)}
+    assert not any(one.report.collectives for one in whole.programs)
+
+
+@pytest.mark.slow
+def test_the_programs_are_those_that_serving_compiles(folder):
+    args, config = asked(folder), load_config(folder)
+    spec, experts = MeshSpec.parse(args.engine.mesh), expert_spec(args.engine)
+    meshes = build_both(spec, experts)
+    described = compile_apart(args, config, *meshes, target="cpu", one_process=True)
+    step = make_step(args.for_model(config), config, spec, meshes[0], expert_mesh=meshes[1])
+    limits = args.limits(config, spec)
+    programs = Programs(step, step.abstract_parameters(), device_state.describe(step, limits, 0), limits)
+    programs.lower_step(programs.shape(args.decode, args.prefill)).compile()
+    [serving], [(_, dry)] = step.apart._passes.values(), described.passes
+    for name in ("attend", "share", "receive"):
+        ours, theirs = (getattr(one.programs[0], name) for one in (dry, serving))
+        assert ours.cost_analysis()["flops"] == theirs.cost_analysis()["flops"]
+        assert ours.in_avals == theirs.in_avals
+        assert ours.output_shardings == theirs.output_shardings
+    ours, theirs = (one.programs[0].way.program for one in (dry, serving))
+    assert ours.in_avals == theirs.in_avals
+    assert ours.memory_analysis().argument_size_in_bytes == theirs.memory_analysis().argument_size_in_bytes
+
+
+@pytest.mark.slow
+def test_halves_and_drafts_have_programs_of_their_own_and_send_no_row_twice(folder, whole):
+    options = {
+        "enable_dbo": True, "dbo_decode_token_threshold": 2, "dispatch_wire": "fp8",
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+    }  # fmt: skip
+    report = dry_run_apart(asked(folder, **options))
+    times = {one.name: one.times for one in report.programs}
+    assert times["moe_layers: attend, half a"] == times["moe_layers: compute, half b"] == 2
+    assert times["mtp.layers: compute"] == 1  # the module sees the whole step
+    assert (report.request["micro_batches"], report.links.chosen) == (2, "fp8")
+    # Two tokens a row: halves with as many as the whole had, and the module's layer with both.
+    rooms = [default_capacity(tokens, TINY["num_experts_per_tok"], EXPERTS, True) for tokens in (ROWS, 2 * ROWS)]
+    for wire, sizes in report.links.wires.items():
+        each = {name: size // (2 * rooms[0]) for name, size in whole.links.wires[wire].items()}
+        assert sizes == {name: (4 * rooms[0] + rooms[1]) * size for name, size in each.items()}
+
+
+def test_the_json_says_all_of_it_and_a_plan_refuses_it(whole, tmp_path):
+    found = json.loads(json.dumps(whole.to_json()))
+    assert found["device_bytes"]["experts"]["total"] == whole.experts.total
+    assert [one["times"] for one in found["programs"]] == [one.times for one in whole.programs]
+    assert found["timeline"] is None
+    assert found["dispatch"] == "apart"
+    file = tmp_path / "apart.json"
+    file.write_text(json.dumps(found))
+    with pytest.raises(UserError, match="attention and experts apart, and a plan takes dry runs of one mesh"):
+        read_dry_run(file)
+
+
+def test_both_sides_are_played_in_turn_at_each_end_of_what_is_assumed():
+    """Ten layers whose host, links and fixed parts come to nothing beside programs of seconds."""
+
+    def program(*seconds):
+        return SimpleNamespace(report=SimpleNamespace(timeline=SimpleNamespace(step=Figure(*seconds))))
+
+    side = {
+        "attend": program(3, 2, 4),
+        "share": program(1, 1, 1),
+        "receive": program(0, 0, 0),
+        "compute": program(4, 3, 5),
+    }
+    wire = SimpleNamespace(row_bytes=8, width=4, dtype="bfloat16", top_k=1)
+    between = SimpleNamespace(senders=2, rows=1, capacity=1, columns=1, group=SimpleNamespace(size=2), wire=wire)
+    hosts = default_cluster(load_hardware("h200"), 4)
+    alone, in_turn = (ApartTimeline.of([Figure(5.0)], [Pass(10, ((side, between),) * n)], hosts, hosts) for n in (1, 2))
+    # Alone a layer waits for the experts. In turn each side has the other's time: attention 4 and 4 of two halves, the experts 4 and 4.
+    assert alone.step.value == pytest.approx(5 + 10 * (3 + 4), abs=0.02)
+    assert alone.step.low == pytest.approx(5 + 10 * (2 + 3), abs=0.02)
+    assert in_turn.step.value == pytest.approx(5 + 10 * 2 * 4 + 3, abs=0.05)
+    assert in_turn.busy()["experts"] == pytest.approx(10 * 2 * 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--fit"], "--fit is of one mesh"),
+        (["--expert-target", "h200"], "the CPU stands in for devices of both sides or of neither"),
+        (["--timeline", "t.json"], "--timeline needs an accelerator"),
+        (["--expert-mesh", "ep=5"], "redundant"),
+    ],
+)
+def test_what_does_not_go_with_two_sides_is_refused(folder, options, reason):
+    base = ["dryrun", "--model", str(folder), "--attention-mesh", "dp=2"]
+    base += [] if "--expert-mesh" in options else ["--expert-mesh", "ep=4"]
+    shown = CliRunner().invoke(app, [*base, *options])
+    assert shown.exit_code
+    assert reason in " ".join(str(shown.exception or shown.output).split()) + " ".join(shown.output.split())
