@@ -14,7 +14,7 @@ from dsjax.engine.afd.link_counts import LinkCounts
 from dsjax.engine.afd.messages import SERVICE, Answered, Call, Hello, Place, Stage, Welcome, receive, send
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
-from dsjax.hosts.secure_channel import SecureChannel, connect
+from dsjax.hosts.secure_channel import NotAMemberError, SecureChannel, connect
 from dsjax.hosts.wire import split_address
 
 RETRY_SECONDS = 0.2
@@ -54,7 +54,7 @@ class ExpertLink:
         self._credentials, self._hello = credentials, hello
         self._channel: SecureChannel | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts")
-        self._closed = False
+        self._closed, self._known = False, False
         self.losses, self.last_gap, self.calls, self.sent, self.received = 0, 0.0, 0, 0, 0
 
     @property
@@ -80,7 +80,10 @@ class ExpertLink:
                 channel.keep_alive(self._silence, unacknowledged=True)
                 send(channel, self._hello())
                 welcome: Welcome = receive(channel, Welcome)
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, NotAMemberError) as error:
+                # A process that is killed within the greeting looks like one with another key. Whoever was known before is waited for.
+                if isinstance(error, NotAMemberError) and not self._known:
+                    raise
                 if time.monotonic() > end or self._closed:
                     raise ExpertsGoneError(
                         f"no process with experts is at {self.address} for {self.patience:g} s ({error}); start one with --afd-role expert"
@@ -93,7 +96,7 @@ class ExpertLink:
             if welcome.error:
                 channel.close()
                 raise UserError(f"the process with experts at {self.address} refuses: {welcome.error}")
-            self._channel = channel
+            self._channel, self._known = channel, True
 
     def _run(self, prepare: Callable[[], Errand]) -> None:
         """Run an errand, again where the connection ends, and wait for its answers.
