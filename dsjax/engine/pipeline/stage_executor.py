@@ -67,6 +67,11 @@ class StageExecutor(MeshExecutor):
             if self.max_in_flight == 1:
                 jax.block_until_ready(self.state.start)
 
+    def forget(self) -> None:
+        """Drop what a launch that was interrupted has left behind. All others must have been waited for, and their hidden states taken."""
+        self._queue.clear()
+        self.leaving.clear()
+
     def read(self, pending: Pending) -> list[RankResults]:
         """The results of a step of the last stage, in whichever thread; waits for them."""
         return read_step(pending.command, pending.kept.outcomes)

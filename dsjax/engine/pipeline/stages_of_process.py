@@ -35,14 +35,16 @@ class StagesOfProcess(PipelineExecutor):
 
     def launch(self, command: Command) -> PendingStages:
         """Carry out a command at the stages here, or enqueue it."""
+        self._check_whole()
         pending = PendingStages(command)
-        self._run(pending)
-        last = self.stages[-1]
-        if not self._links.ends:
-            while last.leaving:
-                self._links.pass_on(last.leaving.popleft())
-        elif isinstance(command, Step | Score):
-            self._links.publish(lambda: self._found(pending))
+        with self._breaks_at(BaseException):
+            self._run(pending)
+            last = self.stages[-1]
+            if not self._links.ends:
+                while last.leaving:
+                    self._links.pass_on(last.leaving.popleft())
+            elif isinstance(command, Step | Score):
+                self._links.publish(lambda: self._found(pending))
         return pending
 
     def collect(self, pending: PendingStages) -> Any:
@@ -50,16 +52,12 @@ class StagesOfProcess(PipelineExecutor):
         if self._links.ends:
             return super().collect(pending)
         self.wait(pending)
-        for stage, part in zip(self.stages, pending.parts, strict=True):
-            if not isinstance(pending.command, Step):
-                stage.wait(part)
         if isinstance(pending.command, Score):
             return self._links.hear()
         if not isinstance(pending.command, Step):
             return None
         results, made = self._links.hear()
-        for stage, part in zip(self.stages, pending.parts, strict=True):
-            stage.enter(part, results, made)
+        self._tell(self.stages, pending, results, made)
         return results
 
     def set_recording(self, on: bool) -> None:

@@ -2,6 +2,9 @@
 `pipeline/stage_programs.py` and `setup/stages.py`."""
 
 import dataclasses
+import itertools
+from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from layouts import answer, difference, prompts, write_checkpoint
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import Step
+from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
 from dsjax.errors import UserError
 from sharding import MeshError
 
@@ -103,6 +107,61 @@ def test_steps_under_way_together_share_no_request_and_each_takes_its_part_of_th
         del executor.launch, executor.collect
     assert (2, 2) in sizes  # of four requests in two batches, both under way
     assert max(size for size, _ in sizes) == 2
+
+
+@pytest.fixture(scope="module")
+def greedy(checkpoint):
+    llm = LLM(str(checkpoint), max_model_len=64, **SMALL)
+    try:
+        return tokens_of(llm)
+    finally:
+        llm.shutdown()
+
+
+def tokens_of(llm):
+    return [one.outputs[0].token_ids for one in llm.generate(prompts()[:4], GREEDY)]
+
+
+@pytest.mark.parametrize("call", [0, 5])
+@pytest.mark.parametrize(("number", "method"), [(0, "wait"), (0, "enter"), (1, "launch"), (1, "wait")])
+def test_an_interrupt_between_stages_changes_nothing_of_what_comes_later(
+    stages, greedy, monkeypatch, number, method, call
+):
+    stage, calls = stages.executor.stages[number], itertools.count()
+    inner = getattr(stage, method)
+
+    def interrupted(*arguments):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return inner(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stages.generate(prompts()[:4], GREEDY)
+    stages.engine.flush_prefix_cache()
+    assert tokens_of(stages) == greedy
+
+
+def test_on_accelerators_a_launch_that_did_not_reach_all_stages_is_the_last_one():
+    calls, mesh = [], SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=2))
+    first, last = (
+        SimpleNamespace(model=model, programs=SimpleNamespace(rows=None), leaving=deque(), launch=calls.append)
+        for _ in range(2)
+    )
+    executor = PipelineExecutor([first, last])
+
+    def interrupted(command):
+        raise KeyboardInterrupt
+
+    last.launch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        executor.launch("a step")
+    last.launch = calls.append
+    with pytest.raises(RuntimeError, match=r"KeyboardInterrupt.*start the engine anew"):
+        executor.launch("another step")
+    assert calls == ["a step"]
 
 
 def test_a_flush_forgets_the_cache_of_all_stages(stages):
