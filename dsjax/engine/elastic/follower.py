@@ -155,6 +155,7 @@ class Follower:
             load,
             lambda executor: release(executor, held),
             stand_by=lambda announcement: give_weights(announcement, self.group, held),
+            regroups=not has_stages,
         )
 
     def run(
@@ -163,12 +164,14 @@ class Follower:
         release: Callable[[Executor], None],
         seconds: float | None = None,
         stand_by: Callable[[Announcement], None] = lambda announcement: None,
+        regroups: bool = True,
     ) -> None:
         """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
 
         load: gives the executor of a generation; None: of the first one, as the process was started. release: gives back what an executor
         holds, though its last step may have failed. seconds: as of `_REGROUP_SECONDS`, for tests.
         stand_by: is called in a generation without a part in its mesh, and returns at the latest when the next one is announced.
+        regroups: whether another generation may come after a failure.
 
         Raises:
             GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.
@@ -194,8 +197,9 @@ class Follower:
                         self._depart()
                         return
             except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
-                if self.group.announcements is None or (announcement is None and isinstance(error, GroupError)):
-                    raise  # the group has not formed
+                unformed = self.group.announcements is None or (announcement is None and isinstance(error, GroupError))
+                if unformed or not regroups:
+                    raise
                 failure = error
             if executor is not None or failure is not None:
                 self.phase = "regrouping"

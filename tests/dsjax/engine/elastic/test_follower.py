@@ -101,6 +101,21 @@ def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_e
     assert str(group.error) == "Gloo: connection closed by peer"
 
 
+def test_a_follower_whose_step_fails_ends_at_once_where_no_other_generation_can_come():
+    group = Group(regroups=False)
+    leader = LeaderExecutor(Told(), group.leader)
+    group.until(lambda: group.loaded)
+
+    def fail(command):
+        raise RuntimeError("a program failed")
+
+    group.follower.group.announcements.next = None  # it would be waited for
+    group.loaded[0].launch = fail
+    leader.launch(step(1))
+    group.thread.join(10)
+    assert str(group.error) == "a program failed"
+
+
 def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_goes_on_to_the_next():
     group = Group()
     group.until(lambda: group.loaded)
