@@ -51,7 +51,7 @@ class PipelineExecutor:
     def __init__(self, stages: Sequence[StageExecutor]):
         self.stages = list(stages)
         self._emulated = self.model.mesh.devices.flat[0].platform == "cpu"
-        self.max_in_flight = 1 if self._emulated else len(self.stages)
+        self.max_in_flight = 1 if self._emulated else self.model.stage.count
         self._queue: deque[PendingStages] = deque()
         self._broken: str | None = None
 

@@ -145,12 +145,13 @@ def test_an_interrupt_between_stages_changes_nothing_of_what_comes_later(
 
 def test_on_accelerators_a_launch_that_did_not_reach_all_stages_is_the_last_one():
     calls, mesh = [], SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
-    model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=2))
+    model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=3))
     first, last = (
         SimpleNamespace(model=model, programs=SimpleNamespace(rows=None), leaving=deque(), launch=calls.append)
         for _ in range(2)
     )
     executor = PipelineExecutor([first, last])
+    assert executor.max_in_flight == 3, "of all processes' stages, of which two are here"
 
     def interrupted(command):
         raise KeyboardInterrupt
