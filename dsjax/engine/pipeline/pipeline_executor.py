@@ -25,7 +25,7 @@ class PendingStages:
     Attributes:
         parts: of it at each stage, as far as they have begun. passed: stages that it has gone through.
         hidden: the hidden states of its launches that have left the last of these, on the devices of the next one.
-        results: what came of it, once that was read. told: stages that know it.
+        results: what came of it, once that was read; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
     """
 
     def __init__(self, command: Command):

@@ -60,6 +60,9 @@ class ProcessLinks:
 
     Args:
         order: ids of the processes in the order of their stages.
+
+    Attributes:
+        leads: whether this is process 0. ends: whether it has the last stage.
     """
 
     def __init__(self, group: HostGroup, order: Sequence[int]):
@@ -82,7 +85,7 @@ class ProcessLinks:
         )
         addresses = {member.process_id: (member.address, ports[member.process_id]) for member in group.present}
         place = order.index(group.options.process_id)
-        self.ends = place == len(order) - 1
+        self.leads, self.ends = group.options.process_id == 0, place == len(order) - 1
         others = order[:-1] if self.ends else order[place + 1 : place + 2]
         role = _RESULTS if self.ends else _HIDDEN
         self._channels = [self._connect(addresses[other], role) for other in others]
