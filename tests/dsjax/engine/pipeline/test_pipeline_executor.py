@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from layouts import answer, difference, prompts, write_checkpoint
@@ -13,6 +14,7 @@ from layouts import answer, difference, prompts, write_checkpoint
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import Step
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
+from dsjax.engine.setup.stages import _of_all
 from dsjax.errors import UserError
 from sharding import MeshError
 
@@ -80,6 +82,33 @@ def test_each_stage_has_the_parameters_and_the_cache_of_its_layers_on_devices_of
     assert (facts.mesh, facts.num_devices, facts.mesh_shape["pp"]) == ("pp=2", 2, 2)
     assert [stage.layers for stage in facts.stages] == [(0, 2), (3, 4)]
     assert facts.parameters == sum(info.count for one in (first, last) for info in one.model.table.infos.values())
+
+
+def test_the_bytes_of_several_processes_are_those_of_the_fullest_stage(stages):
+    dense, sparse = (
+        dataclasses.replace(
+            stages.facts,
+            stages=[dataclasses.replace(stage, weight_bytes=number)],
+            weight_bytes={"dense": number},
+            cache_bytes=10 * number,
+            physical_experts_per_device=8 * place,
+            dispatch={"decode": f"of {place}"},
+        )
+        for place, (stage, number) in enumerate(zip(stages.facts.stages, (3, 7), strict=True))
+    )
+    said = []
+    asking = SimpleNamespace(agreement=SimpleNamespace(ask=lambda name, value: said.append(value) or [value]))
+    for facts in (dense, sparse):
+        _of_all(asking, facts)
+    everybody = [msgspec.msgpack.decode(msgspec.msgpack.encode(value)) for value in said]
+    found = _of_all(SimpleNamespace(agreement=SimpleNamespace(ask=lambda name, value: everybody)), dense)
+    assert found == dataclasses.replace(
+        sparse,
+        parameters=2 * dense.parameters,
+        page_bytes=2 * dense.page_bytes,
+        num_processes=2,
+        stages=[*dense.stages, *sparse.stages],
+    )
 
 
 def test_steps_under_way_together_share_no_request_and_each_takes_its_part_of_them(stages):
