@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.commands import Score
+from dsjax.engine.contract.commands import Score, Step
 from dsjax.engine.contract.executor import RankResults
 from dsjax.engine.device import slots
 from dsjax.engine.device.access import Pending, Running
@@ -85,6 +85,10 @@ class StageExecutor(MeshExecutor):
 
     def _arrived(self) -> tuple[Array, ...]:
         return () if self.model.begins else (self.arriving.popleft(),)
+
+    def _rules(self, command: Step, launch: Launch, shape: slots.LaunchShape) -> RowRules:
+        """Of a stage before the last nothing: it does not sample."""
+        return super()._rules(command, launch, shape) if self.model.ends else RowRules(None, [], None, {})
 
     def _run_launch(
         self,

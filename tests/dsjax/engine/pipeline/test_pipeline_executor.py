@@ -194,6 +194,17 @@ def test_on_accelerators_a_launch_that_did_not_reach_all_stages_is_the_last_one(
     assert calls == ["a step"]
 
 
+def test_only_the_last_stage_is_sent_what_sampling_needs(stages, monkeypatch):
+    sent = []
+    for place, stage in enumerate(stages.executor.stages):
+        send = stage.device.send_everywhere
+        monkeypatch.setattr(
+            stage.device, "send_everywhere", lambda arrays, place=place, send=send: sent.append(place) or send(arrays)
+        )
+    stages.generate(prompts()[:2], dataclasses.replace(GREEDY, temperature=1.0, seed=3))
+    assert set(sent) == {1}
+
+
 def test_a_flush_forgets_the_cache_of_all_stages(stages):
     stages.generate(prompts()[-1:], GREEDY)
     assert all(np.asarray(stage.state.cache["latent"]).any() for stage in stages.executor.stages)
