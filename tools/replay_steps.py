@@ -185,16 +185,19 @@ def build_executor(record: StepRecording, model: str | None, *, show_progress: b
             f"{directory} is another checkpoint than the recorded one: its fingerprint is {found[:16]}…, expected "
             f"{header.fingerprint[:16]}…; give the recorded checkpoint's directory with --model"
         )
-    emulate_devices(MeshSpec.parse(args.mesh).num_devices)
-    from dsjax.engine.setup.loading import load_model
+    spec = MeshSpec.parse(args.mesh)
+    emulate_devices(spec.num_devices)
+    from dsjax.engine.setup import loading, stages
 
-    executor = load_model(args, show_progress=show_progress).executor
+    load = loading.load_model if spec.pp_size == 1 else stages.load_stages
+    executor = load(args, show_progress=show_progress).executor
     limits = asdict(executor.limits)
-    if limits != header.limits:
+    recorded = {"num_stages": 1} | header.limits  # older recordings do not say it
+    if limits != recorded:
         differing = [
-            f"{name} {limits.get(name)}, recorded {header.limits.get(name)}"
-            for name in sorted(limits.keys() | header.limits.keys())
-            if limits.get(name) != header.limits.get(name)
+            f"{name} {limits.get(name)}, recorded {recorded.get(name)}"
+            for name in sorted(limits.keys() | recorded.keys())
+            if limits.get(name) != recorded.get(name)
         ]
         raise RecordError(
             f"the executor has other limits here ({'; '.join(differing)}): slots and pages would not be the recorded ones. "

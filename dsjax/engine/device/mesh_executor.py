@@ -273,10 +273,7 @@ class MeshExecutor:
             self.device.send(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
             for place, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
         ]
-        rules = [
-            self._sent(self._slots.rules_of(command, launch, shape))
-            for launch, shape in zip(launches, shapes, strict=True)
-        ]
+        rules = [self._rules(command, launch, shape) for launch, shape in zip(launches, shapes, strict=True)]
         self._padding = sum(shape.tokens for shape in shapes) * self.limits.num_ranks - sum(
             len(rank.decodes) // 8 + sum(row.length for row in rank.prefills) for rank in command.ranks
         )
@@ -415,8 +412,9 @@ class MeshExecutor:
 
         return run()
 
-    def _sent(self, rules: RowRules) -> RowRules:
-        """Send the arrays of a launch's rules to the devices."""
+    def _rules(self, command: Step, launch: Launch, shape: slots.LaunchShape) -> RowRules:
+        """What the sampling of a launch's rows needs, on the devices."""
+        rules = self._slots.rules_of(command, launch, shape)
         if rules.wanted is None:
             return rules
         masks = None if rules.masks is None else self.device.send(rules.masks)

@@ -63,7 +63,7 @@ class Follower:
         self.ahead: CompileAhead | None = None
         self._on_warm: Callable[[], None] = lambda: None
         self._ended, self._over, self._leaves = threading.Event(), threading.Event(), threading.Event()
-        self._signals = 0
+        self._signals, self._may_leave = 0, True
         self._threads: list[threading.Thread] = []  # those that wait for the store, in C++
 
     def leave(self) -> None:
@@ -88,7 +88,10 @@ class Follower:
             return  # the group knows, and ends the process
 
     def handle_signals(self) -> None:
-        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one. Only Python's main thread can have that."""
+        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one. Only Python's main thread can have that.
+
+        With stages no process can leave: it goes on until process 0, which finishes its requests, ends or is lost.
+        """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._on_signal)
@@ -103,6 +106,13 @@ class Follower:
             # Nobody counts on it yet; or the group has not served, and can form no other mesh.
             os.write(2, f"{signal.Signals(number).name} while {self.phase}: this process ends now\n".encode())
             os._exit(0)
+        if not self._may_leave:
+            text = (
+                f"{signal.Signals(number).name}: the others need this process's stages, so that it goes on until process 0 ends; "
+                "a second signal ends it now\n"
+            )
+            os.write(2, text.encode())
+            return
         # Where it cannot ask, it ends at once: the others go on as after a loss.
         self._threads.append(
             start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
@@ -124,8 +134,8 @@ class Follower:
 
             chunks = FollowerTransfers(args, self.group)
         has_stages = MeshSpec.parse(args.mesh).pp_size > 1
-        if not has_stages:  # no group goes on without one of its stages, so that a signal ends the process at once
-            self.handle_signals()
+        self._may_leave = not has_stages  # no group goes on without one of its stages
+        self.handle_signals()
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
         held = HeldWeights()
@@ -155,6 +165,7 @@ class Follower:
             load,
             lambda executor: release(executor, held),
             stand_by=lambda announcement: give_weights(announcement, self.group, held),
+            regroups=not has_stages,
         )
 
     def run(
@@ -163,12 +174,14 @@ class Follower:
         release: Callable[[Executor], None],
         seconds: float | None = None,
         stand_by: Callable[[Announcement], None] = lambda announcement: None,
+        regroups: bool = True,
     ) -> None:
         """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
 
         load: gives the executor of a generation; None: of the first one, as the process was started. release: gives back what an executor
         holds, though its last step may have failed. seconds: as of `_REGROUP_SECONDS`, for tests.
         stand_by: is called in a generation without a part in its mesh, and returns at the latest when the next one is announced.
+        regroups: whether another generation may come after a failure.
 
         Raises:
             GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.
@@ -194,8 +207,9 @@ class Follower:
                         self._depart()
                         return
             except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
-                if self.group.announcements is None or (announcement is None and isinstance(error, GroupError)):
-                    raise  # the group has not formed
+                unformed = self.group.announcements is None or (announcement is None and isinstance(error, GroupError))
+                if unformed or not regroups:
+                    raise
                 failure = error
             if executor is not None or failure is not None:
                 self.phase = "regrouping"

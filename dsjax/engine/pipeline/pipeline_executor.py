@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from dsjax.engine.contract.commands import Command, Step
-from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Kind, Progress
+from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Kind, Progress, RankResults
 from dsjax.engine.device.access import Pending
 from dsjax.engine.device.buckets import Buckets
-from dsjax.engine.pipeline.stage_executor import StageExecutor
+from dsjax.engine.pipeline.stage_executor import Made, StageExecutor
 from dsjax.model.step import ModelStep
 
 
 class PendingStages:
-    """A command that was launched. parts: of it at each stage, as far as they have begun."""
+    """A command that was launched.
+
+    Attributes:
+        parts: of it at each stage, as far as they have begun. passed: stages that it has gone through.
+        hidden: the hidden states of its launches that have left the last of these, on the devices of the next one.
+        results: what came of it, once that was read; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
+    """
 
     def __init__(self, command: Command):
         self.command = command
         self.parts: list[Pending] = []
+        self.passed = self.told = 0
+        self.hidden: list[Array] = []
+        self.results: Any = None
 
 
 class PipelineExecutor:
@@ -30,7 +41,8 @@ class PipelineExecutor:
 
     On accelerators a command is enqueued at all stages at once, so that a step can be at one stage while the next step is at the one
     before. On emulated devices programs in flight together can deadlock: there a command begins when it is waited for, and goes from
-    stage to stage.
+    stage to stage. An interrupt there (Ctrl-C) leaves the command where it is, and it goes on from there when it is waited for again. On
+    accelerators, and after an error, stages may have begun different commands: nothing is launched any more then.
 
     Args:
         stages: the first to the last.
@@ -39,8 +51,9 @@ class PipelineExecutor:
     def __init__(self, stages: Sequence[StageExecutor]):
         self.stages = list(stages)
         self._emulated = self.model.mesh.devices.flat[0].platform == "cpu"
-        self.max_in_flight = 1 if self._emulated else len(self.stages)
+        self.max_in_flight = 1 if self._emulated else self.model.stage.count
         self._queue: deque[PendingStages] = deque()
+        self._broken: str | None = None
 
     @property
     def model(self) -> ModelStep:
@@ -67,18 +80,26 @@ class PipelineExecutor:
         return None
 
     def launch(self, command: Command) -> PendingStages:
-        """Enqueue a command at all stages, or keep it until it is waited for."""
+        """Enqueue a command at all stages, or keep it until it is waited for.
+
+        Raises:
+            RuntimeError: an earlier one did not reach all stages.
+        """
+        self._check_whole()
         pending = PendingStages(command)
         if self._emulated:
             self._queue.append(pending)
         else:
-            self._run(pending)
+            with self._breaks_at(BaseException):
+                self._run(pending)
         return pending
 
     def wait(self, pending: PendingStages) -> None:
         """Wait until a command is done at all stages."""
-        while len(pending.parts) < len(self.stages):
-            self._run(self._queue[0])
+        while pending.passed < len(self.stages):
+            self._check_whole()
+            with self._breaks_at(Exception):
+                self._run(self._queue[0])
             self._queue.popleft()
         for stage, part in zip(self.stages, pending.parts, strict=True):
             stage.wait(part)
@@ -87,27 +108,64 @@ class PipelineExecutor:
         """Wait for a command, and give what came of it; of a step, tell all stages."""
         self.wait(pending)
         last, part = self.stages[-1], pending.parts[-1]
-        results = last.collect(part)
+        if pending.results is None:  # else an interrupt came behind it
+            pending.results = last.collect(part)
         if isinstance(pending.command, Step):
-            made = last.made(part)
-            for stage, own in zip(self.stages[:-1], pending.parts[:-1], strict=True):
-                stage.enter(own, results, made)
-        return results
+            self._tell(self.stages[:-1], pending, pending.results, last.made(part))
+        return pending.results
 
     def _run(self, pending: PendingStages) -> None:
-        for number, stage in enumerate(self.stages):
-            part = stage.launch(pending.command)
+        """Take a command through all stages, or those that an interrupt has left. An interrupt can come between any two lines here."""
+        while pending.passed < len(self.stages):
+            number = pending.passed
+            stage = self.stages[number]
+            if len(pending.parts) == number:
+                if number:
+                    stage.arriving = deque(pending.hidden)
+                if self._emulated:
+                    stage.forget()
+                pending.parts.append(stage.launch(pending.command))
+                pending.hidden = []
             if self._emulated:
-                stage.wait(part)
+                stage.wait(pending.parts[number])
             if number + 1 < len(self.stages):
-                self._hand_on(stage, self.stages[number + 1])
-            pending.parts.append(part)
+                pending.hidden = self._handed_on(stage, self.stages[number + 1])
+            pending.passed = number + 1
+            if number + 1 < len(self.stages):
+                stage.leaving.clear()
 
-    def _hand_on(self, stage: StageExecutor, following: StageExecutor) -> None:
-        """Take the hidden states that have left a stage to the devices of the next one."""
-        while stage.leaving:
-            hidden = jax.device_put(stage.leaving.popleft(), following.programs.rows)
-            following.arriving.append(jax.block_until_ready(hidden) if self._emulated else hidden)
+    def _handed_on(self, stage: StageExecutor, following: StageExecutor) -> list[Array]:
+        """The hidden states that have left a stage, on the devices of the next one."""
+        hidden = [jax.device_put(array, following.programs.rows) for array in stage.leaving]
+        return jax.block_until_ready(hidden) if self._emulated else hidden
+
+    def _tell(
+        self,
+        stages: Sequence[StageExecutor],
+        pending: PendingStages,
+        results: Sequence[RankResults],
+        made: Sequence[Made],
+    ) -> None:
+        """Have stages enter what came of a step, each once."""
+        while pending.told < len(stages):
+            stages[pending.told].enter(pending.parts[pending.told], results, made)
+            pending.told += 1
+
+    @contextlib.contextmanager
+    def _breaks_at(self, kind: type[BaseException]) -> Iterator[None]:
+        """Let nothing be launched any more after such an exception."""
+        try:
+            yield
+        except kind as error:
+            self._broken = self._broken or f"{type(error).__name__} {error}".rstrip()
+            raise
+
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"a command did not reach all stages ({self._broken}), so that they have gone apart; nothing is computed here any more: "
+                "start the engine anew"
+            )
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program of every stage."""

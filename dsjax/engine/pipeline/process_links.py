@@ -7,6 +7,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ _MOST_HEADER = 1 << 16
 _MOST_RESULTS = 1 << 26
 """Bytes of a step's results without arrays: the scores of a prompt's tokens are most of it."""
 _HIDDEN, _RESULTS = "hidden", "results"
+_log = logging.getLogger(__name__)
 
 
 class Results(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +60,9 @@ class ProcessLinks:
 
     Args:
         order: ids of the processes in the order of their stages.
+
+    Attributes:
+        leads: whether this is process 0. ends: whether it has the last stage.
     """
 
     def __init__(self, group: HostGroup, order: Sequence[int]):
@@ -65,6 +70,7 @@ class ProcessLinks:
         self._inboxes: dict[str, queue.SimpleQueue] = {_HIDDEN: queue.SimpleQueue(), _RESULTS: queue.SimpleQueue()}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._sent: Future[None] | None = None
+        self._error: Exception | None = None
         address = group.options.address
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self._listener = SecureListener(
@@ -79,7 +85,7 @@ class ProcessLinks:
         )
         addresses = {member.process_id: (member.address, ports[member.process_id]) for member in group.present}
         place = order.index(group.options.process_id)
-        self.ends = place == len(order) - 1
+        self.leads, self.ends = group.options.process_id == 0, place == len(order) - 1
         others = order[:-1] if self.ends else order[place + 1 : place + 2]
         role = _RESULTS if self.ends else _HIDDEN
         self._channels = [self._connect(addresses[other], role) for other in others]
@@ -121,6 +127,9 @@ class ProcessLinks:
     def close(self) -> None:
         """End all connections."""
         self._thread.shutdown(cancel_futures=True)
+        self._end()
+
+    def _end(self) -> None:
         for channel in self._channels:
             channel.close()
         self._listener.close(connections=True)
@@ -134,7 +143,18 @@ class ProcessLinks:
         """Send in the thread, behind what it has to send already; raise what came of that."""
         if self._sent is not None and self._sent.done():
             self._raise(self._sent.exception())
-        self._sent = self._thread.submit(send)
+        self._sent = self._thread.submit(self._send_or_end, send)
+
+    def _send_or_end(self, send: Callable[[], None]) -> None:
+        """Send; where that fails, let nobody wait for it for ever: neither this process, nor the others, which see that connections end."""
+        try:
+            send()
+        except Exception as error:
+            _log.error("The other stages are not told what they wait for, and the connections to them end: %s", error)
+            for inbox in self._inboxes.values():
+                inbox.put(error)
+            self._end()
+            raise
 
     def _send(self, header: bytes, arrays: Sequence[Array | np.ndarray]) -> None:
         values = [np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8) for array in arrays]
@@ -164,13 +184,16 @@ class ProcessLinks:
 
     def _take(self, name: str) -> Any:
         while True:
+            if self._error is not None:
+                self._raise(self._error)
             try:
                 found = self._inboxes[name].get(timeout=_LOOK_SECONDS)
             except queue.Empty:
                 self._group.check()
                 continue
             if isinstance(found, Exception):
-                self._raise(found)
+                self._error = found  # nothing that comes behind it is what is waited for
+                continue
             return found
 
     def _raise(self, error: BaseException | None) -> None:

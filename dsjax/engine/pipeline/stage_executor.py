@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.commands import Score
+from dsjax.engine.contract.commands import Score, Step
 from dsjax.engine.contract.executor import RankResults
 from dsjax.engine.device import slots
 from dsjax.engine.device.access import Pending, Running
@@ -67,6 +67,11 @@ class StageExecutor(MeshExecutor):
             if self.max_in_flight == 1:
                 jax.block_until_ready(self.state.start)
 
+    def forget(self) -> None:
+        """Drop what a launch that was interrupted has left behind. All others must have been waited for, and their hidden states taken."""
+        self._queue.clear()
+        self.leaving.clear()
+
     def read(self, pending: Pending) -> list[RankResults]:
         """The results of a step of the last stage, in whichever thread; waits for them."""
         return read_step(pending.command, pending.kept.outcomes)
@@ -80,6 +85,10 @@ class StageExecutor(MeshExecutor):
 
     def _arrived(self) -> tuple[Array, ...]:
         return () if self.model.begins else (self.arriving.popleft(),)
+
+    def _rules(self, command: Step, launch: Launch, shape: slots.LaunchShape) -> RowRules:
+        """Of a stage before the last nothing: it does not sample."""
+        return super()._rules(command, launch, shape) if self.model.ends else RowRules(None, [], None, {})
 
     def _run_launch(
         self,

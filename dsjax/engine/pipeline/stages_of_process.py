@@ -35,32 +35,40 @@ class StagesOfProcess(PipelineExecutor):
 
     def launch(self, command: Command) -> PendingStages:
         """Carry out a command at the stages here, or enqueue it."""
+        self._check_whole()
         pending = PendingStages(command)
-        self._run(pending)
-        last = self.stages[-1]
-        if not self._links.ends:
-            while last.leaving:
-                self._links.pass_on(last.leaving.popleft())
-        elif isinstance(command, Step | Score):
-            self._links.publish(lambda: self._found(pending))
+        with self._breaks_at(BaseException):
+            self._run(pending)
+            last = self.stages[-1]
+            if not self._links.ends:
+                while last.leaving:
+                    self._links.pass_on(last.leaving.popleft())
+            elif isinstance(command, Step | Score):
+                self._links.publish(lambda: self._found(pending))
         return pending
+
+    def wait(self, pending: PendingStages) -> None:
+        """Wait until a command is done at the stages here, in process 0 at all that anything comes of."""
+        super().wait(pending)
+        if self._links.leads:
+            self._hear(pending)
 
     def collect(self, pending: PendingStages) -> Any:
         """Wait for a command, and give what came of it at the last stage, wherever that is; of a step, tell the stages here."""
         if self._links.ends:
             return super().collect(pending)
         self.wait(pending)
-        for stage, part in zip(self.stages, pending.parts, strict=True):
-            if not isinstance(pending.command, Step):
-                stage.wait(part)
-        if isinstance(pending.command, Score):
-            return self._links.hear()
+        self._hear(pending)
         if not isinstance(pending.command, Step):
-            return None
-        results, made = self._links.hear()
-        for stage, part in zip(self.stages, pending.parts, strict=True):
-            stage.enter(part, results, made)
+            return pending.results
+        results, made = pending.results
+        self._tell(self.stages, pending, results, made)
         return results
+
+    def _hear(self, pending: PendingStages) -> None:
+        """Wait for what comes of a command at the last stage of another process: in the order of commands, of each once."""
+        if pending.results is None and not self._links.ends and isinstance(pending.command, Step | Score):
+            pending.results = self._links.hear()
 
     def set_recording(self, on: bool) -> None:
         """Refuse: each process would have the loads of its own layers alone.

@@ -191,18 +191,27 @@ def _limits(args: EngineArgs, layouts: Sequence[EngineLayout], params: Sequence[
     return min(each, key=lambda limits: limits.pages_per_rank)
 
 
+_OF_FULLEST = ("weight_bytes", "cache_bytes")
+_OF_EXPERTS = ("physical_experts_per_device", "dispatch")
+
+
 def _of_all(group: HostGroup, facts: EngineFacts) -> EngineFacts:
-    """These facts of one process, with the stages and sizes of all."""
+    """These facts of one process, with the stages and sizes of all; bytes are of a device of the stage with most weights."""
+    names = ("parameters", "page_bytes", *_OF_FULLEST, *_OF_EXPERTS)
     everybody = group.agreement.ask(
-        "facts", [facts.parameters, facts.page_bytes, [asdict(one) for one in facts.stages]]
+        "facts", {name: getattr(facts, name) for name in names} | {"stages": [asdict(one) for one in facts.stages]}
     )
-    stages = [StageFacts(**one | {"layers": tuple(one["layers"])}) for _, _, own in everybody for one in own]
+    stages = [StageFacts(**one | {"layers": tuple(one["layers"])}) for own in everybody for one in own["stages"]]
+    fullest = max(everybody, key=lambda own: sum(own["weight_bytes"].values()))
+    moe = next((own for own in everybody if own["physical_experts_per_device"]), fullest)
     return replace(
         facts,
-        parameters=sum(parameters for parameters, *_ in everybody),
-        page_bytes=sum(page for _, page, _ in everybody),
+        parameters=sum(own["parameters"] for own in everybody),
+        page_bytes=sum(own["page_bytes"] for own in everybody),
         num_processes=len(everybody),
         stages=sorted(stages, key=lambda stage: stage.layers),
+        **{name: fullest[name] for name in _OF_FULLEST},
+        **{name: moe[name] for name in _OF_EXPERTS},
     )
 
 

@@ -123,7 +123,8 @@ class Pair:
 class Group:
     """Process 1 of a group that it follows through generations, in a thread; process 0 is the test."""
 
-    def __init__(self):
+    def __init__(self, **options):
+        self.options = options
         self.store = MemoryStore()
         members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
         self.leader, self.second = (
@@ -145,7 +146,7 @@ class Group:
 
     def _follow(self):
         try:
-            self.follower.run(self._load, self.released.append, seconds=1.0)
+            self.follower.run(self._load, self.released.append, seconds=1.0, **self.options)
         except BaseException as error:
             self.error = error
 

@@ -5,9 +5,11 @@ Listeners under a flood are in `test_secure_listener.py`.
 
 import contextlib
 import queue
+import re
 import shutil
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 from deployments import KEY, OTHER, address_of, listening, make_certificates, relay
@@ -19,6 +21,7 @@ from dsjax.hosts.credentials import CredentialOptions, Credentials
 from dsjax.hosts.secure_channel import (
     BLOCK_BYTES,
     PROTOCOL,
+    SERVICES,
     NotAMemberError,
     ProtocolError,
     RefusedError,
@@ -355,3 +358,12 @@ def test_certificates_that_cannot_be_used_are_named(certificates, tmp_path):
             CredentialOptions(**{**given, missing: str(tmp_path / "empty")}).read("127.0.0.1")
     with pytest.raises(UserError, match="--cluster-tls-key"):
         CredentialOptions(**{**given, "cluster_tls_key": certificates["two"][1]}).read("127.0.0.1")
+
+
+def test_every_service_is_listed_and_documented():
+    root = Path(__file__).parents[3]
+    named = re.compile(r'^_?SERVICE = "(\w+)"$', re.MULTILINE)
+    found = {name for file in (root / "dsjax").rglob("*.py") for name in named.findall(file.read_text())}
+    assert {"links", "experts"} <= found <= set(SERVICES)
+    listed = ", ".join(f"`{name}`" for name in SERVICES)
+    assert f"(a *service*: {listed})" in (root / "docs/security.md").read_text()

@@ -4,6 +4,7 @@ These are the tests of `pipeline/stages_of_process.py` too.
 """
 
 import json
+import signal
 
 import pytest
 from layouts import write_checkpoint
@@ -47,8 +48,11 @@ def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_t
     group = Group(options(checkpoint, mesh="pp=2,dp=2"), 2)
     try:
         group.wait_for(0, "ready", 120)
-        for _ in range(2):  # the second time from pages of the cache, in part
-            group.write(0, "go\n")
+        group.write(0, "go\n")
+        group.wait_for(0, "tokens", 120)
+        group.processes[1].send_signal(signal.SIGTERM)  # as where a whole group is deleted: requests are finished
+        group.wait_for(1, "goes on until process 0 ends", 20)
+        group.write(0, "go\n")  # from pages of the cache, in part
         group.processes[0].stdin.close()
         assert group.codes(240) == [0, 0], group.last_words()
         lines = [json.loads(line) for line in group.output[0].splitlines() if line.startswith("{")]

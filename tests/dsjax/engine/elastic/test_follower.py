@@ -14,6 +14,7 @@ from dsjax.engine.elastic import generations as generations_module
 from dsjax.engine.elastic.follower import Follower
 from dsjax.engine.elastic.generations import Generations
 from dsjax.engine.elastic.mesh_change import NoMeshError
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.hosts import HostOptions, group
 from dsjax.hosts.announcement import Announcement
@@ -99,6 +100,21 @@ def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_e
     group.thread.join(60)
     assert not group.thread.is_alive()
     assert str(group.error) == "Gloo: connection closed by peer"
+
+
+def test_a_follower_whose_step_fails_ends_at_once_where_no_other_generation_can_come():
+    group = Group(regroups=False)
+    leader = LeaderExecutor(Told(), group.leader)
+    group.until(lambda: group.loaded)
+
+    def fail(command):
+        raise RuntimeError("a program failed")
+
+    group.follower.group.announcements.next = None  # it would be waited for
+    group.loaded[0].launch = fail
+    leader.launch(step(1))
+    group.thread.join(10)
+    assert str(group.error) == "a program failed"
 
 
 def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_goes_on_to_the_next():
@@ -374,3 +390,25 @@ def test_a_signal_ends_a_process_that_nobody_needs_yet_and_lets_another_one_leav
         assert ended == [code]
         assert capfd.readouterr().err == f"SIGTERM while {phase}: this process ends now\n"
         assert not asked.is_set()
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_signal_does_not_end_a_process_with_stages_that_serve_before_process_0_ends(served, monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    follower = Follower(SimpleNamespace(generation=0))
+    follower.leave = lambda: pytest.fail("it asks to leave")
+    monkeypatch.setattr(follower, "run", lambda *arguments, **options: None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        follower.run_with(EngineArgs(mesh="pp=2"))
+        follower.has_served, follower.phase = served, "ready" if served else "loading"
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == ([] if served else [0])
+        assert ("goes on until process 0 ends" if served else "ends now") in capfd.readouterr().err
+        ended.clear()
+        signal.raise_signal(signal.SIGTERM)
+        assert ended[0] == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,13 +2,19 @@
 `pipeline/stage_programs.py` and `setup/stages.py`."""
 
 import dataclasses
+import itertools
+from collections import deque
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from layouts import answer, difference, prompts, write_checkpoint
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import Step
+from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
+from dsjax.engine.setup.stages import _of_all
 from dsjax.errors import UserError
 from sharding import MeshError
 
@@ -78,6 +84,33 @@ def test_each_stage_has_the_parameters_and_the_cache_of_its_layers_on_devices_of
     assert facts.parameters == sum(info.count for one in (first, last) for info in one.model.table.infos.values())
 
 
+def test_the_bytes_of_several_processes_are_those_of_the_fullest_stage(stages):
+    dense, sparse = (
+        dataclasses.replace(
+            stages.facts,
+            stages=[dataclasses.replace(stage, weight_bytes=number)],
+            weight_bytes={"dense": number},
+            cache_bytes=10 * number,
+            physical_experts_per_device=8 * place,
+            dispatch={"decode": f"of {place}"},
+        )
+        for place, (stage, number) in enumerate(zip(stages.facts.stages, (3, 7), strict=True))
+    )
+    said = []
+    asking = SimpleNamespace(agreement=SimpleNamespace(ask=lambda name, value: said.append(value) or [value]))
+    for facts in (dense, sparse):
+        _of_all(asking, facts)
+    everybody = [msgspec.msgpack.decode(msgspec.msgpack.encode(value)) for value in said]
+    found = _of_all(SimpleNamespace(agreement=SimpleNamespace(ask=lambda name, value: everybody)), dense)
+    assert found == dataclasses.replace(
+        sparse,
+        parameters=2 * dense.parameters,
+        page_bytes=2 * dense.page_bytes,
+        num_processes=2,
+        stages=[*dense.stages, *sparse.stages],
+    )
+
+
 def test_steps_under_way_together_share_no_request_and_each_takes_its_part_of_them(stages):
     executor, under_way, sizes = stages.executor, [], []
     launch, collect = executor.launch, executor.collect
@@ -103,6 +136,73 @@ def test_steps_under_way_together_share_no_request_and_each_takes_its_part_of_th
         del executor.launch, executor.collect
     assert (2, 2) in sizes  # of four requests in two batches, both under way
     assert max(size for size, _ in sizes) == 2
+
+
+@pytest.fixture(scope="module")
+def greedy(checkpoint):
+    llm = LLM(str(checkpoint), max_model_len=64, **SMALL)
+    try:
+        return tokens_of(llm)
+    finally:
+        llm.shutdown()
+
+
+def tokens_of(llm):
+    return [one.outputs[0].token_ids for one in llm.generate(prompts()[:4], GREEDY)]
+
+
+@pytest.mark.parametrize("call", [0, 5])
+@pytest.mark.parametrize(("number", "method"), [(0, "wait"), (0, "enter"), (1, "launch"), (1, "wait")])
+def test_an_interrupt_between_stages_changes_nothing_of_what_comes_later(
+    stages, greedy, monkeypatch, number, method, call
+):
+    stage, calls = stages.executor.stages[number], itertools.count()
+    inner = getattr(stage, method)
+
+    def interrupted(*arguments):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return inner(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stages.generate(prompts()[:4], GREEDY)
+    stages.engine.flush_prefix_cache()
+    assert tokens_of(stages) == greedy
+
+
+def test_on_accelerators_a_launch_that_did_not_reach_all_stages_is_the_last_one():
+    calls, mesh = [], SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=3))
+    first, last = (
+        SimpleNamespace(model=model, programs=SimpleNamespace(rows=None), leaving=deque(), launch=calls.append)
+        for _ in range(2)
+    )
+    executor = PipelineExecutor([first, last])
+    assert executor.max_in_flight == 3, "of all processes' stages, of which two are here"
+
+    def interrupted(command):
+        raise KeyboardInterrupt
+
+    last.launch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        executor.launch("a step")
+    last.launch = calls.append
+    with pytest.raises(RuntimeError, match=r"KeyboardInterrupt.*start the engine anew"):
+        executor.launch("another step")
+    assert calls == ["a step"]
+
+
+def test_only_the_last_stage_is_sent_what_sampling_needs(stages, monkeypatch):
+    sent = []
+    for place, stage in enumerate(stages.executor.stages):
+        send = stage.device.send_everywhere
+        monkeypatch.setattr(
+            stage.device, "send_everywhere", lambda arrays, place=place, send=send: sent.append(place) or send(arrays)
+        )
+    stages.generate(prompts()[:2], dataclasses.replace(GREEDY, temperature=1.0, seed=3))
+    assert set(sent) == {1}
 
 
 def test_a_flush_forgets_the_cache_of_all_stages(stages):

@@ -1,5 +1,7 @@
 """What passes between the processes of stages, here between threads: the tests of `pipeline/process_links.py`."""
 
+import threading
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,10 +66,40 @@ def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it(links):
         first.hear()
 
 
-def test_what_cannot_be_sent_is_raised_at_the_next_sending(links):
-    def fails():
-        raise RuntimeError("a program failed")
+def raised(take):
+    """What taking raises, twice; None: it waits for ever."""
+    found = []
 
+    def run():
+        for _ in range(2):
+            try:
+                take()
+            except GroupError as error:
+                found.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(10)
+    return None if thread.is_alive() else found
+
+
+def fails():
+    raise RuntimeError("a program failed")
+
+
+def test_where_something_cannot_be_sent_all_that_wait_for_it_or_for_anything_are_told(links, caplog):
+    _, middle, last = links
+    middle.publish(fails)
+    own = "the connection between two stages has ended: a program failed"
+    assert raised(middle.hear) == [own] * 2
+    assert raised(middle.arriving(None).popleft) == [own] * 2
+    others = raised(last.arriving(None).popleft)
+    assert len(others) == 2
+    assert all("the connection between two stages has ended" in error for error in others)
+    assert "The other stages are not told what they wait for" in caplog.text
+
+
+def test_what_cannot_be_sent_is_raised_at_the_next_sending(links):
     last = links[-1]
     last.publish(fails)
     last._sent.exception(10)

@@ -31,8 +31,16 @@ PARAMS = [
 class Leading(ExecutorWrapper):
     """Tells another process what it is told, as `LeaderExecutor` does, and counts the steps under way."""
 
-    def __init__(self, inner, other):
+    def __init__(self, inner, other, link):
         super().__init__(inner)
+        self.hears, self.done_at_wait, hear = 0, [], link.hear
+
+        def counting():
+            found = hear()
+            self.hears += 1
+            return found
+
+        link.hear = counting
         self.told, self.collected, self.under_way, self.most = queue.SimpleQueue(), 0, 0, 0
         self._thread = threading.Thread(target=self._follow, args=(other,), daemon=True)
         self._thread.start()
@@ -42,6 +50,11 @@ class Leading(ExecutorWrapper):
         self.under_way += isinstance(command, Step)
         self.most = max(self.most, self.under_way)
         return self.inner.launch(command)
+
+    def wait(self, pending):
+        before = self.hears
+        self.inner.wait(pending)
+        self.done_at_wait.append(self.hears - before)
 
     def collect(self, pending):
         found = self.inner.collect(pending)
@@ -80,7 +93,7 @@ def found(tmp_path_factory):
     llm.engine.flush_prefix_cache()
     stages, links = llm.executor.stages, links_of([0, 1])
     first, last = (StagesOfProcess([stage], link) for stage, link in zip(stages, links, strict=True))
-    llm.engine.core.executor = leading = Leading(first, last)
+    llm.engine.core.executor = leading = Leading(first, last, links[0])
     two, logits_of_two = made(llm), llm.logits([sequence])[0]
     llm.engine.flush_prefix_cache()
     again = made(llm)
@@ -100,6 +113,12 @@ def test_two_make_what_one_makes_to_the_bit(found):
 def test_process_0_begins_a_step_while_the_one_before_is_at_the_next_stage(found):
     *_, leading = found
     assert leading.most == 2
+
+
+def test_a_step_that_process_0_has_waited_for_is_done_at_the_last_stage(found):
+    *_, leading = found
+    assert len(leading.done_at_wait) > 10
+    assert set(leading.done_at_wait) == {1}
 
 
 def test_loads_of_experts_are_not_recorded_by_halves(found):

@@ -329,6 +329,18 @@ def test_an_executor_of_other_sizes_is_refused(tmp_path, monkeypatch):
         build_executor(StepRecording(tmp_path / "steps"), None)
 
 
+def test_a_recording_of_before_there_were_stages_is_replayed(tmp_path, monkeypatch):
+    from dsjax.engine.setup import loading
+
+    monkeypatch.setattr(fingerprints, "fingerprint", lambda directory: "f" * 64)
+    executor = SlotExecutor(LIMITS)
+    monkeypatch.setattr(loading, "load_model", lambda *args, **options: type("Loaded", (), {"executor": executor}))
+    first = header(options={"model": "demo"})
+    limits = {name: size for name, size in first.limits.items() if name != "num_stages"}
+    StepFile(tmp_path / "steps", msgspec.structs.replace(first, limits=limits)).close("shutdown")
+    assert build_executor(StepRecording(tmp_path / "steps"), None) is executor
+
+
 @pytest.mark.parametrize(
     ("shift", "code", "said"), [(0, 0, "Every token is equal"), (1, 1, "rows differ. The first: step")]
 )
@@ -359,12 +371,13 @@ def test_times_are_counted_from_the_end_of_the_step_before(tmp_path):
     assert times_table(report).row_count == 1
 
 
-def test_a_models_recording_is_replayed_with_a_copy_of_its_checkpoint(tmp_path):
+@pytest.mark.parametrize("mesh", ["dp=1", pytest.param("pp=2", marks=pytest.mark.slow)])
+def test_a_models_recording_is_replayed_with_a_copy_of_its_checkpoint(tmp_path, mesh):
     (tmp_path / "model").mkdir()
     checkpoint = write_checkpoint(tmp_path / "model")
     # One row and one chunk, so that there is one program of each kind to compile.
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "prefill_chunk": 8, "page_size": 4, "cache_tokens": 64}
-    llm = LLM(str(checkpoint), dtype="float32", record_steps=str(tmp_path / "steps"), **sizes)
+    llm = LLM(str(checkpoint), dtype="float32", mesh=mesh, record_steps=str(tmp_path / "steps"), **sizes)
     kinds = (SamplingParams(max_tokens=9, temperature=0), SamplingParams(max_tokens=9, temperature=1, seed=3))
     outputs = llm.generate([{"prompt_token_ids": list(range(2, 2 + length))} for length in (5, 19)], kinds)
     llm.shutdown()
