@@ -145,9 +145,18 @@ class ExpertProcess:
             return f"it speaks version {VERSION} of the messages, and the attention side {hello.version}; start the same dsjax on both"
         differing = sorted(name for name, value in self._space.items() if hello.space.get(name) != value)
         if not differing:
-            return ""
+            return self._misplaced(hello) if hello.side else ""
         told = ", ".join(f"{name} {self._space[name]!r} here and {hello.space.get(name)!r} there" for name in differing)
         return f"both sides must have the same model and options, and differ in {told}"
+
+    def _misplaced(self, hello: Hello) -> str:
+        here, there = self.side.first, hello.first
+        if here == there:
+            return ""
+        return (
+            f"it has the experts' devices from {here} on, and the attention side expects those from {there} on here; give --afd-address in "
+            "the same order on both"
+        )
 
     def _enter(self, hello: Hello) -> str:
         """Let an attention side in, with experts where it has them; why not, where it cannot be."""

@@ -14,7 +14,7 @@ from dsjax.hosts.secure_channel import SecureChannel
 from dsjax.hosts.wire import decoded
 
 SERVICE = "experts"
-VERSION = 3
+VERSION = 4
 _MOST_BYTES = 1 << 22
 
 
@@ -26,12 +26,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
         placement: ``[MoE layers, slots]`` int32, the logical expert in each physical slot. The process has its slots hold these before it
             answers. Empty from another process with experts, which only takes some.
         side: which attention side it is, whichever of its connections. Where one moves experts, no other may be connected.
+        first: the first of the expert devices that the attention side expects at this address.
     """
 
     version: int
     space: dict[str, Any]
     placement: bytes = b""
     side: bytes = b""
+    first: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

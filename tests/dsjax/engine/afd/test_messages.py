@@ -1,0 +1,63 @@
+"""What a process with experts says to messages that cannot be, and to sides that do not go with it."""
+
+import socket
+
+import numpy as np
+import pytest
+from layouts import write_checkpoint
+
+from dsjax.engine.afd.messages import SERVICE, VERSION, Hello, Welcome, receive, send
+from dsjax.engine.expert_process import load_experts
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.hosts.credentials import CredentialOptions
+from dsjax.hosts.secure_channel import connect
+
+FIRST = 2
+"""The second of two processes with two devices each."""
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    args = EngineArgs(
+        model=str(write_checkpoint(tmp_path_factory.mktemp("experts"))),
+        afd_role="expert",
+        afd_address=f"{free_address()},{free_address()}",
+        afd_server_rank=1,
+        attention_mesh="dp=2",
+        expert_mesh="ep=4",
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        prefill_chunk=16,
+        page_size=4,
+        max_model_len=64,
+    )
+    process = load_experts(args)
+    yield process
+    process.close()
+
+
+def enter(process, side=b"one", *, rows=None, first=FIRST):
+    """Connect as an attention side, or without a name as another process with experts; the channel, and what is said to it."""
+    channel = connect(("127.0.0.1", process.port), SERVICE, CredentialOptions().read("127.0.0.1"))
+    channel.settimeout(20)
+    placement = process._writer.rows if rows is None else rows
+    told = np.asarray(placement, "<i4").tobytes() if side else b""
+    send(channel, Hello(VERSION, process._space, told, side, first))
+    return channel, receive(channel, Welcome).error
+
+
+def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(process):
+    channel, error = enter(process, first=0)
+    channel.close()
+    assert "it has the experts' devices from 2 on" in error
+    assert "from 0 on here; give --afd-address in the same order on both" in error
+    channel, error = enter(process)
+    channel.close()
+    assert not error
