@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -80,7 +79,7 @@ class ExpertProcess:
         self._half = step.apart.half(step)
         self._empty_row = np.asarray(self._half.wire.empty_row(np.int32(0)))
         self._programs: dict[tuple[str, int, int], Compiled] = {}
-        self._lock = threading.Lock()
+        self._lock = writer.lock
         self.num_calls = self.num_rows = 0
         self._listener = SecureListener(listener, credentials, {SERVICE: self._serve}, "dsjax-experts")
         self.port = self._listener.port
@@ -182,7 +181,7 @@ class ExpertProcess:
         try:
             if isinstance(what, Take):
                 with self._lock:
-                    given = [writer.take(what.row, slot) for slot in what.slots]
+                    given = writer.give(what.row, what.slots, what.experts)
             elif isinstance(what, Stage):
                 moves = [tuple(pair) for pair in np.frombuffer(what.moves, "<i4").reshape(-1, 2).tolist()]
                 error = self._stage(what.row, moves, side)

@@ -6,6 +6,7 @@ those that steps read, and ``place`` writes them into their slots. What was not 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ Expert = dict[str, Array | np.ndarray]
 """The parameters of one expert by their paths, without the axes of layers and experts."""
 ReadExpert = Callable[[str, int, int], np.ndarray]
 """``(path, layer in its stack, logical expert)``: from the checkpoint; see ``ExpertReader``."""
-Fetch = Callable[[int, Sequence[int]], Mapping[int, Expert]]
-"""``(row, slots)``: experts that another process holds, by slot; those that it does not give are read from the checkpoint."""
+Fetch = Callable[[int, Mapping[int, int]], Mapping[int, Expert]]
+"""``(row, logical expert by slot)``: experts that another process holds, by slot; those that it does not give are read from the
+checkpoint."""
 
 
 class StackRow(NamedTuple):
@@ -47,11 +49,12 @@ class SlotWriter:
         rows: ``physical_to_logical`` at the start, of all slots.
 
     Attributes:
-        rows: as it is now.
+        rows: as it is now. lock: held where slots are read or written, and by who calls ``place``, ``adopt`` and ``give`` beside others.
     """
 
     def __init__(self, side: ExpertSide, rows: np.ndarray, read: ReadExpert):
         self.side, self.rows, self._read = side, np.array(rows, np.int32), read
+        self.lock = threading.RLock()
         layers = {path.split(EXPERTS)[0]: info.shape[0] for path, info in side.infos.items()}
         self.stack_rows = stack_rows(side.infos, layers)
         self._staged: dict[
@@ -81,19 +84,35 @@ class SlotWriter:
             path: self._take(self._shard(path, device), np.int32(layer), np.int32(place)) for path in self.paths(stack)
         }
 
+    def give(self, row: int, slots: Sequence[int], experts: Sequence[int]) -> list[Expert]:
+        """Copies of the experts in slots of these devices. experts: the logical ones that are expected there.
+
+        Raises:
+            ValueError: a slot is not on these devices, or holds another expert.
+        """
+        held = [int(self.rows[row, slot]) for slot in slots]
+        if held != list(experts):
+            raise ValueError(f"slots {list(slots)} of layer {row} hold experts {held}, expected {list(experts)}")
+        return [self.take(row, slot) for slot in slots]
+
     def stage(self, row: int, moves: Sequence[tuple[int, int]], fetch: Fetch | None = None) -> None:
         """Bring experts of a layer to the devices that will have them: pairs (slot that has it, slot that gets it)."""
         wanted = [(source, target) for source, target in moves if self.has(target)]
-        away = sorted({source for source, _ in wanted if not self.has(source)})
-        fetched = fetch(row, away) if away and fetch is not None else {}
-        if any(other != row for other, _ in self._staged):
-            self._staged.clear()  # of a change that was given up
+        with self.lock:  # which experts these are must be the same for all that follows
+            labels = {source: int(self.rows[row, source]) for source, _ in wanted}
+            values = {source: self.take(row, source) for source in labels if self.has(source)}
+        away = {source: expert for source, expert in labels.items() if source not in values}
+        if away and fetch is not None:
+            values |= fetch(row, away)
+        copied = {}
         for source, target in wanted:
-            expert = self.take(row, source) if self.has(source) else fetched.get(source)
-            if expert is not None:
+            if source in values:
                 device = self._device((target - self.own.start) // self._per_device)
-                copied = jax.block_until_ready(jax.device_put(expert, device))
-                self._staged[row, target] = int(self.rows[row, source]), copied
+                copied[row, target] = labels[source], jax.block_until_ready(jax.device_put(values[source], device))
+        with self.lock:
+            if any(other != row for other, _ in self._staged):
+                self._staged.clear()  # of a change that was given up
+            self._staged |= copied
 
     def place(self, row: int, experts: np.ndarray) -> None:
         """Have the slots of a layer hold these logical experts: what was staged, and what is in the checkpoint where it was not.

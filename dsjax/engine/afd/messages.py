@@ -92,10 +92,12 @@ class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
 
     Attributes:
         row: of the placement. slots: physical ones of the other process.
+        experts: the logical ones that are expected in them; where others are there, as in a process that has just come, nothing is given.
     """
 
     row: int
     slots: list[int]
+    experts: list[int]
 
 
 Message = Hello | Welcome | Call | Answered | Stage | Place | Take

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from layouts import write_checkpoint
 
-from dsjax.engine.afd.messages import SERVICE, VERSION, Hello, Welcome, receive, send
+from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Hello, Take, Welcome, receive, send
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts.credentials import CredentialOptions
@@ -61,3 +61,35 @@ def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(pr
     channel, error = enter(process)
     channel.close()
     assert not error
+
+
+def ask(channel, message):
+    send(channel, message)
+    return receive(channel, Answered).error
+
+
+def test_experts_are_given_by_their_names_and_not_by_their_places(process):
+    slot = process._writer.own.start
+    held = int(process._writer.rows[0, slot])
+    channel, _ = enter(process, b"")
+    with channel:
+        stale = ask(channel, Take(0, [slot], [held + 1]))
+        assert f"slots [{slot}] of layer 0 hold experts [{held}], expected [{held + 1}]" in stale
+        assert not ask(channel, Take(0, [slot], [held]))
+
+
+def test_what_is_staged_keeps_the_name_under_which_it_was_asked_for(process, monkeypatch):
+    writer, target = process._writer, process._writer.own.start
+    monkeypatch.setattr(writer, "rows", rows := writer.rows.copy())
+    asked = []
+
+    def fetch(row, slots):  # meanwhile the placement becomes another
+        asked.append(slots)
+        rows[row] = np.roll(rows[row], 1)
+        return {slot: writer.take(row, target) for slot in slots}
+
+    expert = int(rows[0, 0])
+    writer.stage(0, [(0, target)], fetch)
+    staged, _ = writer._staged.pop((0, target))
+    assert asked == [{0: expert}]
+    assert staged == expert
