@@ -186,8 +186,7 @@ class ExpertProcess:
                 moves = [tuple(pair) for pair in np.frombuffer(what.moves, "<i4").reshape(-1, 2).tolist()]
                 error = self._stage(what.row, moves, side)
             else:
-                with self._lock:
-                    writer.place(what.row, np.frombuffer(what.experts, "<i4"))
+                error = self._place(what.row, np.frombuffer(what.experts, "<i4"), side)
         except Exception as failure:  # whatever it is, the other side must hear of it
             _log.exception("Experts could not be moved.")
             error = f"{type(failure).__name__}: {failure}"
@@ -200,11 +199,27 @@ class ExpertProcess:
         if not moves:
             return ""
         with self._lock:
-            if set(self._sides) - {side}:
-                return "another attention side is connected, and experts can be moved for one that is alone"
-            self._mover = side
+            problem = self._have_move(side)
+        if problem:
+            return problem
         fetch = None if self._peers is None else lambda row, slots: self._peers.fetch(self._writer, row, slots)
         self._writer.stage(row, moves, fetch)
+        return ""
+
+    def _place(self, row: int, experts: np.ndarray, side: bytes) -> str:
+        """Place experts; why not, where that cannot be. Whoever changes nothing, to have it compiled, need not be alone."""
+        with self._lock:
+            changes = not np.array_equal(self._writer.rows[row], experts)
+            problem = self._have_move(side) if changes else ""
+            if not problem:
+                self._writer.place(row, experts)
+        return problem
+
+    def _have_move(self, side: bytes) -> str:
+        """Let this attention side alone be connected from now on; why not, where another one is. Under the lock."""
+        if set(self._sides) - {side}:
+            return "another attention side is connected, and experts can be moved for one that is alone"
+        self._mover = side
         return ""
 
     def _cells(self, call: Call) -> np.ndarray:

@@ -1,12 +1,13 @@
 """What a process with experts says to messages that cannot be, and to sides that do not go with it."""
 
 import socket
+import time
 
 import numpy as np
 import pytest
 from layouts import write_checkpoint
 
-from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Hello, Take, Welcome, receive, send
+from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Hello, Place, Take, Welcome, receive, send
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts.credentials import CredentialOptions
@@ -93,3 +94,30 @@ def test_what_is_staged_keeps_the_name_under_which_it_was_asked_for(process, mon
     staged, _ = writer._staged.pop((0, target))
     assert asked == [{0: expert}]
     assert staged == expert
+
+
+def test_experts_are_placed_for_a_side_that_is_alone(process):
+    rows = process._writer.rows.copy()
+    other = np.roll(rows[0], 1)
+    first, error = enter(process, b"one")
+    second, too = enter(process, b"two")
+    assert not error + too
+    with first:
+        with second:
+            assert not ask(second, Place(0, rows[0].tobytes()))  # as before steps begin
+            assert "experts can be moved for one that is alone" in ask(second, Place(0, other.tobytes()))
+            np.testing.assert_array_equal(process._writer.rows, rows)
+        until(lambda: set(process._sides) == {b"one"})
+        assert not ask(first, Place(0, other.tobytes()))
+        late, error = enter(process, b"two", rows=process._writer.rows)
+        late.close()
+        assert "another attention side is connected, which has experts moved" in error
+        assert not ask(first, Place(0, rows[0].tobytes()))
+    until(lambda: not process._sides)
+
+
+def until(holds):
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
