@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dsjax.engine.afd.expert_slots import Expert, SlotWriter
-from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Hello, Take, Welcome, receive, send
+from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Hello, Take, Welcome, reason_of, receive, send
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.secure_channel import SecureChannel, connect
@@ -42,7 +42,9 @@ class ExpertPeers:
                 found |= self._ask(address, self._credentials[process], writer, row, wanted)
             except (OSError, EOFError, UserError) as error:
                 _log.warning(
-                    "The process with experts at %s gives none (%s); they are read from the checkpoint.", address, error
+                    "The process with experts at %s gives none (%s); they are read from the checkpoint.",
+                    address,
+                    reason_of(error),
                 )
         return found
 

@@ -113,6 +113,11 @@ def send(channel: SecureChannel, message: Message) -> None:
     channel.send(msgspec.msgpack.encode(message))
 
 
+def reason_of(error: Exception) -> str:
+    """Say why a connection has ended: `EOFError` has no text."""
+    return str(error) or "it ended the connection"
+
+
 def receive(channel: SecureChannel, *kinds: type) -> Any:
     """Wait for a message of one of some kinds.
 
