@@ -53,6 +53,9 @@ class ExpertLink:
         self.address, self.patience, self._silence = address, patience, silence
         self._credentials, self._hello = credentials, hello
         self._channel: SecureChannel | None = None
+        self._greeting: SecureChannel | None = (
+            None  # the last channel that was begun, which is ``_channel`` once it is welcome
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts")
         self._closed, self._known = False, False
         self.losses, self.last_gap, self.calls, self.sent, self.received = 0, 0.0, 0, 0, 0
@@ -76,7 +79,7 @@ class ExpertLink:
         end, said = time.monotonic() + self.patience, set()
         while self._channel is None:
             try:
-                self._channel, self._known = self._greet(), True
+                self._channel, self._known = self._greet(end), True
             except (OSError, EOFError, UserError) as error:
                 # A process that is killed within the greeting looks like one with another key, and one that is told to end refuses.
                 # Whoever was known before is waited for.
@@ -92,14 +95,21 @@ class ExpertLink:
                 said.add(reason)
                 time.sleep(RETRY_SECONDS)
 
-    def _greet(self) -> SecureChannel:
+    def _greet(self, end: float) -> SecureChannel:
         channel = connect(split_address(self.address), SERVICE, self._credentials)
+        self._greeting = channel
         try:
+            if self._closed:
+                raise ConnectionError("the link is closed")
             channel.keep_alive(self._silence, unacknowledged=True)
+            channel.settimeout(
+                max(RETRY_SECONDS, end - time.monotonic())
+            )  # a process that reads experts for it is at work
             send(channel, self._hello())
             welcome: Welcome = receive(channel, Welcome)
             if welcome.error:
                 raise UserError(f"the process with experts at {self.address} refuses: {welcome.error}")
+            channel.settimeout(None)
         except BaseException:
             channel.close()
             raise
@@ -145,7 +155,6 @@ class ExpertLink:
     def close(self) -> None:
         """End the connection and the thread, also one that waits for a process."""
         self._closed = True
-        channel = self._channel
-        if channel is not None:
-            channel.close()
+        if self._greeting is not None:
+            self._greeting.close()
         self._thread.shutdown(cancel_futures=True)

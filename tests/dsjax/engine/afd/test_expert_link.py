@@ -116,6 +116,45 @@ def meet(**options):
         process.close(connections=True)
 
 
+@pytest.fixture
+def silent():
+    """A process with experts that welcomes nobody, and how many have asked it."""
+    end, asked = threading.Event(), threading.Semaphore(0)
+
+    def serve(channel):
+        receive(channel, Hello)
+        asked.release()
+        end.wait(60)
+
+    process = listener(serve=serve)
+    yield process, asked
+    end.set()
+    process.close(connections=True)
+
+
+def test_a_process_that_is_there_and_says_nothing_is_waited_for_as_long_as_one_that_is_not(silent):
+    process, _ = silent
+    own = link(process.port, patience=0.5)
+    try:
+        with pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*timed out"):
+            own.begin(lambda: Errand(Place(0, b""))).result(10)
+    finally:
+        own.close()
+
+
+def test_a_link_that_is_closed_waits_for_no_welcome(silent):
+    process, asked = silent
+    own = link(process.port, patience=60.0)
+    done = own.begin(lambda: Errand(Place(0, b"")))
+    assert asked.acquire(timeout=20)
+    closing = threading.Thread(target=own.close)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    with pytest.raises(ExpertsGoneError):
+        done.result(0)
+
+
 def test_who_refuses_for_too_long_is_named_with_its_reason():
     first = listener()
     port, own = first.port, link(first.port, patience=0.5)
