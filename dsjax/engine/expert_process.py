@@ -103,7 +103,11 @@ class ExpertProcess:
         channel.keep_alive(_GONE_SECONDS, unacknowledged=True)
         hello: Hello = receive(channel, Hello)
         with self._lock:
-            problem = self._problem(hello) or self._enter(hello)
+            try:
+                problem = self._problem(hello) or self._enter(hello)
+            except Exception as error:  # whatever it is, the attention side must hear of it
+                _log.exception("Experts could not be brought to where the attention side has them.")
+                problem = f"{type(error).__name__}: {error}"
         if problem:
             send(channel, Welcome(problem))
             raise RefusedError(problem)

@@ -121,3 +121,18 @@ def until(holds):
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_a_side_hears_why_its_experts_cannot_be_read(process, monkeypatch):
+    def read(*_):
+        raise OSError("the disk is gone")
+
+    rows = process._writer.rows.copy()
+    monkeypatch.setattr(process._writer, "_read", read)
+    channel, error = enter(process, rows=np.roll(rows, 1, axis=1))
+    channel.close()
+    assert error == "OSError: the disk is gone"
+    np.testing.assert_array_equal(process._writer.rows, rows)
+    channel, error = enter(process, rows=rows)
+    channel.close()
+    assert not error
