@@ -1,7 +1,8 @@
 """``SlotWriter``: moves experts between the physical slots of the expert devices of one process, one at a time and without a collective.
 
 A layer changes in two steps, as on one mesh (``docs/balancing.md``): ``stage`` brings experts to the devices that will have them, beside
-those that steps read, and ``place`` writes them into their slots. What was not staged, ``place`` reads from the checkpoint.
+those that steps read, from where they are or from the checkpoint; and ``place`` writes them into their slots. What was not staged, as in a
+process that has just come back, ``place`` reads from the checkpoint.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class SlotWriter:
     def __init__(self, side: ExpertSide, rows: np.ndarray, read: ReadExpert):
         self.side, self.rows, self._read = side, np.array(rows, np.int32), read
         self.lock = threading.RLock()
+        self._reading = threading.Lock()  # as ``stage`` reads without the other one
         layers = {path.split(EXPERTS)[0]: info.shape[0] for path, info in side.infos.items()}
         self.stack_rows = stack_rows(side.infos, layers)
         self._staged: dict[
@@ -104,11 +106,11 @@ class SlotWriter:
         away = {source: expert for source, expert in labels.items() if source not in values}
         if away and fetch is not None:
             values |= fetch(row, away)
+        values |= {source: self._from_checkpoint(row, away[source]) for source in away.keys() - values.keys()}
         copied = {}
         for source, target in wanted:
-            if source in values:
-                device = self._device((target - self.own.start) // self._per_device)
-                copied[row, target] = labels[source], jax.block_until_ready(jax.device_put(values[source], device))
+            device = self._device((target - self.own.start) // self._per_device)
+            copied[row, target] = labels[source], jax.block_until_ready(jax.device_put(values[source], device))
         with self.lock:
             if any(other != row for other, _ in self._staged):
                 self._staged.clear()  # of a change that was given up
@@ -166,8 +168,12 @@ class SlotWriter:
         staged, value = self._staged.get((row, slot), (-1, {}))
         if staged == expert:
             return value
+        return self._from_checkpoint(row, expert)
+
+    def _from_checkpoint(self, row: int, expert: int) -> Expert:
         stack, layer = self.stack_rows[row]
-        return {path: self._read(path, layer, expert) for path in self.paths(stack)}
+        with self._reading:
+            return {path: self._read(path, layer, expert) for path in self.paths(stack)}
 
     def _device(self, number: int) -> jax.Device:
         return self.side.mesh.devices.flat[number]

@@ -136,3 +136,17 @@ def test_a_side_hears_why_its_experts_cannot_be_read(process, monkeypatch):
     channel, error = enter(process, rows=rows)
     channel.close()
     assert not error
+
+
+def test_what_no_process_gives_is_read_when_it_is_staged_and_not_when_it_is_placed(process, monkeypatch):
+    writer = process._writer
+    target, read, original = writer.own.start, [], writer._read
+    before, after = writer.rows[0].copy(), writer.rows[0].copy()
+    after[[0, target]] = before[[target, 0]]
+    monkeypatch.setattr(writer, "_read", lambda *cell: read.append(cell) or original(*cell))
+    writer.stage(0, [(0, target)], lambda *_: {})
+    assert {expert for _, _, expert in read} == {before[0]}
+    read.clear()
+    writer.place(0, after)
+    assert not read
+    writer.place(0, before)
