@@ -20,7 +20,7 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.afd.expert_peers import ExpertPeers, send_expert
 from dsjax.engine.afd.expert_side import ExpertSide
-from dsjax.engine.afd.expert_slots import SlotWriter
+from dsjax.engine.afd.expert_slots import SlotWriter, StackRow
 from dsjax.engine.afd.messages import (
     SERVICE,
     VERSION,
@@ -130,6 +130,7 @@ class ExpertProcess:
             if rows.size:
                 channel.receive_into(memoryview(rows.view(np.uint8)))
             try:
+                self._check_layer(call)
                 with self._lock:  # programs in flight together can deadlock on emulated devices
                     program = self._program(call)
                     answers = None if call.layer < 0 else self._compute(program, rows, cells, call)
@@ -245,6 +246,11 @@ class ExpertProcess:
         if ((filled < 0) | (filled > room)).any():
             raise ConnectionError(f"a call fills a queue of {room} cells with {filled.max()} rows")
         return np.flatnonzero(np.arange(room) < filled[:, :, None])
+
+    def _check_layer(self, call: Call) -> None:
+        """Refuse a layer that there is not, of which a program would take the nearest one."""
+        if call.layer >= 0 and StackRow(call.stack, call.layer) not in self._writer.stack_rows:
+            raise ValueError(f"{call.stack} has no experts in layer {call.layer}")
 
     def _program(self, call: Call) -> Compiled:
         key = call.stack, call.tokens, call.cells

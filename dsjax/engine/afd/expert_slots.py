@@ -90,8 +90,13 @@ class SlotWriter:
         """Copies of the experts in slots of these devices. experts: the logical ones that are expected there.
 
         Raises:
-            ValueError: a slot is not on these devices, or holds another expert.
+            ValueError: a slot is not on these devices, is named twice, or holds another expert; there is no such layer.
         """
+        if len(set(slots)) < len(slots) or not 0 <= row < len(self.rows) or not all(map(self.has, slots)):
+            raise ValueError(
+                f"slots {list(slots)} of layer {row}, expected different ones from {self.own.start} to {self.own.stop - 1} of layers 0 to "
+                f"{len(self.rows) - 1}"
+            )
         held = [int(self.rows[row, slot]) for slot in slots]
         if held != list(experts):
             raise ValueError(f"slots {list(slots)} of layer {row} hold experts {held}, expected {list(experts)}")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from layouts import write_checkpoint
 
-from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Hello, Place, Take, Welcome, receive, send
+from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Place, Take, Welcome, receive, send
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts.credentials import CredentialOptions
@@ -150,3 +150,21 @@ def test_what_no_process_gives_is_read_when_it_is_staged_and_not_when_it_is_plac
     writer.place(0, after)
     assert not read
     writer.place(0, before)
+
+
+def test_nobody_takes_a_slot_twice_or_one_of_another_process(process):
+    writer = process._writer
+    slot = writer.own.start
+    channel, _ = enter(process, b"")
+    with channel:
+        for row, slots in ((0, [slot, slot]), (0, [0]), (0, [2**40]), (-1, [slot]), (99, [slot])):
+            held = [int(writer.rows[0, slot])] * len(slots)
+            assert "expected different ones from" in ask(channel, Take(row, slots, held))
+
+
+def test_a_layer_that_there_is_not_is_no_other_one(process):
+    layers = sum(stack == "moe_layers" for stack, _ in process._writer.stack_rows)
+    channel, _ = enter(process)
+    with channel:
+        error = ask(channel, Call("moe_layers", layers, 8, 8, np.zeros((2, 2), "<i4").tobytes()))
+    assert f"moe_layers has no experts in layer {layers}" in error
