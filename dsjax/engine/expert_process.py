@@ -39,7 +39,7 @@ from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
 from dsjax.engine.setup.loading import expert_space
-from dsjax.hosts.secure_channel import RefusedError, SecureChannel
+from dsjax.hosts.secure_channel import BLOCK_BYTES, RefusedError, SecureChannel
 from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.wire import split_address
 from dsjax.model.step import ModelStep
@@ -126,16 +126,16 @@ class ExpertProcess:
                 self._move(channel, call, side)
                 continue
             cells = self._cells(call)
-            rows = np.empty((len(cells), self._half.wire.row_words), self._half.wire.word)
-            if rows.size:
-                channel.receive_into(memoryview(rows.view(np.uint8)))
+            rows = self._receive_rows(channel, len(cells))
             try:
                 self._check_layer(call)
+                if rows is None:
+                    raise MemoryError(f"there is no memory for {len(cells):,} rows")
                 with self._lock:  # programs in flight together can deadlock on emulated devices
                     program = self._program(call)
                     answers = None if call.layer < 0 else self._compute(program, rows, cells, call)
             except Exception as error:  # whatever it is, the attention side must hear of it
-                _log.exception("A call of %s with %d rows failed.", call.stack, len(rows))
+                _log.exception("A call of %s with %d rows failed.", call.stack, len(cells))
                 send(channel, Answered(f"{type(error).__name__}: {error}"))
                 continue
             send(channel, Answered())
@@ -246,6 +246,20 @@ class ExpertProcess:
         if ((filled < 0) | (filled > room)).any():
             raise ConnectionError(f"a call fills a queue of {room} cells with {filled.max()} rows")
         return np.flatnonzero(np.arange(room) < filled[:, :, None])
+
+    def _receive_rows(self, channel: SecureChannel, count: int) -> np.ndarray | None:
+        """The rows behind a call; None where there is no memory for them. They are received all the same, so that it can be answered."""
+        wire = self._half.wire
+        try:
+            rows = np.empty((count, wire.row_words), wire.word)
+        except MemoryError:
+            block = memoryview(bytearray(BLOCK_BYTES))
+            for start in range(0, count * wire.row_bytes, BLOCK_BYTES):
+                channel.receive_into(block[: count * wire.row_bytes - start])
+            return None
+        if rows.size:
+            channel.receive_into(memoryview(rows.view(np.uint8)))
+        return rows
 
     def _check_layer(self, call: Call) -> None:
         """Refuse a layer that there is not, of which a program would take the nearest one."""

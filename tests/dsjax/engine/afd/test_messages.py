@@ -168,3 +168,20 @@ def test_a_layer_that_there_is_not_is_no_other_one(process):
     with channel:
         error = ask(channel, Call("moe_layers", layers, 8, 8, np.zeros((2, 2), "<i4").tobytes()))
     assert f"moe_layers has no experts in layer {layers}" in error
+
+
+def test_rows_for_which_there_is_no_memory_are_answered_and_the_connection_stays(process, monkeypatch):
+    filled, original = np.full((2, 1), 4096, "<i4"), np.empty
+
+    def empty(shape, *arguments, **options):
+        if np.ndim(shape) and shape[0] == filled.sum():
+            raise MemoryError
+        return original(shape, *arguments, **options)
+
+    channel, _ = enter(process)
+    with channel:
+        monkeypatch.setattr(np, "empty", empty)
+        send(channel, Call("moe_layers", 0, 4096, 4096, filled.tobytes()))
+        channel.send_bytes(bytes(int(filled.sum()) * process._half.wire.row_bytes))
+        assert receive(channel, Answered).error == "MemoryError: there is no memory for 8,192 rows"
+        assert not ask(channel, Place(0, process._writer.rows[0].tobytes()))
