@@ -91,7 +91,7 @@ class ExpertProcess:
 
     @property
     def num_connections(self) -> int:
-        """Attention sides that are connected."""
+        """Connections that are open: of attention sides, and of other processes that take experts."""
         return self._listener.num_connections
 
     def close(self) -> None:
