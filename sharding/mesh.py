@@ -187,10 +187,10 @@ class MeshSpec:
         return self.etp_size
 
     def expert_ranks_on_host(self, devices_per_host: int) -> int:
-        """How many neighbours along ``expert_axes`` share a host of so many neighbouring devices: 1 where hosts cut them unevenly."""
+        """How many neighbours along ``expert_axes`` in a stage share a host of so many devices; 1 where hosts cut them unevenly."""
         import numpy as np
 
-        host = (np.arange(self.num_devices) // devices_per_host).reshape(self.shape)
+        host = (np.arange(self.stage_devices) // devices_per_host).reshape(self.shape)
         spread = [self.axes.index(axis) for axis in self.expert_axes]
         others = [axis for axis in range(host.ndim) if axis not in spread]
         host_NG = host.transpose([*others, *spread]).reshape(-1, self.ep_size)

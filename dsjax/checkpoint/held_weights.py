@@ -25,6 +25,7 @@ from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.place import aligned_empty
 from dsjax.model.parameters import ParameterInfo
 from dsjax.model.step import ModelStep
+from sharding.host_memory import on_device
 from sharding.layer_placement import LayerPlacements
 
 Box = tuple[tuple[int, int], ...]
@@ -285,7 +286,7 @@ class HeldWeights:
     def device_bytes(self, device: jax.Device) -> int:
         """Bytes on a device."""
         held = (shard.arrays.get(device) for shards in self._shards.values() for shard in shards)
-        return sum(array.nbytes for array in held if array is not None)
+        return sum(array.nbytes for array in held if array is not None and on_device(array.sharding))
 
     def free_bytes(self, device: jax.Device) -> int | None:
         """Bytes of a device that nothing takes up; None where it does not say."""

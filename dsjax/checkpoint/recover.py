@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from dsjax.checkpoint.held_weights import (
@@ -81,7 +81,7 @@ def place_held(
             arrays[path] = work.make(path, targets[path])
     for path, sharding in shardings.items():
         if not on_device(sharding):  # put together as the others are, and then moved
-            arrays[path] = [jax.device_put(array, memory_of(array.device, sharding)) for array in arrays[path]]
+            arrays[path] = [array for target in targets[path] for array in target.move(sharding)]
     return {
         path: jax.make_array_from_single_device_arrays(info.shape, shardings[path], arrays[path])
         for path, info in parameters.items()
@@ -102,6 +102,16 @@ class _Target:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.region)
+
+    def move(self, sharding: NamedSharding) -> list[Array]:
+        """Bring the arrays to the memory that a sharding is of, and let the devices' own go: what is held is then there too."""
+        moved = {
+            device: jax.device_put(self.shard.arrays[device], memory_of(device, sharding)) for device in self.devices
+        }
+        jax.block_until_ready(moved)
+        if not isinstance(self.shard.values, np.ndarray):  # else the devices share the host's memory
+            self.shard.arrays, self.shard.values = moved, moved[self.devices[0]]
+        return list(moved.values())
 
     @property
     def layer_bytes(self) -> int:

@@ -31,7 +31,10 @@ from sharding.cores import most_threads
 SOURCES = Path(__file__).parent / "native"
 HARNESS = "harness.cc"
 """The kernels as a program of their own, for tests: no part of the library."""
-FLAGS = ("-std=c++17", "-O2", "-fvect-cost-model=dynamic", "-ffp-contract=fast", "-fno-math-errno", "-w")
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-w")
+GCC_FLAGS = ("-fvect-cost-model=dynamic",)
+"""At -O2 GCC uses vectors for little without it. Clang, which zig is too, uses them anyway, and refuses the flag."""
+_UNFINISHED = "building-"
 COMPILE_SECONDS = 600
 """After which a compiler is taken to hang. ``zig``, which builds its own C++ library first, took 55 s on two cores."""
 TRY_SECONDS = 120
@@ -194,7 +197,8 @@ def build(path: Path, march: str = "native") -> BuiltLibrary:
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     print(f"building native kernels with {' '.join(command)} -march={march} into {path.parent}", file=sys.stderr)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
+    _clear_unfinished(path.parent)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED, ignore_cleanup_errors=True) as folder:
         unfinished = Path(folder, path.name)
         reason = compile_library(command, unfinished, march)
         if reason is None and march == "native" and not (tested := _try(unfinished, remember=False)).path:
@@ -208,9 +212,18 @@ def build(path: Path, march: str = "native") -> BuiltLibrary:
     return BuiltLibrary(path, f"native kernels were built in {time.monotonic() - started:.0f} s")
 
 
+def _clear_unfinished(folder: Path) -> None:
+    """Remove the folders of builds whose process was killed: those older than any build can take."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        with contextlib.suppress(OSError):
+            status = left.stat()
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > COMPILE_SECONDS + TRY_SECONDS:
+                shutil.rmtree(left)
+
+
 def compile_library(command: list[str], output: Path, march: str) -> str | None:
     """Compile the units, beside ``output``, and link them; why that failed, or None."""
-    flags = [*_flags(march), f"-I{jax.ffi.include_dir()}"]
+    flags = [*_flags(march), *(GCC_FLAGS if _is_gcc(command) else ()), f"-I{jax.ffi.include_dir()}"]
     units = [unit for unit in sorted(SOURCES.glob("*.cc")) if unit.name != HARNESS]
     objects = [str(output.with_name(f"{unit.stem}.o")) for unit in units]
     compiles = [[*command, *flags, "-c", str(unit), "-o", made] for unit, made in zip(units, objects, strict=True)]
@@ -226,6 +239,15 @@ def compile_library(command: list[str], output: Path, march: str) -> str | None:
         return None
     lines = [line for line in said.splitlines() if "error" in line] or said.splitlines() or ["no message"]
     return f"the compiler {' '.join(command)} failed on the native kernels: {lines[0][:300]}"
+
+
+def _is_gcc(command: list[str]) -> bool:
+    """Whether a compiler is GCC: of what it defines, clang says that it is clang. One that does not answer is taken for another."""
+    try:
+        code, said = run_command([*command, "-dM", "-E", "-x", "c++", os.devnull], VERSION_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return code == 0 and "__GNUC__" in said and "__clang__" not in said
 
 
 def _flags(march: str) -> list[str]:
@@ -279,7 +301,7 @@ def _trial(path: Path) -> str:
 
 def source_version() -> str:
     """Hash sources, flags, and the headers of jaxlib that are compiled in: 12 hexadecimal digits."""
-    digest = hashlib.sha256(" ".join((*FLAGS, jaxlib.__version__)).encode())
+    digest = hashlib.sha256(" ".join((*FLAGS, *GCC_FLAGS, jaxlib.__version__)).encode())
     headers = Path(jax.ffi.include_dir(), "xla", "ffi", "api")
     for source in (*sorted(SOURCES.iterdir()), *sorted(headers.glob("*.h"))):
         if source.is_file():

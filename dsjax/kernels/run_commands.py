@@ -1,4 +1,4 @@
-"""Commands that a start waits for: none of them, nor what they have started, is left over when one hangs or this process is ended."""
+"""Commands that a start waits for: none of them, nor what they have started, is left over when one hangs or this process is interrupted."""
 
 from __future__ import annotations
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 
 _ON_CPUS: Mapping[str, int | bool] = {
     # One piece of code: programs are compiled on all cores at once already, and LLVM begins anew with each of up to 32 pieces.
@@ -26,7 +28,9 @@ _NOT_WITHOUT = {"xla_cpu_use_fusion_emitters": "0.10."}
 
 
 def compiler_options(platform: str, *, sums: bool = True) -> dict[str, int | bool] | None:
-    """Options for programs that run on devices of ``platform``; None: XLA's own. What ``XLA_FLAGS`` says is left as it is.
+    """Options for programs that run on devices of ``platform``; None: XLA's own.
+
+    What ``XLA_FLAGS`` says, or the file that it names, is left as it is.
 
     sums: whether XLA adds floating-point numbers up along rows in the program.
     """
@@ -35,6 +39,9 @@ def compiler_options(platform: str, *, sums: bool = True) -> dict[str, int | boo
 
 @functools.cache
 def _on_cpus(flags: str, sums: bool) -> dict[str, int | bool] | None:
+    if not flags.strip().startswith("-"):  # XLA then takes it for the path of a file with flags
+        with contextlib.suppress(OSError):
+            flags = Path(flags.strip()).read_text()
     given = set(re.findall(r"--(\w+)", flags))
     jaxlib = version("jaxlib")
     options = {

@@ -34,6 +34,13 @@ def test_what_xla_flags_says_is_left_as_it_is(monkeypatch):
     assert not names(monkeypatch, " ".join(f"--{name}=1" for name in every))
 
 
+def test_what_the_file_says_that_xla_flags_names_is_left_as_it_is(monkeypatch, tmp_path):
+    every = names(monkeypatch, "")
+    (path := tmp_path / "flags").write_text("--xla_backend_optimization_level=2\n")
+    assert names(monkeypatch, f" {path}") == every - {"xla_backend_optimization_level"}
+    assert names(monkeypatch, str(tmp_path / "missing")) == every
+
+
 @pytest.mark.parametrize("sums", [True, False])
 def test_xla_knows_the_options_and_they_change_no_bit(monkeypatch, sums):
     def function(x, y):  # what LLVM could contract or vectorise otherwise; with sums along rows too
