@@ -11,10 +11,10 @@ gets SIGKILL, and is started again, as its supervisor would do, after a moment. 
 without an end, and wrong where its text is another.
 
 Of each loss a line says: `silence`, the longest time without a token on any stream, from the signal until tokens come again; `gap`, the
-seconds that the attention side's `/metrics` has for it; `cached`, tokens of prompts that were found in the prefix cache since the loss
-before, of those that were found there when each prompt came for the second time, undisturbed; `pages`, those that hold something of the
-cache, before and after: those of running requests come and go, so that a fifth may be missing. Each prompt must be found in the cache as
-far as it was undisturbed, and no request preempted.
+seconds that the attention side's `/metrics` has for it, the most of those killed together; `cached`, tokens of prompts that were found in
+the prefix cache since the loss before, of those that were found there when each prompt came for the second time, undisturbed; `pages`,
+those that hold something of the cache, before and after: those of running requests come and go, so that a fifth may be missing. Each prompt
+must be found in the cache as far as it was undisturbed, and no request preempted.
 
 What stands behind `--` are more options of `dsjax serve`, for both sides.
 
@@ -206,7 +206,7 @@ class Check(Sessions):
         self.doing = "nothing is lost"
         await self.until(lambda enough=self.answers + len(self.requests): self.have_answered(enough))
         pages_after = await self.pages()
-        found = {"processes": ranks, "silence": silence, "gap": round(max(await self.gaps()), 2)}
+        found = {"processes": ranks, "silence": silence, "gap": round(max(await self.gaps(ranks)), 2)}
         found["cached"] = [self.found - before[0], self.known - before[1]]
         found["pages"] = [pages, pages_after]
         if pages_after < 0.8 * pages:  # those of running requests come and go
@@ -224,9 +224,10 @@ class Check(Sessions):
         connected = await self.metric("dsjax_expert_process_connected")
         return connected == self.args.processes and await self.metric("dsjax_expert_process_losses_total") >= count
 
-    async def gaps(self) -> list[float]:
-        """Of each process with experts the seconds of its last loss."""
-        return [value for _, value in await self.samples("dsjax_expert_process_last_gap_seconds")]
+    async def gaps(self, ranks: list[int]) -> list[float]:
+        """Of each of these processes with experts the seconds of its last loss."""
+        samples = await self.samples("dsjax_expert_process_last_gap_seconds")
+        return [value for labels, value in samples if any(f'expert_process="{rank}"' in labels for rank in ranks)]
 
     def answered(self, index: int, seen: Seen) -> None:
         """Count what of a session's prompt was cached."""

@@ -569,7 +569,7 @@ def fuzz_experts(cases: int, seed: int, key: Credentials, folder: Path) -> Itera
             # Of another model, so that it is refused; and calls without a greeting, or for more rows than there is memory for.
             said = [encode(Hello(VERSION, {})), encode(Hello(VERSION, {}, b"no places", b"somebody"))]
             said += [encode(Call("moe_layers", 0, 2**40, 2**40, bytes(4))), encode(Call("nothing", -1, 8, 8, b""))]
-            said += [encode(Stage(0, bytes(8))), encode(Place(10**6, bytes(4))), encode(Take(-1, [-1, 2**40]))]
+            said += [encode(Stage(0, bytes(8))), encode(Place(10**6, bytes(4))), encode(Take(-1, [-1, 2**40], [0]))]
             pids = {"attention": server.pid, "experts": experts.pid}
             ask = functools.partial(ask_server, server.url)
             yield fuzz(Fuzzer(address, "experts", key, said, seed), cases, pids, ask, 6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.afd.expert_peers import ExpertPeers, send_expert
 from dsjax.engine.afd.expert_side import ExpertSide
-from dsjax.engine.afd.expert_slots import SlotWriter
+from dsjax.engine.afd.expert_slots import SlotWriter, StackRow
 from dsjax.engine.afd.messages import (
     SERVICE,
     VERSION,
@@ -40,7 +39,7 @@ from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
 from dsjax.engine.setup.loading import expert_space
-from dsjax.hosts.secure_channel import RefusedError, SecureChannel
+from dsjax.hosts.secure_channel import BLOCK_BYTES, RefusedError, SecureChannel
 from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.wire import split_address
 from dsjax.model.step import ModelStep
@@ -80,7 +79,7 @@ class ExpertProcess:
         self._half = step.apart.half(step)
         self._empty_row = np.asarray(self._half.wire.empty_row(np.int32(0)))
         self._programs: dict[tuple[str, int, int], Compiled] = {}
-        self._lock = threading.Lock()
+        self._lock = writer.lock
         self.num_calls = self.num_rows = 0
         self._listener = SecureListener(listener, credentials, {SERVICE: self._serve}, "dsjax-experts")
         self.port = self._listener.port
@@ -92,7 +91,7 @@ class ExpertProcess:
 
     @property
     def num_connections(self) -> int:
-        """Attention sides that are connected."""
+        """Connections that are open: of attention sides, and of other processes that take experts."""
         return self._listener.num_connections
 
     def close(self) -> None:
@@ -104,7 +103,11 @@ class ExpertProcess:
         channel.keep_alive(_GONE_SECONDS, unacknowledged=True)
         hello: Hello = receive(channel, Hello)
         with self._lock:
-            problem = self._problem(hello) or self._enter(hello)
+            try:
+                problem = self._problem(hello) or self._enter(hello)
+            except Exception as error:  # whatever it is, the attention side must hear of it
+                _log.exception("Experts could not be brought to where the attention side has them.")
+                problem = f"{type(error).__name__}: {error}"
         if problem:
             send(channel, Welcome(problem))
             raise RefusedError(problem)
@@ -123,15 +126,16 @@ class ExpertProcess:
                 self._move(channel, call, side)
                 continue
             cells = self._cells(call)
-            rows = np.empty((len(cells), self._half.wire.row_words), self._half.wire.word)
-            if rows.size:
-                channel.receive_into(memoryview(rows.view(np.uint8)))
+            rows = self._receive_rows(channel, len(cells))
             try:
+                self._check_layer(call)
+                if rows is None:
+                    raise MemoryError(f"there is no memory for {len(cells):,} rows")
                 with self._lock:  # programs in flight together can deadlock on emulated devices
                     program = self._program(call)
                     answers = None if call.layer < 0 else self._compute(program, rows, cells, call)
             except Exception as error:  # whatever it is, the attention side must hear of it
-                _log.exception("A call of %s with %d rows failed.", call.stack, len(rows))
+                _log.exception("A call of %s with %d rows failed.", call.stack, len(cells))
                 send(channel, Answered(f"{type(error).__name__}: {error}"))
                 continue
             send(channel, Answered())
@@ -145,9 +149,18 @@ class ExpertProcess:
             return f"it speaks version {VERSION} of the messages, and the attention side {hello.version}; start the same dsjax on both"
         differing = sorted(name for name, value in self._space.items() if hello.space.get(name) != value)
         if not differing:
-            return ""
+            return self._misplaced(hello) if hello.side else ""
         told = ", ".join(f"{name} {self._space[name]!r} here and {hello.space.get(name)!r} there" for name in differing)
         return f"both sides must have the same model and options, and differ in {told}"
+
+    def _misplaced(self, hello: Hello) -> str:
+        here, there = self.side.first, hello.first
+        if here == there:
+            return ""
+        return (
+            f"it has the experts' devices from {here} on, and the attention side expects those from {there} on here; give --afd-address in "
+            "the same order on both"
+        )
 
     def _enter(self, hello: Hello) -> str:
         """Let an attention side in, with experts where it has them; why not, where it cannot be."""
@@ -173,13 +186,12 @@ class ExpertProcess:
         try:
             if isinstance(what, Take):
                 with self._lock:
-                    given = [writer.take(what.row, slot) for slot in what.slots]
+                    given = writer.give(what.row, what.slots, what.experts)
             elif isinstance(what, Stage):
                 moves = [tuple(pair) for pair in np.frombuffer(what.moves, "<i4").reshape(-1, 2).tolist()]
                 error = self._stage(what.row, moves, side)
             else:
-                with self._lock:
-                    writer.place(what.row, np.frombuffer(what.experts, "<i4"))
+                error = self._place(what.row, np.frombuffer(what.experts, "<i4"), side)
         except Exception as failure:  # whatever it is, the other side must hear of it
             _log.exception("Experts could not be moved.")
             error = f"{type(failure).__name__}: {failure}"
@@ -192,11 +204,27 @@ class ExpertProcess:
         if not moves:
             return ""
         with self._lock:
-            if set(self._sides) - {side}:
-                return "another attention side is connected, and experts can be moved for one that is alone"
-            self._mover = side
+            problem = self._have_move(side)
+        if problem:
+            return problem
         fetch = None if self._peers is None else lambda row, slots: self._peers.fetch(self._writer, row, slots)
         self._writer.stage(row, moves, fetch)
+        return ""
+
+    def _place(self, row: int, experts: np.ndarray, side: bytes) -> str:
+        """Place experts; why not, where that cannot be. Whoever changes nothing, to have it compiled, need not be alone."""
+        with self._lock:
+            changes = not np.array_equal(self._writer.rows[row], experts)
+            problem = self._have_move(side) if changes else ""
+            if not problem:
+                self._writer.place(row, experts)
+        return problem
+
+    def _have_move(self, side: bytes) -> str:
+        """Let this attention side alone be connected from now on; why not, where another one is. Under the lock."""
+        if set(self._sides) - {side}:
+            return "another attention side is connected, and experts can be moved for one that is alone"
+        self._mover = side
         return ""
 
     def _cells(self, call: Call) -> np.ndarray:
@@ -218,6 +246,25 @@ class ExpertProcess:
         if ((filled < 0) | (filled > room)).any():
             raise ConnectionError(f"a call fills a queue of {room} cells with {filled.max()} rows")
         return np.flatnonzero(np.arange(room) < filled[:, :, None])
+
+    def _receive_rows(self, channel: SecureChannel, count: int) -> np.ndarray | None:
+        """The rows behind a call; None where there is no memory for them. They are received all the same, so that it can be answered."""
+        wire = self._half.wire
+        try:
+            rows = np.empty((count, wire.row_words), wire.word)
+        except MemoryError:
+            block = memoryview(bytearray(BLOCK_BYTES))
+            for start in range(0, count * wire.row_bytes, BLOCK_BYTES):
+                channel.receive_into(block[: count * wire.row_bytes - start])
+            return None
+        if rows.size:
+            channel.receive_into(memoryview(rows.view(np.uint8)))
+        return rows
+
+    def _check_layer(self, call: Call) -> None:
+        """Refuse a layer that there is not, of which a program would take the nearest one."""
+        if call.layer >= 0 and StackRow(call.stack, call.layer) not in self._writer.stack_rows:
+            raise ValueError(f"{call.stack} has no experts in layer {call.layer}")
 
     def _program(self, call: Call) -> Compiled:
         key = call.stack, call.tokens, call.cells

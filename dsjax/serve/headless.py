@@ -162,12 +162,12 @@ class HeadlessExperts(Probes):
         registry = self.registry
         for name, documentation, field in (
             ("calls", "Calls for the experts of a layer that were answered.", "num_calls"),
-            ("rows", "Rows of tokens that came with them, padding included.", "num_rows"),
+            ("rows", "Rows of tokens that came with them, without empty cells.", "num_rows"),
         ):
             registry.total(f"dsjax_experts_{name}", documentation, lambda field=field: self._of_process(field))
         registry.gauge(
             "dsjax_experts_connections",
-            "Attention sides that are connected.",
+            "Connections that are open: one of each attention side, and those of other processes that take experts.",
             lambda: self._of_process("num_connections"),
         )
         registry.gauge("dsjax_experts_ready", "1 while this process answers.", lambda: float(self.phase == "ready"))

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dsjax.engine.afd.link_counts import LinkCounts
-from dsjax.engine.afd.messages import SERVICE, Answered, Call, Hello, Place, Stage, Welcome, receive, send
+from dsjax.engine.afd.messages import SERVICE, Answered, Call, Hello, Place, Stage, Welcome, reason_of, receive, send
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
-from dsjax.hosts.secure_channel import NotAMemberError, SecureChannel, connect
+from dsjax.hosts.secure_channel import SecureChannel, connect
 from dsjax.hosts.wire import split_address
 
 RETRY_SECONDS = 0.2
@@ -53,6 +53,9 @@ class ExpertLink:
         self.address, self.patience, self._silence = address, patience, silence
         self._credentials, self._hello = credentials, hello
         self._channel: SecureChannel | None = None
+        self._greeting: SecureChannel | None = (
+            None  # the last channel that was begun, which is ``_channel`` once it is welcome
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts")
         self._closed, self._known = False, False
         self.losses, self.last_gap, self.calls, self.sent, self.received = 0, 0.0, 0, 0, 0
@@ -70,33 +73,47 @@ class ExpertLink:
         """Connect, and say what both sides must have alike.
 
         Raises:
-            UserError: the other side has another model or other options, or does not belong to the deployment. ExpertsGoneError: nobody is
-                there in time.
+            UserError: the other side has another model or other options, does not belong to the deployment, or refuses; if it never was
+                there before. ExpertsGoneError: nobody is there in time.
         """
-        end, said = time.monotonic() + self.patience, False
+        end, said = time.monotonic() + self.patience, set()
         while self._channel is None:
             try:
-                channel = connect(split_address(self.address), SERVICE, self._credentials)
-                channel.keep_alive(self._silence, unacknowledged=True)
-                send(channel, self._hello())
-                welcome: Welcome = receive(channel, Welcome)
-            except (OSError, EOFError, NotAMemberError) as error:
-                # A process that is killed within the greeting looks like one with another key. Whoever was known before is waited for.
-                if isinstance(error, NotAMemberError) and not self._known:
+                self._channel, self._known = self._greet(end), True
+            except (OSError, EOFError, UserError) as error:
+                # A process that is killed within the greeting looks like one with another key, and one that is told to end refuses.
+                # Whoever was known before is waited for.
+                if isinstance(error, UserError) and not self._known:
                     raise
+                reason = reason_of(error)
                 if time.monotonic() > end or self._closed:
                     raise ExpertsGoneError(
-                        f"no process with experts is at {self.address} for {self.patience:g} s ({error}); start one with --afd-role expert"
+                        f"no process with experts is at {self.address} for {self.patience:g} s ({reason}); start one with --afd-role expert"
                     ) from error
-                if not said:
-                    _log.warning("No process with experts is at %s (%s); it is waited for.", self.address, error)
-                said = True
+                if reason not in said:
+                    _log.warning("No process with experts is at %s (%s); it is waited for.", self.address, reason)
+                said.add(reason)
                 time.sleep(RETRY_SECONDS)
-                continue
+
+    def _greet(self, end: float) -> SecureChannel:
+        channel = connect(split_address(self.address), SERVICE, self._credentials)
+        self._greeting = channel
+        try:
+            if self._closed:
+                raise ConnectionError("the link is closed")
+            channel.keep_alive(self._silence, unacknowledged=True)
+            channel.settimeout(
+                max(RETRY_SECONDS, end - time.monotonic())
+            )  # a process that reads experts for it is at work
+            send(channel, self._hello())
+            welcome: Welcome = receive(channel, Welcome)
             if welcome.error:
-                channel.close()
                 raise UserError(f"the process with experts at {self.address} refuses: {welcome.error}")
-            self._channel, self._known = channel, True
+            channel.settimeout(None)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
 
     def _run(self, prepare: Callable[[], Errand]) -> None:
         """Run an errand, again where the connection ends, and wait for its answers.
@@ -122,7 +139,9 @@ class ExpertLink:
                 if self._closed:
                     raise
                 _log.warning(
-                    "The process with experts at %s has gone (%s); the call is made again.", self.address, error
+                    "The process with experts at %s has gone (%s); the call is made again.",
+                    self.address,
+                    reason_of(error),
                 )
                 lost = time.monotonic() if lost is None else lost
                 continue
@@ -136,7 +155,6 @@ class ExpertLink:
     def close(self) -> None:
         """End the connection and the thread, also one that waits for a process."""
         self._closed = True
-        channel = self._channel
-        if channel is not None:
-            channel.close()
+        if self._greeting is not None:
+            self._greeting.close()
         self._thread.shutdown(cancel_futures=True)

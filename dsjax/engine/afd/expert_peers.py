@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dsjax.engine.afd.expert_slots import Expert, SlotWriter
-from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Hello, Take, Welcome, receive, send
+from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Hello, Take, Welcome, reason_of, receive, send
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.secure_channel import SecureChannel, connect
@@ -29,12 +29,12 @@ class ExpertPeers:
     def __init__(self, addresses: Sequence[str], credentials: Sequence[Credentials], space: Mapping[str, Any]):
         self._addresses, self._credentials, self._space = addresses, credentials, dict(space)
 
-    def fetch(self, writer: SlotWriter, row: int, slots: Sequence[int]) -> dict[int, Expert]:
-        """The experts in these slots of a layer, as far as their processes give them."""
+    def fetch(self, writer: SlotWriter, row: int, slots: Mapping[int, int]) -> dict[int, Expert]:
+        """The experts in these slots of a layer, as far as their processes give them. slots: which expert is to be in each."""
         per_process = writer.rows.shape[1] // len(self._addresses)
-        by_process: dict[int, list[int]] = {}
-        for slot in slots:
-            by_process.setdefault(slot // per_process, []).append(slot)
+        by_process: dict[int, dict[int, int]] = {}
+        for slot, expert in slots.items():
+            by_process.setdefault(slot // per_process, {})[slot] = expert
         found: dict[int, Expert] = {}
         for process, wanted in by_process.items():
             address = self._addresses[process]
@@ -42,12 +42,14 @@ class ExpertPeers:
                 found |= self._ask(address, self._credentials[process], writer, row, wanted)
             except (OSError, EOFError, UserError) as error:
                 _log.warning(
-                    "The process with experts at %s gives none (%s); they are read from the checkpoint.", address, error
+                    "The process with experts at %s gives none (%s); they are read from the checkpoint.",
+                    address,
+                    reason_of(error),
                 )
         return found
 
     def _ask(
-        self, address: str, credentials: Credentials, writer: SlotWriter, row: int, slots: list[int]
+        self, address: str, credentials: Credentials, writer: SlotWriter, row: int, slots: Mapping[int, int]
     ) -> dict[int, Expert]:
         with connect(split_address(address), SERVICE, credentials) as channel:
             channel.settimeout(_SECONDS)
@@ -55,7 +57,7 @@ class ExpertPeers:
             welcome: Welcome = receive(channel, Welcome)
             if welcome.error:
                 raise ConnectionError(welcome.error)
-            send(channel, Take(row, slots))
+            send(channel, Take(row, list(slots), list(slots.values())))
             answered: Answered = receive(channel, Answered)
             if answered.error:
                 raise ConnectionError(answered.error)

@@ -1,11 +1,13 @@
 """``SlotWriter``: moves experts between the physical slots of the expert devices of one process, one at a time and without a collective.
 
 A layer changes in two steps, as on one mesh (``docs/balancing.md``): ``stage`` brings experts to the devices that will have them, beside
-those that steps read, and ``place`` writes them into their slots. What was not staged, ``place`` reads from the checkpoint.
+those that steps read, from where they are or from the checkpoint; and ``place`` writes them into their slots. What was not staged, as in a
+process that has just come back, ``place`` reads from the checkpoint.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,8 +23,9 @@ Expert = dict[str, Array | np.ndarray]
 """The parameters of one expert by their paths, without the axes of layers and experts."""
 ReadExpert = Callable[[str, int, int], np.ndarray]
 """``(path, layer in its stack, logical expert)``: from the checkpoint; see ``ExpertReader``."""
-Fetch = Callable[[int, Sequence[int]], Mapping[int, Expert]]
-"""``(row, slots)``: experts that another process holds, by slot; those that it does not give are read from the checkpoint."""
+Fetch = Callable[[int, Mapping[int, int]], Mapping[int, Expert]]
+"""``(row, logical expert by slot)``: experts that another process holds, by slot; those that it does not give are read from the
+checkpoint."""
 
 
 class StackRow(NamedTuple):
@@ -47,11 +50,13 @@ class SlotWriter:
         rows: ``physical_to_logical`` at the start, of all slots.
 
     Attributes:
-        rows: as it is now.
+        rows: as it is now. lock: held where slots are read or written, and by who calls ``place``, ``adopt`` and ``give`` beside others.
     """
 
     def __init__(self, side: ExpertSide, rows: np.ndarray, read: ReadExpert):
         self.side, self.rows, self._read = side, np.array(rows, np.int32), read
+        self.lock = threading.RLock()
+        self._reading = threading.Lock()  # as ``stage`` reads without the other one
         layers = {path.split(EXPERTS)[0]: info.shape[0] for path, info in side.infos.items()}
         self.stack_rows = stack_rows(side.infos, layers)
         self._staged: dict[
@@ -81,19 +86,40 @@ class SlotWriter:
             path: self._take(self._shard(path, device), np.int32(layer), np.int32(place)) for path in self.paths(stack)
         }
 
+    def give(self, row: int, slots: Sequence[int], experts: Sequence[int]) -> list[Expert]:
+        """Copies of the experts in slots of these devices. experts: the logical ones that are expected there.
+
+        Raises:
+            ValueError: a slot is not on these devices, is named twice, or holds another expert; there is no such layer.
+        """
+        if len(set(slots)) < len(slots) or not 0 <= row < len(self.rows) or not all(map(self.has, slots)):
+            raise ValueError(
+                f"slots {list(slots)} of layer {row}, expected different ones from {self.own.start} to {self.own.stop - 1} of layers 0 to "
+                f"{len(self.rows) - 1}"
+            )
+        held = [int(self.rows[row, slot]) for slot in slots]
+        if held != list(experts):
+            raise ValueError(f"slots {list(slots)} of layer {row} hold experts {held}, expected {list(experts)}")
+        return [self.take(row, slot) for slot in slots]
+
     def stage(self, row: int, moves: Sequence[tuple[int, int]], fetch: Fetch | None = None) -> None:
         """Bring experts of a layer to the devices that will have them: pairs (slot that has it, slot that gets it)."""
         wanted = [(source, target) for source, target in moves if self.has(target)]
-        away = sorted({source for source, _ in wanted if not self.has(source)})
-        fetched = fetch(row, away) if away and fetch is not None else {}
-        if any(other != row for other, _ in self._staged):
-            self._staged.clear()  # of a change that was given up
+        with self.lock:  # which experts these are must be the same for all that follows
+            labels = {source: int(self.rows[row, source]) for source, _ in wanted}
+            values = {source: self.take(row, source) for source in labels if self.has(source)}
+        away = {source: expert for source, expert in labels.items() if source not in values}
+        if away and fetch is not None:
+            values |= fetch(row, away)
+        values |= {source: self._from_checkpoint(row, away[source]) for source in away.keys() - values.keys()}
+        copied = {}
         for source, target in wanted:
-            expert = self.take(row, source) if self.has(source) else fetched.get(source)
-            if expert is not None:
-                device = self._device((target - self.own.start) // self._per_device)
-                copied = jax.block_until_ready(jax.device_put(expert, device))
-                self._staged[row, target] = int(self.rows[row, source]), copied
+            device = self._device((target - self.own.start) // self._per_device)
+            copied[row, target] = labels[source], jax.block_until_ready(jax.device_put(values[source], device))
+        with self.lock:
+            if any(other != row for other, _ in self._staged):
+                self._staged.clear()  # of a change that was given up
+            self._staged |= copied
 
     def place(self, row: int, experts: np.ndarray) -> None:
         """Have the slots of a layer hold these logical experts: what was staged, and what is in the checkpoint where it was not.
@@ -147,8 +173,12 @@ class SlotWriter:
         staged, value = self._staged.get((row, slot), (-1, {}))
         if staged == expert:
             return value
+        return self._from_checkpoint(row, expert)
+
+    def _from_checkpoint(self, row: int, expert: int) -> Expert:
         stack, layer = self.stack_rows[row]
-        return {path: self._read(path, layer, expert) for path in self.paths(stack)}
+        with self._reading:
+            return {path: self._read(path, layer, expert) for path in self.paths(stack)}
 
     def _device(self, number: int) -> jax.Device:
         return self.side.mesh.devices.flat[number]

@@ -14,7 +14,7 @@ from dsjax.hosts.secure_channel import SecureChannel
 from dsjax.hosts.wire import decoded
 
 SERVICE = "experts"
-VERSION = 3
+VERSION = 4
 _MOST_BYTES = 1 << 22
 
 
@@ -26,12 +26,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
         placement: ``[MoE layers, slots]`` int32, the logical expert in each physical slot. The process has its slots hold these before it
             answers. Empty from another process with experts, which only takes some.
         side: which attention side it is, whichever of its connections. Where one moves experts, no other may be connected.
+        first: the first of the expert devices that the attention side expects at this address.
     """
 
     version: int
     space: dict[str, Any]
     placement: bytes = b""
     side: bytes = b""
+    first: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -90,10 +92,12 @@ class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
 
     Attributes:
         row: of the placement. slots: physical ones of the other process.
+        experts: the logical ones that are expected in them; where others are there, as in a process that has just come, nothing is given.
     """
 
     row: int
     slots: list[int]
+    experts: list[int]
 
 
 Message = Hello | Welcome | Call | Answered | Stage | Place | Take
@@ -107,6 +111,11 @@ def send(channel: SecureChannel, message: Message) -> None:
         OSError: the other side has gone.
     """
     channel.send(msgspec.msgpack.encode(message))
+
+
+def reason_of(error: Exception) -> str:
+    """Say why a connection has ended: `EOFError` has no text."""
+    return str(error) or "it ended the connection"
 
 
 def receive(channel: SecureChannel, *kinds: type) -> Any:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,8 @@ class RemoteExperts(Side):
         self.placement = np.zeros((0, 0), np.int32)
         self._side = secrets.token_bytes(8)
         self.links = [
-            ExpertLink(address, own, self._hello, patience=patience, silence=silence)
-            for address, own in zip(addresses, credentials, strict=True)
+            ExpertLink(address, own, partial(self._hello, part), patience=patience, silence=silence)
+            for part, (address, own) in enumerate(zip(addresses, credentials, strict=True))
         ]
 
     @property
@@ -73,8 +74,9 @@ class RemoteExperts(Side):
         """Take the place of another side for the same attention side: processes know it as that one."""
         self._side = before._side
 
-    def _hello(self) -> Hello:
-        return Hello(VERSION, self.space, self.placement.astype("<i4").tobytes(), self._side)
+    def _hello(self, part: int) -> Hello:
+        first = part * (self.spec.ep_size // self.parts)
+        return Hello(VERSION, self.space, self.placement.astype("<i4").tobytes(), self._side, first)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
         """Have the processes bring experts of a layer to the devices that will have them: each takes its own from the others."""

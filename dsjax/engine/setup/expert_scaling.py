@@ -93,12 +93,21 @@ class ExpertScaling:
             raise
 
     def apply(self, prepared: _Prepared) -> None:
-        """Let the next step go to the new side: between two steps, in the engine's thread."""
+        """Let the next step go to the new side: between two steps, in the engine's thread.
+
+        Raises:
+            RuntimeError, UserError: the new side cannot do it; everything is as it was.
+        """
+        before, side = self._executor.model.apart, prepared.model.apart
         try:
-            before, side = self._executor.model.apart, prepared.model.apart
             rows = self._executor.device.placements.physical_to_logical
             for row in np.flatnonzero((rows != side.placement).any(axis=1)).tolist():  # experts have moved meanwhile
                 side.place(row, rows[row])
+        except BaseException:
+            side.close()
+            self._lock.release()
+            raise
+        try:
             self._executor.go_on_with(prepared.model, prepared.programs)
             before.close()
             self._args, self.number, self.seconds = prepared.args, self.number + 1, round(prepared.seconds, 3)

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from deployments import KEY, OTHER
 
 from dsjax.engine.afd.expert_link import Errand, ExpertLink, ExpertsGoneError
 from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Hello, Place, Welcome, receive, send
+from dsjax.errors import UserError
 from dsjax.hosts.secure_channel import PROTOCOL, NotAMemberError
 from dsjax.hosts.secure_listener import SecureListener
 
@@ -27,8 +29,14 @@ def serve(channel):
             send(channel, Answered())
 
 
-def listener(port=0):
-    return SecureListener(socket.create_server(("127.0.0.1", port)), KEY, {SERVICE: serve}, "test")
+def refuse(channel):
+    """A process with experts that lets no side in."""
+    receive(channel, Hello)
+    send(channel, Welcome("the checkpoint cannot be read"))
+
+
+def listener(port=0, serve=serve, **options):
+    return SecureListener(socket.create_server(("127.0.0.1", port)), KEY, {SERVICE: serve}, "test", **options)
 
 
 def link(port, credentials=KEY, patience=20.0):
@@ -65,6 +73,100 @@ def test_a_process_that_is_killed_while_it_greets_is_waited_for():
         second.close(connections=True)
     finally:
         own.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"most_connections": 0}, "there are 0 connections already"),  # as one that is told to end refuses, too
+        ({"serve": refuse}, "refuses: the checkpoint cannot be read"),
+    ],
+)
+def test_a_process_that_refuses_is_waited_for_if_it_was_there_before(options, reason, caplog):
+    first = listener()
+    port, own = first.port, link(first.port)
+    errand = Errand(Place(0, b""))
+    try:
+        own.begin(lambda: errand).result(20)
+        first.close(connections=True)
+        refusing = listener(port, **options)
+        done = own.begin(lambda: errand)
+        end = time.monotonic() + 20
+        while reason not in caplog.text and time.monotonic() < end and not done.done():
+            time.sleep(0.05)
+        refusing.close(connections=True)
+        second = listener(port)
+        done.result(20)
+        assert caplog.text.count(reason + "); it is waited for") == 1
+        second.close(connections=True)
+        with pytest.raises(UserError, match=reason):  # at the first connection it is a mistake
+            meet(**options)
+    finally:
+        own.close()
+
+
+def meet(**options):
+    """Connect to a process for the first time."""
+    process = listener(**options)
+    own = link(process.port)
+    try:
+        own.connect()
+    finally:
+        own.close()
+        process.close(connections=True)
+
+
+@pytest.fixture
+def silent():
+    """A process with experts that welcomes nobody, and how many have asked it."""
+    end, asked = threading.Event(), threading.Semaphore(0)
+
+    def serve(channel):
+        receive(channel, Hello)
+        asked.release()
+        end.wait(60)
+
+    process = listener(serve=serve)
+    yield process, asked
+    end.set()
+    process.close(connections=True)
+
+
+def test_a_process_that_is_there_and_says_nothing_is_waited_for_as_long_as_one_that_is_not(silent):
+    process, _ = silent
+    own = link(process.port, patience=0.5)
+    try:
+        with pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*timed out"):
+            own.begin(lambda: Errand(Place(0, b""))).result(10)
+    finally:
+        own.close()
+
+
+def test_a_link_that_is_closed_waits_for_no_welcome(silent):
+    process, asked = silent
+    own = link(process.port, patience=60.0)
+    done = own.begin(lambda: Errand(Place(0, b"")))
+    assert asked.acquire(timeout=20)
+    closing = threading.Thread(target=own.close)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    with pytest.raises(ExpertsGoneError):
+        done.result(0)
+
+
+def test_who_refuses_for_too_long_is_named_with_its_reason():
+    first = listener()
+    port, own = first.port, link(first.port, patience=0.5)
+    own.connect()
+    first.close(connections=True)
+    refusing = listener(port, serve=refuse)
+    try:
+        with pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*the checkpoint cannot be read"):
+            own.begin(lambda: Errand(Place(0, b""))).result(20)
+    finally:
+        own.close()
+        refusing.close(connections=True)
 
 
 def test_a_process_with_another_key_is_no_loss_but_a_mistake():

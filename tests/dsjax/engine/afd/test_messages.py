@@ -1,0 +1,187 @@
+"""What a process with experts says to messages that cannot be, and to sides that do not go with it."""
+
+import socket
+import time
+
+import numpy as np
+import pytest
+from layouts import write_checkpoint
+
+from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Place, Take, Welcome, receive, send
+from dsjax.engine.expert_process import load_experts
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.hosts.credentials import CredentialOptions
+from dsjax.hosts.secure_channel import connect
+
+FIRST = 2
+"""The second of two processes with two devices each."""
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    args = EngineArgs(
+        model=str(write_checkpoint(tmp_path_factory.mktemp("experts"))),
+        afd_role="expert",
+        afd_address=f"{free_address()},{free_address()}",
+        afd_server_rank=1,
+        attention_mesh="dp=2",
+        expert_mesh="ep=4",
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        prefill_chunk=16,
+        page_size=4,
+        max_model_len=64,
+    )
+    process = load_experts(args)
+    yield process
+    process.close()
+
+
+def enter(process, side=b"one", *, rows=None, first=FIRST):
+    """Connect as an attention side, or without a name as another process with experts; the channel, and what is said to it."""
+    channel = connect(("127.0.0.1", process.port), SERVICE, CredentialOptions().read("127.0.0.1"))
+    channel.settimeout(20)
+    placement = process._writer.rows if rows is None else rows
+    told = np.asarray(placement, "<i4").tobytes() if side else b""
+    send(channel, Hello(VERSION, process._space, told, side, first))
+    return channel, receive(channel, Welcome).error
+
+
+def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(process):
+    channel, error = enter(process, first=0)
+    channel.close()
+    assert "it has the experts' devices from 2 on" in error
+    assert "from 0 on here; give --afd-address in the same order on both" in error
+    channel, error = enter(process)
+    channel.close()
+    assert not error
+
+
+def ask(channel, message):
+    send(channel, message)
+    return receive(channel, Answered).error
+
+
+def test_experts_are_given_by_their_names_and_not_by_their_places(process):
+    slot = process._writer.own.start
+    held = int(process._writer.rows[0, slot])
+    channel, _ = enter(process, b"")
+    with channel:
+        stale = ask(channel, Take(0, [slot], [held + 1]))
+        assert f"slots [{slot}] of layer 0 hold experts [{held}], expected [{held + 1}]" in stale
+        assert not ask(channel, Take(0, [slot], [held]))
+
+
+def test_what_is_staged_keeps_the_name_under_which_it_was_asked_for(process, monkeypatch):
+    writer, target = process._writer, process._writer.own.start
+    monkeypatch.setattr(writer, "rows", rows := writer.rows.copy())
+    asked = []
+
+    def fetch(row, slots):  # meanwhile the placement becomes another
+        asked.append(slots)
+        rows[row] = np.roll(rows[row], 1)
+        return {slot: writer.take(row, target) for slot in slots}
+
+    expert = int(rows[0, 0])
+    writer.stage(0, [(0, target)], fetch)
+    staged, _ = writer._staged.pop((0, target))
+    assert asked == [{0: expert}]
+    assert staged == expert
+
+
+def test_experts_are_placed_for_a_side_that_is_alone(process):
+    rows = process._writer.rows.copy()
+    other = np.roll(rows[0], 1)
+    first, error = enter(process, b"one")
+    second, too = enter(process, b"two")
+    assert not error + too
+    with first:
+        with second:
+            assert not ask(second, Place(0, rows[0].tobytes()))  # as before steps begin
+            assert "experts can be moved for one that is alone" in ask(second, Place(0, other.tobytes()))
+            np.testing.assert_array_equal(process._writer.rows, rows)
+        until(lambda: set(process._sides) == {b"one"})
+        assert not ask(first, Place(0, other.tobytes()))
+        late, error = enter(process, b"two", rows=process._writer.rows)
+        late.close()
+        assert "another attention side is connected, which has experts moved" in error
+        assert not ask(first, Place(0, rows[0].tobytes()))
+    until(lambda: not process._sides)
+
+
+def until(holds):
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_side_hears_why_its_experts_cannot_be_read(process, monkeypatch):
+    def read(*_):
+        raise OSError("the disk is gone")
+
+    rows = process._writer.rows.copy()
+    monkeypatch.setattr(process._writer, "_read", read)
+    channel, error = enter(process, rows=np.roll(rows, 1, axis=1))
+    channel.close()
+    assert error == "OSError: the disk is gone"
+    np.testing.assert_array_equal(process._writer.rows, rows)
+    channel, error = enter(process, rows=rows)
+    channel.close()
+    assert not error
+
+
+def test_what_no_process_gives_is_read_when_it_is_staged_and_not_when_it_is_placed(process, monkeypatch):
+    writer = process._writer
+    target, read, original = writer.own.start, [], writer._read
+    before, after = writer.rows[0].copy(), writer.rows[0].copy()
+    after[[0, target]] = before[[target, 0]]
+    monkeypatch.setattr(writer, "_read", lambda *cell: read.append(cell) or original(*cell))
+    writer.stage(0, [(0, target)], lambda *_: {})
+    assert {expert for _, _, expert in read} == {before[0]}
+    read.clear()
+    writer.place(0, after)
+    assert not read
+    writer.place(0, before)
+
+
+def test_nobody_takes_a_slot_twice_or_one_of_another_process(process):
+    writer = process._writer
+    slot = writer.own.start
+    channel, _ = enter(process, b"")
+    with channel:
+        for row, slots in ((0, [slot, slot]), (0, [0]), (0, [2**40]), (-1, [slot]), (99, [slot])):
+            held = [int(writer.rows[0, slot])] * len(slots)
+            assert "expected different ones from" in ask(channel, Take(row, slots, held))
+
+
+def test_a_layer_that_there_is_not_is_no_other_one(process):
+    layers = sum(stack == "moe_layers" for stack, _ in process._writer.stack_rows)
+    channel, _ = enter(process)
+    with channel:
+        error = ask(channel, Call("moe_layers", layers, 8, 8, np.zeros((2, 2), "<i4").tobytes()))
+    assert f"moe_layers has no experts in layer {layers}" in error
+
+
+def test_rows_for_which_there_is_no_memory_are_answered_and_the_connection_stays(process, monkeypatch):
+    filled, original = np.full((2, 1), 4096, "<i4"), np.empty
+
+    def empty(shape, *arguments, **options):
+        if np.ndim(shape) and shape[0] == filled.sum():
+            raise MemoryError
+        return original(shape, *arguments, **options)
+
+    channel, _ = enter(process)
+    with channel:
+        monkeypatch.setattr(np, "empty", empty)
+        send(channel, Call("moe_layers", 0, 4096, 4096, filled.tobytes()))
+        channel.send_bytes(bytes(int(filled.sum()) * process._half.wire.row_bytes))
+        assert receive(channel, Answered).error == "MemoryError: there is no memory for 8,192 rows"
+        assert not ask(channel, Place(0, process._writer.rows[0].tobytes()))
