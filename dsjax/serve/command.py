@@ -213,7 +213,7 @@ def metrics_of(model: "LLM", name: str) -> "Metrics":
     from dsjax.serve.metrics_parts import device_memory
 
     facts, group = model.facts, getattr(model, "group", None)
-    links = lambda: model.executor.extension(ExpertLinks)  # noqa: E731
+    links = lambda: model.parts.core.executor.extension(ExpertLinks)  # noqa: E731
     return Metrics(
         name,
         facts.dp_ranks,

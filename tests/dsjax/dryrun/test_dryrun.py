@@ -249,7 +249,7 @@ def test_the_command_answers_in_json_for_72_ranks_and_allocates_nothing():
 def test_the_usual_context_ends_at_the_models_positions(monkeypatch):
     asked = []
 
-    def compile_nothing(args, *_):
+    def compile_nothing(args, *_, **__):
         asked.append(args.row_tokens)
         raise UserError("seen")
 
