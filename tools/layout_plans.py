@@ -4,9 +4,10 @@ with the widths of experts over DP ranks; decode steps by an objective; the batc
     python tools/layout_plans.py
 """
 
+import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -233,8 +234,9 @@ takes the faster of the two, and a recipe has the threshold). By compiled progra
 bf16, 0.80 at 128 in FP8 ([dryrun.md](dryrun.md#two-half-batches))."""
 
 
-def main(arguments: Sequence[str] = ()) -> None:
+def main() -> None:
     """Write the page."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(page(), encoding="utf-8")
 
 

@@ -104,7 +104,7 @@ class MeasuredStep(StepModel):
         if config.n_shared_experts and whole:
             parts |= _given("shared experts", self._module("shared expert", tokens, layers))
         if not mesh.splits_expert_width:
-            routed = _given("experts", self._routed(rank_tokens * busy, layers))
+            routed = _given("experts", self._timed_experts(rank_tokens * busy, layers))
             if routed:  # what was timed has the padding that the program computes with
                 parts.pop("products beyond the model's own", None)
             parts |= routed
@@ -114,7 +114,7 @@ class MeasuredStep(StepModel):
             if both:  # timed there and back together
                 parts |= {"dispatch": both / 2, "combine": both / 2}
 
-    def _routed(self, rank_tokens: float, layers: int) -> Figure | None:
+    def _timed_experts(self, rank_tokens: float, layers: int) -> Figure | None:
         """The busiest rank's experts: between the timed even and skewed routing, by the skew that is planned for."""
         config, mesh = self.config, self.layout.mesh
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
