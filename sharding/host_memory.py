@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import jax
-from jax.experimental.compute_on import compute_on
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
+
+from sharding import jax_internals
 
 HOST = "pinned_host"
 """JAX's name of host memory that a device reads by itself."""
@@ -44,7 +45,7 @@ def rows_from_host(table: Array, indices: Int[Array, "B *t"], mesh: Mesh, batch_
     """
 
     def look_up(table: Array, indices: Array) -> Array:
-        gather = compute_on("device_host")(jax.jit(lambda table, indices: table[indices]))
+        gather = jax_internals.computed_by_host(lambda table, indices: table[indices])
         return jax.device_put(gather(table, jax.device_put(indices, jax.memory.Space.Host)), jax.memory.Space.Device)
 
     over_batch = P(batch_axes)

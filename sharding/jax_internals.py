@@ -6,6 +6,7 @@ JAX is imported by the functions that need it, none of which starts a backend: a
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import uuid
@@ -118,6 +119,16 @@ def compile_options(device_ids: Sequence[int], backend: Any) -> Any:
     return get_compile_options(
         num_replicas=1, num_partitions=len(device_ids), device_assignment=np.array([device_ids]), backend=backend
     )
+
+
+def computed_by_host(function: Callable) -> Callable:
+    """Inside ``jit``: a function of arrays in host memory that the device's host computes, with its result there too."""
+    import jax
+    from jax.experimental.compute_on import compute_on
+
+    if "out_memory_spaces" in inspect.signature(compute_on).parameters:  # from JAX 0.11 on
+        return compute_on(function, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    return compute_on("device_host")(jax.jit(function))
 
 
 def equations_as_function(jaxpr: Any, equations: list, takes: list, gives: list, constants: dict) -> Callable:
