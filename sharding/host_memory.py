@@ -20,7 +20,7 @@ class _DescribedHost(NamedSharding):
 
 
 def host_sharding(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding, of arrays in the memory of each device's host."""
+    """Give the same sharding for arrays in the memory of each device's host."""
     placed = sharding.with_memory_kind(HOST)
     return placed if placed.memory_kind == HOST else _DescribedHost(sharding.mesh, sharding.spec)
 

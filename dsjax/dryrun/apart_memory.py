@@ -44,7 +44,7 @@ class SideMemory:
 
 
 def attention_memory(compiled: ApartStep) -> SideMemory:
-    """Of a device with attention."""
+    """Count the memory of a device with attention."""
     state = dataclasses.replace(compiled.state, cache={})
     arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
     travelling = 0
@@ -73,7 +73,7 @@ def attention_memory(compiled: ApartStep) -> SideMemory:
 
 
 def expert_memory(compiled: ApartStep) -> SideMemory:
-    """Of a device with experts."""
+    """Count the memory of a device with experts."""
     side, travelling = compiled.experts, 0
     for _, made in compiled.passes:
         each = []

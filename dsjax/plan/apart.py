@@ -85,7 +85,7 @@ class ApartStep(StepModel):
         dense: int | None = None,
         busy: float = 1.0,
     ) -> dict[str, Figure]:
-        """As of any step: layers without experts as a whole, those with experts in turn."""
+        """Price a step: layers without experts as a whole, those with experts in turn."""
         dense = self.config.num_dense_layers if dense is None else dense
         moe = layers - dense
         parts = self._parts(tokens, read, context, decode, dense, wait, dense, busy) if dense else {}

@@ -57,7 +57,7 @@ def expert_side_bytes(config: ModelConfig, layout: InstanceLayout, precision: Pr
 def _stages_weights(
     config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool
 ) -> list[dict[str, int]]:
-    """The same of each stage."""
+    """Count the memory of each stage in the same way."""
     counts, width, found = parameter_counts(config), config.hidden_size, []
     for stage in stages_of(config, layout.mesh.pp_size, mtp=mtp):
         sizes = weight_bytes(

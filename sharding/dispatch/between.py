@@ -222,7 +222,7 @@ class Between:
         )
 
     def _cells(self, route: Route, r: Array | int) -> tuple[Int[Array, "T K"], Array]:
-        """Of a token device: in which cell each choice's row goes in round ``r``, and whether it is the choice that has it sent."""
+        """Find, on a token device, the cell of each choice's row in round ``r``, and whether this choice has the row sent."""
         place_TK = route.place_TK - r * self.capacity
         now_TK = route.sends_TK & (place_TK >= 0) & (place_TK < self.capacity)
         return jnp.where(now_TK, route.rank_TK * self.capacity + place_TK, self.group.size * self.capacity), now_TK

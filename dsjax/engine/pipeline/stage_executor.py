@@ -87,7 +87,7 @@ class StageExecutor(MeshExecutor):
         return () if self.model.begins else (self.arriving.popleft(),)
 
     def _rules(self, command: Step, launch: Launch, shape: slots.LaunchShape) -> RowRules:
-        """Of a stage before the last nothing: it does not sample."""
+        """Give no sampling inputs to a stage before the last, which does not sample."""
         return super()._rules(command, launch, shape) if self.model.ends else RowRules(None, [], None, {})
 
     def _run_launch(

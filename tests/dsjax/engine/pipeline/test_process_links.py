@@ -14,7 +14,7 @@ from dsjax.hosts.group import GroupError
 
 @pytest.fixture
 def links():
-    """Of three processes, whose ids are not in the order of their stages."""
+    """Make the links of three processes, whose ids are not in the order of their stages."""
     in_order = links_of([0, 2, 1])
     yield in_order
     for one in in_order:
