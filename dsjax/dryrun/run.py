@@ -271,7 +271,7 @@ def even_experts(step: ModelStep, tokens: int) -> EvenExperts:
     config, spec = step.config, step.spec
     return EvenExperts(
         platform=step.mesh.devices.flat[0].platform,
-        mean_load=step.mean_load(tokens * spec.dp_size, config.num_experts_per_tok),
+        mean_load=step.experts.mean_load(tokens * spec.dp_size),
         count=step.placement.n_physical // spec.ep_size,
         top_k=config.num_experts_per_tok,
         width=config.hidden_size,

@@ -92,14 +92,14 @@ def run_apart(
     copies: of these layers, with a leading axis. in_halves: whether both sides compute at once, each on another half of the tokens.
     """
     own = {path: array for path, array in params.items() if path.startswith(f"{stack}.")}
-    constrain, batch = step._constrain, step.spec.batch_axes
+    whole = step.sharding.whole
     xs, of_tokens, halves = [x], [tokens], None
     if in_halves:
         halves = Halves.of(tokens.groups)
         ordered = x[:, halves.places]
         xs = [ordered[:, : halves.first], ordered[:, halves.first :]]
         of_tokens = [step.tokens(halves.a), step.tokens(halves.b)]
-    xs, of_tokens = jax.tree.map(lambda array: constrain(array, batch), (xs, of_tokens))
+    xs, of_tokens = jax.tree.map(whole, (xs, of_tokens))
     report = _nothing_counted(step, copies.copies_E.shape[0])
     leaves, tree = jax.tree.flatten(Passing(own, cache, report, copies, xs, of_tokens))
     passes = [LayerPass(step, stack, first, copies.copies_E.shape[0], tuple(one.shape)) for one in xs]
@@ -172,21 +172,22 @@ class LayerPass:
         index: Array,
     ) -> tuple[Cache, dict[str, Array], Array, Routed, list[Array]]:
         """Attention and routing: the cache, the report, tokens after attention, where they go, and the rows of the first round."""
-        step, (B, T, D) = self.step, self.shape
+        parts, (B, T, D) = self.step.parts, self.shape
+        whole = parts.sharding.whole
         with jax.default_matmul_precision("highest"):
             of = self._layer(params, tokens, copies, index)
-            x, cache = step.attend(of, x, cache)
-            normed, routing = step.choose(of, x)
+            x, cache = parts.attend(of, x, cache)
+            normed, routing = parts.choose(of, x)
             with jax.named_scope("experts"):
-                slots, weights = step.assign(of, routing)
-                rows, counts = self.between().pack(step._whole(normed.reshape(B * T, D)), slots, weights)
-            routed = Routed(step._whole(normed), slots, weights, counts)
-            return cache, self.count(report, routed, index), step._whole(x), routed, rows
+                slots, weights = parts.experts.assign(of, routing)
+                rows, counts = self.between().pack(whole(normed.reshape(B * T, D)), slots, weights)
+            routed = Routed(whole(normed), slots, weights, counts)
+            return cache, self.count(report, routed, index), whole(x), routed, rows
 
     def share(self, params: Mapping[str, Array], normed: Array, index: Array) -> Array | None:
         """What the shared experts add."""
         with jax.default_matmul_precision("highest"):
-            return self.step.share(self._layer(params, None, None, index), normed)
+            return self.step.parts.share(self._layer(params, None, None, index), normed)
 
     def further(self, routed: Routed, r: Int[Array, ""]) -> list[Array]:
         """The rows of round ``r``."""
@@ -204,13 +205,13 @@ class LayerPass:
         """Each token with the sum of what came back in the one round added to it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
             y = self.between().add(returned, slots).reshape(x.shape)
-        return self.step.add_sum(x, y, shared)
+        return self.step.parts.add_sum(x, y, shared)
 
     def receive_kept(self, x: Array, shared: Array | None, slots: Array, kept: Array) -> Array:
         """Each token with the sum of what came back in all rounds added to it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
             y = self.between().add_kept(kept, slots).reshape(x.shape)
-        return self.step.add_sum(x, y, shared)
+        return self.step.parts.add_sum(x, y, shared)
 
     def _layer(
         self, params: Mapping[str, Array], tokens: Tokens | None, copies: CopyTables | None, index: Array

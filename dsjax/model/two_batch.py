@@ -34,6 +34,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dsjax.model.attention import Cache
+from dsjax.model.expert_dispatch import ExpertDispatch
+from dsjax.model.layer_parts import LayerParts
 from dsjax.model.layer_values import Computed, Layer, Sent, Tokens
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.transformer import DecoderLayer
@@ -129,7 +131,7 @@ def run_in_halves(
     merge: makes a layer of its slice of ``weights``. first: the stack's first layer's number in the cache.
     """
     step = replace(step, dispatch=replace(step.dispatch, overlapped=True))
-    halves = Halves.of(tokens.groups)
+    parts, halves = step.parts, Halves.of(tokens.groups)
     tokens_a, tokens_b = step.tokens(halves.a), step.tokens(halves.b)
     ordered = x[:, halves.places]
     x_a, x_b = ordered[:, : halves.first], ordered[:, halves.first :]
@@ -157,47 +159,47 @@ def run_in_halves(
     def turn(carry, xs):
         returned_a, computed_b, cache, layer = carry
         a, b = layer_of(*xs, layer)
-        returned_a, computed_b = _further_rounds(step, [(before(a), returned_a), (before(b), computed_b)])
+        returned_a, computed_b = _further_rounds(parts.experts, [(before(a), returned_a), (before(b), computed_b)])
         returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
 
-        returned_b = step.exchange_sums(before(b), computed_b)
-        x_a, counts_a = step.add(before(a), returned_a)
-        routed_a, cache = _attend_and_route(step, a, x_a, cache)
+        returned_b = parts.exchange_sums(before(b), computed_b)
+        x_a, counts_a = parts.add(before(a), returned_a)
+        routed_a, cache = _attend_and_route(parts, a, x_a, cache)
         returned_b, routed_a, cache = _hold(returned_b, routed_a, cache)
 
-        sent_a = step.exchange_tokens(a, routed_a)
-        x_b, counts_b = step.add(before(b), returned_b)
-        routed_b, cache = _attend_and_route(step, b, x_b, cache)
+        sent_a = parts.exchange_tokens(a, routed_a)
+        x_b, counts_b = parts.add(before(b), returned_b)
+        routed_b, cache = _attend_and_route(parts, b, x_b, cache)
         sent_a, routed_b, cache = _hold(sent_a, routed_b, cache)
 
-        sent_b = step.exchange_tokens(b, routed_b)
-        computed_a = step.compute(a, sent_a)
+        sent_b = parts.exchange_tokens(b, routed_b)
+        computed_a = parts.compute(a, sent_a)
         sent_b, computed_a, cache = _hold(sent_b, computed_a, cache)
 
-        returned_a = step.exchange_sums(a, computed_a)
-        computed_b = step.compute(b, sent_b)
+        returned_a = parts.exchange_sums(a, computed_a)
+        computed_b = parts.compute(b, sent_b)
         returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
         return (returned_a, computed_b, cache, layer + 1), jax.tree.map(jnp.add, counts_a, counts_b)
 
     def computed(of: Layer, x: Array) -> Computed:
-        return step.compute(of, step.send(of, x))
+        return parts.compute(of, parts.send(of, x))
 
     def returned(of: Layer, x: Array) -> Computed:
-        return step.exchange_sums(of, computed(of, x))
+        return parts.exchange_sums(of, computed(of, x))
 
     carry = nothing(0, x_a, returned), nothing(1, x_b, computed), cache, first
     (returned_a, computed_b, cache, layer), counts = jax.lax.scan(turn, carry, (weights, copies))
     a, b = (before(of) for of in layer_of(*jax.tree.map(lambda array: array[-1], (weights, copies)), layer))
-    x_a, counts_a = step.add(a, returned_a)
-    x_b, counts_b = step.receive(b, computed_b)
+    x_a, counts_a = parts.add(a, returned_a)
+    x_b, counts_b = parts.receive(b, computed_b)
     last = jax.tree.map(jnp.add, counts_a, counts_b)
     counts = jax.tree.map(lambda some, last: jnp.concatenate([some[1:], last[None]]), counts, last)
     return jnp.concatenate([x_a, x_b], axis=1)[:, np.argsort(halves.places)], cache, counts
 
 
-def _further_rounds(step: ModelStep, halves: Sequence[tuple[Layer, Computed]]) -> list[Computed]:
+def _further_rounds(dispatch: ExpertDispatch, halves: Sequence[tuple[Layer, Computed]]) -> list[Computed]:
     """Run the further rounds of both halves together, so that ``add`` has none to run."""
-    exchanges = [step.exchange(of, computed.x) for of, computed in halves]
+    exchanges = [dispatch.exchange(of, computed.x) for of, computed in halves]
     with jax.named_scope("experts"):
         transits = further_together(
             [
@@ -208,9 +210,9 @@ def _further_rounds(step: ModelStep, halves: Sequence[tuple[Layer, Computed]]) -
     return [replace(computed, transit=one) for (_, computed), one in zip(halves, transits, strict=True)]
 
 
-def _attend_and_route(step: ModelStep, of: Layer, x: Array, cache: Cache) -> tuple[Sent, Cache]:
-    x, cache = step.attend(of, x, cache)
-    return step.route(of, x), cache
+def _attend_and_route(parts: LayerParts, of: Layer, x: Array, cache: Cache) -> tuple[Sent, Cache]:
+    x, cache = parts.attend(of, x, cache)
+    return parts.route(of, x), cache
 
 
 def _hold(*values: Any) -> tuple[Any, ...]:

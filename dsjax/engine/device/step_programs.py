@@ -14,6 +14,7 @@ from dsjax.engine.device import sampling_programs, slots
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.sampler import greedy
 from dsjax.engine.device.slots import LaunchShape, StepRows
+from dsjax.model import mtp
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
 
@@ -95,8 +96,8 @@ def propose(
     )
     last = firsts + jnp.maximum(lengths - 1, 0)
     with jax.named_scope("draft_1"):
-        hidden, cache, filled, reports = step.further(
-            params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
+        hidden, cache, filled, reports = mtp.further(
+            step, params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
         )
         loads = _count(state.loads, step.config.num_moe_layers, reports)
         hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
@@ -110,8 +111,8 @@ def propose(
         active = (drafting & (position < limit)).astype(jnp.int32)
         with jax.named_scope(f"draft_{number}"):
             group = RowGroup(drafts[-1][..., None], position, active, tables, shape_one)
-            hidden, cache, filled, reports = step.further(
-                params, cache, filled, [group], hidden, jnp.maximum(drafts[-1], 0), state.copies
+            hidden, cache, filled, reports = mtp.further(
+                step, params, cache, filled, [group], hidden, jnp.maximum(drafts[-1], 0), state.copies
             )
             loads = _count(loads, step.config.num_moe_layers, reports)
             drafts.append(greedy(step.logits(params, hidden)))
@@ -132,7 +133,7 @@ def unfill(step: ModelStep, state: DeviceState, groups: list[RowGroup]) -> Bool[
     """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
     if state.filled is None:
         return None
-    return step.mark(state.filled, step.slots(groups), False)
+    return mtp.mark(step, state.filled, step.slots(groups), False)
 
 
 def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:

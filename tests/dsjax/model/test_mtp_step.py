@@ -21,7 +21,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.engine.setup.loading import materialise
 from dsjax.errors import UserError
-from dsjax.model import dense
+from dsjax.model import dense, mtp
 from dsjax.model.rows import GroupShape, RowGroup, unpack
 from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec
@@ -65,7 +65,7 @@ class Module:
 
     def _run_further(self, params, cache, filled, packed, hidden, next_tokens, copies):
         groups = unpack(packed, (self.shape,))
-        return self.step.further(params, cache, filled, groups, hidden, next_tokens, copies)
+        return mtp.further(self.step, params, cache, filled, groups, hidden, next_tokens, copies)
 
     def _run_main(self, params, cache, packed, copies):
         return self.step.hidden(params, cache, unpack(packed, (self.shape,)), copies)
@@ -218,7 +218,7 @@ def test_it_fills_its_tokens_slots_in_its_own_layer_and_no_other():
         changed = np.any(np.asarray(after[name]) != np.asarray(array), axis=tuple(range(3, array.ndim)))
         assert [places(layer) for layer in changed] == [set()] * MODULE + [written]
     slots = jax.device_put(np.array([[2 * G, 1 * G + 3], [4 * G, -1]], np.int32), one.on_ranks)
-    left = jax.jit(lambda f, s: one.step.mark(f, s, False))(filled, slots)
+    left = jax.jit(lambda f, s: mtp.mark(one.step, f, s, False))(filled, slots)
     assert places(np.asarray(left)) == {(0, 2, 1), (1, 4, 1)}
 
 

@@ -300,4 +300,4 @@ def test_an_fp8_wire_moves_logits_by_its_rounding_only():
 def test_the_expert_product_is_chosen_for_the_pairs_that_even_routing_brings(mesh, options, load):
     spec = MeshSpec.parse(mesh)
     step = make_step(EngineArgs(mesh=mesh, **options), ModelConfig.from_dict(TINY), spec, spec.build())
-    assert step.mean_load(8 * spec.dp_size, TINY["num_experts_per_tok"]) == load
+    assert step.experts.mean_load(8 * spec.dp_size) == load

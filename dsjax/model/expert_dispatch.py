@@ -1,0 +1,113 @@
+"""How a step's tokens find their routed experts: which copies they go to, what takes them there, and the product that they meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from dsjax.kernels.native_calls import ExchangeInMemory
+from dsjax.model.experts import ExpertProduct
+from dsjax.model.in_place import MatricesInPlace
+from dsjax.model.layer_values import Layer
+from dsjax.model.moe import RoutedExperts
+from dsjax.model.router import Routing
+from dsjax.model.token_sharding import TokenSharding
+from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh
+from sharding.layer_placement import LayerPlacements
+from sharding.placement import assign_copies, slot_distances
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertDispatch:
+    """The physical experts of a model on a mesh, and the way to them.
+
+    placement: of the routed experts, and of no shared one. nearest_copies: a token goes to the copies that are nearest to it.
+    shared_experts_fusion: the shared expert is one more of each rank's own.
+    products: those of the step, whose kernels and numbers the experts use as well.
+    """
+
+    placement: LayerPlacements
+    dispatch: DispatchConfig
+    nearest_copies: bool
+    shared_experts_fusion: bool
+    products: MatricesInPlace
+    sharding: TokenSharding
+
+    def assign(
+        self, of: Layer, routing: Routing, *, by_data: bool = False
+    ) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
+        """The physical experts of all token slots, and their weights. by_data: tokens are split over ``tp``."""
+        B, T, K = routing.ids.shape
+        sharding, spec = self.sharding, self.sharding.spec
+        spread, axes = (sharding.split, spec.token_axes) if by_data else (sharding.whole, spec.batch_axes)
+        logical, active = spread(routing.ids).reshape(B * T, K), spread(of.tokens.active).reshape(B * T)
+        # Copies take turns on each DP rank, or on each device where the tokens are split already.
+        runs = spec.tp_size if by_data else 1
+        slots = assign_copies(of.copies, logical, active, B * runs, self._slot_distances(runs))
+        return sharding.constrain(slots, axes), sharding.constrain(spread(routing.weights).reshape(B * T, K), axes)
+
+    def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
+        """How this layer's tokens go to their experts, and these."""
+        products, spec, mesh = self.products, self.sharding.spec, self.sharding.mesh
+        (B, T, D), K = x.shape, products.config.num_experts_per_tok
+        experts = of.block.moe.experts
+        stack = experts.stored()
+        specs = {name: self._expert_spec(experts, name) for name in stack}
+        product = ExpertProduct(
+            weight_dtype=experts.down.weight.info.dtype,
+            platform=mesh.devices.flat[0].platform,
+            mean_load=self.mean_load(B * T),
+            kernels=products.kernels,
+            scheme=products.scheme,
+            width_shares=spec.expert_width_shards,
+        )
+        exchange = Exchange.of(
+            spec,
+            mesh,
+            replace(
+                self.dispatch,
+                by_choice=self.dispatch.by_choice or products.ordered,
+                in_memory=self._in_memory,
+            ),
+            jax.ShapeDtypeStruct((B * T, D), x.dtype),
+            jax.ShapeDtypeStruct((B * T, K), jnp.int32),
+            experts=self.placement.n_physical,
+            home=self.shared_experts_fusion,
+        )
+        return exchange, ExpertsOfMesh(product, stack | {"layer": of.index}, specs | {"layer": P()})
+
+    def mean_load(self, tokens: int) -> float:
+        """Pairs of one physical expert in one product, if all ``tokens`` of the mesh are routed evenly."""
+        spec, top_k = self.sharding.spec, self.products.config.num_experts_per_tok
+        local_rows = tokens / spec.num_devices
+        if self.dispatch.chunk_tokens is not None:
+            local_rows = min(local_rows, self.dispatch.chunk_tokens)
+        return local_rows * spec.ep_size * top_k / self.placement.n_physical
+
+    def _slot_distances(self, runs: int) -> Int[np.ndarray, "R P"] | None:
+        """What ``assign_copies`` takes, where a token goes to the nearest copies; runs: of a DP rank's tokens."""
+        if not self.nearest_copies:
+            return None
+        hosts = np.array([device.process_index for device in self.sharding.mesh.devices.flat])
+        if self.dispatch.devices_per_host is not None:
+            hosts = np.arange(hosts.size) // self.dispatch.devices_per_host
+        return np.repeat(slot_distances(self.sharding.spec, hosts, self.placement.n_physical), runs, axis=0)
+
+    def _expert_spec(self, experts: RoutedExperts, name: str) -> P:
+        matrix, part = name.split(".")
+        axes = getattr(getattr(experts, matrix), part).info.logical_axes
+        return self.products.rules.spec(axes)
+
+    @property
+    def _in_memory(self) -> ExchangeInMemory | None:
+        """What carries rows between emulated devices, where all are in this process: their native kernels."""
+        mesh = self.sharding.mesh
+        alone = all(device.process_index == jax.process_index() for device in mesh.devices.flat)
+        if not self.products.native or not alone or self.dispatch.overlapped:
+            return None
+        return ExchangeInMemory(self.products.kernels.native, mesh.axis_names)

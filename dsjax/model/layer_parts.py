@@ -1,0 +1,191 @@
+"""The four parts of a decoder layer: attention, the way of its tokens to their experts, these, and the way back.
+
+Each part takes one value of ``dsjax/model/layer_values.py`` and gives the next; whoever runs a layer calls them one after the other, or
+something else between them (``docs/architecture.md``). ``send`` and ``receive`` have a part of their own for what travels, which
+computes nothing: ``exchange_tokens`` and ``exchange_sums``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dsjax.model.attention import Cache, PagedAttention, Rows
+from dsjax.model.expert_dispatch import ExpertDispatch
+from dsjax.model.in_place import MatricesInPlace
+from dsjax.model.layer_values import Computed, Layer, Sent
+from dsjax.model.mla import Projections
+from dsjax.model.router import Routing
+from dsjax.model.token_sharding import TokenSharding
+
+
+@dataclass(frozen=True, eq=False)
+class LayerParts:
+    """The parts of every layer of a step, traced.
+
+    apart: whether routed experts are on devices of their own, so that tokens leave this mesh.
+    """
+
+    attention: PagedAttention
+    products: MatricesInPlace
+    experts: ExpertDispatch
+    sharding: TokenSharding
+    apart: bool
+
+    def by_data(self, of: Layer, x: Float[Array, "B T D"]) -> bool:
+        """Whether the layer's tokens are split over ``tp`` behind attention, since nothing that follows in it is cut over ``tp``.
+
+        Attention's sum is then scattered, and the layer's result gathered: together what one all-reduce sends.
+        """
+        tp, cut = self.sharding.spec.tp_size, self.products.rules.table
+        if tp == 1 or x.shape[1] % tp:
+            return False
+        if hasattr(of.block, "mlp"):
+            return not cut["mlp_width"]
+        if self.apart:
+            return False
+        return not (hasattr(of.block.moe, "shared") and cut["shared_width"])
+
+    # The first part, and what stands behind it in a layer without routed experts.
+
+    def attend(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+        """Attention, and the entries that it writes to the cache."""
+        x = self.sharding.whole(x)
+        normed = self.sharding.whole(self.products.normalise(of.block.attn_norm, x))
+        attended, cache = self._attention(of, normed, cache)
+        return (self.sharding.split(x + attended) if self.by_data(of, x) else x + attended), cache
+
+    def _attention(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+        index, layer, tokens, by_data = of.index, of.layer, of.tokens, self.by_data(of, x)
+        attention, mla, multiply = self.attention, of.block.attn, self.products.multiply(index)
+        in_stack = mla.kv_b.weight[...].ndim == len(mla.kv_b.weight.info.shape)
+        by_head = index if in_stack else None
+        query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups) or self.products.native
+        p = self._spread_heads(
+            mla.project(
+                x, tokens.rotation, query_heads=query_heads, multiply=multiply, normalise=self.products.normalise
+            )
+        )
+        cache = attention.write(mla, cache, layer, tokens.slots, p)
+        outs, start = [], 0
+        for group in tokens.groups:
+            B, R, C = group.tokens.shape
+            part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
+            rows = Rows(group.positions, group.tables, group.length, tokens.filled)
+            heads = attention.attend(mla, group.shape.form, cache, layer, rows, part, by_head)
+            if by_data and len(tokens.groups) == 1:
+                heads, multiply = (
+                    heads.reshape(B, R * C, *heads.shape[3:]),
+                    self.products.multiply(index, split_tokens=True, scatter=True),
+                )
+            out = mla.add_output_bias(heads) if group.shape.form == "AM_CC_ME" else mla.output(heads, multiply)
+            outs.append(out.reshape(B, R * C, -1))
+            start += R * C
+        attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+        return (self.sharding.split if by_data else self.sharding.whole)(attended), cache
+
+    def _spread_heads(self, p: Projections) -> Projections:
+        """Projections with their heads spread over ``tp``, and what all heads share whole on each device."""
+        batch, heads = self.sharding.spec.batch_axes, self.products.rules.spec(("heads",))[0]
+        return Projections(
+            self.sharding.constrain(p.q_nope, batch, None, heads),
+            self.sharding.constrain(p.q_rope, batch, None, heads),
+            *(self.sharding.whole(a) for a in (p.q_latent, p.latent, p.k_rope)),
+            jax.tree.map(self.sharding.whole, p.index),
+        )
+
+    def multiply_dense(self, of: Layer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The tokens after a dense layer's MLP: what follows attention there in place of the other three parts."""
+        normed, multiply = self._normed(of, x), self.products.multiply(of.index, by_data=self.by_data(of, x))
+        y = of.block.mlp(normed, multiply)
+        return self.sharding.whole(x + y)
+
+    def _normed(self, of: Layer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What attention left, normalised for the MLP or the experts."""
+        by_data = self.by_data(of, x)
+        normed = self.products.normalise(of.block.mlp_norm, x, by_data=by_data)
+        return self.sharding.split(normed) if by_data else self.sharding.whole(normed)
+
+    # The second part.
+
+    def send(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
+        """Choose the experts of each token, and send it to them."""
+        return self.exchange_tokens(of, self.route(of, x))
+
+    def route(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
+        """``send`` without the exchange: active tokens are packed for the physical copies of their experts."""
+        normed, routing = self.choose(of, x)
+        (B, T, D), by_data, spec = normed.shape, self.by_data(of, normed), self.sharding.spec
+        with jax.named_scope("experts"):
+            axes = spec.token_axes if by_data else spec.batch_axes
+            rows = self.sharding.constrain(normed.reshape(B * T, D), axes)
+            exchange, _ = self.experts.exchange(of, normed)
+            return Sent(x, normed, exchange.prepare(rows, *self.experts.assign(of, routing, by_data=by_data)))
+
+    def choose(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Routing]:
+        """The tokens as experts read them, and the experts of each."""
+        normed, by_data = self._normed(of, x), self.by_data(of, x)
+        multiply = self.products.multiply(of.index, split_tokens=True, by_data=by_data)
+        return normed, of.block.moe.router(normed, partial(self.sharding.on_each_rank, by_data=by_data), multiply)
+
+    def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
+        """The rest of ``send``: the exchange alone."""
+        with jax.named_scope("experts"):
+            exchange, _ = self.experts.exchange(of, sent.normed)
+            return replace(sent, transit=exchange.send(sent.transit))
+
+    # The third part.
+
+    def compute(self, of: Layer, sent: Sent) -> Computed:
+        """The routed experts of the tokens that arrived here, and the shared experts of this rank's own."""
+        exchange, experts = self.experts.exchange(of, sent.normed)
+        with jax.named_scope("experts"):
+            transit = exchange.compute(sent.transit, experts)
+        return Computed(sent.x, transit, self.share(of, sent.normed))
+
+    def share(self, of: Layer, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"] | None:
+        """What the shared experts add, where they are not among the routed ones."""
+        if not hasattr(of.block.moe, "shared"):
+            return None
+        multiply = self.products.multiply(of.index, split_tokens=True, by_data=self.by_data(of, normed))
+        return of.block.moe.shared(normed, multiply)
+
+    # The fourth part.
+
+    def receive(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """Bring the experts' sums back, and add them; and the exchange's counts."""
+        return self.add(of, self.exchange_sums(of, computed))
+
+    def exchange_sums(self, of: Layer, computed: Computed) -> Computed:
+        """The exchange of ``receive`` alone."""
+        with jax.named_scope("experts"):
+            exchange, _ = self.experts.exchange(of, computed.x)
+            return replace(computed, transit=exchange.answer(computed.transit))
+
+    def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """The rest of ``receive``: each token's sum of what came back."""
+        exchange, experts = self.experts.exchange(of, computed.x)
+        with jax.named_scope("experts"):
+            y, report = exchange.add(computed.transit, experts)
+        y, by_data = y.reshape(computed.x.shape), self.by_data(of, computed.x)
+        return self.add_sum(computed.x, y, computed.shared, by_data=by_data), report or {}
+
+    def add_sum(
+        self,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "B T D"],
+        shared: Float[Array, "B T D"] | None,
+        *,
+        by_data: bool = False,
+    ) -> Float[Array, "B T D"]:
+        """Tokens with the sums of their routed and of the shared experts added. by_data: all three are split over ``tp``."""
+        # Where the shared experts' sum comes split, too, the two are added before they are gathered.
+        if self.products.kernels.name("other products") != "pallas" and not by_data:
+            y = self.sharding.whole(y)
+        if shared is not None:
+            y += shared
+        return self.sharding.whole(x + y)

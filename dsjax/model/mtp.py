@@ -1,0 +1,95 @@
+"""The pass of the MTP module: from the hidden states of a step, tokens further on are drafted.
+
+The module is a decoder layer with norms and a projection of its own, in the same cache. Its entries there are made from drafts, of which
+some turn out wrong, so that which slots hold one is kept beside the cache (``filled``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from dsjax.model import paging
+from dsjax.model.apart import run_apart
+from dsjax.model.attention import Cache
+from dsjax.model.rows import RowGroup
+from dsjax.model.transformer import MTP, Transformer
+from sharding.placement import CopyTables
+
+if TYPE_CHECKING:
+    from dsjax.model.step import ModelStep
+
+
+def further(
+    step: ModelStep,
+    params: Mapping[str, Array],
+    cache: Cache,
+    filled: Bool[Array, "P G"] | None,
+    groups: Sequence[RowGroup],
+    hidden: Float[Array, "B T D"],
+    next_tokens: Int[Array, "B T"],
+    copies: CopyTables | None,
+) -> tuple[Float[Array, "B T D"], Cache, Bool[Array, "P G"] | None, dict[str, Array]]:
+    """Run the first MTP module over the groups' token slots: from each hidden state and the token after it, one token further.
+
+    ``h' = M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, one decoder layer, its own final norm (V3 report §2.2,
+    equations 21 to 23). The entry of slot i in the module's layer of the cache, layer ``num_hidden_layers``, has the position
+    of its hidden state.
+
+    filled: which cache slots hold an entry of the module, of all pages (P, page_size), pages spread over the DP ranks. The
+        active tokens' slots are marked first; then each token attends to the filled slots of its context and to itself.
+        None: every slot of the context is filled.
+    groups: positions, lengths, page tables and forms are read; tokens are not.
+    hidden: from ``ModelStep.hidden``, or from here for one token more. next_tokens: the token after each.
+    copies: of all ``moe_layers_with_module``; the module's experts are the last.
+
+    Returns the module's hidden states after its own final norm, which ``ModelStep.logits`` multiplies by the head; the updated
+    cache and ``filled``; and dispatch reports with a leading axis of 1, which continue those of ``ModelStep.hidden``.
+    """
+    sharding, products = step.sharding, step.in_place
+    layers, moe_layers = step.config.num_hidden_layers, step.config.num_moe_layers
+    scope = f"mtp_{hidden.shape[1]}"  # which pass over how many tokens of a rank: drafting has several
+    with jax.default_matmul_precision("highest"), jax.named_scope(scope):
+        model: Transformer = step.table.bind(params)
+        module = _first_module(model.mtp)
+        tokens = step.tokens(groups)
+        if filled is not None:
+            filled = mark(step, filled, tokens.slots, True)
+        tokens = replace(tokens, filled=filled)
+        embedded = step.embed(model, sharding.whole(next_tokens))
+        normalise = products.normalise
+        halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, sharding.whole(hidden))]
+        x = products.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))
+        x = sharding.whole(x)
+        if step.apart is not None:
+            own_copies = jax.tree.map(lambda array: array[moe_layers:], copies)
+            x, cache, reports = run_apart(step, "mtp.layers", params, x, cache, layers, tokens, own_copies)
+            return normalise(module.final_norm, x), cache, filled, reports
+        own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers], copies)
+        layer = jnp.int32(layers)
+        x, cache, report = step.run_layer(module.layers, x, cache, layer, layer, tokens, own_copies)
+        return normalise(module.final_norm, x), cache, filled, jax.tree.map(lambda array: array[None], report)
+
+
+def mark(step: ModelStep, filled: Bool[Array, "P G"], slots: Int[Array, "B T"], value: bool) -> Bool[Array, "P G"]:
+    """``filled`` with each DP rank's ``slots`` set to ``value``; −1 is dropped."""
+
+    def local(filled, slots):
+        return paging.mark(filled, slots[0], value)
+
+    by_rank = P(step.spec.batch_axes)
+    marked = jax.shard_map(local, mesh=step.mesh, in_specs=(by_rank, by_rank), out_specs=by_rank, check_vma=False)
+    return marked(filled, slots)
+
+
+def _first_module(stack: MTP) -> MTP:
+    """The first of the stacked modules; its experts stay in their stack, as the expert product takes them."""
+    graph, experts, weights = nnx.split(stack, lambda path, _: "experts" in path, ...)
+    return nnx.merge(graph, experts, jax.tree.map(lambda array: array[0], weights))

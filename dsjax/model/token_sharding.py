@@ -1,0 +1,42 @@
+"""How the tokens of a step lie over the mesh while they pass through the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from sharding import MeshSpec
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSharding:
+    """Constraints on arrays ``[B, T, …]``, where ``B`` are the DP ranks and ``T`` the token slots of one."""
+
+    spec: MeshSpec
+    mesh: Mesh
+
+    def whole(self, array: Array) -> Array:
+        """Keep each DP rank's tokens whole on each of its ``tp`` devices.
+
+        Dispatch splits a rank's tokens over ``tp``. Without this constraint XLA would carry that split backwards, into everything
+        that is computed before, and add collectives there.
+        """
+        return self.constrain(array, self.spec.batch_axes)
+
+    def split(self, array: Array) -> Array:
+        """Split each DP rank's tokens over its ``tp`` devices."""
+        return self.constrain(array, self.spec.batch_axes, self.spec.head_axes)
+
+    def constrain(self, array: Array, *axes) -> Array:
+        """Spread the array's leading axes over these mesh axes, each a name, some names, or None."""
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, P(*axes)))
+
+    def on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
+        """``choose(logits, bias)`` for each DP rank's tokens by itself. by_data: they are split over ``tp``."""
+        tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
+        return jax.shard_map(choose, mesh=self.mesh, in_specs=(tokens, P()), out_specs=tokens, check_vma=False)
