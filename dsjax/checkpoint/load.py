@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import sys
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,16 +21,16 @@ from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.fingerprint import fingerprint
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.checkpoint.names import TensorNames
-from dsjax.checkpoint.place import Region, local_bytes, place, progress_bar
+from dsjax.checkpoint.place import local_bytes, place, progress_bar
 from dsjax.checkpoint.recover import place_held
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
 from dsjax.config.weights import PACKED
-from dsjax.model.parameters import ParameterInfo, Weights
-from dsjax.model.stage import Stage
+from dsjax.model.parameters import Weights
 from dsjax.model.transformer import abstract_parameters
+from dsjax.model.window import ParameterWindow, Region
 from sharding.cores import most_threads
 from sharding.layer_placement import LayerPlacements
 from sharding.placement import Placement
@@ -52,8 +50,7 @@ def load(
     placement: Placement | LayerPlacements | None = None,
     mtp: bool = True,
     only: Collection[str] | None = None,
-    stage: Stage | None = None,
-    slots: slice | None = None,
+    window: ParameterWindow = ParameterWindow(),
     progress: bool = False,
     held: HeldWeights | None = None,
     peers: Peers | None = None,
@@ -75,9 +72,8 @@ def load(
             With one expert more than the model's routed ones, the shared expert has slots too, and no parameters of its own.
         mtp: whether to load the MTP modules, where the configuration has any.
         only: paths of the parameters to load; default: all.
-        stage: load the parameters of this run of the model's layers alone; ``config`` and ``placement`` are of the whole model, and
-            ``only`` names what the stage has.
-        slots: a run of the physical experts, which alone are loaded, of parameters of routed experts: those of one process of several.
+        window: load this part of each parameter alone, of a process that has not all layers or experts; ``config`` and ``placement``
+            are of the whole model. Nothing is taken from ``held`` or ``peers`` then, so there are to be none.
         progress: whether to draw a progress bar on standard error.
         held: what this process holds of the parameters of another mesh; what is there is not read. Where it held
             anything, it has the new ones too afterwards.
@@ -110,28 +106,14 @@ def load(
         unreadable=checkpoint.unreadable,
     )
     wanted = {path: info for path, info in names.parameters.items() if only is None or path in only}
-    if stage is not None:
-        own = stage.config(config)
-        layers = {"dense_layers": own.num_dense_layers, "moe_layers": own.num_moe_layers}
-        wanted = {path: _shortened(info, layers.get(path.split(".")[0])) for path, info in wanted.items()}
-    if slots is not None:
-        wanted = {
-            path: replace(info, shape=(info.shape[0], slots.stop - slots.start, *info.shape[2:]))
-            for path, info in wanted.items()
-        }
-    total = local_bytes(wanted, mesh, rules)
+    own = window.of(wanted)
+    total = local_bytes(own, mesh, rules)
     executor = ThreadPoolExecutor(min(most_threads(), _MAX_THREADS), thread_name_prefix="checkpoint")
     try:
         assembler = Assembler(names, checkpoint.tensors, executor)
 
         def fill(out: np.ndarray, path: str, region: Region) -> None:
-            first = 0 if stage is None else stage.first_of(path.split(".")[0], config)
-            if first:
-                region = (slice(region[0].start + first, region[0].stop + first), *region[1:])
-            if slots is not None:
-                here = slice(region[1].start + slots.start, region[1].stop + slots.start)
-                region = (region[0], here, *region[2:])
-            assembler.fill(out, path, region)
+            assembler.fill(out, path, window.in_whole(path, wanted[path], region))
             checkpoint.release()
 
         started, known = time.monotonic(), False
@@ -139,10 +121,10 @@ def load(
             if held is not None:
                 _identify(held, f"{fingerprint(checkpoint.directory)} {names.forms}")
             if held is None or (held.is_empty and peers is None):
-                placed = place(wanted, mesh, rules, fill, advance)
+                placed = place(own, mesh, rules, fill, advance)
             else:
                 known = not held.is_empty
-                placed = place_held(wanted, mesh, rules, names, held, peers, fill, advance)
+                placed = place_held(own, mesh, rules, names, held, peers, fill, advance)
                 held.counts.file += assembler.bytes_read
         _log.info(
             "Read %s of the checkpoint's %s bytes in %.1f s, for %d devices; the process took %s bytes at most.",
@@ -163,11 +145,6 @@ def load(
         # An interrupt must not wait for what is queued.
         executor.shutdown(wait=False, cancel_futures=True)
     return placed
-
-
-def _shortened(info: ParameterInfo, layers: int | None) -> ParameterInfo:
-    """A parameter of a stack with so many layers; None: it is of no such stack."""
-    return info if layers is None else dataclasses.replace(info, shape=(layers, *info.shape[1:]))
 
 
 def _identify(held: HeldWeights, identity: str) -> None:

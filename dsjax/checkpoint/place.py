@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dsjax.model.parameters import ParameterInfo
+from dsjax.model.window import Region
 from dsjax.progress import Tenths
 from sharding.host_memory import memory_of
 from sharding.rules import Rules
 
-Region = tuple[slice, ...]
 Fill = Callable[[np.ndarray, str, Region], None]
 """``fill(out, path, region)`` sets ``out`` to ``parameter[region]``; ``out`` has the storage dtype."""
 Advance = Callable[[int], None]

@@ -315,7 +315,7 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
             placement=step.stored_placement,
             mtp=step.has_module,
             only=side.infos,
-            slots=side.slots,
+            window=side.window,
             progress=show_progress,
         )
         jax.block_until_ready(side.params)

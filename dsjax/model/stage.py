@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.model.parameter_counts import parameter_counts
+from dsjax.model.window import ParameterWindow
 
 if TYPE_CHECKING:  # it brings JAX in, which the planner does without
     from sharding.layer_placement import LayerPlacements
@@ -59,10 +60,13 @@ class Stage:
         rows = whole.physical_to_logical
         return dataclasses.replace(whole, physical_to_logical=rows[first:] if self.ends else rows[first:end])
 
-    def first_of(self, stack: str, config: ModelConfig) -> int:
-        """The number, in a stack of the whole model, of its first layer that is here. stack: the beginning of a parameter's path."""
-        dense = config.num_dense_layers
-        return {"dense_layers": min(self.first, dense), "moe_layers": max(self.first - dense, 0)}.get(stack, 0)
+    def window(self, whole: ModelConfig) -> ParameterWindow:
+        """This stage's layers of the whole model's parameters; what is in no stack of layers is whole."""
+        dense, end = whole.num_dense_layers, self.first + self.layers
+        of_dense = range(min(self.first, dense), min(end, dense))
+        return ParameterWindow(
+            {"dense_layers": of_dense, "moe_layers": range(max(self.first - dense, 0), max(end - dense, 0))}
+        )
 
 
 def stages_of(config: ModelConfig, count: int, *, given: str | None = None, mtp: bool = False) -> list[Stage]:

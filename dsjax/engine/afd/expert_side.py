@@ -26,6 +26,7 @@ from dsjax.model.apart import (
 )
 from dsjax.model.parameters import ParameterInfo
 from dsjax.model.step import ModelStep
+from dsjax.model.window import ParameterWindow
 from sharding import MeshError, MeshSpec, Rules
 from sharding.cut import Described, Run
 from sharding.dispatch.between import Between, ExpertHalf, to_experts, to_tokens
@@ -140,28 +141,19 @@ class ExpertSide(Side):
         mesh: of the devices. first: the number of the first of them among all expert devices.
 
     Attributes:
-        local: the mesh as numbers. infos: of the parameters on these devices. rules: where they are. params: these by path, assigned when
-            they are loaded.
+        local: the mesh as numbers. slots: the physical experts of a layer that are here; window: the same, of parameters. infos: of the
+            parameters on these devices. rules: where they are. params: these by path, assigned when they are loaded.
     """
 
     def __init__(self, spec: MeshSpec, mesh: Mesh, infos: Mapping[str, ParameterInfo], first: int = 0):
         super().__init__(spec, infos, waits=mesh.devices.flat[0].platform == "cpu")
         self.mesh, self.first, self.local = mesh, first, MeshSpec(dp_size=mesh.size)
         self.rules = Rules.for_mesh(self.local)
-        self.infos = {path: _of_slots(info, self._share(info.shape[1])) for path, info in infos.items()}
+        on_a_device = next(iter(infos.values())).shape[1] // spec.ep_size
+        self.slots = range(on_a_device * first, on_a_device * (first + self.local.ep_size))
+        self.window = ParameterWindow(experts=self.slots)
+        self.infos = self.window.of(infos)
         self.params: dict[str, Array] = {}
-
-    def _share(self, of_all: int) -> int:
-        return of_all // self.spec.ep_size * self.local.ep_size
-
-    @property
-    def slots(self) -> slice | None:
-        """The physical experts of a layer that are here; None: all."""
-        if self.local.ep_size == self.spec.ep_size:
-            return None
-        here = next(iter(self.infos.values())).shape[1]
-        first = here // self.local.ep_size * self.first
-        return slice(first, first + here)
 
     def described(self) -> dict[str, Described]:
         """Every parameter as a shape, its storage dtype and its sharding."""
@@ -194,11 +186,6 @@ class ExpertSide(Side):
         between, step = through.between(), through.step
         program = self.compile(step, through.stack, between.tokens, between.senders, between.capacity)
         return WayToDevices(self, between, self.half(step), program, layers)
-
-
-def _of_slots(info: ParameterInfo, slots: int) -> ParameterInfo:
-    """A parameter of experts, of so many physical ones."""
-    return replace(info, shape=(info.shape[0], slots, *info.shape[2:]))
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,8 @@ class SlotWriter:
         self._staged: dict[
             tuple[int, int], tuple[int, Expert]
         ] = {}  # by row and slot; which expert, and its parameters
-        own = side.slots
-        self.own = own or slice(0, self.rows.shape[1])
-        self._per_device = (self.own.stop - self.own.start) // side.local.ep_size
+        self.own = side.slots
+        self._per_device = len(self.own) // side.local.ep_size
         self._take = jax.jit(_take)
         self._write = jax.jit(_write, donate_argnums=0)
 

@@ -165,7 +165,7 @@ def _read(
             placement=placement,
             mtp=args.speculation is not None,
             only=step.table.infos,
-            stage=step.stage,
+            window=step.stage.window(checkpoint.config),
             progress=show_progress,
         )
         for step in steps

@@ -11,6 +11,7 @@ from dsjax.checkpoint.load import from_hf_tensors, load
 from dsjax.checkpoint.names import SCALE_SUFFIX
 from dsjax.checkpoint.quantise import block_scales, quantise
 from dsjax.checkpoint.source import open_checkpoint
+from dsjax.model.window import ParameterWindow
 from sharding import MeshSpec, Rules
 from sharding.layer_placement import LayerPlacements
 from sharding.placement import Placement
@@ -187,6 +188,18 @@ def test_each_layer_is_read_as_it_is_placed_the_mtp_module_last(tiny_config, che
             for slot, expert in enumerate(row):
                 name = f"model.layers.{number}.mlp.experts.{expert}.down_proj.weight"
                 np.testing.assert_array_equal(layer[slot], tensors[name].T)
+
+
+def test_a_window_of_layers_and_experts_is_read_as_its_part_of_the_whole(tiny_config, checkpoints):
+    directory, _ = checkpoints("f32")
+    whole = place(directory, tiny_config, "dp=1")
+    window = ParameterWindow({"moe_layers": range(1, 2)}, experts=range(2, 6))
+    part = place(directory, tiny_config, "dp=2", window=window)
+    assert part.keys() == whole.keys()
+    for path, array in part.items():
+        layers = slice(1, 2) if path.startswith("moe_layers.") else slice(None)
+        experts = (slice(2, 6),) if ".experts." in path else ()
+        np.testing.assert_array_equal(array, np.asarray(whole[path])[(layers, *experts)], err_msg=path)
 
 
 def test_the_mtp_module_can_be_left_out(tiny_config, checkpoints):

@@ -88,4 +88,4 @@ def test_a_stage_of_dense_layers_alone_has_no_experts():
     first, second, *_ = stages_of(V3, 4, given="2,3,50,6")
     assert not first.config(V3).is_moe
     assert (second.config(V3).num_dense_layers, second.config(V3).num_moe_layers) == (1, 2)
-    assert [second.first_of(stack, V3) for stack in ("dense_layers", "moe_layers", "mtp")] == [2, 0, 0]
+    assert second.window(V3).layers == {"dense_layers": range(2, 3), "moe_layers": range(2)}
