@@ -1,4 +1,4 @@
-"""`HostOptions`: which process of a group this is, and where the others are: from options, or from what started the processes."""
+"""Which process of a group this is, and where the others are: `GroupOptions` are what a user says of it, `HostOptions` what comes of it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,65 @@ from dataclasses import dataclass
 
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import CredentialOptions, Credentials
+from dsjax.options import option
 
 _log = logging.getLogger(__name__)
 
 COORDINATOR_PORT = 8476
 """Port of the coordinator where only its host is known, as from LeaderWorkerSet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """Options of a process that belongs to a group; those that are None, `HostOptions.find` looks for elsewhere."""
+
+    coordinator_address: str | None = option(
+        None,
+        "HOST:PORT of process 0, for a mesh of several processes; default: what Slurm, Open MPI, GKE or LeaderWorkerSet say",
+        of_host=True,
+    )
+    num_processes: int | None = option(None, "processes that the mesh's devices belong to", least=1, of_host=True)
+    process_id: int | None = option(
+        None, "which of them this is, from 0; process 0 has HTTP and the scheduler", least=0, of_host=True
+    )
+    host_address: str | None = option(
+        None, "address that others reach this host at; default: that of the way to the coordinator", of_host=True
+    )
+    start_timeout: int = option(300, "seconds in which all processes must have come", least=1, of_host=True)
+    heartbeat_timeout: int = option(
+        10,
+        "seconds after which a process that gives no sign of life is taken for dead; the rest goes on",
+        least=1,
+        of_host=True,
+    )
+    link_monitor_interval: int = option(
+        10,
+        "seconds between two looks at the links to the other processes, for /metrics; 0: none",
+        least=0,
+        of_host=True,
+    )
+    cluster_key_file: str | None = option(
+        None,
+        "file with the secret that all processes of a deployment share, at least 32 characters; or the environment variable "
+        "DSJAX_CLUSTER_KEY. Default: one made for this user, which serves the loopback interface alone",
+        of_host=True,
+    )
+    cluster_tls_cert: str | None = option(
+        None,
+        "certificate of this process in PEM: connections between processes are encrypted, with TLS 1.3",
+        of_host=True,
+    )
+    cluster_tls_key: str | None = option(None, "private key of that certificate", of_host=True)
+    cluster_tls_ca: str | None = option(
+        None, "certificate of the authority that those of all processes of the deployment come from", of_host=True
+    )
+
+    @property
+    def credentials(self) -> CredentialOptions:
+        """Where the cluster key and the certificates are."""
+        return CredentialOptions(
+            self.cluster_key_file, self.cluster_tls_cert, self.cluster_tls_key, self.cluster_tls_ca
+        )
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
-"""``--attention-mesh`` and ``--expert-mesh``: what they may be, and what does not go with them. No JAX."""
+"""``ApartOptions``, with ``--attention-mesh`` and ``--expert-mesh``: what they may be, and what does not go with them. No JAX."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dsjax.errors import UserError
 from dsjax.hosts.wire import split_address
+from dsjax.options import option
 
 if TYPE_CHECKING:
     from sharding.mesh import MeshSpec
@@ -25,6 +27,38 @@ _REFUSED = {
     "moe_chunk_tokens": "a step's tokens travel at once; give a smaller --max-num-batched-tokens",
 }
 """Options that do not go with experts apart, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApartOptions:
+    """Options of an engine whose routed experts are on devices of their own."""
+
+    attention_mesh: str | None = option(
+        None,
+        "devices that have everything but the routed experts, such as dp=8 or dp=4,tp=2; with --expert-mesh, in place of --mesh",
+    )
+    expert_mesh: str | None = option(
+        None, "devices beside these that have the routed experts and nothing else, such as ep=24; with --attention-mesh"
+    )
+    afd_role: str = option(
+        "both",
+        "with --expert-mesh; both: both sides are in this process; attention: this one calls the experts at --afd-address; expert: it has "
+        "the experts, and answers at --afd-address",
+        choices=("both", "attention", "expert"),
+        of_host=True,
+    )
+    afd_address: str | None = option(
+        None,
+        "HOST:PORT at which the process with --afd-role expert listens; several, separated by commas: of processes that share the expert "
+        "devices, in equal parts and in this order",
+        of_host=True,
+    )
+    afd_server_rank: int | None = option(
+        None,
+        "with --afd-role expert and several addresses: which of them is this process's, from 0 on",
+        least=0,
+        of_host=True,
+    )
 
 
 def check_apart(args: Args) -> None:

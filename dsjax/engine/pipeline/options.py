@@ -1,11 +1,13 @@
-"""What does not go with several stages (``--mesh pp=2,…``), and why. No JAX."""
+"""``StageOptions``, for an engine of several stages (``--mesh pp=2,…``); what does not go with these, and why. No JAX."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from dsjax.errors import UserError
+from dsjax.options import option
 
 _REFUSED = {
     "expert_mesh": "a stage has its own routed experts",
@@ -17,6 +19,16 @@ _REFUSED = {
     "enable_eplb": "experts stay where they are; --redundant-experts and --init-expert-location place them",
 }
 """Options that do not go with stages, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """Options of an engine whose layers are divided among stages."""
+
+    pp_layer_partition: str | None = option(
+        None,
+        "layers of each stage of a --mesh with pp, such as 31,30; default: so that the fullest stage has as little work as can be",
+    )
 
 
 def check_stages(args: Any, stages: int) -> None:

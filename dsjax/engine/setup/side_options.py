@@ -1,13 +1,15 @@
-"""Prefill apart from decode, in options: which of the whole's each side's engine gets, and whether they go together. No JAX."""
+"""`SideOptions`, of prefill apart from decode: which options each side's engine gets, and whether they go together. No JAX."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dsjax.engine.transfer.transport import FLAG, check_installed
+from dsjax.engine.transfer.messages import TRANSFER_SECONDS
+from dsjax.engine.transfer.transport import BACKENDS, FLAG, check_installed
 from dsjax.errors import UserError
+from dsjax.options import option
 
 Args = TypeVar("Args")
 """`EngineArgs`, which are checked here where they are made, so that this module cannot name them."""
@@ -29,6 +31,87 @@ _ONE_SIDE = {
     **{f"prefill_{name}": None for name in PREFILLS_OWN},
 }
 """Options of two sides, and their values in the options of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideOptions:
+    """Options of an engine that computes prompts on other devices than tokens, or hands pages to another engine or takes them from it."""
+
+    prefill_mesh: str | None = option(
+        None,
+        "devices that compute prompts for those of --decode-mesh, which make the tokens; both in place of --mesh",
+        of_host=True,
+    )
+    decode_mesh: str | None = option(None, "devices that make tokens; with --prefill-mesh", of_host=True)
+    prefill_max_num_seqs: int | None = option(
+        None,
+        "most prompts under way on a DP rank of --prefill-mesh; default: as --max-num-seqs, or 256 over all ranks of that mesh, at least 8 "
+        "on each",
+        least=1,
+        of_host=True,
+    )
+    prefill_max_num_batched_tokens: int | None = option(
+        None,
+        "most tokens of a DP rank of --prefill-mesh in one step; default: as --max-num-batched-tokens",
+        least=1,
+        of_host=True,
+    )
+    prefill_prefill_chunk: int | None = option(
+        None,
+        "most tokens of one prompt in one step of --prefill-mesh; default: as --prefill-chunk",
+        least=1,
+        of_host=True,
+    )
+    prefill_cache_tokens: int | None = option(
+        None,
+        "token slots of the cache of a DP rank of --prefill-mesh; default: as --cache-tokens",
+        least=1,
+        of_host=True,
+    )
+    prefill_redundant_experts: int | None = option(
+        None,
+        "physical experts beside the logical ones on --prefill-mesh; default: as --redundant-experts, or as --eplb-config says",
+        least=0,
+        of_host=True,
+    )
+    local_prefill_tokens: int = option(
+        64, "a prompt of which the decode side lacks fewer tokens is computed there", least=1, of_host=True
+    )
+    transfer_timeout: int = option(
+        TRANSFER_SECONDS,
+        "seconds after which the decode side computes pages itself that it has asked for and hears nothing of, and the prefill side drops "
+        "pages that nobody takes",
+        least=1,
+        of_host=True,
+    )
+    disaggregation_mode: str = option(
+        "agg",
+        "agg: prompts are computed here; decode: in other processes, whose addresses come with the requests; prefill: for other processes",
+        choices=("agg", "prefill", "decode"),
+        of_host=True,
+    )
+    disaggregation_transfer_backend: str = option(
+        "jax",
+        "what moves pages between processes: JAX's transfer server, or NVIDIA's NIXL (pip install 'dsjax[nixl]'); the same on both sides",
+        choices=tuple(BACKENDS),
+        of_host=True,
+    )
+    transfer_host: str | None = option(
+        None,
+        "address of this host at which the other side's engines reach it, and from which they pull pages; default: that of the group, or "
+        "127.0.0.1",
+        of_host=True,
+    )
+
+    @property
+    def separated(self) -> bool:
+        """Whether prompts are computed on other devices than tokens are made on."""
+        return self.prefill_mesh is not None
+
+    @property
+    def is_side(self) -> bool:
+        """Whether this engine is one side of two that hand pages over."""
+        return self.disaggregation_mode != "agg"
 
 
 def decode_args(args: Args) -> Args:
