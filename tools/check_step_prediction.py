@@ -191,7 +191,7 @@ def main() -> int:
     from dsjax import LLM
     from dsjax.bench.modules.ceilings import Device, find_ceilings
     from dsjax.bench.modules.run import ModuleRow
-    from dsjax.bench.modules.timing import Budget
+    from dsjax.bench.modules.timing import DROWNED, Budget
 
     wanted = [(*map(int, pair.split(":")), True) for pair in args.decode.split(",")]
     wanted += [(*map(int, pair.split(":")), False) for pair in args.prefill.split(",")]
@@ -224,7 +224,13 @@ def main() -> int:
             ):
                 steps[index // max(1, len(prepared) // len(steps))].sample(llm.executor)
     print("\r" + " " * 40, end="\r", file=sys.stderr)
-    rows = [ModuleRow(case, made.times(), made.in_device_loop) for case, made in prepared]
+    rows = []
+    for case, made in prepared:
+        times = made.times()
+        if times.stand_out:
+            rows.append(ModuleRow(case, times, made.in_device_loop))
+        else:
+            print(f"left out: {case.title}: {DROWNED}", file=sys.stderr)
     figures, body = predictions(setting, rows, device, ceilings, steps, args)
     return show(steps, figures, body, args)
 

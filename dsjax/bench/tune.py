@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsjax.bench.modules.timing import Budget, device_loop
+from dsjax.bench.modules.timing import DROWNED, Budget, device_loop
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.kernels.pallas import attention, products
@@ -188,9 +188,12 @@ def device_timer(
         try:
             prepared = device_loop(apply, inputs, jnp.float32(0), depth=layers)
             prepared.warm_up(budget)
-            return prepared.take(budget).median
+            times = prepared.take(budget)
         except jax.errors.JaxRuntimeError:
             return None  # such tiles do not fit a core
+        if times is None:
+            raise UserError(f"a kernel cannot be timed: {DROWNED}; what was tuned before is kept")
+        return times.median
 
     def timer(product: Product, tiles: Tiles) -> float | None:
         if product not in kept:

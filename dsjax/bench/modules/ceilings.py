@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from dsjax.bench.modules.setting import Setting, free_memory
-from dsjax.bench.modules.timing import Budget, device_loop
+from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase, device_loop
+from dsjax.errors import UserError
 from dsjax.hardware import bundled_hardware, load_hardware
 from dsjax.hardware.this_machine import cpu_name, host_memory
 
@@ -71,12 +72,18 @@ def find_ceilings(setting: Setting, device: Device, hardware: str | None, budget
 def _copy(setting: Setting, budget: Budget) -> float:
     size = min(_COPY_BYTES, free_memory(setting.step.mesh.devices.flat[0]) // 8) // 4
     prepared = device_loop(lambda _, i, x: x + 1, None, jnp.zeros(size, jnp.float32))
-    prepared.warm_up()
-    return 2 * 4 * size / prepared.take(budget).median
+    return 2 * 4 * size / _seconds(prepared, budget)
 
 
 def _product(setting: Setting, budget: Budget) -> float:
     matrix = setting.random((_SIDE, _SIDE), _SIDE**-0.5)
     prepared = device_loop(lambda a, i, x: a @ x, matrix, matrix + 0)
+    return 2 * _SIDE**3 / _seconds(prepared, budget)
+
+
+def _seconds(prepared: PreparedCase, budget: Budget) -> float:
     prepared.warm_up()
-    return 2 * _SIDE**3 / prepared.take(budget).median
+    times = prepared.take(budget)
+    if times is None:
+        raise UserError(f"the device's ceilings cannot be measured: {DROWNED}, or name its file with --hardware")
+    return times.median

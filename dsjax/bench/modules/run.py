@@ -10,7 +10,7 @@ import jax
 
 from dsjax.bench.modules.ceilings import Ceilings
 from dsjax.bench.modules.setting import Setting, free_memory
-from dsjax.bench.modules.timing import Budget, PreparedCase, Times
+from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase, Times
 from dsjax.bench.processes import Agree, alone
 from dsjax.hosts.rendezvous import GroupError
 
@@ -159,7 +159,8 @@ def _outcome(
         return reason
     prepared.agree = agree
     prepared.warm_up(budget)
-    return ModuleRow(case, prepared.take(budget), prepared.in_device_loop)
+    times = prepared.take(budget)
+    return DROWNED if times is None else ModuleRow(case, times, prepared.in_device_loop)
 
 
 def _first(reasons: Iterable[str | None]) -> str | None:

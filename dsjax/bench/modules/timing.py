@@ -18,6 +18,9 @@ from dsjax.bench.processes import Agree, alone
 LEAST_SAMPLE = 0.02
 """Seconds that a sample lasts at least: a call of a compiled program costs 20 to 100 µs on the host, under 1 % of it."""
 LEAST_SAMPLES = 3
+LOOP_LENGTHS, LONGER = 5, 4
+"""How many lengths of a loop are tried where it cannot be told from an empty one, each so many times the one before."""
+DROWNED = "its loop took no longer than an empty one: something else keeps this machine busy; run it again when that has ended"
 CALL_RESOLUTION = 1e-6
 """Seconds: the least that a call less an empty call is said to take."""
 HOST_PAUSE = 2e-4
@@ -94,14 +97,26 @@ class PreparedCase:
         )
         return self.samples[-1]
 
-    def take(self, budget: Budget) -> Times:
-        """Sample until the budget is spent, at least `LEAST_SAMPLES` times."""
+    def take(self, budget: Budget) -> Times | None:
+        """Sample until the budget is spent, at least `LEAST_SAMPLES` times; where that is noise, again with a longer loop.
+
+        None where the longest is noise, too (`DROWNED`): no figure is better than one that says nothing.
+        """
+        for _ in range(LOOP_LENGTHS):
+            self._fill(budget)
+            times = self.times()
+            if times.stand_out:
+                return times
+            self.samples.clear()
+            self.many = self.few + LONGER * (self.many - self.few)
+        return None
+
+    def _fill(self, budget: Budget) -> None:
         started = time.perf_counter()
         while len(self.samples) < budget.samples and (
             len(self.samples) < LEAST_SAMPLES or self._slowest(time.perf_counter() - started) < budget.seconds
         ):
             self.sample()
-        return self.times()
 
     def times(self) -> Times:
         """Times of the samples so far."""
@@ -201,7 +216,10 @@ def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry:
 
 @dataclass(frozen=True)
 class Times:
-    """Samples of one row, and how many applications their calls had (few 0: only long calls were made)."""
+    """Samples of one row, and how many applications their calls had (few 0: only long calls were made).
+
+    Where they do not `stand_out`, none of the figures says anything.
+    """
 
     samples: tuple[TimedCalls, ...]
     few: int
@@ -209,12 +227,26 @@ class Times:
     unit: int = 1
 
     @property
+    def stand_out(self) -> bool:
+        """Whether the samples are more than noise: every long call of a loop took longer than every empty one.
+
+        What is called one by one may take no longer than an empty call, but not less by more than `CALL_RESOLUTION`.
+        """
+        if self.few:
+            return min(sample.long for sample in self.samples) > max(sample.empty for sample in self.samples)
+        return statistics.median(sample.long - sample.empty for sample in self.samples) >= -self._resolution
+
+    @property
+    def _resolution(self) -> float:
+        """Seconds that a long call less an empty one is said to take at least."""
+        one_by_one = not self.few and any(sample.empty for sample in self.samples)
+        return CALL_RESOLUTION * self.many if one_by_one else 0.0
+
+    @property
     def each(self) -> list[float]:
         """Seconds of one application, a value a sample, ascending; the median empty call taken off."""
         empty = statistics.median(sample.empty for sample in self.samples)
-        # Of what is called one by one, no difference to an empty call below a microsecond is more than noise.
-        least = 1e-9 if self.few or not empty else CALL_RESOLUTION * self.many
-        return sorted(max(sample.long - empty, least) / self.many for sample in self.samples)
+        return sorted(max(sample.long - empty, self._resolution) / self.many for sample in self.samples)
 
     @property
     def median(self) -> float:

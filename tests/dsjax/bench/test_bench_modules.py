@@ -19,7 +19,7 @@ from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
 from dsjax.bench.modules.routed import draw_dispatch, route_randomly
 from dsjax.bench.modules.run import run_cases
 from dsjax.bench.modules.setting import LayerStack, make_setting
-from dsjax.bench.modules.timing import Budget
+from dsjax.bench.modules.timing import Budget, PreparedCase
 from dsjax.cli import app
 from dsjax.config import load_config
 from dsjax.errors import UserError
@@ -84,6 +84,15 @@ def test_what_does_not_fit_is_left_out_with_a_line(v3):
     assert "needs 1000000.0 GB" in found.skipped[0].reason
     slow = Ceilings(1.0, 1.0, "a very slow device")
     assert "--row-limit" in run_cases(v3, mlp_cases(v3, "dense MLP", [1]), slow, NO_TIME, 60.0).skipped[0].reason
+
+
+def test_noise_is_left_out_with_a_line(setting, monkeypatch):
+    monkeypatch.setattr("dsjax.bench.modules.timing.seconds_of", lambda run, count: 0.05)
+    [case] = mlp_cases(setting, "shared expert", [1])
+    idle = dataclasses.replace(case, build=lambda: PreparedCase(lambda count: None))
+    found = run_cases(setting, [idle], FAST, NO_TIME, 60.0)
+    assert not found.rows
+    assert "run it again" in found.skipped[0].reason
 
 
 def test_as_many_bytes_go_by_between_two_uses_as_in_a_step(setting, v3):

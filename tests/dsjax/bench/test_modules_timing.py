@@ -1,9 +1,19 @@
 """What a sample is, and what is made of it: without a clock."""
 
+import itertools
+
 import jax.numpy as jnp
 import pytest
 
-from dsjax.bench.modules.timing import Budget, PreparedCase, TimedCalls, Times, device_loop
+from dsjax.bench.modules.timing import (
+    CALL_RESOLUTION,
+    LEAST_SAMPLES,
+    Budget,
+    PreparedCase,
+    TimedCalls,
+    Times,
+    device_loop,
+)
 
 
 def test_the_call_and_what_it_costs_once_are_taken_off():
@@ -20,6 +30,36 @@ def test_what_stands_several_times_in_a_program_shares_what_it_costs_once():
 
 def test_noise_never_makes_a_negative_cost():
     assert Times((TimedCalls(1.0, 1.5, 101.0),), few=1, many=100).once == 0
+
+
+def test_a_loop_that_cannot_be_told_from_an_empty_one_is_made_longer(monkeypatch):
+    """Every second empty call takes 90 ms, since something else has the core, and an application 0.1 ms."""
+    empty = itertools.cycle((0.01, 0.09))
+    seconds = lambda run, count: 0.01 + count * 1e-4 if count else next(empty)  # noqa: E731
+    monkeypatch.setattr("dsjax.bench.modules.timing.seconds_of", seconds)
+    prepared = PreparedCase(lambda count: None)
+    prepared.warm_up()
+    few, many = prepared.few, prepared.many
+    times = prepared.take(Budget(seconds=0.0))
+    assert times.many - few == 256 * (many - few)
+    assert len(times.samples) == LEAST_SAMPLES, "none of the shorter loops"
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_noise_is_no_figure(monkeypatch, one_by_one):
+    """A long call takes less than an empty one: in a loop on the device, and called one by one as what a step has once."""
+    monkeypatch.setattr("dsjax.bench.modules.timing.seconds_of", lambda run, count: run(count))
+    case = PreparedCase(lambda count: 0.05 if count else 0.06)
+    if one_by_one:
+        case = PreparedCase(lambda count: 0.05, in_device_loop=False, empty=lambda count: 0.05 + 2e-6 * count)
+    case.warm_up()
+    assert case.take(Budget(seconds=0.0)) is None
+
+
+def test_what_is_called_one_by_one_may_take_as_long_as_an_empty_call():
+    times = Times((TimedCalls(2.0, 0.0, 2.0 - 5e-5),) * 3, few=0, many=100)
+    assert times.stand_out
+    assert times.median == CALL_RESOLUTION
 
 
 def test_the_spread_is_the_middle_eighty_percent():
