@@ -37,7 +37,7 @@ LAYOUTS = (
 )
 DISPATCHES = ("gather", "padded", "ragged", "hierarchical")
 DEVICES_PER_HOST = 4
-"""Of every layout, for ``hierarchical``: most have several hosts then, of several devices each."""
+"""``hierarchical`` is told that each host has so many, so that most layouts have several hosts of several devices each."""
 # (prefill, decode): every form decodes once, and prefills once.
 FORMS = (("CC", "A_CC_ME"), ("CC", "A_CC"), ("CD", "CD"), ("A_CC_ME", "AM_CC_ME"), ("A_CC", "CC"), ("AM_CC_ME", "CC"))
 TINY = {

@@ -41,7 +41,7 @@ PROMPT_TOKENS = 48
 
 
 def texts(tokenizer, rng: random.Random) -> dict[str, list[list[int]]]:
-    """Of each kind some hundred prompts, as tokens."""
+    """Make some hundred prompts of each kind, as tokens."""
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     code = "\n".join(path.read_text(encoding="utf-8", errors="replace")[:20_000] for path in library[:60])
     prose = "\n".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))
@@ -115,7 +115,7 @@ class Run:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """By the nearest rank."""
+    """Give the value below which this share of the values lies, by the nearest rank."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
 
 

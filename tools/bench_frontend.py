@@ -152,7 +152,7 @@ def serve(args: argparse.Namespace, listeners: list[socket.socket], answers: Con
 
 
 def _processor_seconds(pid: int) -> float:
-    """Of another process, as Linux counts them, in hundredths of a second."""
+    """Read how long another process has computed; Linux counts in hundredths of a second."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

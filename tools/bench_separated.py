@@ -36,7 +36,7 @@ from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
 
 BEGAN = time.monotonic()
 STEP_TOKENS = 256
-"""Of prompts in a step, in the workers and in the simulation."""
+"""Most tokens of prompts that a step computes, in the workers and in the simulation."""
 SIDES = {"aggregated": ("agg", "agg"), "separated": ("prefill", "decode")}
 
 
@@ -54,7 +54,7 @@ class LinearPrices:
     decode: float
 
     def seconds(self, ranks) -> float:
-        """Of a step that computes this."""
+        """How long a step takes that computes this."""
         (work,) = ranks
         return self.prompt_token * work.prompts + (self.step + self.decode * work.decodes if work.decodes else 0.0)
 

@@ -60,7 +60,8 @@ BOUNDS = {
     "FP8 wire": (0.005, 0.99, 0.01),
     "all four FP8": (0.02, 0.98, 0.06),
 }
-"""Of each format: most bits a byte above float32's, least share of the same token where it is clear, most divergence in bits a token.
+"""What each format may cost: most bits a byte above float32's, least share of the same token where it is clear, most divergence in bits a
+token.
 
 About three times what 62,789 bytes gave: text of a few thousand bytes varies by that. What is broken is far beyond: FP8 values without
 their scales, or scales of the wrong block, cost whole bits."""

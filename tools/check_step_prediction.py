@@ -58,7 +58,7 @@ class EngineStep:
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Name the step in the table."""
         if self.chunk == 1:
             drafted = f", {self.drafts} drafts" if self.drafts else ""
             return f"decode {self.rows} rows, {self.cached} cached{drafted}"

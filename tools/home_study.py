@@ -56,7 +56,7 @@ def bounds() -> str:
 
 
 def room() -> str:
-    """Of layouts over 32 and 64 boards: what weights take, and how many requests a replica holds."""
+    """Show what weights take and how many requests a replica holds, in layouts over 32 and 64 boards."""
     rows = [
         "| boards | layout | weights a board, FP8 | of 24 GB, 1.9 set aside | requests a replica holds, FP8 cache |",
         "|---|---|---|---|---|",

@@ -88,9 +88,9 @@ GRAPHS = {
         ),
     ),
 }
-"""Of `deploy/dynamo`: name to what it is, and its workers: kind, engines, hosts of each, options."""
+"""What `deploy/dynamo` has, by name: a line about it, and its workers, each with its kind, engines, hosts of each and options."""
 DEVICES = {"disagg-wide-gb200": 4}
-"""Of a host, where they are not 8."""
+"""Devices of a host in those where they are not 8."""
 
 
 def graph(name: str) -> str:

@@ -39,7 +39,7 @@ from quick_compilation import QUICK_COMPILATION
 
 _PORT = 8476
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-"""Of the host that the reading process is on."""
+"""Holds the bytes that have left the host on which it is read."""
 _CLUSTER = """name = "lab"
 description = "network namespaces; what is between the devices of a host is not used"
 hardware = "h20"

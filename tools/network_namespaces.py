@@ -57,7 +57,7 @@ class Namespaces:
             raise
 
     def name(self, host: int) -> str:
-        """Of a host's namespace."""
+        """Name a host's namespace."""
         return f"{self._tag}-{host}"
 
     def address(self, host: int) -> str:

@@ -57,7 +57,7 @@ def serve_process(options: Sequence[str], ready_seconds: float = 600.0) -> Itera
 
 
 def processor_seconds(pid: int) -> float:
-    """Of all threads of a process until now, in user and system mode; 0 where the system has no `/proc`."""
+    """How long all threads of a process have computed until now, in user and system mode; 0 where the system has no `/proc`."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

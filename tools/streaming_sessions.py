@@ -32,7 +32,7 @@ WORDS = [
     "if",
     "not",
 ]
-"""Of which prompts are made."""
+"""The words that prompts are made of."""
 
 
 @dataclass

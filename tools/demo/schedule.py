@@ -20,7 +20,7 @@ class Schedule:
     second_rate: float = 0.006
     warmup_steps: int = 50
     decay_steps: int = 580
-    """Of the first cycle; the second decays from its beginning."""
+    """Steps over which the first cycle decays; the second decays from its beginning."""
     short_steps: int = 500
     """Steps at the beginning with rows of `short_length` tokens."""
     long_steps: int = 60

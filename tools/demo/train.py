@@ -95,7 +95,7 @@ class Meter:
 
     @property
     def processor_seconds(self) -> float:
-        """Of the whole run so far, with the starts of interrupted parts."""
+        """How long the processor has computed in the whole run so far, with the starts of interrupted parts."""
         return self._before + time.process_time()
 
     def add(self, step: int, measured: dict[str, float]) -> None:

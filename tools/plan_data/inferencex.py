@@ -45,7 +45,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """In one line."""
+        """Name the run in one line."""
         engine = {"sglang": "SGLang", "trt": "TensorRT-LLM"}[self.engine]
         lengths = f"{self.prompt // 1024}K/{self.output // 1024}K"
         return f"{self.device.upper()}, {engine}, {self.weights.upper()}, `{self.mesh}`, {lengths}, {self.users} users"
@@ -152,7 +152,8 @@ COMMITTED = (
     (72.4, 55.1, 87.1, 65.3),
     (62.3, 48.9, 73.3, 57.6),
 )
-"""Of `RUNS`: prediction, low and high as of commit 54613e4, and output tokens a second a device as published, entered afterwards."""
+"""What was predicted of `RUNS` at commit 54613e4 (figure, low, high), and the output tokens a second a device that were published, entered
+afterwards."""
 
 
 def inferencex_points() -> list[Point]:

@@ -21,7 +21,7 @@ from tools.plan_data.validation import Point
 
 _CLUSTERS = {"h100": "h100-32", "gb200": "gb200-nvl72-36", "gb300": "gb300-nvl72-36"}
 _REDUNDANT = 32
-"""Of decode instances, assumed: NVIDIA's and SGLang's guides for wide EP give 288 slots; the results do not say."""
+"""What decode instances are assumed to have: NVIDIA's and SGLang's guides for wide EP give 288 slots; the results do not say."""
 _STEP = 16384
 """Prompt tokens of a prefill step a replica, assumed."""
 
@@ -41,7 +41,7 @@ class ApartRun:
 
     @property
     def name(self) -> str:
-        """In one line."""
+        """Name the run in one line."""
         lengths = f"{self.prompt // 1024}K/{self.output // 1024}K"
         engine = {"sglang": "SGLang", "trt": "TensorRT-LLM"}[self.engine]
         sides = " + ".join(f"{count} × `{mesh}`" for count, mesh in (self.prefill, self.decode))
@@ -137,8 +137,8 @@ COMMITTED = (
     (2328.8, 1890.7, 2761.0, 2062.8),
     (466.7, 386.3, 553.6, 282.2),
 )
-"""Of `APART`: prediction, low and high as of commit 5389fc7, and output tokens a second a decoding device as published, entered
-afterwards."""
+"""What was predicted of `APART` at commit 5389fc7 (figure, low, high), and the output tokens a second a decoding device that were
+published, entered afterwards."""
 
 
 def apart_points() -> list[Point]:

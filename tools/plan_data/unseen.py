@@ -187,7 +187,7 @@ FURTHER = {
     "Q": (2264.6, 1923.5, 2633.3, 780.83), "R": (2087.9, 1754.1, 2457.0, 747.78), "S": (206.0, 160.7, 260.5, 196.81),
     "T": (2727.4, 2306.3, 3790.4, 3172.46),
 }  # fmt: skip
-"""Of `further`: prediction, low and high as the commit 5262201 has them, and what was published, entered afterwards."""
+"""What commit 5262201 predicts of `further` (figure, low, high), and what was published, entered afterwards."""
 
 
 def unseen_points() -> list[Point]:

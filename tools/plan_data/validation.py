@@ -136,9 +136,9 @@ _TP8 = (
     (32, 25.6, 151.1, 426.5, 2644.1),
     (64, 34.6, 223.6, 423.1, 2741.1),
 )
-"""Of point 8: users, TPOT in ms, output tokens a second a GPU, mean and P99 of TTFT in ms."""
+"""What point 8 measured: users, TPOT in ms, output tokens a second a GPU, mean and P99 of TTFT in ms."""
 _VERSION = "sglang-0.5.9"
-"""Of point 8's engine, 0.5.7, the nearest of which the fused experts kernel was timed with even routing."""
+"""The version nearest to point 8's, 0.5.7, of which the fused experts kernel was timed with even routing."""
 _REQUESTS_A_USER = 10
 """By the benchmark's published script (SemiAnalysisAI/InferenceX, benchmarks/single_node/dsr1_fp8_h200.sh), as are all users at once
 and steps of up to 32,768 prompt tokens."""
@@ -187,7 +187,7 @@ def _h100(mesh: str, hosts: int, operators: OperatorTables, *, overlap: bool, ba
 
 
 def _overlap_gain(batch: float | None, operators: OperatorTables) -> Figure:
-    """Of two-batch overlap, in decode at a batch, or (None) in prefill of 4 K prompts."""
+    """What two-batch overlap gains in decode at a batch, or (None) in prefill of 4 K prompts."""
     if batch is None:
         on, off = (_h100("dp=32", 4, operators, overlap=o).prefill(16384, prompt=4096) for o in (True, False))
     else:
@@ -196,7 +196,7 @@ def _overlap_gain(batch: float | None, operators: OperatorTables) -> Figure:
 
 
 def _balancing_gain(decode: bool, operators: OperatorTables) -> Figure:
-    """Of placing experts by their load, on the same redundant experts, which without a balancer lie anywhere."""
+    """What placing experts by their load gains on the same redundant experts, which without a balancer lie anywhere."""
     if decode:
         models = [_h100("dp=72", 9, operators, overlap=True, balancing=b) for b in (True, False)]
         times = [model.decode(256, 2050) for model in models]

@@ -19,7 +19,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Score:
-    """Of counted points: how many, mean of |predicted ÷ measured - 1|, mean of predicted ÷ measured - 1, share inside, median width."""
+    """How well counted points were predicted.
+
+    The fields are how many there are, the mean of |predicted ÷ measured - 1|, the mean of predicted ÷ measured - 1, the share inside, and
+    the median width.
+    """
 
     count: int
     error: float
@@ -28,12 +32,12 @@ class Score:
     width: float
 
     def cells(self) -> str:
-        """Of a Markdown table."""
+        """Write the cells of a Markdown table."""
         return f"{self.count} | {self.error:.1%} | {self.bias:+.1%} | {self.covered:.0%} | {self.width:.2f}"
 
 
 def score(counted: list[Point]) -> Score:
-    """Of at least one point."""
+    """Score points, of which there must be one at least."""
     return Score(
         len(counted),
         mean_absolute_error(counted),

@@ -44,7 +44,7 @@ class ChunkBudget:
 
     @property
     def most_prompt_launches(self) -> int:
-        """Of one step."""
+        """How many launches a step with prompts has at most."""
         rectangles = Buckets.covering(self.max_num_seqs, self.prefill_chunk, mixed=False).prefill
         narrow = math.ceil(self.max_num_seqs / rectangles[-1].rows)
         return math.ceil(2 * self.max_num_batched_tokens / self.prefill_chunk) + len(rectangles) - 1 + narrow

@@ -95,7 +95,10 @@ class PrefillProcess:
 
 
 def serve_prefill(options: dict) -> None:
-    """In a process of its own: a prompt a line, and what the decode engine has to be told; a line of nothing asks what is kept."""
+    """Run the prefill side, in a process of its own.
+
+    It reads a prompt a line, and says what the decode engine has to be told; an empty line asks what is kept.
+    """
     from dsjax.engine.elastic.joining import join_group
     from dsjax.engine.setup.args import EngineArgs
 
@@ -133,7 +136,7 @@ def say(what: str) -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """How much memory this process has resident."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 

@@ -82,7 +82,7 @@ def test_two_processes_time_the_dispatch_between_them_and_one_of_them_all_else(b
 
 
 def follower(*announced):
-    """Of process 1: what it hears of process 0."""
+    """The group as process 1 has it, which hears from process 0 what was announced."""
     heard = list(announced)
     return SimpleNamespace(
         is_leader=False,

@@ -40,7 +40,7 @@ def logits(directory, mesh: str, weights: str = "auto") -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def plain_logits(directories):
-    """Of the dequantised checkpoint, once for each configuration and mesh."""
+    """The logits that the dequantised checkpoint gives, computed once for each configuration and mesh."""
     return {case: logits(directories[case[0], "plain"], case[1]) for case in MESHES}
 
 

@@ -22,7 +22,7 @@ PARAMS = {"max_tokens": 12, "temperature": 0}
 
 
 def prompt(number: int) -> str:
-    """Of 48 to 143 tokens: three pages at least."""
+    """A client's prompt. It has 48 to 143 tokens, which take three pages at least."""
     return "".join(f"value_{number} = {i}\n" for i in range(7 + number % 12))
 
 

@@ -24,7 +24,7 @@ TRANSFER = ("--transfer-host", "127.0.0.1", "--local-prefill-tokens", "17")
 CLIENTS = 16
 PARAMS = {"max_tokens": 12, "temperature": 0}
 PROMPTS = ["".join(f"value_{number} = {i}\n" for i in range(7 + number % 12)) for number in range(CLIENTS)]
-"""Of 48 to 143 tokens: three pages at least."""
+"""Each has 48 to 143 tokens, which take three pages at least."""
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def write(scenario: str) -> Path:
 
 
 def difference(scenario: str, streams: Streams) -> str | None:
-    """Of each stream that differs from the golden the first command that does; None where all are equal."""
+    """Name the first command that differs from the golden, of each stream that has one; None where all are equal."""
     expected = parsed(path_of(scenario).read_text(encoding="utf-8"))
     found = []
     for name in dict.fromkeys([*expected, *streams]):

@@ -173,12 +173,12 @@ class FakeExecutor:
             self._run_what_nobody_waits_for()
 
     def pages_to_be_cleared(self, rank: int) -> set[int]:
-        """Of commands on their way."""
+        """Pages that commands on their way will clear."""
         clears = [one.command for one in self._queue if isinstance(one.command, Clear)]
         return {page for command in clears for page in from_int32s(command.ranks[rank])}
 
     def pages_to_be_placed(self, rank: int) -> set[int]:
-        """By commands on their way."""
+        """Pages that commands on their way will place."""
         places = [one.command for one in self._queue if isinstance(one.command, PlacePages)]
         return {page for command in places for page in from_int32s(command.ranks[rank])}
 

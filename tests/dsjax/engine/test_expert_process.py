@@ -30,7 +30,7 @@ SIZES = {
 """Prompts in the form of decodes, so that what stands in the cache has one value, whichever of the two computed it."""
 MESHES = {"attention_mesh": "dp=2", "expert_mesh": "ep=4", "dtype": "float32"}
 SHARED = {"expert_mesh": "ep=6", "redundant_experts": 4}
-"""Of three processes with two devices each."""
+"""What three processes share, which have two devices each."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
 PROMPTS = [
     {"prompt_token_ids": [5, 9, 33, 2, 71]},

@@ -32,7 +32,7 @@ def server():
 
 
 def samples(server, name: str) -> dict[str, float]:
-    """By the label `engine`."""
+    """Read a metric's samples by their label `engine`."""
     return {
         sample.labels["engine"]: sample.value
         for family in text_string_to_metric_families(server.get("/metrics").text)

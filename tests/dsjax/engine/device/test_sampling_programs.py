@@ -27,7 +27,7 @@ from sharding import MeshSpec, Rules
 V, SLOTS, BATCHES, LENGTH, DRAFTS = 6, 256, 96, 3, 2
 PROMPT = (2, 4)  # two tokens; the first is in the cache
 LOGITS = np.random.default_rng(11).normal(scale=1.2, size=(V, V)).astype(np.float32)
-"""Of the token after each."""
+"""Row i has the logits of the token that follows token i."""
 DRAFTED = (3, 0, 5, 2, 1, 4)
 """What is drafted after each token: neither its most probable successor nor, for every token, an improbable one."""
 
@@ -58,7 +58,7 @@ class Case:
         self.values = defaults | {"presence": 0.0, "frequency": 0.0, "repetition": 1.0} | given
 
     def probabilities(self, text: tuple[int, ...]) -> np.ndarray:
-        """Of the token after a text, in float64, from the definitions in `SamplingParams`."""
+        """How probable each token is after a text, in float64, computed from the definitions in `SamplingParams`."""
         s = SimpleNamespace(**self.values)
         logits = LOGITS[(*PROMPT, *text)[-1]].astype(np.float64)
         for token, bias, until in self.biases:
