@@ -43,37 +43,29 @@ import contextlib
 import itertools
 import json
 import os
-import random
 import re
 import secrets
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [
-    str(ROOT),
-    str(ROOT / "tools"),
-    *(str(ROOT / "tests" / part) for part in ("", "dsjax/hosts", "dsjax/engine")),
-]
+sys.path.insert(0, str(Path(__file__).parent))
+from loss_check import ROOT, LossCheck, exit_on_sigterm, flags_of, loss_parser, run_check
 from network_namespaces import CannotBeError, Namespaces
 from processes import Group
-from streaming_sessions import WORDS, Sessions
 from worded_checkpoint import write_worded_checkpoint
 
 
 def main() -> int:
     """Run what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = loss_parser(__doc__, tokens=48, patience=600)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--devices", type=int, default=8, help="emulated by each process")
     parser.add_argument("--mesh", help="default: dp over all devices")
-    parser.add_argument("--sessions", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=48, help="of an answer")
-    parser.add_argument("--losses", type=int, default=10)
     parser.add_argument("--leaves", type=int, default=0, help="after them, processes that are told to end (SIGTERM)")
     parser.add_argument("--model", type=Path, help="a checkpoint with a tokenizer; default: a tiny random one")
     parser.add_argument(
@@ -86,9 +78,11 @@ def main() -> int:
         metavar="I,J",
         help="with --signal CUT: cut the link between these two alone, which process 0 hears both of",
     )
-    parser.add_argument("--at-once", type=int, default=1, help="processes that get it at the same moment")
     parser.add_argument(
-        "--apart", type=float, default=0, help="or within so many seconds, so that the change is hit too"
+        "--apart",
+        type=float,
+        default=0,
+        help="seconds within which the processes of --at-once are taken, so that the change is hit too",
     )
     parser.add_argument(
         "--ahead", action="store_true", help="take none before every process has compiled ahead (--compile-ahead)"
@@ -99,38 +93,21 @@ def main() -> int:
     )
     parser.add_argument("--fuzzers", type=int, default=2, help="processes that send them, each one at a time")
     parser.add_argument("--heartbeat-timeout", type=int, default=10)
-    parser.add_argument("--patience", type=float, default=600, help="seconds in which a group must have changed")
-    parser.add_argument("--progress", type=float, default=15)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--logs", type=Path, help="a folder for what each process has printed since it was started last"
-    )
-    parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="more options of dsjax serve")
     args = parser.parse_args()
     if args.model is not None and args.checkpoint_gb:
         parser.error("--checkpoint-gb makes a checkpoint, and --model names one; give one of them")
     if args.between and (args.signal != "CUT" or len(set(args.between)) != 2 or 0 in args.between):
         parser.error("--between is of two processes other than 0, and goes with --signal CUT")
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
-    )  # so that processes and namespaces are gone too
+    exit_on_sigterm()  # namespaces are gone then too
     args.mesh = args.mesh or f"dp={args.processes * args.devices}"
-    with tempfile.TemporaryDirectory(prefix="check-host-loss-") as folder, links(args) as network:
-        group = start(args, Path(folder), network)
-        try:
-            group.wait_for(0, "serving tiny at", 1800)
-            check = Check(patience=args.patience, progress=args.progress, args=args, group=group, network=network)
-            found = asyncio.run(check.run())
-        except BaseException:
-            print(group.last_words(), file=sys.stderr)
-            raise
-        finally:
-            group.end()
-            if args.logs is not None:
-                args.logs.mkdir(parents=True, exist_ok=True)
-                for index, text in enumerate(group.output):
-                    (args.logs / f"process-{index}.log").write_text(text)
+    with links(args) as network:
+        found = run_check(
+            lambda folder: start(args, folder, network),
+            lambda group: Check(
+                patience=args.patience, progress=args.progress, args=args, processes=group, network=network
+            ),
+            args.logs,
+        )
     return (
         1 if any(found[name] for name in ("lost", "wrong", "pages_left", "disorderly")) or found["fuzz"]["wrong"] else 0
     )
@@ -166,13 +143,9 @@ def start(args: argparse.Namespace, folder: Path, network: Namespaces | None) ->
         "heartbeat-timeout": args.heartbeat_timeout,
         "start-timeout": 600,
     }
-    flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
-    model = [
-        "--model",
-        str(args.model or write_worded_checkpoint(folder, **large(args.checkpoint_gb))),
-        "--served-model-name",
-        "tiny",
-    ]
+    flags = flags_of(sizes)
+    checkpoint = args.model or write_worded_checkpoint(folder, **large(args.checkpoint_gb))
+    model = flags_of({"model": checkpoint, "served-model-name": "tiny"})
     command = ["-m", "dsjax.serve", *model, "--port", "0", "--mesh", args.mesh, *args.serve]
     options = dict.fromkeys(range(args.processes), flags)
     if network is None:
@@ -189,79 +162,60 @@ def large(gigabytes: float) -> dict[str, int]:
 
 
 @dataclass(kw_only=True)
-class Check(Sessions):
+class Check(LossCheck):
     """The sessions, and what is done to the group under them."""
 
-    args: argparse.Namespace
-    group: Group
     network: Namespaces | None = None
     disorderly: list[str] = field(default_factory=list)
     leaves: list[dict] = field(default_factory=list)
+    resident_bytes: list[int] = field(default_factory=list)
     fuzzed: dict = field(
         default_factory=lambda: {"cases": 0, "statuses": {}, "changing": 0, "slowest_seconds": 0.0, "wrong": []}
     )
 
-    def __post_init__(self):
-        self.url = re.search(r"serving tiny at (http://[\d.:]+)", self.group.output[0]).group(1)
-        self.rng = random.Random(self.args.seed)
-        self.requests = [self.request(index) for index in range(self.args.sessions)]
-
-    def check_alive(self) -> None:
-        """Raise where process 0 has ended."""
-        if self.group.processes[0].poll() is not None:
-            raise RuntimeError("process 0 has ended")
-
-    def request(self, index: int) -> dict:
-        """Of a session: greedy, drawn with a seed, with penalties, or held to a grammar."""
-        prompt = " ".join(self.rng.choices(WORDS, k=self.rng.randint(2, 8)))
-        kinds = (
+    def draw_requests(self) -> list[dict]:
+        """Draw requests that are greedy, drawn with a seed, with penalties, or held to a grammar."""
+        kinds = [
             {"temperature": 0},
-            {"temperature": 1, "seed": index, "logprobs": 1},
+            {"temperature": 1, "logprobs": 1},
             {"temperature": 0, "repetition_penalty": 1.3},
-            {"temperature": 0.8, "seed": index, "structured_outputs": {"regex": f"[a-z ]{{{self.args.tokens}}}"}},
-        )
-        tokens = self.rng.randint(max(1, self.args.tokens // 2), self.args.tokens)
-        common = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-        return common | kinds[index % len(kinds)]
+            {"temperature": 0.8, "structured_outputs": {"regex": f"[a-z ]{{{self.args.tokens}}}"}},
+        ]
+        requests = [self.request(index, (2, 8), kinds) for index in range(self.args.sessions)]
+        return [one | ({"seed": index} if one["temperature"] else {}) for index, one in enumerate(requests)]
 
-    async def run(self) -> dict:
-        """All of it; print a line for each loss."""
-        async with self.client() as self.http:
-            telling = asyncio.create_task(self.tell_progress())
-            began = time.monotonic()
-            expected = await asyncio.gather(*(self.ask(request) for request in self.requests))
-            self.say(f"{len(expected)} undisturbed answers in {time.monotonic() - began:.1f} s")
-            first = self.resident()
-            sessions = [asyncio.create_task(self.session(i, text)) for i, text in enumerate(expected)]
-            if self.args.fuzz:
-                sessions += [asyncio.create_task(self.fuzz(number)) for number in range(self.args.fuzzers)]
-            losses = []
-            for number in range(self.args.losses):
-                losses.append(await self.lose() | {"resident_bytes": self.resident()})
-                self.say(f"{number + 1}: {json.dumps(losses[-1])}; {self.standing}")
-                self.write(self.found(losses))
-                if self.args.no_return and losses[-1]["devices"] <= self.args.devices:
-                    break
-            for number in range(self.args.leaves):
-                self.leaves.append(await self.lose("TERM") | {"resident_bytes": self.resident()})
-                self.say(f"leave {number + 1}: {json.dumps(self.leaves[-1])}; {self.standing}")
-                self.write(self.found(losses))
-            self.going = False
-            await asyncio.gather(*sessions)
-            telling.cancel()
-            await asyncio.sleep(1)
-            async with self.http.get(f"{self.url}/get_load") as answer:
-                pages = sum(load["used_pages"] for load in (await answer.json())["ranks"])
-            found = self.found(losses) | {"pages_left": pages, "resident_bytes": [first, self.resident()]}
-            self.write(found)
-            self.say(json.dumps({name: value for name, value in found.items() if name not in ("losses", "leaves")}))
-            return found
+    async def answer_undisturbed(self) -> Sequence[str]:
+        """Have each request answered before anything is done."""
+        began = time.monotonic()
+        expected = await super().answer_undisturbed()
+        self.say(f"{len(expected)} undisturbed answers in {time.monotonic() - began:.1f} s")
+        self.resident_bytes.append(self.resident())
+        return expected
 
-    def found(self, losses: list[dict]) -> dict:
+    def beside(self) -> list[asyncio.Task]:
+        """Start those that send generated requests."""
+        return [asyncio.create_task(self.fuzz(number)) for number in range(self.args.fuzzers)] if self.args.fuzz else []
+
+    async def disturb(self) -> None:
+        """Take processes away at random moments, and then have some leave in order."""
+        for number in range(self.args.losses):
+            self.losses.append(await self.lose() | {"resident_bytes": self.resident()})
+            self.say(f"{number + 1}: {json.dumps(self.losses[-1])}; {self.standing}")
+            self.write(self.found())
+            if self.args.no_return and self.losses[-1]["devices"] <= self.args.devices:
+                break
+        for number in range(self.args.leaves):
+            self.leaves.append(await self.lose("TERM") | {"resident_bytes": self.resident()})
+            self.say(f"leave {number + 1}: {json.dumps(self.leaves[-1])}; {self.standing}")
+            self.write(self.found())
+
+    def found(self) -> dict[str, object]:
         """What is known so far."""
-        found = {"losses": losses, "leaves": self.leaves, "answers": self.answers}
-        found |= {"lost": len(self.lost), "wrong": len(self.wrong), "disorderly": self.disorderly}
-        return found | {"fuzz": self.fuzzed}
+        return super().found() | {"leaves": self.leaves, "disorderly": self.disorderly, "fuzz": self.fuzzed}
+
+    async def found_at_the_end(self) -> dict[str, object]:
+        """What is known when no session has a request under way."""
+        return await super().found_at_the_end() | {"resident_bytes": [*self.resident_bytes, self.resident()]}
 
     @property
     def standing(self) -> str:
@@ -270,11 +224,6 @@ class Check(Sessions):
             return super().standing
         wrong = len(self.fuzzed["wrong"])
         return f"{super().standing}; {self.fuzzed['cases']} generated requests, {wrong} answered wrongly"
-
-    def write(self, found: dict) -> None:
-        """What is known so far, to the file."""
-        if self.args.json:
-            self.args.json.write_text(json.dumps(found, indent=1) + "\n")
 
     async def fuzz(self, first: int) -> None:
         """Have generated requests sent by a process of their own, round after round, each from another seed."""
@@ -320,9 +269,9 @@ class Check(Sessions):
         victims = self.rng.sample(range(1, self.args.processes), self.args.at_once)
         wanted = await self.metric("dsjax_generation_devices_wanted")
         # With `--no-return` some have gone before; a signal to those is none.
-        victims = [index for index in victims if self.group.processes[index].poll() is None]
+        victims = [index for index in victims if self.processes.processes[index].poll() is None]
         compiled = await self.metric("dsjax_compile_ahead_programs_done")
-        said = len(self.group.output[0])
+        said = len(self.processes.output[0])
         changes, leaves, began = await self.changes(), await self.changes("leave"), time.monotonic()
         weights = await self.weight_bytes()
         self.doing = f"processes {victims} {'leave' if way == 'TERM' else 'are lost'}"
@@ -333,7 +282,7 @@ class Check(Sessions):
             if way == "CUT":
                 self.network.cut(index)
             else:
-                self.group.processes[index].send_signal(getattr(signal, f"SIG{way}"))
+                self.processes.processes[index].send_signal(getattr(signal, f"SIG{way}"))
             await asyncio.sleep(self.rng.uniform(0, self.args.apart))
         await self.until(lambda: self.has_begun(said))
         begun = time.monotonic()
@@ -353,14 +302,14 @@ class Check(Sessions):
             await asyncio.sleep(self.rng.uniform(1, 3))
             began, before = time.monotonic(), await self.metric("dsjax_generation_change_seconds_total")
             weights = await self.weight_bytes()
-            said, self.doing = len(self.group.output[0]), f"processes {victims} come back"
+            said, self.doing = len(self.processes.output[0]), f"processes {victims} come back"
             for index in victims:
-                self.group.processes[index].kill()  # that it is not healthy a supervisor would see too
+                self.processes.processes[index].kill()  # that it is not healthy a supervisor would see too
                 if self.args.between and way != "TERM":
                     self.network.mend_between(*self.args.between)
                 elif way == "CUT":
                     self.network.mend(index)
-                self.group.start_again(index)
+                self.processes.start_again(index)
             await self.until(lambda: self.has_devices(wanted))
             _, found["return_silence"] = await self.silence(began)
             found["return_parts"] = self.parts(said, found["return_silence"], 0.0)
@@ -373,7 +322,7 @@ class Check(Sessions):
     async def exit_codes(self, leavers: list[int], changes: float) -> list[int | None]:
         """Wait until those that leave have ended; note what was not in order. changes: that were made because of them."""
         await self.until(lambda: self.have_ended(leavers))
-        codes = [self.group.processes[index].poll() for index in leavers]
+        codes = [self.processes.processes[index].poll() for index in leavers]
         if any(codes):
             self.disorderly.append(f"processes {leavers} ended with {codes}, expected 0")
         if changes != 1:
@@ -386,7 +335,7 @@ class Check(Sessions):
 
     async def have_ended(self, indices: list[int]) -> bool:
         """Whether these processes have ended."""
-        return all(self.group.processes[index].poll() is not None for index in indices)
+        return all(self.processes.processes[index].poll() is not None for index in indices)
 
     async def weight_bytes(self, before: dict[str, float] | None = None) -> dict[str, float]:
         """Bytes of changed meshes' weights, by where they came from, since `before`; empty where the server does not count them."""
@@ -399,11 +348,11 @@ class Check(Sessions):
         wanted = await self.metric("dsjax_compile_ahead_programs_wanted")
         if not 0 < wanted == await self.metric("dsjax_compile_ahead_programs_done"):
             return False
-        live = [index for index, process in enumerate(self.group.processes) if process.poll() is None]
+        live = [index for index, process in enumerate(self.processes.processes) if process.poll() is None]
         if len(live) < 3:
             return True  # a follower that is alone with process 0 has no smaller mesh to be in
         # A process reads the checkpoint once for each mesh, and then compiles ahead.
-        since = [self.group.output[index].rpartition("of the checkpoint's")[2] for index in live[1:]]
+        since = [self.processes.output[index].rpartition("of the checkpoint's")[2] for index in live[1:]]
         return all("are there, after" in text for text in since)
 
     async def left_out(self) -> list[int]:
@@ -411,7 +360,7 @@ class Check(Sessions):
         found: list[int] = []
 
         async def has_ended() -> bool:
-            found[:] = [index for index in self.args.between if self.group.processes[index].poll() is not None]
+            found[:] = [index for index in self.args.between if self.processes.processes[index].poll() is not None]
             return bool(found)
 
         await self.until(has_ended)
@@ -419,12 +368,15 @@ class Check(Sessions):
 
     async def has_begun(self, said: int) -> bool:
         """Whether process 0 has said since then that it gives up its mesh."""
-        return re.search(r"Generation \d+ begins", self.group.output[0][said:]) is not None
+        return re.search(r"Generation \d+ begins", self.processes.output[0][said:]) is not None
 
     def parts(self, said: int, silence: float, begun: float) -> dict[str, float]:
-        """Of a silence, by what process 0 has said of its last change since then. begun: seconds of it until the new generation began."""
+        """Divide a silence by what process 0 has said of its last change since then.
+
+        begun: seconds of it until the new generation began.
+        """
         changes = re.findall(
-            r"Generation \d+ has .* No step computed for [\d.]+ s: (.*)\.", self.group.output[0][said:]
+            r"Generation \d+ has .* No step computed for [\d.]+ s: (.*)\.", self.processes.output[0][said:]
         )
         found = {name: float(part) for name, part in re.findall(r"(\w+) ([\d.]+) s", changes[-1])} if changes else {}
         before = sum(found.get(name, 0.0) for name in ("looking", "releasing"))
@@ -446,7 +398,7 @@ class Check(Sessions):
 
     def resident(self) -> int:
         """Bytes of process 0 that are in memory."""
-        status = Path(f"/proc/{self.group.processes[0].pid}/status").read_text()
+        status = Path(f"/proc/{self.processes.processes[0].pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024
 
 
