@@ -172,6 +172,13 @@ NAMED = {
 
 The lists may only shrink. Whoever has to know how weights are kept asks ``dsjax.config.weights``.
 """
+
+
+def test_the_page_on_fp4_counts_the_files_that_name_it():
+    files, page = len(" ".join(NAMED["fp4"].values()).split()), (ROOT / "docs" / "fp4.md").read_text(encoding="utf-8")
+    assert f"{files} files outside `dsjax/fp4` name FP4" in page
+
+
 OWN_FOLDER = ("dsjax/fp4/", "dsjax/model/sparse/")
 
 

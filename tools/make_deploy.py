@@ -8,6 +8,7 @@ not planned.
 """
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,14 @@ def options_of(name: str, role: str) -> dict[str, str]:
         | kinds["worker" if both else role]
         | ({} if both else {"--disaggregation-mode": role})
     )
+
+
+def pods_of(name: str) -> dict[str, str]:
+    """What a file gives its pods, beside the engine's options: their `/dev/shm`, and the volume that all read the model from."""
+    text = graph(name)
+    (volume,) = set(re.findall(r"storage: (\S+)", text))
+    (shared,) = set(re.findall(r"sharedMemorySize: (\S+)", text))
+    return {"sharedMemorySize": shared, "storage": volume}
 
 
 def command(name: str) -> list[str]:

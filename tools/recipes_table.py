@@ -27,7 +27,7 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
 from dsjax.plan.question import Question
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
-from tools.make_deploy import MODEL, options_of
+from tools.make_deploy import MODEL, options_of, pods_of
 
 PAGE, RECIPES = ROOT / "docs" / "recipes.md", ROOT / "configs" / "recipes"
 ABSENT = "—"
@@ -40,6 +40,7 @@ and values are also held against the argument parsers of the engines' newest rel
 ([configs/engines/options](../configs/engines/options)). Nobody has run these commands here.
 
 {ABSENT} means that the option is not written. The engines' commands are those that `dsjax plan --engine … --recipe FILE.sh` writes.
+`sharedMemorySize` and `storage` are of the pods: the size of /dev/shm, and of the volume that they read the model from.
 """.replace("{ABSENT}", ABSENT)
 
 
@@ -130,7 +131,7 @@ def rows(recipe: dict) -> list[Row]:
         ours = {"MODEL": command.model} | command.flags | command.environment | flat(command.config)
         for host in reversed(command.each_host):  # the first host's stand, and those that only others have
             ours = ours | host
-        own = options_of(recipe["graph"], side["role"])
+        own = options_of(recipe["graph"], side["role"]) | pods_of(recipe["graph"])
         for option, there in side["options"].items():
             say = [
                 recipe[table].get(f"{side['role']} {option}", recipe[table].get(option, ""))

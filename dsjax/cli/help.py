@@ -3,6 +3,7 @@
 typer's own pages are tables of three columns, which at 80 columns leave 24 for the help and cut long names.
 """
 
+import os
 import re
 from typing import Any
 
@@ -25,7 +26,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 class PanelledCommand(typer.core.TyperCommand):
     """A command whose options are listed under the titles of their panels, those without one first, as "Options".
 
-    To whoever types another engine's options it says what they are called here.
+    To whoever types another engine's options, or has its environment variables set, it says what they are called here.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -34,19 +35,22 @@ class PanelledCommand(typer.core.TyperCommand):
         Raises:
             UsageError: they cannot be read.
         """
-        typed = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except _UsageError as error:
-            from dsjax.cli.other_engines import advice
+        from dsjax.cli.other_engines import advice, unread_variables
 
-            known = [name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)]
+        typed = list(args)
+        known = [name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)]
+        try:
+            rest = super().parse_args(ctx, args)
+        except _UsageError as error:
             lines = advice(typed, known)
             if "unexpected extra argument" in error.message and "--model" in known:
                 lines.append("a model is given as --model MODEL")
             if not lines:
                 raise
             raise _UsageError("\n".join([error.format_message(), *lines]), ctx) from None
+        for line in unread_variables(typed, known, os.environ):
+            typer.echo(f"warning: {line}", err=True)
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections."""

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from dsjax.engine.experts.eplb import EplbConfig
 from tools.recipes_table import PAGE, alike, page, problems, recipes, rows
 
 
@@ -43,6 +44,30 @@ def test_what_the_planner_writes_is_the_recipe_s_value(recipe, side, option, val
     (found,) = [row for row in rows(recipes()[recipe]) if (row.side, row.option) == (side, option)]
     assert alike(found.there, found.ours)
     assert value is None or found.ours == value
+
+
+def test_what_a_recipe_gives_its_pods_is_there_and_what_ours_have():
+    found = {
+        (name, row.option): (row.there, row.own)
+        for name, recipe in recipes().items()
+        for row in rows(recipe)
+        if row.option in ("sharedMemorySize", "storage")
+    }
+    published = ["sglang-tep16-dep16", "sglang-tep8-dep8", "tensorrt-llm-gb200-36", "vllm-dep16"]
+    assert found == {
+        **{(name, "sharedMemorySize"): ("80Gi", "16Gi") for name in published[:2]},
+        **{(name, "storage"): ("1500Gi", "810Gi") for name in published},
+    }
+
+
+def test_no_reason_denies_an_option_that_the_engine_has():
+    fields = {field.name for field in dataclasses.fields(EplbConfig)}
+    for recipe in recipes().values():
+        for reason in recipe["why_dsjax"].values():
+            assert (
+                not {word for word in reason.partition(" is no option")[0].split() if " is no option" in reason}
+                & fields
+            )
 
 
 def test_a_value_that_drifts_apart_and_a_reason_in_vain_are_found():

@@ -1,7 +1,9 @@
 """The options of `dsjax accept` beside those of the server, which are `dsjax bench serve`'s."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from dsjax.options import Checked, OptionError, option
 
@@ -23,11 +25,21 @@ class ListOptions(Checked):
 
 @dataclass(frozen=True)
 class TestBedOptions(Checked):
-    """What else can be measured."""
+    """What else can be measured.
+
+    Attributes:
+        limited_networks: the files of `--limited-network`, by their limits.
+    """
 
     __test__ = False  # pytest takes classes that are called Test… for its own
 
+    limited_networks: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
     network: str | None = option(None, "JSON of dsjax bench network on these hosts")
+    limited_network: list[str] | None = option(
+        None,
+        "LIMIT=FILE: such a JSON that was made while the links were limited, such as 20=limited.json of 20 Gbit/s; give it several times",
+    )
     hook: list[str] | None = option(
         None, "NAME=COMMAND that makes a fault, and NAME-end=COMMAND; give it several times"
     )
@@ -49,8 +61,18 @@ class TestBedOptions(Checked):
                 raise OptionError(f"found {url!r}, expected an address such as http://HOST:PORT/metrics")
         if self.dataset_path is not None and not Path(self.dataset_path).is_file():
             raise OptionError(f"--dataset-path is {self.dataset_path}, which is no file; give a ShareGPT file")
+        object.__setattr__(self, "limited_networks", dict(map(_limited, self.limited_network or ())))
 
     @property
     def metrics_urls(self) -> tuple[str, ...]:
         """Addresses of `--device-metrics`."""
         return tuple(self.device_metrics or ())
+
+
+def _limited(given: str) -> tuple[str, Mapping[str, Any]]:
+    from dsjax.plan.measured_network import read_network
+
+    limit, _, path = given.partition("=")
+    if not (limit and path):
+        raise OptionError(f"--limited-network is {given!r}, expected LIMIT=FILE such as 20=limited.json")
+    return limit, read_network(path).body

@@ -189,7 +189,16 @@ def test_h20_32_has_the_plan_s_numbers():
         "delay-5ms-ttft": ("at_most", 0.05),
         "delay-100ms-throughput": ("at_most", 0.5),
         "bandwidth-5g-throughput": ("at_most", 0.65),
+        "bandwidth-1g-throughput": ("at_most", 0.72),
         "congestion-90-throughput": ("at_most", 0.675),
+        **{f"pair-between-{size}-latency": ("below", 5) for size in ("256b", "1k", "4k")},
+        "pair-inside-1g-bandwidth-aggregate": ("at_least", 450),
+        "all-to-all-1m-aggregate-links": ("at_least", 100),
+        "experts-data-aggregate": ("at_least", 70),
+        "all-to-all-limited-20g-share": ("at_least", 0.85),
+        "all-to-all-limited-15g-share": ("at_least", 0.7),
+        "all-to-all-limited-10g-share": ("at_least", 0.5),
+        "all-to-all-limited-5g-share": ("at_least", 0.25),
         "pair-between-64b-latency": ("below", 10),
         "pair-between-1m-bandwidth": ("above", 20),
         "pair-between-1g-bandwidth": ("above", 22),
@@ -205,6 +214,10 @@ def test_h20_32_has_the_plan_s_numbers():
     assert graded["pair-between-64b-latency"] == (15, 25)
     assert graded["all-to-all-1m-latency"] == (750, 1000)
     assert all(c.source.startswith(("§", "ours", "derived")) for c in load_checklist("h20-32").criteria)
+    measured = load_checklist("h20-32").measurements
+    named = {c.measurement for c in load_checklist("h20-32").criteria}
+    assert set(measured) - named == {"ttft-8192"}  # which §7.1.1 measures, and which no bound follows for
+    assert measured["experts-data"].bytes == 7 * 8 * 7168 * 2  # 200 sessions are 6.25 a GPU
     sessions = load_checklist("h20-32").measurements["sessions"]
     assert (sessions.sessions, sessions.seconds) == (200, 900)
     stability = load_checklist("h20-32").measurements["stability"]

@@ -1,15 +1,25 @@
 """Whoever types an option of vLLM's or SGLang's is told what it is called here."""
 
+import json
+import re
 from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
 from dsjax.cli.main import app
-from dsjax.cli.other_engines import HERE, NEEDLESS, advice
+from dsjax.cli.other_engines import ABSENT, HERE, NEEDLESS, VARIABLES, advice, unread_variables
 
 RUNNER = CliRunner()
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+WIDE = re.compile(
+    r"parallel-(?!loading)|^--(dp|tp|pp|ep)(-size)?$|-(dp|tp|pp|ep|cp)-size$|^--(dcp|cp)-|nnodes|node-rank|headless|eplb|redundant|dbo|ubatch"
+    r"|batch-overlap|tbo|speculative-|^--spec-(method|model|tokens)|kv-transfer|disaggregation-(mode|transfer|bootstrap)|^--quantization"
+    r"|deepep|moe-(a2a|runner|backend|dp|data|dense)|all2all|(dsa|nsa)-.*backend|deterministic"
+)
+"""Names of parallelism, EPLB, overlap, drafts, KV transfer and number formats: what a deployment of DeepSeek's models passes."""
 
 
 def _options(command: str) -> set[str]:
@@ -20,15 +30,67 @@ def _options(command: str) -> set[str]:
 def test_every_counterpart_is_an_option_of_serve_and_no_option_of_serve_is_taken_for_anothers() -> None:
     known = _options("serve")
     for names, here in HERE.items():
-        assert here.split()[0].rstrip(":") in known, here
+        assert here.split()[0].rstrip(":;") in known, here
         assert not known & set(names.split())
-    assert not known & {name for names in NEEDLESS for name in names.split()}
+    assert not known & {name for names in (*NEEDLESS, *ABSENT) for name in names.split()}
+    assert set(VARIABLES.values()) <= known
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_every_option_of_a_wide_deployment_that_their_parsers_take_today_is_answered(engine: str) -> None:
+    parser = json.loads((ROOT / "configs" / "engines" / "options" / f"{engine}.json").read_text(encoding="utf-8"))
+    wide = {name for name in parser["options"] if WIDE.search(name)}
+    assert len(wide) > 30
+    known = _options("serve")
+    unanswered = {name for name in wide - known if not advice([name], known)}
+    assert not unanswered
+
+
+def test_the_command_of_the_h20_plan_and_old_names_of_vllm_are_answered() -> None:
+    words = "--num-redundant-experts 32 --eplb-window-size=1000 --eplb-step-interval 3000 --eplb-log-balancedness --headless"
+    lines = advice(words.split(), _options("serve"))
+    assert [line.split()[0] for line in lines] == re.findall(r"--[a-z-]+", words)
+    assert lines[1] == """--eplb-window-size is --eplb-config '{"window_size": N}'"""
+    assert "is not needed" in lines[-1]
+
+
+def test_a_format_of_fp4_is_not_answered_with_fp8_alone() -> None:
+    (line,) = advice(["--quantization", "modelopt_fp4"], _options("serve"))
+    assert line.startswith("--quantization is --weights fp8, nvfp4, nvfp4-bf16, mxfp4, mxfp4-bf16: ")
+
+
+def test_a_draft_model_is_answered_with_the_module_and_not_with_the_config() -> None:
+    (line,) = advice(["--speculative-draft-model-path"], _options("serve"))
+    assert "MTP module" in line
+    assert "not needed" in line
+
+
+def test_what_nothing_here_can_do_is_said_to_be_absent() -> None:
+    (line,) = advice(["--dcp-size", "8"], _options("serve"))
+    assert line.startswith("--dcp-size has no counterpart here: ")
+
+
+def test_their_variables_are_named_where_they_are_set_and_their_option_is_not_given() -> None:
+    known, on = _options("serve"), {"VLLM_BATCH_INVARIANT": "1"}
+    (line,) = unread_variables(["--model", "demo"], known, on)
+    assert line == "VLLM_BATCH_INVARIANT is set, and not read here: give --batch-invariant, or unset it"
+    for words in (["--batch-invariant"], ["--no-batch-invariant"]):
+        assert unread_variables(words, known, on) == []
+    assert unread_variables([], known, {"VLLM_BATCH_INVARIANT": "0"}) == []
+    assert unread_variables([], {"--model"}, on) == []
+
+
+def test_a_command_warns_of_a_variable_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    found = RUNNER.invoke(app, ["serve", "--disaggregation-mode", "prefill"])  # refused before anything is loaded
+    assert found.stderr.startswith("warning: VLLM_BATCH_INVARIANT is set, and not read here: give --batch-invariant")
 
 
 def test_the_table_in_the_docs_has_every_option() -> None:
     page = (DOCS / "serving.md").read_text(encoding="utf-8")
-    for name in (name for names in (*HERE, *NEEDLESS) for name in names.split()):
+    for name in (name for names in (*HERE, *NEEDLESS, *ABSENT) for name in names.split()):
         assert f"`{name}`" in page, name
+    assert all(f"`{name}`" in page for name in VARIABLES)
 
 
 def test_all_of_them_on_a_command_line_are_explained_at_once() -> None:

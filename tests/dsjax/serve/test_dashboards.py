@@ -169,6 +169,26 @@ def test_promtool_accepts_the_configuration_and_every_query(tmp_path):
     run_promtool("check", "rules", str(path))
 
 
+def test_the_h20_plan_s_alerts_have_both_thresholds_of_each_of_its_metrics():
+    """Section 4.6.4: a warning up to the severe threshold, and beyond that a page."""
+    (group,) = yaml.safe_load((FOLDER / "alerts-h20-32.yml").read_text())["groups"]
+    found = {
+        rule["alert"]: (
+            rule["labels"]["severity"],
+            [float(one) for one in re.findall(r"[<>]=? ([0-9.e-]+)", rule["expr"])],
+        )
+        for rule in group["rules"]
+    }
+    assert found == {
+        "PlanLinkSlow": ("ticket", [10e-6, 20e-6]),
+        "PlanLinkVerySlow": ("page", [20e-6]),
+        "PlanNetworkBusy": ("ticket", [0.7, 0.85]),
+        "PlanNetworkVeryBusy": ("page", [0.85]),
+        "PlanLinkLosesPackets": ("ticket", [0.0001, 0.001]),
+        "PlanLinkLosesManyPackets": ("page", [0.001]),
+    }
+
+
 @promtool
 def test_alerts_fire_for_their_cause_alone(tmp_path):
     files = ", ".join(str(FOLDER / file) for file in RULES)

@@ -5,6 +5,7 @@ from dsjax.bench.accept.kinds.eplb_gain import EplbGainMeasurement
 from dsjax.bench.accept.kinds.fault import FaultMeasurement
 from dsjax.bench.accept.kinds.kind import Measurement
 from dsjax.bench.accept.kinds.link import LinkMeasurement
+from dsjax.bench.accept.kinds.link_share import LinkShareMeasurement
 from dsjax.bench.accept.kinds.load import LoadMeasurement
 from dsjax.bench.accept.kinds.server import ServerMeasurement
 from dsjax.bench.accept.kinds.ttft import TtftMeasurement
@@ -17,4 +18,5 @@ KINDS: dict[str, type[Measurement]] = {
     "eplb_gain": EplbGainMeasurement,
     "fault": FaultMeasurement,
     "link": LinkMeasurement,
+    "link_share": LinkShareMeasurement,
 }

@@ -1,5 +1,6 @@
 """`LinkMeasurement`: a row of the network's measurement, `dsjax bench network --json`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -44,7 +45,7 @@ class LinkMeasurement(Measurement):
 
     async def measure(self, bed: "TestBed") -> Measured:
         """Find the row; of several such groups the slower one counts."""
-        row = self._row(bed)
+        row = self._row(bed.network)
         seconds, found = row["median_s"], Measured(samples=len(row.get("samples_s", ())))
         found.enter("latency_us", seconds * 1e6, "")
         found.enter("gb_per_s", row["sent_bytes"] / seconds / 1e9, "")
@@ -58,22 +59,20 @@ class LinkMeasurement(Measurement):
         found.notes.append(f"{row['ranks']} devices ({device['name']}) of {row['hosts']} hosts, {bed.network['date']}.")
         return found
 
-    def _row(self, bed: "TestBed") -> dict[str, Any]:
+    def _row(self, network: Mapping[str, Any], option: str = "--network") -> dict[str, Any]:
         where = "between hosts" if self.between_hosts else "inside a host"
         rows = [
             row
-            for row in bed.network["rows"]
+            for row in network["rows"]
             if self.group in row["group"]
             and (row["collective"], row["between_hosts"]) == (self.collective, self.between_hosts)
         ]
         if not rows:
-            raise NotTestedError(f"--network has no {self.collective} over a group {self.group!r} {where}")
+            raise NotTestedError(f"{option} has no {self.collective} over a group {self.group!r} {where}")
         sized = [row for row in rows if 1 / _SAME_SIZE <= row["sent_bytes"] / self.bytes <= _SAME_SIZE]
         if not sized:
             sizes = ", ".join(f"{row['sent_bytes']:,}" for row in rows)
-            raise NotTestedError(
-                f"--network has {self.collective} {where} of {sizes} bytes, and none of {self.bytes:,}"
-            )
+            raise NotTestedError(f"{option} has {self.collective} {where} of {sizes} bytes, and none of {self.bytes:,}")
         return max(sized, key=lambda row: row["median_s"])
 
     def by_hand(self, bed: "TestBed") -> str:
