@@ -42,7 +42,7 @@ HERE = {
         "checkpoints are read; integers (awq, gptq, w8a8_int8, w4afp8) are not; --activation-scheme says to what activations are quantised"
     ),
     "--attention-backend --prefill-attention-backend --decode-attention-backend --moe-runner-backend --moe-backend --dsa-*-backend "
-    "--nsa-*-backend --sparse-indexer-topk-backend --fp?-gemm-backend --bf16-gemm-backend --linear-backend": "--kernels",
+    "--nsa-*-backend --sparse-*-topk-backend --fp?-gemm-backend --bf16-gemm-backend --linear-backend": "--kernels",
     "--enable-deterministic-inference": "--batch-invariant",
     "--all2all-backend --moe-a2a-backend --deepep-mode --deepep-v2-mode": "--dispatch",
     "--deepep-dispatcher-output-dtype": "--dispatch-wire",

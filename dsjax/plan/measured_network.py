@@ -125,13 +125,13 @@ class MeasuredNetwork:
         )
 
 
-def read_network(path: str | Path) -> MeasuredNetwork:
-    """A file of `dsjax bench network --json`.
+def read_network(path: str | Path, option: str = "--network") -> MeasuredNetwork:
+    """A file of `dsjax bench network --json`, which was given with `option`.
 
     Raises:
         UserError: it cannot be read, is of another kind, lacks fields, or was a run whose data arrived wrong.
     """
-    body = opened(path, "--network", "dsjax bench network", FORMAT)
+    body = opened(path, option, "dsjax bench network", FORMAT)
     rows = body.get("rows")
     missing = sorted({"date", "device", "rows"} - body.keys())
     bad = [
@@ -141,9 +141,9 @@ def read_network(path: str | Path) -> MeasuredNetwork:
     ]
     if missing or bad or not rows:
         what = f"no {', '.join(missing)}" if missing else f"row {bad[0]} is incomplete" if bad else "it has no rows"
-        raise UserError(f"--network {path}: {what}; write it anew with dsjax bench network --json")
+        raise UserError(f"{option} {path}: {what}; write it anew with dsjax bench network --json")
     if any(row.get("correct") is False for row in rows):
-        raise UserError(f"--network {path}: data arrived wrong in that run (correct: false); repair the network first")
+        raise UserError(f"{option} {path}: data arrived wrong in that run (correct: false); repair the network first")
     curves: dict[tuple[str, bool], dict[int, dict[float, tuple[float, float, float]]]] = {}
     for row in rows:
         sizes = curves.setdefault((row["collective"], row["between_hosts"]), {}).setdefault(row["ranks"], {})

@@ -75,4 +75,4 @@ def _limited(given: str) -> tuple[str, Mapping[str, Any]]:
     limit, _, path = given.partition("=")
     if not (limit and path):
         raise OptionError(f"--limited-network is {given!r}, expected LIMIT=FILE such as 20=limited.json")
-    return limit, read_network(path).body
+    return limit, read_network(path, f"--limited-network {limit} of").body

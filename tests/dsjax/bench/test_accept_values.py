@@ -310,7 +310,7 @@ def test_a_limited_link_is_not_tested_without_its_file_or_its_row():
 def test_a_limited_network_is_given_with_its_limit_and_a_file(tmp_path):
     with pytest.raises(OptionError, match=r"--limited-network is 'limited\.json', expected LIMIT=FILE"):
         TestBedOptions(limited_network=["limited.json"])
-    with pytest.raises(UserError, match=r"nowhere\.json"):
+    with pytest.raises(UserError, match=r"--limited-network 20 of .*nowhere\.json"):
         TestBedOptions(limited_network=[f"20={tmp_path / 'nowhere.json'}"])
 
 
