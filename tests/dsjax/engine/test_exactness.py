@@ -1,7 +1,7 @@
 """With --batch-invariant, what a request gets is the same to the bit, whatever is computed beside it, before it, and where."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -56,7 +56,10 @@ def given_to(output) -> Given:
 @pytest.fixture(scope="module", params=MODELS)
 def ask(request, tmp_path_factory, kernels):
     """``ask(engine, [(prompt, seed or None), …])``: what each got of an engine of ``ENGINES``, all asked at once."""
-    directory = write_checkpoint(tmp_path_factory.mktemp("exact"), mtp=True, **MODELS[request.param])
+    changed = MODELS[request.param]
+    if changed:  # a kind of layer less to compile: V3's dense layers are in its own checkpoint
+        changed = changed | {"first_k_dense_replace": 0}
+    directory = write_checkpoint(tmp_path_factory.mktemp("exact"), mtp=True, **changed)
     running = {}
 
     def engine(name):
@@ -65,6 +68,10 @@ def ask(request, tmp_path_factory, kernels):
             running[name] = LLM(
                 str(directory), dtype="float32", batch_invariant=True, max_num_seqs=8, page_size=4, **options
             )
+            # On one device rows alone and rows beside others are in shapes of their own; elsewhere one shape is compiled for both.
+            if "mesh" in options:
+                executor = getattr(running[name].executor, "inner", running[name].executor)
+                executor.buckets = replace(executor.buckets, decode=executor.buckets.decode[-1:])
             assert running[name].executor.model.is_exact
         return running[name]
 
