@@ -139,8 +139,9 @@ def metric(url: str, name: str, **labels: str) -> list[float]:
     return [float(one[2]) for one in matches if one and all(pair in (one[1] or "") for pair in wanted)]
 
 
-def wait_until(condition, seconds: float = START_SECONDS, what: str = "") -> None:
+def wait_until(condition, seconds: float = START_SECONDS, what: str = "", every: float = 0.2) -> None:
+    """Look ``every`` so many seconds; what passes by itself has to be seen while it lasts."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what or condition}"
-        time.sleep(0.2)
+        time.sleep(every)

@@ -144,11 +144,10 @@ def test_a_stream_that_is_closed_gives_its_pages_back(client, deployment):
     next(iter(stream))
     stream.close()
     for worker in deployment[1:]:
-        wait_until(lambda worker=worker: sum(worker.metric("vllm:num_requests_running")) == 0, 20, "nothing runs")
+        wait_until(lambda worker=worker: sum(worker.metric("vllm:num_requests_running")) == 0, what="nothing runs")
         wait_until(
             lambda worker=worker: sum(worker.metric("dynamo_component_gpu_cache_usage_percent")) == 0,
-            20,
-            "no page is held",
+            what="no page is held",
         )
 
 
@@ -182,7 +181,7 @@ def test_a_worker_that_is_told_to_end_says_goodbye_and_loses_no_request(alone, c
     leaves = deployment[1]
     assert under_load(alone, client, leaves, lambda: leaves.process.send_signal(signal.SIGTERM)) > 0
     assert leaves.process.wait(60) == 0, leaves.log.read_text()[-4000:]
-    wait_until(lambda: deployment[0].num_workers() == 1, 10, "the frontend knows that it has gone")
+    wait_until(lambda: deployment[0].num_workers() == 1, what="the frontend knows that it has gone")
     deployment[1] = Worker(leaves.log.parent, "worker-again", *SIZES)
     wait_until(lambda: deployment[1].is_ready, what="the worker is ready")
     wait_until(lambda: deployment[0].num_workers() == 2, what="the frontend knows both")
@@ -194,5 +193,5 @@ def test_answers_are_the_engines_when_a_worker_is_killed_under_load(alone, clien
 
     killed, left = deployment[1:]
     assert under_load(alone, client, killed, lambda: killed.end(signal.SIGKILL)) > 0
-    wait_until(lambda: sum(left.metric("vllm:num_requests_running")) == 0, 20, "nothing runs")
+    wait_until(lambda: sum(left.metric("vllm:num_requests_running")) == 0, what="nothing runs")
     assert left.end() == 0, left.log.read_text()[-4000:]

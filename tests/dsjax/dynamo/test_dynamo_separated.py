@@ -17,7 +17,7 @@ pytestmark = [
 TRANSFER = ("--transfer-host", "127.0.0.1", "--local-prefill-tokens", "17")
 PREFILL = (*options(), *TRANSFER, "--mesh", "tp=2", "--disaggregation-mode", "prefill")
 DECODE = (*options(), *TRANSFER, "--mesh", "dp=2", "--disaggregation-mode", "decode")
-CLIENTS = 64
+CLIENTS = 16
 PARAMS = {"max_tokens": 12, "temperature": 0}
 
 

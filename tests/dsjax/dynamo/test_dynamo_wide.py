@@ -1,5 +1,6 @@
 """Dynamo's frontend before workers whose meshes span two processes: aggregated, and a prefill and a decode side."""
 
+import contextlib
 import importlib.metadata
 import json
 import signal
@@ -36,24 +37,29 @@ def expected():
     return [output.outputs[0].text for output in llm.generate(ids, SamplingParams(**PARAMS))]
 
 
-@pytest.fixture
-def deploy(tmp_path):
-    """Starts the frontend and workers, each of two processes, and waits until it knows them."""
+@contextlib.contextmanager
+def deployed(folder, **workers: tuple[str, ...]):
+    """The frontend and workers, each of two processes, which it knows."""
     from deployment import Frontend, Group, wait_until
 
-    started = [Frontend(tmp_path)]
-
-    def start(**workers: tuple[str, ...]):
-        groups = [Group(tmp_path, name, *options(), *MESH, *side) for name, side in workers.items()]
+    started = [Frontend(folder)]
+    try:
+        groups = [Group(folder, name, *options(), *MESH, *side) for name, side in workers.items()]
         started.extend(groups)
         wait_until(lambda: all(group.is_ready for group in groups), what="the workers are ready")
         wait_until(lambda: started[0].num_workers() == len(groups), what="the frontend knows them")
         wait_until(lambda: started[0].serves("demo"), what="it serves")
-        return started
+        yield started
+    finally:
+        for one in started:
+            one.end(signal.SIGKILL)
 
-    yield start
-    for one in started:
-        one.end(signal.SIGKILL)
+
+@pytest.fixture(scope="module")
+def aggregated(tmp_path_factory):
+    """The frontend and one worker: the order of the tests that take it is theirs."""
+    with deployed(tmp_path_factory.mktemp("aggregated"), worker=()) as started:
+        yield started
 
 
 def ask_all(url: str) -> list[str]:
@@ -75,38 +81,35 @@ def phase(worker) -> str:
         return json.load(answer)["status"]
 
 
-def test_a_prefill_and_a_decode_side_of_two_processes_each_make_the_tokens_of_one_engine(expected, deploy):
+def test_a_prefill_and_a_decode_side_of_two_processes_each_make_the_tokens_of_one_engine(expected, tmp_path):
     """Pages go from each prefill process straight to the decode process that has the rank."""
-    frontend, prefill, decode = deploy(
-        prefill=(*TRANSFER, "--disaggregation-mode", "prefill"), decode=(*TRANSFER, "--disaggregation-mode", "decode")
-    )
-    assert ask_all(frontend.url) == expected
-    done, given_up = (
-        sum(decode.leader.metric("dsjax_transfers_total", outcome=outcome)) for outcome in ("completed", "given_up")
-    )
-    assert (done, given_up) == (CLIENTS, 0)
-    assert [phase(group.follower) for group in (prefill, decode)] == ["ready", "ready"]
-    for group in (prefill, decode):
-        assert sum(group.follower.metric("dsjax_follower_commands_total")) > 0
-        assert group.end() == [0, 0], group.last_words()
+    sides = {side: (*TRANSFER, "--disaggregation-mode", side) for side in ("prefill", "decode")}
+    with deployed(tmp_path, **sides) as (frontend, prefill, decode):
+        assert ask_all(frontend.url) == expected
+        done, given_up = (
+            sum(decode.leader.metric("dsjax_transfers_total", outcome=outcome)) for outcome in ("completed", "given_up")
+        )
+        assert (done, given_up) == (CLIENTS, 0)
+        assert [phase(group.follower) for group in (prefill, decode)] == ["ready", "ready"]
+        for group in (prefill, decode):
+            assert sum(group.follower.metric("dsjax_follower_commands_total")) > 0
+            assert group.end() == [0, 0], group.last_words()
 
 
-def test_an_aggregated_worker_of_two_processes_makes_them_too(expected, deploy):
-    frontend, worker = deploy(worker=())
+def test_an_aggregated_worker_of_two_processes_makes_them_too(expected, aggregated):
+    frontend, worker = aggregated
     assert ask_all(frontend.url) == expected
     assert phase(worker.follower) == "ready"
-    assert worker.end() == [0, 0], worker.last_words()
 
 
-def test_a_process_of_a_worker_that_is_told_to_end_leaves_in_order_and_loses_no_request(expected, deploy):
+def test_a_process_of_a_worker_that_is_told_to_end_leaves_in_order_and_loses_no_request(expected, aggregated):
     """The mesh goes on without its devices; the worker itself says goodbye in `test_dynamo_frontend.py`."""
     from deployment import wait_until
 
-    frontend, worker = deploy(worker=())
-    assert ask_all(frontend.url) == expected
+    frontend, worker = aggregated
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_all, frontend.url)
-        wait_until(lambda: sum(worker.leader.metric("vllm:num_requests_running")) > 0, what="requests run")
+        wait_until(lambda: sum(worker.leader.metric("vllm:num_requests_running")) > 0, what="requests run", every=0.01)
         worker.follower.process.send_signal(signal.SIGTERM)
         assert answers.result() == expected
     assert worker.follower.process.wait(60) == 0, worker.last_words()

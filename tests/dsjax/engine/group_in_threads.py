@@ -115,7 +115,7 @@ class Pair:
 
     def take_part(self, count: int):
         """Wait until the follower has launched so many commands: on devices a step's result would not be there before."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.told.launched < count and time.monotonic() < deadline:
             time.sleep(0.001)
 
@@ -154,7 +154,7 @@ class Group:
         self.leader.announce(Announcement(number, list(process_ids), [0], {"mesh": "dp=1"}, "a test"))
 
     def until(self, condition):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.001)

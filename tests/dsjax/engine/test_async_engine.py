@@ -36,7 +36,7 @@ async def collect(engine: AsyncEngine, request_id: str, prompts, params=FINAL) -
     return {index: output.outputs[0].token_ids async for index, output in stream}
 
 
-async def until(condition, seconds: float = 5.0) -> None:
+async def until(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"

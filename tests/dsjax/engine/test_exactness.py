@@ -106,7 +106,10 @@ def ask(request, tmp_path_factory, kernels):
 
     told: whether they ask for the log-probabilities of their prompts, which are computed for it and read nothing of the prefix cache.
     """
-    directory = write_checkpoint(tmp_path_factory.mktemp("exact"), mtp=True, **MODELS[request.param])
+    changed = MODELS[request.param]
+    if changed:  # a kind of layer less to compile: V3's dense layers are in its own checkpoint
+        changed = changed | {"first_k_dense_replace": 0}
+    directory = write_checkpoint(tmp_path_factory.mktemp("exact"), mtp=True, **changed)
     running = {}
 
     def engine(name):
@@ -115,6 +118,10 @@ def ask(request, tmp_path_factory, kernels):
             running[name] = LLM(
                 str(directory), dtype="float32", batch_invariant=True, max_num_seqs=8, page_size=4, **options
             )
+            # On one device rows alone and rows beside others are in shapes of their own; elsewhere one shape is compiled for both.
+            if "mesh" in options:
+                executor = getattr(running[name].executor, "inner", running[name].executor)
+                executor.buckets = dataclasses.replace(executor.buckets, decode=executor.buckets.decode[-1:])
             assert running[name].executor.model.is_exact
         return running[name]
 

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return str(write_checkpoint(tmp_path_factory.mktemp("tiny")))
+    return str(
+        write_checkpoint(tmp_path_factory.mktemp("tiny"), first_k_dense_replace=0)
+    )  # one kind of layer less to compile
 
 
 def test_a_follower_of_llm_leaves_in_order_and_no_prompt_is_lost(checkpoint):

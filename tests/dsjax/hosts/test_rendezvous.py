@@ -204,7 +204,7 @@ def listener_of(left: list, next_generation: int | None = 3):
 
 
 def until(condition) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -13,11 +13,13 @@ import jax
 import numpy as np
 import pytest
 from balanced_model import generate, load
+from kept_programs import kept_in
 from layouts import MODELS, TINY, prompts, write_checkpoint
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError
 from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, Step
+from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.eplb import EplbConfig, ExpertMover, ExpertSlots, RebalanceUnderWayError
 from dsjax.engine.experts.expert_balancer import ExpertBalancer, LayerChange, decide
 from dsjax.engine.setup.args import EngineArgs
@@ -55,11 +57,18 @@ def llm(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def expected_of(checkpoints):
+def gathering():
+    """Programs of engines on ``dp=8`` with ``gather``, by model."""
+    return functools.cache(lambda model: ProgramLibrary())
+
+
+@pytest.fixture(scope="module")
+def expected_of(checkpoints, gathering):
     """Each model's tokens of an engine that never moves an expert, when they are first asked for."""
 
     def made(model):
-        still = load(checkpoints(model), "dp=8", dispatch="gather")
+        with kept_in(gathering(model)):
+            still = load(checkpoints(model), "dp=8", dispatch="gather")
         try:
             return generate(still, TOKENS)
         finally:
@@ -341,15 +350,17 @@ def test_a_failure_in_the_middle_gives_the_rebalance_up_and_serving_goes_on(llm,
     assert "Rebalancing experts is given up" in caplog.text
 
 
-def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, llm, tmp_path, expected):
+def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, gathering, tmp_path, expected):
     path = tmp_path / "steps.dsjax"
-    recorded = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="gather", record_steps=str(path))
+    with kept_in(gathering("v3")):
+        recorded = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="gather", record_steps=str(path))
     try:
         assert generate(recorded, TOKENS) == expected
         final = recorded.executor.extension(ExpertMover).slots.physical_to_logical
     finally:
         recorded.shutdown()
-    again = load(checkpoint, "dp=8", dispatch="gather")
+    with kept_in(gathering("v3")):
+        again = load(checkpoint, "dp=8", dispatch="gather")
     try:
         assert (again.executor.extension(ExpertMover).slots.physical_to_logical != final).any()
         kinds, results = set(), {}

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
+from kept_programs import kept_in
 from layouts import ARITHMETIC, MODELS
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import lock_disk
 from dsjax.engine.tiers import page_files
@@ -96,7 +98,9 @@ def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_resta
     form = ARITHMETIC[options.get("mla_decode", "A_CC_ME")]
     checkpoint, expected = checkpoints(model), expected_of(model, form)
     on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "cache_tokens": 92}
-    first = load(checkpoint, **on_disk, **{"host_cache_bytes": 1 << 20} | options)
+    library = ProgramLibrary()
+    with kept_in(library):
+        first = load(checkpoint, **on_disk, **{"host_cache_bytes": 1 << 20} | options)
     try:
         assert generated(first) == expected
         source = first.engine.core.part(OffloadAttachment).source
@@ -112,7 +116,8 @@ def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_resta
     files = list(Path(tmp_path).glob("*/*/*.page"))
     assert {-(-file.stat().st_size // 4096) * 4096 for file in files} == {first.executor.limits.disk_page_bytes}
     files[0].write_bytes(files[0].read_bytes()[:-3])
-    second = load(checkpoint, **on_disk, **{"host_cache_bytes": 1 << 14} | options)
+    with kept_in(library):
+        second = load(checkpoint, **on_disk, **{"host_cache_bytes": 1 << 14} | options)
     try:
         assert generated(second) == expected
         ranks = second.engine.core.scheduler.ranks
