@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sharding.emulation import most_devices
@@ -106,17 +107,17 @@ class MeshSpec:
         parts += [f"etp={self.etp_size}"] if self.etp_size != usual else []
         return ",".join(parts)
 
-    @property
+    @cached_property
     def num_devices(self) -> int:
         """pp × dp × tp."""
         return self.pp_size * self.stage_devices
 
-    @property
+    @cached_property
     def stage_devices(self) -> int:
         """Devices of one stage: dp × tp."""
         return self.dp_size * self.tp_size
 
-    @property
+    @cached_property
     def stage(self) -> MeshSpec:
         """The mesh of one stage: this one without ``pp``."""
         return replace(self, pp_size=1)
@@ -126,29 +127,29 @@ class MeshSpec:
         """Whether each expert's width is spread over several devices."""
         return self.etp_size > 1
 
-    @property
+    @cached_property
     def _width_over_tp(self) -> bool:
         """Whether the ``tp`` ranks of a replica share each expert's width, and not the set of experts."""
         return self.tp_size == 1 or (self.splits_expert_width and self.etp_size % self.tp_size == 0)
 
-    @property
+    @cached_property
     def _width_ranks(self) -> int:
         """DP ranks that share each expert's width."""
         return self.etp_size // self.tp_size if self._width_over_tp else self.etp_size
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The physical axes, outermost first."""
         return ("dp", "ep", "etp", "tp") if self._width_ranks > 1 else ("dp", "ep", "tp")
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the physical ``axes``."""
         ep_ranks = self.ep_size if self._width_over_tp else self.ep_size // self.tp_size
         sizes = (ep_ranks, self._width_ranks, self.tp_size) if self._width_ranks > 1 else (ep_ranks, self.tp_size)
         return (self.stage_devices // math.prod(sizes), *sizes)
 
-    @property
+    @cached_property
     def expert_copies(self) -> int:
         """How many complete sets of the routed experts exist."""
         return self.shape[0]

@@ -256,17 +256,23 @@ class PrefillPool:
         full, alone = self.seconds.value, self.alone.value
         return full if share is None else alone * (1 - share) + full * share
 
+    @cached_property
+    def _settling(self) -> tuple[float, int, float]:
+        """(new tokens of a prompt, ranks, variation of prompts), which every step that settles hangs on."""
+        work = self.instance.workload
+        return work.computed, self.instance.replicas, work.input.variation
+
     def share_at(self, rate: float) -> float | None:
         """How full a step is: 0 with one prompt a rank, 1 full; None where a step cannot be other than full."""
-        computed = self.instance.workload.computed
+        computed, ranks, variation = self._settling
         full, alone = self.seconds.value, self.alone.value
         if computed >= self.tokens or full <= alone:
             return None
         # Tokens of the fullest rank, from one prompt to a full step. The router spreads prompts evenly, and they are whole, which adds
         # `(ranks - 1) ÷ 2 ranks` of one on average; the largest of n normal variables is about √(2 ln n) standard deviations above
         # their mean. Written out, without `min` and `max`: the search settles some hundred thousand steps.
-        ranks, variation, most = self.instance.replicas, self.instance.workload.input.variation, self.tokens
-        rounding, rise, enough, share, seconds = (ranks - 1) / (2 * ranks), full - alone, 1e-3 * alone, 0.0, 0.0
+        most, rounding, rise, enough = self.tokens, (ranks - 1) / (2 * ranks), full - alone, 1e-3 * alone
+        share = seconds = 0.0
         for _ in range(_SETTLE):
             before, seconds = seconds, alone + share * rise
             if seconds - before < enough:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.curves import Curve
-from dsjax.plan.figure import Figure, assumed, exact, largest, measured
+from dsjax.plan.figure import Figure, amount, assumed, exact, largest, measured
 from dsjax.plan.operations import (
     ALL_REDUCE,
     COMBINE_ROW_BYTES,
@@ -106,9 +106,10 @@ def low_latency_exchange(
     links: _Links = known[key]
     near = links.near
     payload = tokens * top_k * row_bytes
-    time = exact(payload * (near - 1) / ranks, "bytes to neighbours", "B") * slowest * links.hops / links.inside
+    sent = amount(payload * (near - 1) / ranks, "bytes to neighbours", "B", slowest)
+    time = sent * slowest * links.hops / links.inside
     if ranks > near:
-        away = exact(payload * (1 - near / ranks), "bytes to other hosts", "B") * slowest
+        away = amount(payload * (1 - near / ranks), "bytes to other hosts", "B", slowest) * slowest
         time = largest(time, away / links.between)
         time = time + links.latency - _REFERENCE_LATENCY
     return time + links.fixed
@@ -172,11 +173,11 @@ def normal_exchange(
         fixed = assumed(40e-6, 20e-6, 80e-6, "normal kernels, fixed part", "layout exchange and synchronisation", "s")
         known[key] = _Links.of(cluster.between(ranks), ranks, fixed, *normal_shares())
     links: _Links = known[key]
-    inside = exact(tokens * row_bytes * spread, "bytes over the scale-up link", "B") * slowest
+    inside = amount(tokens * row_bytes * spread, "bytes over the scale-up link", "B", slowest) * slowest
     time = inside * links.hops / links.inside
     if domains > 1:
         rows = hosts_of_a_token(config, domains) * (domains - 1) / domains
-        away = exact(tokens * row_bytes * rows, "bytes to other hosts", "B") * slowest
+        away = amount(tokens * row_bytes * rows, "bytes to other hosts", "B", slowest) * slowest
         time = largest(time, away / links.between) + links.latency * 2
     return time + links.fixed
 
