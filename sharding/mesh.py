@@ -298,9 +298,18 @@ def device_order(device: jax.Device) -> tuple[int, int, int]:
     return device.process_index, getattr(device, "slice_index", 0) or 0, device.id
 
 
-def devices_per_process(mesh: jax.sharding.Mesh) -> int | None:
-    """How many neighbours in a mesh are of one process, where each process has as many; None where they have not."""
-    owners = [device.process_index for device in mesh.devices.flat]
+def joined_neighbours(mesh: jax.sharding.Mesh) -> int | None:
+    """How many neighbours in a mesh fast links join, where they join as many everywhere; None where they do not.
+
+    Of accelerators JAX says it by slices: chips that ICI joins, GPUs of a host or of one NVLink domain. Else the devices of a process are
+    neighbours.
+    """
+    devices = list(mesh.devices.flat)
+    slices = [getattr(device, "slice_index", None) for device in devices]
+    if devices[0].platform == "cpu" or None in slices:
+        owners = [device.process_index for device in devices]
+    else:
+        owners = slices
     count = owners.count(owners[0])
     runs = [owners[at : at + count] for at in range(0, len(owners), count)]
     return count if all(len(set(run)) == 1 for run in runs) and len({run[0] for run in runs}) == len(runs) else None
