@@ -1,7 +1,7 @@
 """Hold every layout × dispatch × pair of MLA forms to the answer of one device: 15 × 4 × 6 runs of a tiny model.
 
 Runs whose products are native (``ModelStep.is_exact``) must equal one device's to the bit: logits, tokens, log-probabilities. What
-plain forms compute (``--kernels plain``, FP4 with ``--activation-scheme dynamic``) keeps a bound of float32's rounding, and the same
+plain forms compute (``--kernels plain``) keeps a bound of float32's rounding, and the same
 tokens; and one device with native kernels keeps it against one with the plain forms. Without a C++ compiler all is plain.
 
     python tools/check_layouts.py
@@ -20,14 +20,15 @@ tokens; and one device with native kernels keeps it against one with the plain f
     python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
     python tools/check_layouts.py --weights fp8 --activation-scheme dynamic dp=1 dp=2,tp=2   # with FP8 activations, on one device too
     python tools/check_layouts.py --speculative --no-async-scheduling --every 19   # each 19th of these runs
+    python tools/check_layouts.py --all-options --every 467   # each 467th of all combinations of layout, dispatch, forms and these options
 
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
+``--enable-dbo`` every step of two tokens or more is computed in two halves, with
 ``--eplb`` experts are placed anew every four steps, at least three times, on as many redundant slots as the EP group has ranks (meshes
 whose devices hold all experts, and those with stages, are left out): none of them may change a token. With ``--weights fp8`` or FP4 the
 model is as wide as the largest ``tp`` of these layouts asks for, and it has a layer for each stage; with ``--kv-cache-dtype fp8`` pairs of
 forms that cannot read such a cache are left out, and with ``--activation-scheme dynamic`` those with ``AM_CC_ME``, which multiplies two
-products ahead that others quantise between. The tests run a covering part of this; the whole takes about a quarter of an hour on 2 cores
-for each of the four. Exits 1 if any run differs.
+products ahead that others quantise between. The tests run a covering part of this; a run takes 15 to 40 s on 2 busy cores. Exits 1 if any run differs.
 
 Programs of tiny models are compiled without LLVM's optimisations and with another generator for fusions, which nobody serves with.
 ``--serving-compilation`` leaves XLA as it is for serving: 55 minutes on 2 busy cores (2026-11-23); CI runs a part with it (``.ci/run``).
@@ -35,11 +36,13 @@ Programs of tiny models are compiled without LLVM's optimisations and with anoth
 
 import argparse
 import functools
+import itertools
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
@@ -52,14 +55,43 @@ os.environ |= {"JAX_COMPILATION_CACHE_DIR": programs.name, "JAX_PERSISTENT_CACHE
 from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
 
-SPECULATION = {"method": "mtp", "num_speculative_tokens": 2}
-NAMES = {
-    "speculative_config": "speculative",
-    "async_scheduling": "synchronous",
-    "enable_eplb": "balanced",
-    "enable_shared_experts_fusion": "fused",
-    "moe_dense_tp_size": "dense by data",
-    "enable_dp_lm_head": "head by data",
+
+class Variant(NamedTuple):
+    """What each run is made with, too: how its line names it, the engine's options, and the help of the flag that asks for it."""
+
+    name: str
+    options: dict[str, Any]
+    help: str
+
+
+VARIANTS = {
+    "--speculative": Variant(
+        "speculative",
+        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+        "speculative decoding",
+    ),
+    "--no-async-scheduling": Variant(
+        "synchronous",
+        {"async_scheduling": False},
+        "steps that wait for the one before, instead of asynchronous scheduling",
+    ),
+    "--eplb": Variant("balanced", {"enable_eplb": True}, "experts that follow the load"),
+    "--shared-experts-fusion": Variant(
+        "fused", {"enable_shared_experts_fusion": True}, "the shared expert as a routed one"
+    ),
+    "--by-data": Variant(
+        "dense and head by data",
+        {"moe_dense_tp_size": 1, "enable_dp_lm_head": True},
+        "--moe-dense-tp-size 1 and --enable-dp-lm-head",
+    ),
+    "--enable-dbo": Variant(
+        "halves",
+        {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2},
+        "steps in two halves, from two tokens on",
+    ),
+    "--host-embedding": Variant(
+        "embedding on the host", {"embedding_location": "host"}, "the embedding in the host's memory"
+    ),
 }
 
 
@@ -88,16 +120,10 @@ def main() -> int:
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
     parser.add_argument("--model", choices=MODELS, default="v3", help="of which tiny model; v3.2 has sparse attention")
     parser.add_argument(SERVING_FLAG, action="store_true", help="compile as dsjax serve does, instead of quickly")
-    parser.add_argument("--speculative", action="store_true", help="each run with speculative decoding too")
+    for flag, variant in VARIANTS.items():
+        parser.add_argument(flag, action="store_true", help=f"each run with {variant.help} too")
     parser.add_argument(
-        "--no-async-scheduling", action="store_true", help="each run without asynchronous scheduling too"
-    )
-    parser.add_argument("--eplb", action="store_true", help="each run with experts that follow the load too")
-    parser.add_argument(
-        "--shared-experts-fusion", action="store_true", help="each run with the shared expert as a routed one too"
-    )
-    parser.add_argument(
-        "--by-data", action="store_true", help="each run with --moe-dense-tp-size 1 and --enable-dp-lm-head too"
+        "--all-options", action="store_true", help=f"all of {', '.join(VARIANTS)}: 128 times as many runs"
     )
     parser.add_argument(
         "--skip-plain",
@@ -109,7 +135,7 @@ def main() -> int:
         type=int,
         default=1,
         metavar="N",
-        help="each N-th of the runs only; an N that neither 2 nor 3 divides meets all layouts, dispatches, forms and options alike",
+        help="each N-th of the runs only; an N that none of 2, 3, 5 divides meets all layouts, dispatches, forms and options alike",
     )
     parser.add_argument("--ep-dispatch-algorithm", default="dynamic", help="of the runs beneath which experts move")
     parser.add_argument("--weights", default="auto", help="as of dsjax serve, of one device too")
@@ -138,13 +164,9 @@ def main() -> int:
         kept = {name: getattr(args, name) for name in ("weights", "kv_cache_dtype", "activation_scheme")}
         one_device = functools.partial(answer, directory, "dp=1", "auto")
         references = References(one_device, kept, args.kernels)
+        asked = [row for flag, row in VARIANTS.items() if args.all_options or getattr(args, flag[2:].replace("-", "_"))]
         variants = [
-            {**drafting, **scheduling, **balancing, **fusion, **placing}
-            for drafting in ({}, *([{"speculative_config": SPECULATION}] if args.speculative else []))
-            for scheduling in ({}, *([{"async_scheduling": False}] if args.no_async_scheduling else []))
-            for balancing in ({}, *([{"enable_eplb": True}] if args.eplb else []))
-            for fusion in ({}, *([{"enable_shared_experts_fusion": True}] if args.shared_experts_fusion else []))
-            for placing in ({}, *([{"moe_dense_tp_size": 1, "enable_dp_lm_head": True}] if args.by_data else []))
+            list(itertools.compress(asked, with_it)) for with_it in itertools.product((False, True), repeat=len(asked))
         ]
         if args.skip_plain:
             variants = variants[-1:]  # with all that was asked for
@@ -158,24 +180,26 @@ def main() -> int:
             and all(reads(form, cache) for form in pairs[forms])
             and not (args.activation_scheme == "dynamic" and "AM_CC_ME" in pairs[forms])
         ]
+        balance = VARIANTS["--eplb"]
         runs = [
             (run, variant)
             for run in layouts
             for variant in variants
-            if not (variant.get("enable_eplb") and (specs[run[0]].ep_size == 1 or specs[run[0]].pp_size > 1))
+            if not (balance in variant and (specs[run[0]].ep_size == 1 or specs[run[0]].pp_size > 1))
         ]
         of, runs = len(runs), runs[:: args.every]
         equal, exact = 0, 0
         for number, (run, variant) in enumerate(runs, 1):
             start = time.monotonic()
-            name = " ".join([*run, *(NAMES[option] for option in variant)])
-            if balanced := variant.get("enable_eplb"):
+            name = ", ".join([" ".join(run), *(row.name for row in variant)])
+            options = {option: value for row in variant for option, value in row.options.items()}
+            if balance in variant:
                 eplb = {"num_redundant_experts": specs[run[0]].ep_size, "window_size": 4, "step_interval": 4}
-                variant |= {"eplb_config": eplb | {"payback": 0}, "ep_dispatch_algorithm": args.ep_dispatch_algorithm}
-            found = answer(directory, *run, kernels=args.kernels, **variant, **kept)
+                options |= {"eplb_config": eplb | {"payback": 0}, "ep_dispatch_algorithm": args.ep_dispatch_algorithm}
+            found = answer(directory, *run, kernels=args.kernels, **options, **kept)
             exact += found.exact
-            reference = references.of(found, *run[2:], variant)
-            text = judge(found, reference, rebalances=3 if balanced else 0)
+            reference = references.of(found, *run[2:], options)
+            text = judge(found, reference, rebalances=3 if balance in variant else 0)
             equal += text == "equal"
             text += " to the bit" if found.exact and text == "equal" else ""
             print(f"{number}/{len(runs)} {name}: {text} ({time.monotonic() - start:.1f} s)", flush=True)

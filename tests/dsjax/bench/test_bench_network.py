@@ -185,6 +185,28 @@ def test_the_slowest_process_is_what_counts():
     assert set(counts) == {0, 1}  # a second each: one application is a sample
 
 
+def test_a_loop_that_took_no_longer_than_an_empty_one_is_made_longer(monkeypatch):
+    """Where a call costs 50 ms and an application 0.1 ms, a loop of one application is noise, and one of 256 is a sample."""
+
+    def seconds(run, applications):
+        run(applications)
+        return 0.05 + applications * 1e-4
+
+    monkeypatch.setattr("dsjax.bench.network.run.seconds_of", seconds)
+    counts = []
+    found = sample(counts.append, 2, lambda stage, own: [own])
+    assert max(counts) == 256
+    assert found == pytest.approx([1e-4] * 2)
+
+
+def test_a_collective_that_drowns_in_noise_has_a_line_and_no_figure(host, monkeypatch):
+    monkeypatch.setattr("dsjax.bench.network.run.seconds_of", lambda run, applications: 0.05)
+    grid = CollectiveGrid(mesh="dp=4,ep=2", sizes="64", only="all_to_all", repeats=1)
+    found = run_cases(cases([host], grid), grid, jnp.dtype("float32"), None, lambda stage, value: [value])
+    assert not found.rows
+    assert "run it again" in found.skipped[0][1]
+
+
 def test_expectations_are_the_planner_s_or_the_file_s_own(cluster_file):
     groups = {group.uses[0]: group for group in device_groups(*pretended("dp=4", 2))}
     plain = load_cluster(cluster_file())
