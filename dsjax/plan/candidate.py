@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -233,6 +233,7 @@ class PrefillPool:
     """An instance that only prefills, in steps of at most `tokens` a DP rank.
 
     rate: requests a second with full steps; seconds: of a prompt in full steps; alone: of a prompt with no other on its rank.
+    shares: what `share_at` has found; the search asks two times in three for a rate that it has asked for before.
     """
 
     instance: Instance
@@ -240,6 +241,7 @@ class PrefillPool:
     rate: Figure
     seconds: Figure
     alone: Figure
+    shares: dict[float, float | None] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds_at(self, rate: float) -> Figure:
         """Seconds of a prompt at so many requests a second of the instance: a step takes what arrived in the one before.
@@ -264,6 +266,11 @@ class PrefillPool:
 
     def share_at(self, rate: float) -> float | None:
         """How full a step is: 0 with one prompt a rank, 1 full; None where a step cannot be other than full."""
+        if rate not in self.shares:
+            self.shares[rate] = self._share_at(rate)
+        return self.shares[rate]
+
+    def _share_at(self, rate: float) -> float | None:
         computed, ranks, variation = self._settling
         full, alone = self.seconds.value, self.alone.value
         if computed >= self.tokens or full <= alone:
