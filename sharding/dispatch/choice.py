@@ -51,7 +51,7 @@ def choose_method(
       group, in one memory: past ``CPU_GATHER_TOKENS`` tokens ``padded``, whose buffers are smaller (a third, on 32 ranks).
     - On accelerators ``hierarchical`` where the ranks are on several hosts, several on each, and what is sent between hosts and
       inside them takes less time so (``crosses_cheaper``). Many hosts have hardly two experts of a token on one of them.
-      Where exchanges are ``overlapped``, they are beside computation anyway, and two stages would be more of that.
+      Not where exchanges are ``overlapped``: by the timeline a half batch is faster straight (``docs/dispatch.md``).
     - Else on accelerators ``padded`` for decode, up to ``PADDED_TOKENS``, where latency counts and nothing should be
       negotiated; ``ragged`` for prefill, where bytes count. This is how DeepEP's low-latency and normal kernels divide
       the work; the threshold is not measured here.
