@@ -655,8 +655,8 @@ def expert_space(address: tuple[str, int], key: Credentials) -> dict[str, Any]:
             send(channel, Hello(VERSION, space))
             return receive(channel, Welcome).error
 
-    told = re.findall(r"(?:in |, )([A-Za-z_ ]+) ('[^']*'|[\w.]+) here and None there", greeted({}))
-    space = {name: ast.literal_eval(value) for name, value in told}
+    told = re.findall(r"([A-Za-z_ ]+) ('[^']*'|[\w.]+) here and None there", greeted({}).partition("differ in ")[2])
+    space = {name.strip(): ast.literal_eval(value) for name, value in told}
     if refusal := greeted(space):
         raise RuntimeError(f"the process with experts refuses what it asks for: {refusal}")
     return space
