@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sharding.emulation import most_devices
@@ -106,17 +107,17 @@ class MeshSpec:
         parts += [f"etp={self.etp_size}"] if self.etp_size != usual else []
         return ",".join(parts)
 
-    @property
+    @cached_property
     def num_devices(self) -> int:
         """pp × dp × tp."""
         return self.pp_size * self.stage_devices
 
-    @property
+    @cached_property
     def stage_devices(self) -> int:
         """Devices of one stage: dp × tp."""
         return self.dp_size * self.tp_size
 
-    @property
+    @cached_property
     def stage(self) -> MeshSpec:
         """The mesh of one stage: this one without ``pp``."""
         return replace(self, pp_size=1)
@@ -126,29 +127,29 @@ class MeshSpec:
         """Whether each expert's width is spread over several devices."""
         return self.etp_size > 1
 
-    @property
+    @cached_property
     def _width_over_tp(self) -> bool:
         """Whether the ``tp`` ranks of a replica share each expert's width, and not the set of experts."""
         return self.tp_size == 1 or (self.splits_expert_width and self.etp_size % self.tp_size == 0)
 
-    @property
+    @cached_property
     def _width_ranks(self) -> int:
         """DP ranks that share each expert's width."""
         return self.etp_size // self.tp_size if self._width_over_tp else self.etp_size
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The physical axes, outermost first."""
         return ("dp", "ep", "etp", "tp") if self._width_ranks > 1 else ("dp", "ep", "tp")
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the physical ``axes``."""
         ep_ranks = self.ep_size if self._width_over_tp else self.ep_size // self.tp_size
         sizes = (ep_ranks, self._width_ranks, self.tp_size) if self._width_ranks > 1 else (ep_ranks, self.tp_size)
         return (self.stage_devices // math.prod(sizes), *sizes)
 
-    @property
+    @cached_property
     def expert_copies(self) -> int:
         """How many complete sets of the routed experts exist."""
         return self.shape[0]
@@ -297,9 +298,18 @@ def device_order(device: jax.Device) -> tuple[int, int, int]:
     return device.process_index, getattr(device, "slice_index", 0) or 0, device.id
 
 
-def devices_per_process(mesh: jax.sharding.Mesh) -> int | None:
-    """How many neighbours in a mesh are of one process, where each process has as many; None where they have not."""
-    owners = [device.process_index for device in mesh.devices.flat]
+def joined_neighbours(mesh: jax.sharding.Mesh) -> int | None:
+    """How many neighbours in a mesh fast links join, where they join as many everywhere; None where they do not.
+
+    Of accelerators JAX says it by slices: chips that ICI joins, GPUs of a host or of one NVLink domain. Else the devices of a process are
+    neighbours.
+    """
+    devices = list(mesh.devices.flat)
+    slices = [getattr(device, "slice_index", None) for device in devices]
+    if devices[0].platform == "cpu" or None in slices:
+        owners = [device.process_index for device in devices]
+    else:
+        owners = slices
     count = owners.count(owners[0])
     runs = [owners[at : at + count] for at in range(0, len(owners), count)]
     return count if all(len(set(run)) == 1 for run in runs) and len({run[0] for run in runs}) == len(runs) else None

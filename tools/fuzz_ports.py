@@ -3,12 +3,22 @@
     python tools/fuzz_ports.py                           # 5,000 cases a port
     python tools/fuzz_ports.py --cases 200 --seed 7 --only experts
 
-It starts what it needs, with a tiny model and a cluster key of its own, and takes the ports one after the other: of two processes of a
-group the rendezvous while the group forms and once it has formed, and the links; of a prefill engine beside a decode engine the ports for
-transfers and for chunks; of a process with experts the port for rows. A case is a connection, or many: random
-bytes, a greeting that ends somewhere, one of another version, one with a wrong or an old proof, one that comes byte by byte, a flood; or
-a member's connection whose frames were changed, cut off, replayed, put into another order, or say that they are 4 GiB long. Meanwhile
-requests are answered over HTTP, prompts go from prefill to decode, and rows from attention to experts.
+It starts what it needs, with a tiny model and a cluster key of its own, and takes the ports one after the other:
+
+    | what runs                       | ports                                                                                        |
+    |---------------------------------|----------------------------------------------------------------------------------------------|
+    | a group of two servers          | rendezvous while the group forms and once it has formed; links, for both services there      |
+    | a group with a stage a process  | stages, of both                                                                              |
+    | a prefill and a decode engine   | transfers, chunks                                                                            |
+    | attention, and a process with   | experts: as a member with another model, as another attention side, and as another process   |
+    | experts                         | with experts                                                                                 |
+
+A port for weights is open only while a mesh changes: `tests/tools/test_fuzz_ports.py` fuzzes it, beside all others in one process.
+
+A case is a connection, or many: random bytes, a greeting that ends somewhere, one of another version, one with a wrong or an old proof, one
+that comes byte by byte, a flood; or a member's connection whose frames were changed, cut off, replayed, put into another order, or say that
+they are 4 GiB long. Meanwhile requests are answered over HTTP, prompts go from prefill to decode, rows from attention to experts, and
+hidden states from stage to stage.
 
 It exits with 1 unless all of this holds: every such connection is closed, and a stranger has heard no more than a listener's nonce. Every
 answer is what it was before. Every process lives, with no more threads and open files than before, and at most 16 MiB more memory. One
@@ -18,6 +28,7 @@ seed makes the same cases again. Linux.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import errno
 import functools
@@ -44,6 +55,7 @@ TESTS = ROOT / "tests"
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), *(str(TESTS / part) for part in ("", "dsjax/hosts", "dsjax/engine"))]
 
 import msgspec
+import numpy as np
 from listening_sockets import listening_addresses
 from serve_process import serve_process
 
@@ -426,9 +438,7 @@ def fuzz_group(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
         def _reader(self, index: int) -> threading.Thread | None:
             return super()._reader(index) if self.processes[index] is not None else None
 
-    sizes = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96 --kernels plain"
-    model = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny"]
-    group = Late(["-m", "dsjax.serve", *model, "--port", "0", "--mesh", "dp=4", *sizes.split()], 2, timeout=3600)
+    group = Late(serve_command(write_worded_checkpoint(folder), "dp=4"), 2, timeout=3600)
     try:
         at = group._arguments[0].index("--coordinator-address") + 1
         host, port = group._arguments[0][at].rsplit(":", 1)
@@ -440,16 +450,15 @@ def fuzz_group(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
 
         group.processes[1] = Group._start(group, 1)
         group._threads[1] = Group._reader(group, 1)
-        group.wait_for(0, "serving tiny at", 600)
-        url = re.search(r"serving tiny at (http://[\d.:]+)", group.output[0]).group(1)
+        ask = functools.partial(ask_server, url_of(group))
         pids["process 1"] = group.processes[1].pid
-
-        ask = functools.partial(ask_server, url)
         messages = [join_request(1, 2), join_request(1, 99)]
         yield fuzz(Fuzzer(rendezvous, "rendezvous", key, messages, seed, "rendezvous, formed"), cases, pids, ask, 6)
         for name, pid in pids.items():
             links = port_for("links", pid, key)
             yield fuzz(Fuzzer(links, "links", key, [], seed, f"links of {name}"), cases, pids, ask, 6)
+        probes = port_for("probes", pids["process 1"], key)
+        yield fuzz(Fuzzer(probes, "probes", key, [bytes(64), b""], seed), cases, pids, ask, 6)
         assert group.processes[0].poll() is None, group.last_words()
         assert group.processes[1].poll() is None, group.last_words()
     except Exception:
@@ -458,6 +467,46 @@ def fuzz_group(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
     finally:
         group.processes = [process for process in group.processes if process is not None]
         group.end()
+
+
+def fuzz_stages(cases: int, seed: int, key: Credentials, folder: Path) -> Iterator[Findings]:
+    """Fuzz the ports at which two processes, with a stage of a model each, wait for each other's hidden states and results."""
+    from processes import Group
+    from worded_checkpoint import write_worded_checkpoint
+
+    from dsjax.engine.pipeline.process_links import Opening, Results
+
+    group = Group(serve_command(write_worded_checkpoint(folder), "pp=2,dp=2"), 2, timeout=3600)
+    try:
+        ask, encode = functools.partial(ask_server, url_of(group)), msgspec.msgpack.encode
+        pids = {f"process {index}": process.pid for index, process in enumerate(group.processes)}
+        hidden = [encode(([2**40, 2**40], "float32")), encode(([1], "no dtype"))]
+        for name, pid in pids.items():
+            stages = port_for("stages", pid, key)
+            for role, said in (("hidden", hidden), ("results", [encode(Results([], [([2**40], "float32")]))])):
+                # A member, but none of this generation's stages: those alone have the ticket.
+                messages = [encode(Opening(role, secrets.token_bytes(16))), *said]
+                fuzzer = Fuzzer(stages, "stages", key, messages, seed, f"stages of {name}, {role}")
+                yield fuzz(fuzzer, cases, pids, ask, 6)
+        assert all(process.poll() is None for process in group.processes), group.last_words()
+    except Exception:
+        print(group.last_words(), file=sys.stderr)
+        raise
+    finally:
+        group.end()
+
+
+def serve_command(model: Path, mesh: str) -> list[str]:
+    """Python's arguments that serve a tiny model on a mesh."""
+    sizes = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96 --kernels plain"
+    named = ["--model", str(model), "--served-model-name", "tiny", "--port", "0"]
+    return ["-m", "dsjax.serve", *named, "--mesh", mesh, *sizes.split()]
+
+
+def url_of(group: Any) -> str:
+    """Wait until a group of servers answers requests, and say where."""
+    group.wait_for(0, "serving tiny at", 600)
+    return re.search(r"serving tiny at (http://[\d.:]+)", group.output[0]).group(1)
 
 
 def ask_server(url: str, number: int) -> str:
@@ -551,11 +600,13 @@ def fuzz_sides(cases: int, seed: int, key: Credentials, folder: Path) -> Iterato
 
 def fuzz_experts(cases: int, seed: int, key: Credentials, folder: Path) -> Iterator[Findings]:
     """Fuzz the port of a process with experts, while a server has its tokens' experts computed there."""
+    from layouts import TINY
     from processes import free_port
     from worded_checkpoint import write_worded_checkpoint
 
     from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage, Take
 
+    experts_of_layer, layers, devices = TINY["n_routed_experts"], 2, 4
     address = "127.0.0.1", free_port()
     sizes = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96"
     options = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny", *sizes.split()]
@@ -565,18 +616,50 @@ def fuzz_experts(cases: int, seed: int, key: Credentials, folder: Path) -> Itera
     try:
         _until(lambda: _listens(address), 300)
         with serve_process([*options, "--afd-role", "attention"]) as server:
-            encode = msgspec.msgpack.encode
-            # Of another model, so that it is refused; and calls without a greeting, or for more rows than there is memory for.
-            said = [encode(Hello(VERSION, {})), encode(Hello(VERSION, {}, b"no places", b"somebody"))]
-            said += [encode(Call("moe_layers", 0, 2**40, 2**40, bytes(4))), encode(Call("nothing", -1, 8, 8, b""))]
-            said += [encode(Stage(0, bytes(8))), encode(Place(10**6, bytes(4))), encode(Take(-1, [-1, 2**40], [0]))]
+            space, row = expert_space(address, key), np.arange(experts_of_layer, dtype="<i4")
+            calls = [Call("moe_layers", 0, 8, 8, bytes(4 * devices)), Call("nothing", -1, 8, 8, b"")]
+            calls += [
+                Call("moe_layers", 0, 2**40, 2**40, bytes(4)),
+                Call("moe_layers", layers, 8, 8, bytes(4 * devices)),
+            ]
+            # Nobody may move experts while another attention side is connected.
+            moves = [Stage(0, np.array([0, 9], "<i4").tobytes()), Place(0, row[::-1].tobytes()), Place(10**6, bytes(4))]
+            takes = [Take(0, [0, 9], [0, 9]), Take(0, [0], [5]), Take(-1, [-1, 2**40], [0])]
+            placement = np.tile(row, layers).tobytes()
+            members = {
+                "with another model": [Hello(VERSION, {}, b"", b"somebody"), *calls, *moves, *takes],
+                "as an attention side": [Hello(VERSION, space, placement, b"somebody"), *calls, *moves],
+                "as a process with experts": [
+                    Hello(VERSION, space),
+                    *takes,
+                    Hello(VERSION, space, b"no places", b"me"),
+                ],
+            }
             pids = {"attention": server.pid, "experts": experts.pid}
             ask = functools.partial(ask_server, server.url)
-            yield fuzz(Fuzzer(address, "experts", key, said, seed), cases, pids, ask, 6)
+            for name, messages in members.items():
+                said = list(map(msgspec.msgpack.encode, messages))
+                yield fuzz(Fuzzer(address, "experts", key, said, seed, f"experts, {name}"), cases, pids, ask, 6)
         assert experts.poll() is None, f"the process with experts ended with {experts.returncode}"
     finally:
         experts.kill()
         experts.wait()
+
+
+def expert_space(address: tuple[str, int], key: Credentials) -> dict[str, Any]:
+    """What a process with experts wants an attention side to have alike: it says so where it refuses one, and welcomes one that has it."""
+    from dsjax.engine.afd.messages import VERSION, Hello, Welcome, receive, send
+
+    def greeted(space: dict[str, Any]) -> str:
+        with connect(address, "experts", key) as channel:
+            send(channel, Hello(VERSION, space))
+            return receive(channel, Welcome).error
+
+    told = re.findall(r"([A-Za-z_ ]+) ('[^']*'|[\w.]+) here and None there", greeted({}).partition("differ in ")[2])
+    space = {name.strip(): ast.literal_eval(value) for name, value in told}
+    if refusal := greeted(space):
+        raise RuntimeError(f"the process with experts refuses what it asks for: {refusal}")
+    return space
 
 
 def _listens(address: tuple[str, int]) -> bool:
@@ -602,7 +685,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         choices=FUZZES,
-        help="the ports of a group, of a prefill engine, or of a process with experts, alone",
+        help="the ports of a group, of stages, of a prefill engine, or of a process with experts, alone",
     )
     args = parser.parse_args()
     text = secrets.token_hex(32)
@@ -620,7 +703,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-FUZZES = {"group": fuzz_group, "sides": fuzz_sides, "experts": fuzz_experts}
+FUZZES = {"group": fuzz_group, "stages": fuzz_stages, "sides": fuzz_sides, "experts": fuzz_experts}
 
 
 def _print(findings: Findings) -> None:

@@ -217,9 +217,11 @@ on these devices. What a plan credits, and from where: [plan.md](plan.md#attenti
   experts (50 ms) and one that they reach with large ones; below, the way there and back is too long a part of a layer. Baidu Baige
   publishes up to 19 % at 100 ms.
 - **Over 25 Gb/s a card** (h20-32) most of the gain is that a row crosses to a host once and not for each of its experts. Layouts whose DP
-  ranks share the widths of experts (`etp`) have that too, in one mesh.
+  ranks share the widths of experts (`etp`) have that too, in one mesh, and so has `dsjax`, whose dispatch goes in
+  [two stages](dispatch.md#between-hosts) between hosts.
 - **Rows with the same tokens/s** are held back by the same prefill instances; their decode instances have time to spare.
-- **Halves** gain where exchanges go between hosts and the batch is large: [below](#where-halving-loses).
+- **Halves** of `dsjax` send their rows straight, and gain next to nothing over whole steps, whose rows cross to a host once:
+  [below](#where-halving-loses). Published engines gain over 25 Gb/s a card, and with large batches (*2 in turn*).
 """
 _DEAD_ZONE = """## More devices for the experts
 
@@ -230,8 +232,9 @@ more, as soon as the experts are no longer what is waited for."""
 _HALVING = """## Where halving loses
 
 Time of a decode step of `dsjax` in two halves ÷ as a whole, by rows of a DP rank, even routing, at context 4,096 (`--two-batch-overlap on`
-takes the faster of the two, and a recipe has the threshold). By compiled programs, for `dp=32` of H200s: 1.67 at 16 and 0.93 at 32 rows in
-bf16, 0.80 at 128 in FP8 ([dryrun.md](dryrun.md#two-half-batches))."""
+takes the faster of the two, and a recipe has the threshold). By compiled programs, for `dp=32` of H200s: 1.67 at 16 rows in bf16, and 1.08
+at 128 in FP8 ([dispatch.md](dispatch.md#between-hosts)); of a whole step with `--dispatch padded` too, 0.93 at 32 rows in bf16 and 0.80 at
+128 in FP8 ([dryrun.md](dryrun.md#two-half-batches))."""
 
 
 def main() -> None:

@@ -170,6 +170,11 @@ class ModelConfig:
         return self.n_routed_experts > 0
 
     @property
+    def routed_groups(self) -> tuple[int, int] | None:
+        """Groups of experts that the router knows, and how many of them a token's experts are in; None where it may choose any."""
+        return (self.n_group, self.topk_group) if self.n_group > 1 and self.topk_method != "greedy" else None
+
+    @property
     def num_dense_layers(self) -> int:
         """Layers of the main model with a dense MLP; they come first."""
         return min(self.first_k_dense_replace, self.num_hidden_layers) if self.is_moe else self.num_hidden_layers

@@ -326,7 +326,7 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "kv_cache_dtype": str(step.cache_dtype),
         "mla": shape.form,
         "kernels": step.kernels.names(step.prefill_form, step.decode_form),
-        "dispatch": dispatch_method(step, compiled.shape.tokens),
+        "dispatch": dispatch_method(step, compiled.shape.tokens, halved=step.in_halves(compiled.shape.groups)),
         "dispatch_wire": step.dispatch.wire,
         "physical_experts": step.placement.n_physical if step.config.is_moe else 0,
         "page_size": step.page_size,

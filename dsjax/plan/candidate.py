@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -233,6 +233,7 @@ class PrefillPool:
     """An instance that only prefills, in steps of at most `tokens` a DP rank.
 
     rate: requests a second with full steps; seconds: of a prompt in full steps; alone: of a prompt with no other on its rank.
+    shares: what `share_at` has found; the search asks two times in three for a rate that it has asked for before.
     """
 
     instance: Instance
@@ -240,6 +241,7 @@ class PrefillPool:
     rate: Figure
     seconds: Figure
     alone: Figure
+    shares: dict[float, float | None] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds_at(self, rate: float) -> Figure:
         """Seconds of a prompt at so many requests a second of the instance: a step takes what arrived in the one before.
@@ -256,17 +258,28 @@ class PrefillPool:
         full, alone = self.seconds.value, self.alone.value
         return full if share is None else alone * (1 - share) + full * share
 
+    @cached_property
+    def _settling(self) -> tuple[float, int, float]:
+        """(new tokens of a prompt, ranks, variation of prompts), which every step that settles hangs on."""
+        work = self.instance.workload
+        return work.computed, self.instance.replicas, work.input.variation
+
     def share_at(self, rate: float) -> float | None:
         """How full a step is: 0 with one prompt a rank, 1 full; None where a step cannot be other than full."""
-        computed = self.instance.workload.computed
+        if rate not in self.shares:
+            self.shares[rate] = self._share_at(rate)
+        return self.shares[rate]
+
+    def _share_at(self, rate: float) -> float | None:
+        computed, ranks, variation = self._settling
         full, alone = self.seconds.value, self.alone.value
         if computed >= self.tokens or full <= alone:
             return None
         # Tokens of the fullest rank, from one prompt to a full step. The router spreads prompts evenly, and they are whole, which adds
         # `(ranks - 1) ÷ 2 ranks` of one on average; the largest of n normal variables is about √(2 ln n) standard deviations above
         # their mean. Written out, without `min` and `max`: the search settles some hundred thousand steps.
-        ranks, variation, most = self.instance.replicas, self.instance.workload.input.variation, self.tokens
-        rounding, rise, enough, share, seconds = (ranks - 1) / (2 * ranks), full - alone, 1e-3 * alone, 0.0, 0.0
+        most, rounding, rise, enough = self.tokens, (ranks - 1) / (2 * ranks), full - alone, 1e-3 * alone
+        share = seconds = 0.0
         for _ in range(_SETTLE):
             before, seconds = seconds, alone + share * rise
             if seconds - before < enough:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from dsjax.plan.figure import Figure, assumed, exact, largest, total
-from dsjax.plan.network import exchanged_rows, own_method
+from dsjax.plan.network import exchanged_rows
 
 if TYPE_CHECKING:
     from dsjax.plan.step import StepModel
@@ -45,7 +45,7 @@ def further_rounds(step: StepModel, tokens: float) -> int:
     mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
     ranks, needed = mesh.num_devices // mesh.expert_copies, []
     for each, halved in ((tokens / mesh.tp_size / 2, True), (tokens / mesh.tp_size, False)):
-        if own_method(step.dispatch, each, top_k, ranks, halved) not in ("padded", "hierarchical"):
+        if step.own_method(each, halved) not in ("padded", "hierarchical"):
             needed.append(1)
             continue
         rows, experts = each * top_k * mesh.expert_width_shards, step.config.n_routed_experts

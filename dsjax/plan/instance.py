@@ -91,7 +91,7 @@ class Instance:
             return ()
         return runs_of(options.compiled, self.layout, self.config, self.cluster, options.precision)
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """DP ranks, each counted once for each stage: as many batches of it are under way."""
         return self.layout.mesh.dp_size * self.layout.mesh.pp_size

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.curves import Curve
-from dsjax.plan.figure import Figure, assumed, exact, largest, measured
+from dsjax.plan.figure import Figure, amount, assumed, exact, largest, measured
 from dsjax.plan.operations import (
     ALL_REDUCE,
     COMBINE_ROW_BYTES,
@@ -18,8 +19,9 @@ from dsjax.plan.operations import (
     normal_shares,
 )
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, NORMAL_DEVICE, OperatorTables, as_filed
-from sharding.dispatch import choose_method, default_capacity, host_capacity
+from sharding.dispatch import default_capacity, even_routing_rows, host_capacity, resolve_method
 from sharding.dispatch import hosts_of_a_token as mean_hosts
+from sharding.mesh import MeshSpec
 
 _REFERENCE_LATENCY = 2e-6
 """Latency of the network on which the fixed part was measured: InfiniBand, one way."""
@@ -106,9 +108,10 @@ def low_latency_exchange(
     links: _Links = known[key]
     near = links.near
     payload = tokens * top_k * row_bytes
-    time = exact(payload * (near - 1) / ranks, "bytes to neighbours", "B") * slowest * links.hops / links.inside
+    sent = amount(payload * (near - 1) / ranks, "bytes to neighbours", "B", slowest)
+    time = sent * slowest * links.hops / links.inside
     if ranks > near:
-        away = exact(payload * (1 - near / ranks), "bytes to other hosts", "B") * slowest
+        away = amount(payload * (1 - near / ranks), "bytes to other hosts", "B", slowest) * slowest
         time = largest(time, away / links.between)
         time = time + links.latency - _REFERENCE_LATENCY
     return time + links.fixed
@@ -172,30 +175,44 @@ def normal_exchange(
         fixed = assumed(40e-6, 20e-6, 80e-6, "normal kernels, fixed part", "layout exchange and synchronisation", "s")
         known[key] = _Links.of(cluster.between(ranks), ranks, fixed, *normal_shares())
     links: _Links = known[key]
-    inside = exact(tokens * row_bytes * spread, "bytes over the scale-up link", "B") * slowest
+    inside = amount(tokens * row_bytes * spread, "bytes over the scale-up link", "B", slowest) * slowest
     time = inside * links.hops / links.inside
     if domains > 1:
         rows = hosts_of_a_token(config, domains) * (domains - 1) / domains
-        away = exact(tokens * row_bytes * rows, "bytes to other hosts", "B") * slowest
+        away = amount(tokens * row_bytes * rows, "bytes to other hosts", "B", slowest) * slowest
         time = largest(time, away / links.between) + links.latency * 2
     return time + links.fixed
 
 
-def own_method(dispatch: str, tokens: float, top_k: int, ranks: int, overlapped: bool = False) -> str:
-    """The method of dsjax's own dispatch for so many tokens of a device on an accelerator: `auto` is resolved.
+def own_method(
+    dispatch: str,
+    mesh: MeshSpec,
+    domain: int,
+    tokens: float,
+    top_k: int,
+    overlapped: bool = False,
+    routed_groups: tuple[int, int] | None = None,
+) -> str:
+    """The method that dsjax's own dispatch takes for so many tokens of a device on an accelerator, as the engine resolves it.
 
-    overlapped: as of `DispatchConfig`, here and below: the tokens are a half batch.
+    domain: neighbouring devices that fast links join. overlapped, routed_groups: as of `DispatchConfig`, here and below; with the
+    former the tokens are a half batch.
     """
-    if dispatch != "auto":
-        return dispatch
-    return choose_method(max(1, math.ceil(tokens)), top_k, ranks, "gpu", overlapped)
+    whole, on_host = max(1, math.ceil(tokens)), _ranks_on_host(mesh, domain)
+    about = {"overlapped": overlapped, "on_host": on_host, "routed_groups": routed_groups}
+    return resolve_method(dispatch, whole, top_k, mesh.ep_size, "gpu", **about)
+
+
+@lru_cache(maxsize=4096)
+def _ranks_on_host(mesh: MeshSpec, domain: int) -> int:
+    return mesh.expert_ranks_on_host(domain)
 
 
 def exchanged_rows(method: str, tokens: float, top_k: int, ranks: int, overlapped: bool = False) -> float:
     """Rows of a device to each other rank: all of its (`gather`), those needed (`ragged`), or the default capacity."""
     whole = max(1, math.ceil(tokens))
     if method == "ragged":
-        return tokens * (1 - (1 - 1 / ranks) ** top_k)
+        return even_routing_rows(tokens, top_k, ranks)
     return float(whole if method == "gather" else default_capacity(whole, top_k, ranks, overlapped))
 
 
@@ -210,13 +227,12 @@ def own_exchange(
     overlapped: bool = False,
     routed_groups: tuple[int, int] | None = None,
 ) -> Figure:
-    """One way of dsjax's own dispatch (`docs/dispatch.md`) as XLA's collectives: a method's name, or `auto`.
+    """One way of dsjax's own dispatch (`docs/dispatch.md`) as XLA's collectives.
 
-    routed_groups: as of `DispatchConfig`, for `hierarchical`.
+    method: as `own_method` gives it.
     """
     if ranks == 1:
         return exact(0.0)
-    method = own_method(method, tokens, top_k, ranks, overlapped)
     if method == "hierarchical":
         hosts = cluster.domains_of(ranks)
         if 1 < hosts < ranks:

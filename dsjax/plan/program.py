@@ -12,7 +12,7 @@ from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, assumed, exact, total
-from dsjax.plan.network import all_reduce, exchanged_rows, own_method, xla_collective
+from dsjax.plan.network import all_reduce, exchanged_rows, xla_collective
 
 
 def nearest(runs: Iterable[DryRun], decode: bool, tokens: float) -> DryRun | None:
@@ -22,11 +22,8 @@ def nearest(runs: Iterable[DryRun], decode: bool, tokens: float) -> DryRun | Non
     return min(same_step, key=lambda run: abs(math.log(run.tokens / tokens)), default=None)
 
 
-def exchange_run(
-    runs: Iterable[DryRun], decode: bool, dispatch: str, top_k: int, ranks: int, tokens: float
-) -> DryRun | None:
-    """The dry run whose exchanges a step of so many tokens a device would have: of the method that it would choose."""
-    method = own_method(dispatch, tokens, top_k, ranks)
+def exchange_run(runs: Iterable[DryRun], decode: bool, method: str, tokens: float) -> DryRun | None:
+    """The dry run whose exchanges a step of so many tokens a device has, by this method."""
     return nearest((run for run in runs if run.method == method), decode, tokens)
 
 

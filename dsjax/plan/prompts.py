@@ -71,7 +71,10 @@ def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> F
     where the prompts alone leave the device waiting for launches, they fill that. It is never longer than both alone.
     """
     alone = _prefill(instance, tokens, busy)
-    saved = min(_saved(instance, batch, tokens, busy), alone.value)
+    key = ("saved", batch, tokens, busy)
+    if key not in instance.steps:
+        instance.steps[key] = _saved(instance, batch, tokens, busy)
+    saved = min(instance.steps[key], alone.value)
     return alone * ((alone.value - saved) / alone.value) if saved > 0 else alone
 
 

@@ -100,13 +100,13 @@ def _exchanges(
         rows = {"all_gather": there + 6 * top_k + 4, "reduce_scatter": back}
         return tuple(_pooled_exchange(step, rank_tokens, row, kind) for kind, row in rows.items())
     if step.dispatch != "deepep":
-        run = exchange_run(step.dry_runs, decode, step.dispatch, top_k, ranks, rank_tokens) if ranks > 1 else None
+        method = step.own_method(rank_tokens, halved)
+        run = exchange_run(step.dry_runs, decode, method, rank_tokens) if ranks > 1 else None
         if run:
             return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
-        groups = (config.n_group, config.topk_group) if step.layout.redundant == 0 else None
         rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
         return tuple(
-            own_exchange(cluster, step.dispatch, ranks, rank_tokens, top_k, row, slowest, halved, groups)
+            own_exchange(cluster, method, ranks, rank_tokens, top_k, row, slowest, halved, step.routed_groups)
             for row in rows
         )
     if decode:

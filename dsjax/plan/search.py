@@ -187,8 +187,9 @@ def _search(question: Question) -> Plan:
         first = [one for one in of_prefill(question, fitting) if one.stage is None] if decoding else []
         candidates += separated_candidates(question, decoding, first, candidates) if decoding else []
     objective = question.bounds
-    met = [c for c in candidates if c.meets(objective)]
-    missed = [c for c in candidates if not c.meets(objective)]
+    met, missed = [], []
+    for candidate in candidates:
+        (met if candidate.meets(objective) else missed).append(candidate)
     ranked = InFull(_best_of_each(sorted(met, key=question.order))[:SHOWN])
     missed = InFull(
         _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *question.order(c))))[:SHOWN]

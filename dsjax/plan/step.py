@@ -17,7 +17,7 @@ from dsjax.plan.halves import HALVES, halved_layers
 from dsjax.plan.host_time import OVERLAPPED, HostTime, compiled_layer, eager_layer
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_bytes
-from dsjax.plan.network import all_reduce, moved_bytes
+from dsjax.plan.network import all_reduce, moved_bytes, own_method
 from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables
 from dsjax.plan.precision import BF16, Precision
@@ -423,6 +423,16 @@ class StepModel:
         ranks, each = self.layout.mesh.ep_size, self.cluster.devices_per_host
         hosts = ranks // each if ranks == self.layout.mesh.num_devices and ranks % each == 0 else 1
         return Slots(ranks, self.config.n_routed_experts + self.layout.redundant, self.config.n_group, max(hosts, 1))
+
+    def own_method(self, tokens: float, halved: bool = False) -> str:
+        """The method of dsjax's own dispatch for so many tokens of a device."""
+        mesh, domain, top_k = self.layout.mesh, self.cluster.domain, self.config.num_experts_per_tok
+        return own_method(self.dispatch, mesh, domain, tokens, top_k, halved, self.routed_groups)
+
+    @property
+    def routed_groups(self) -> tuple[int, int] | None:
+        """Groups of experts, and how many of them a token's are in; None where copies may lie on other hosts than their group."""
+        return self.config.routed_groups if self.layout.redundant == 0 else None
 
     @cached_property
     def sums_experts(self) -> bool:

@@ -3,8 +3,14 @@
 import importlib
 from typing import Any
 
-from sharding.dispatch.choice import choose_method
-from sharding.dispatch.config import DispatchConfig, default_capacity, host_capacity, hosts_of_a_token
+from sharding.dispatch.choice import choose_method, resolve_method
+from sharding.dispatch.config import (
+    DispatchConfig,
+    default_capacity,
+    even_routing_rows,
+    host_capacity,
+    hosts_of_a_token,
+)
 
 __all__ = [
     "Collective",
@@ -17,9 +23,11 @@ __all__ = [
     "default_capacity",
     "dispatch",
     "dispatch_collectives",
+    "even_routing_rows",
     "further_together",
     "host_capacity",
     "hosts_of_a_token",
+    "resolve_method",
     "resolved_method",
 ]
 

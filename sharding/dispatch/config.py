@@ -22,9 +22,9 @@ class DispatchConfig:
     method: ``gather``, ``padded``, ``ragged``, ``hierarchical``, or ``auto`` (``sharding.dispatch.choice`` has the rule).
     capacity: rows that one rank may send to another in one round of ``padded``, of ``hierarchical`` or of the emulated ``ragged``;
         None applies ``default_capacity``. Tokens over capacity go in further rounds.
-    devices_per_host: neighbours in the mesh that share a host, for ``hierarchical``; None: nothing is known of hosts. Where the ranks
-        of an EP group are on one host, or each on another, it is ``padded``. Of ``hierarchical``, ``capacity`` is the rows for another
-        rank, and as many for a host as for all of its ranks.
+    devices_per_host: neighbours in the mesh that share a host, for ``hierarchical``, and for ``auto`` to take it; None: nothing is known
+        of hosts. Where the ranks of an EP group are on one host, or each on another, ``hierarchical`` is ``padded``. Of
+        ``hierarchical``, ``capacity`` is the rows for another rank, and as many for a host as for all of its ranks.
     routed_groups: how many groups the router knows, and how many of them a token's experts are in, where a host holds whole groups, or a
         group whole hosts: ``hierarchical`` then keeps room for the hosts that a token can reach. None: any expert may be chosen.
     wire: ``compute`` sends rows in their own dtype; ``fp8`` sends e4m3 with a float32 scale per 128 values. The way
@@ -32,8 +32,8 @@ class DispatchConfig:
     chunk_tokens: most tokens of a rank in one exchange; larger inputs go through a ``lax.scan``. None: no bound.
     report: whether ``dispatch`` also returns counts (tokens per expert, rows, rounds).
     overlapped: whether something else is computed while rows travel. ``auto`` then takes no ``ragged``, beside which XLA's scheduler for
-        GPUs puts nothing (``docs/dryrun.md``), and the default capacity is rounded up to 4 instead of 8, as each half of a batch has
-        its own.
+        GPUs puts nothing (``docs/dryrun.md``), and no ``hierarchical``; and the default capacity is rounded up to 4 instead of 8, as
+        each half of a batch has its own.
     by_choice: whether what a token's experts give comes back apart, and is added where the token is, in the order of its choices: then a
         token's sum has the same bits whatever the method, the mesh and the placement of experts (``docs/exactness.md``). Otherwise a rank
         adds what its experts give before it answers, which moves fewer rows.
@@ -74,6 +74,11 @@ def default_capacity(tokens: int, top_k: int, ranks: int, overlapped: bool = Fal
     it up to a multiple of 8, or 4 where exchanges are ``overlapped``, and never exceeds ``tokens``, at which no second round is possible.
     """
     return _with_margin(tokens, 1.0 - (1.0 - 1.0 / ranks) ** top_k, overlapped)
+
+
+def even_routing_rows(tokens: float, top_k: int, ranks: int) -> float:
+    """Mean rows that a rank's tokens send to one other rank when every expert is as likely: ``T (1 - (1 - 1/G)^K)``."""
+    return tokens * (1.0 - (1.0 - 1.0 / ranks) ** top_k)
 
 
 def host_capacity(

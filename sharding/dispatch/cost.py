@@ -11,7 +11,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from sharding.dispatch.config import DispatchConfig
+from sharding.dispatch.config import DispatchConfig, even_routing_rows
 from sharding.dispatch.entry import ExchangePlan, exchange_plan
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
@@ -104,11 +104,6 @@ def dispatch_collectives(
     elif group.size > 1:
         sent.append(_exchange(exchange, "combine", group, arriving, chunk, plan.choices, back, times))
     return tuple(sent)
-
-
-def even_routing_rows(tokens: int, top_k: int, ranks: int) -> float:
-    """Mean rows that a rank's tokens send to one other rank when every expert is as likely: ``T (1 - (1 - 1/G)^K)``."""
-    return tokens * (1.0 - (1.0 - 1.0 / ranks) ** top_k)
 
 
 def _all_gather(purpose: str, axes: tuple[str, ...], ranks: int, operand: int, times: int) -> Collective:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sharding.dispatch.choice import choose_method
+from sharding.dispatch.choice import resolve_method
 from sharding.dispatch.config import DispatchConfig, default_capacity, host_capacity
 from sharding.dispatch.gather import Gather, GatherByChoice
 from sharding.dispatch.group import ExpertGroup
@@ -229,11 +229,18 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
     capacity = min(chunk, config.capacity or default_capacity(chunk, top_k, group.size, config.overlapped))
     if group.all_ranks == 1:
         return ExchangePlan("local", chunk, chunks, capacity, chunk, top_k)
-    method = config.method
-    if method == "auto":
-        method = choose_method(chunk, top_k, group.size, group.platform, config.overlapped)
-    if method == "hierarchical" and group.on_host in (1, group.size):
-        method = "padded"
+    # Terms that come back by choice are not added on the way, so that a row to a host stands for one choice alone.
+    on_host = 1 if config.by_choice and config.method == "auto" else group.on_host
+    method = resolve_method(
+        config.method,
+        chunk,
+        top_k,
+        group.size,
+        group.platform,
+        overlapped=config.overlapped,
+        on_host=on_host,
+        routed_groups=config.routed_groups,
+    )
     rows = chunk * top_k
     if config.by_choice:
         capacity = min(rows, config.capacity or default_capacity(rows, 1, group.size, config.overlapped))

@@ -260,6 +260,18 @@ def test_in_two_stages_the_group_is_cut_into_hosts_or_is_one_stage_again():
         assert resolved_method(MeshSpec.parse("dp=8"), config, **shape) == method
 
 
+def test_auto_takes_two_stages_of_the_hosts_that_it_is_told_of_and_none_where_terms_come_back_apart():
+    spec, shape = MeshSpec.parse("dp=16,tp=2"), {"tokens": 256, "top_k": 8, "experts": 64}
+
+    def method(platform="gpu", **options):
+        return resolved_method(spec, DispatchConfig(**options), platform=platform, **shape)
+
+    assert method(devices_per_host=8) == "hierarchical"
+    assert method() == method(devices_per_host=32) == "padded"
+    assert method(devices_per_host=8, by_choice=True) == "padded"
+    assert method("cpu", devices_per_host=8) == method("cpu") == "gather"
+
+
 def test_tokens_that_do_not_divide_over_tp_are_padded_and_cut_again():
     spec, call = compiled("dp=2,tp=4", DispatchConfig("padded"), EXPERTS)
     tokens = 3 * spec.dp_size  # 3 tokens of a DP rank over 4 tp ranks

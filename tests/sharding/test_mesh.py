@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding import MeshError, MeshSpec
+from sharding.mesh import joined_neighbours
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,22 @@ def test_slices_of_one_process_are_not_mixed():
     devices = [FakeDevice(id=i, process_index=0, slice_index=i % 2) for i in range(8)]
     mesh = MeshSpec.parse("dp=2,tp=4").build(devices)
     assert [{device.slice_index for device in row} for row in mesh.devices[0]] == [{0}, {1}]
+
+
+def test_fast_links_join_the_devices_of_a_slice_or_on_a_cpu_of_a_process():
+    def joined(owners, platform="gpu", slices=None):
+        devices = [
+            FakeDevice(i, owner, platform, None if slices is None else slices[i]) for i, owner in enumerate(owners)
+        ]
+        return joined_neighbours(MeshSpec.parse(f"dp={len(owners)}").arrange(devices))
+
+    each_its_own, of_two = range(8), [0, 0, 0, 0, 1, 1, 1, 1]
+    assert joined(each_its_own, slices=of_two) == 4  # a process for each GPU, of which four are on a host
+    assert joined(of_two, "tpu", [0] * 8) == 8  # two hosts of a TPU slice, whose chips ICI joins
+    assert joined(of_two, "cpu", [0] * 8) == 4
+    assert joined(of_two) == 4
+    assert joined([0, 0, 0, 1, 1, 1, 1, 1]) is None
+    assert joined([0, 1, 0, 1]) is None
 
 
 def test_too_few_devices_names_wanted_and_found_and_what_to_do():

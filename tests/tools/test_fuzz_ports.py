@@ -10,18 +10,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "hosts"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "pipeline"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "elastic"))
 
 from deployments import KEY
 from fuzz_ports import Fuzzer, join_request
+from held_processes import groups
+from links_in_threads import CREDENTIALS, links_of
 from processes import free_port
 
+from dsjax.background import failure_counts
+from dsjax.checkpoint.held_weights import HeldWeights
+from dsjax.engine.elastic.weight_peers import WeightPeers
+from dsjax.engine.pipeline.process_links import Opening, Results
 from dsjax.engine.transfer.messages import PullRequest
 from dsjax.engine.transfer.page_channel import CHUNKS, PAGES, VERSION, Greeting, TransferListener
 from dsjax.hosts import HostOptions
+from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.links import Answerer
 from dsjax.hosts.rendezvous import Rendezvous, meet
 from dsjax.hosts.secure_channel import PROTOCOL, SecureChannel
@@ -85,9 +96,10 @@ def test_nothing_keeps_a_group_from_forming_or_ends_it(nothing_stays, forming):
             assert leader.listener.has(leader.members[1])  # its connection is the one that it had
 
 
-def test_links_answer_members_and_nobody_else(nothing_stays):
+@pytest.mark.parametrize("service", ["links", "probes"])
+def test_links_answer_members_and_nobody_else(nothing_stays, service):
     with contextlib.closing(Answerer("127.0.0.1", KEY)) as answerer:
-        assert Fuzzer(("127.0.0.1", answerer.port), "links", KEY).run(CASES).wrong == []
+        assert Fuzzer(("127.0.0.1", answerer.port), service, KEY, [bytes(64)]).run(CASES).wrong == []
 
 
 @pytest.mark.parametrize("service", [PAGES, CHUNKS])
@@ -106,6 +118,31 @@ def test_the_ports_of_transfers_hand_on_what_members_have_sent_and_nothing_else(
             time.sleep(0.01)
         assert not listener._channels
     assert left
+
+
+def test_stages_hear_nobody_who_has_no_ticket_of_their_generation(nothing_stays):
+    first, last = links_of([0, 1])
+    with contextlib.closing(first), contextlib.closing(last):
+        encode, hidden = msgspec.msgpack.encode, np.arange(6, dtype=np.float32).reshape(2, 3)
+        for links in (first, last):
+            for role in ("hidden", "results"):
+                said = [encode(Opening(role, bytes(16))), encode(([2**40], "float32")), encode(Results([], []))]
+                address = "127.0.0.1", links._listener.port
+                assert Fuzzer(address, "stages", CREDENTIALS, said, name=role).run(CASES // 2).wrong == []
+        first.pass_on(hidden)
+        np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), hidden)
+
+
+def test_the_port_for_weights_is_given_up_by_nobody_s_mistake(nothing_stays):
+    group, before = groups(2)[0], failure_counts()
+    group.enter(Announcement(1, [0, 1]))
+    with contextlib.closing(WeightPeers(group, HeldWeights())) as peers:
+        said = [[1, 1], ["moe_layers.moe.experts.down.weight", 0, [[0, [[0, 1]]]]]]
+        address = "127.0.0.1", peers._listener.port
+        for name, first in (("of this generation", said), ("of another", [[7, 1]])):
+            messages = list(map(msgspec.msgpack.encode, first))
+            assert Fuzzer(address, "weights", KEY, messages, name=name).run(CASES).wrong == []
+    assert failure_counts() == before
 
 
 def test_the_fuzz_finds_a_port_that_answers_strangers_or_keeps_a_tampered_connection(monkeypatch):

@@ -23,6 +23,7 @@ from dsjax.errors import UserError
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.secure_channel import SecureChannel, connect
 from dsjax.hosts.secure_listener import SecureListener
+from dsjax.hosts.wire import decoded
 
 _SERVICE = "weights"
 _MOST_REQUEST = 1 << 24
@@ -40,7 +41,8 @@ class _Take(msgspec.Struct, frozen=True, array_like=True):
     parts: list[tuple[int, list[tuple[int, int]]]]
 
 
-_decode = msgspec.msgpack.Decoder(_Take).decode
+_openings = msgspec.msgpack.Decoder(tuple[int, int])
+_takes = msgspec.msgpack.Decoder(_Take)
 
 
 class WeightPeers:
@@ -224,13 +226,18 @@ class WeightPeers:
     def _give(self, channel: SecureChannel) -> None:
         """Give one process what it asks for, in a thread of the listener."""
         channel.settimeout(self._seconds)
-        generation, taker = msgspec.msgpack.decode(channel.receive(64), type=tuple[int, int])
+        try:
+            generation, taker = decoded(_openings, channel.receive(64))
+        except msgspec.MsgspecError as error:
+            raise ConnectionError(
+                f"{channel.peer} does not begin as a process that takes weights does: {error}"
+            ) from error
         try:
             if generation != self._generation:
                 return
             channel.settimeout(None)  # the other side may read a layer from the checkpoint before it asks for the next
             while True:
-                take = _decode(channel.receive(_MOST_REQUEST))
+                take = decoded(_takes, channel.receive(_MOST_REQUEST))
                 self._give_parts(channel, take)
                 with self._changed:
                     self._taken.setdefault(taker, Counter())[take.path, take.layer] += len(take.parts)

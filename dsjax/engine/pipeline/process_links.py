@@ -2,14 +2,18 @@
 
 Each process listens for the others with the authenticated channel of all connections between hosts (docs/security.md). What is to be sent
 is brought to the host's memory and sent in a thread, and what comes is received in others, so that a stage goes on with the next step
-meanwhile.
+meanwhile. A connection begins with an `Opening`, whose ticket the listener's process has told the others of its generation alone: what any
+other member of the deployment says here is no hidden state, and ends nothing but its own connection.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import queue
+import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -24,14 +28,23 @@ from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.secure_channel import SecureChannel, connect
 from dsjax.hosts.secure_listener import SecureListener
+from dsjax.hosts.wire import decoded
 
 SERVICE = "stages"
 _LOOK_SECONDS = 0.5
+_OPENING_SECONDS = 30
 _MOST_HEADER = 1 << 16
 _MOST_RESULTS = 1 << 26
 """Bytes of a step's results without arrays: the scores of a prompt's tokens are most of it."""
 _HIDDEN, _RESULTS = "hidden", "results"
 _log = logging.getLogger(__name__)
+
+
+class Opening(msgspec.Struct, frozen=True, array_like=True):
+    """The first message over a connection: what comes over it, `hidden` or `results`, and the ticket that the listener gave out for it."""
+
+    role: str
+    ticket: bytes
 
 
 class Results(msgspec.Struct, frozen=True, array_like=True):
@@ -71,24 +84,23 @@ class ProcessLinks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._sent: Future[None] | None = None
         self._error: Exception | None = None
+        self._ticket, self._lock = secrets.token_bytes(16), threading.Lock()
+        self._expected = set(self._inboxes)  # each comes over one connection, of one process
         address = group.options.address
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self._listener = SecureListener(
             listener, group.credentials, {SERVICE: self._serve}, "dsjax-stages", most_connections=len(order) + 1
         )
-        ports = dict(
-            zip(
-                (member.process_id for member in group.present),
-                group.agreement.ask("stages", self._listener.port),
-                strict=True,
-            )
-        )
-        addresses = {member.process_id: (member.address, ports[member.process_id]) for member in group.present}
+        told = group.agreement.ask("stages", [self._listener.port, self._ticket])
+        doors = {
+            member.process_id: ((member.address, port), ticket)
+            for member, (port, ticket) in zip(group.present, told, strict=True)
+        }
         place = order.index(group.options.process_id)
         self.leads, self.ends = group.options.process_id == 0, place == len(order) - 1
         others = order[:-1] if self.ends else order[place + 1 : place + 2]
         role = _RESULTS if self.ends else _HIDDEN
-        self._channels = [self._connect(addresses[other], role) for other in others]
+        self._channels = [self._connect(*doors[other], role) for other in others]
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
         """Where the first stage here takes hidden states from. send: brings them to its devices."""
@@ -134,9 +146,9 @@ class ProcessLinks:
             channel.close()
         self._listener.close(connections=True)
 
-    def _connect(self, address: tuple[str, int], role: str) -> SecureChannel:
+    def _connect(self, address: tuple[str, int], ticket: bytes, role: str) -> SecureChannel:
         channel = connect(address, SERVICE, self._group.credentials)
-        channel.send(role.encode())
+        channel.send(msgspec.msgpack.encode(Opening(role, ticket)))
         return channel
 
     def _later(self, send: Callable[[], None]) -> None:
@@ -165,15 +177,36 @@ class ProcessLinks:
 
     def _serve(self, channel: SecureChannel) -> None:
         """Receive from one process, in a thread of the listener."""
-        inbox = self._inboxes.get(channel.receive(_MOST_HEADER).decode())
-        if inbox is None:
-            raise ConnectionError(f"{channel.peer} sends neither hidden states nor results")
+        channel.settimeout(_OPENING_SECONDS)
+        role = self._admit(channel)
+        channel.settimeout(None)
+        inbox = self._inboxes[role]
         try:
             while True:
-                inbox.put(self._receive(channel, inbox is self._inboxes[_HIDDEN]))
-        except (OSError, EOFError, ValueError, TypeError) as error:
+                inbox.put(self._receive(channel, role == _HIDDEN))
+        except (OSError, EOFError, ValueError, TypeError, MemoryError) as error:
             inbox.put(error)
             raise ConnectionError(str(error)) from error
+
+    def _admit(self, channel: SecureChannel) -> str:
+        """Read the opening, and give what will come.
+
+        Raises:
+            OSError, EOFError: it is none of this generation's, or is a second one.
+        """
+        try:
+            opening = decoded(_openings, channel.receive(_MOST_HEADER))
+        except msgspec.MsgspecError as error:
+            raise ConnectionError(f"{channel.peer} does not begin as a process of stages does: {error}") from error
+        if not hmac.compare_digest(opening.ticket, self._ticket):
+            raise ConnectionError(f"{channel.peer} has no ticket of this generation's stages")
+        with self._lock:
+            if opening.role not in self._expected:
+                raise ConnectionError(
+                    f"{channel.peer} sends {opening.role!r}, which is not expected of it, or comes already"
+                )
+            self._expected.remove(opening.role)
+        return opening.role
 
     def _receive(self, channel: SecureChannel, hidden: bool) -> Any:
         header = channel.receive(_MOST_HEADER if hidden else _MOST_RESULTS)
@@ -201,6 +234,9 @@ class ProcessLinks:
             return
         self._group.check(error)
         raise GroupError(f"the connection between two stages has ended: {error}") from error
+
+
+_openings = msgspec.msgpack.Decoder(Opening)
 
 
 def _described(array: Array | np.ndarray) -> tuple[list[int], str]:

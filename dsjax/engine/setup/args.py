@@ -83,8 +83,9 @@ class BasicOptions:
     )
     devices_per_host: int | None = option(
         None,
-        "neighbours in the mesh that fast links join, for --dispatch hierarchical and --ep-dispatch-algorithm static; default: those of a "
-        "process, of a dry run those that its target's links join",
+        "neighbours in the mesh that fast links join, for --dispatch auto and hierarchical and --ep-dispatch-algorithm static; default: "
+        "those of a slice as JAX tells it (GPUs of a host or of one NVLink domain, chips that ICI joins), on a CPU those of a process, of "
+        "a dry run those that its target's links join",
         least=1,
     )
     dispatch_wire: str = option(

@@ -27,6 +27,7 @@ from dsjax.hosts.wire import split_address
 from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
+from dsjax.model.apart import sums_by_choice
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import ParameterInfo, Weights
@@ -39,7 +40,7 @@ from sharding import MeshError, MeshSpec, Rules, fp8
 from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method
 from sharding.layer_placement import LayerPlacements
-from sharding.mesh import devices_per_process
+from sharding.mesh import joined_neighbours
 from sharding.placement import Placement
 
 FIRST_WITH_FP8 = 8.9
@@ -186,14 +187,13 @@ def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: Laye
     """How tokens reach their experts."""
     # Experts that are copied, or that were or are to be moved, may lie on another host than their group.
     in_groups = config.is_moe and placement.n_physical == config.n_routed_experts
-    in_groups &= config.n_group > 1 and config.topk_method != "greedy"
     in_groups &= not args.enable_eplb and args.init_expert_location is None
     return DispatchConfig(
         method=args.dispatch,
         wire=args.dispatch_wire,
         chunk_tokens=args.moe_chunk_tokens,
-        devices_per_host=args.devices_per_host or devices_per_process(mesh),
-        routed_groups=(config.n_group, config.topk_group) if in_groups else None,
+        devices_per_host=args.devices_per_host or joined_neighbours(mesh),
+        routed_groups=config.routed_groups if in_groups else None,
     )
 
 
@@ -486,8 +486,10 @@ def _moved_at_once(config: EplbConfig, least: int, slots: int) -> int:
     return max(1, min(most // max(least, 1), slots))
 
 
-def dispatch_method(step: ModelStep, tokens: int) -> str:
+def dispatch_method(step: ModelStep, tokens: int, *, halved: bool = False) -> str:
     """Say how a launch of ``tokens`` tokens a DP rank sends them to their experts: what ``auto`` comes to there.
+
+    halved: it is computed in two halves, of which each is sent by itself.
 
     ``local`` where one device holds all experts, ``apart`` where experts have devices of their own, ``none`` for a model without any.
     """
@@ -497,8 +499,8 @@ def dispatch_method(step: ModelStep, tokens: int) -> str:
         return "apart"
     return resolved_method(
         step.spec,
-        step.dispatch,
-        tokens=tokens,
+        dataclasses.replace(step.dispatch, by_choice=sums_by_choice(step), overlapped=halved),
+        tokens=-(-tokens // 2) if halved else tokens,
         top_k=step.config.num_experts_per_tok,
         experts=step.placement.n_physical,
         platform=step.mesh.devices.flat[0].platform,

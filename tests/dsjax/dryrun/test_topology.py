@@ -64,10 +64,10 @@ def test_without_the_compiler_the_message_says_what_to_install():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
-@pytest.mark.parametrize(("step", "weights"), [("decode", "auto"), ("prefill", "fp8")])
-def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, weights, tmp_path):
+@pytest.mark.parametrize(("step", "weights", "dispatch"), [("decode", "auto", "padded"), ("prefill", "fp8", "ragged")])
+def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, weights, dispatch, tmp_path):
     command = (
-        f"dryrun --model deepseek-v3 --mesh dp=32 --weights {weights} --target h200 --step {step} --json - "
+        f"dryrun --model deepseek-v3 --mesh dp=32 --weights {weights} --target h200 --step {step} --dispatch {dispatch} --json - "
         f"--timeline {tmp_path}/t.json.gz"
     )
     report = dry_run(command)
@@ -115,6 +115,17 @@ def test_a_step_compiles_for_gpus_other_than_hopper(target, options):
     assert report["platform"] == "gpu"
     assert set(report["kernels"].values()) == {"pallas"}
     assert report["costs"]["uncounted"] == {}
+
+
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@pytest.mark.parametrize(("target", "method"), [("h200", "hierarchical"), ("gb200", "padded")])
+def test_tokens_go_in_two_stages_unasked_between_hosts_and_straight_where_nvlink_joins_them(target, method):
+    report = dry_run(f"dryrun --model demo --mesh dp=16 --target {target} --batch 96 --context 512 --json -")
+    assert report["dispatch"] == method
+    sent = [(one["bytes_inside"], one["bytes_between"]) for one in report["collectives"] if one["kind"] == "all-to-all"]
+    assert len(sent) >= (4 if method == "hierarchical" else 2)
+    for inside, between in sent:  # of two stages each is of ranks of a host, or of one rank of each
+        assert not between if method == "padded" else not (inside and between)
 
 
 @pytest.mark.slow

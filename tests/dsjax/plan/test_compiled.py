@@ -26,6 +26,7 @@ from dsjax.plan.search import search
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import PlanOptions
+from sharding.dispatch import DispatchConfig, resolved_method
 from sharding.mesh import MeshSpec
 
 FILES = Path(__file__).parent / "dry_runs"
@@ -72,8 +73,8 @@ def test_the_bytes_of_an_exchange_are_those_that_the_formula_says(v3, runs):
     run = runs["dp32-decode"]
     layout, cluster = parse_layout("dp=32", 0, v3), load_cluster("h200-16").resized(4)
     arguments = (v3, cluster, layout, PRECISIONS["fp8"], UNIFORM)
-    formula = StepModel(*arguments, dispatch="auto").decode(128, 4096)
-    compiled = StepModel(*arguments, dispatch="auto", dry_runs=(run,)).decode(128, 4096)
+    formula = StepModel(*arguments, dispatch="padded").decode(128, 4096)
+    compiled = StepModel(*arguments, dispatch="padded", dry_runs=(run,)).decode(128, 4096)
     for part in ("dispatch", "combine"):
         for where in ("bytes to neighbours", "bytes to other hosts"):
             read = compiled.part(part).part(where)
@@ -81,10 +82,35 @@ def test_the_bytes_of_an_exchange_are_those_that_the_formula_says(v3, runs):
             assert read.kinds & Kind.COMPILED
         assert "dp32-decode.json" in compiled.part(part).part("all-to-all, times a layer").source
     # Another batch: 64 tokens have a capacity of 32 rows to each rank where 128 have 48.
-    half = StepModel(*arguments, dispatch="auto", dry_runs=(run,)).decode(64, 4096).part("dispatch")
+    half = StepModel(*arguments, dispatch="padded", dry_runs=(run,)).decode(64, 4096).part("dispatch")
     assert half.part("bytes to neighbours").value == pytest.approx(
         compiled.part("dispatch").part("bytes to neighbours").value * 32 / 48
     )
+
+
+@pytest.mark.parametrize("cluster", ["h200-32", "gb200-nvl72-36"])
+@pytest.mark.parametrize("mesh", ["dp=32", "dp=16,tp=2", "dp=4,tp=8,ep=4", "dp=8", "dp=24,ep=12", "dp=12,tp=2"])
+def test_auto_comes_to_the_same_in_a_plan_as_in_the_engine(v3, mesh, cluster):
+    layout, cluster = parse_layout(mesh, 8 if "12" in mesh else 0, v3), load_cluster(cluster)
+    step = StepModel(v3, cluster, layout, PRECISIONS["fp8"], UNIFORM, dispatch="auto")
+    found = set()
+    for tokens, halved in ((4, False), (32, False), (128, False), (2048, False), (1024, True)):
+        groups = None if layout.redundant else (8, 4)
+        config = DispatchConfig(devices_per_host=cluster.domain, overlapped=halved, routed_groups=groups)
+        shape = {"tokens": tokens * layout.mesh.tp_size, "top_k": 8, "experts": 264, "platform": "gpu"}
+        assert step.own_method(tokens, halved) == resolved_method(layout.mesh, config, **shape)
+        found.add(step.own_method(tokens, halved))
+    # Elsewhere an EP group is on one host, has one rank on each, or hosts cut it unevenly; NVLink joins all of a GB200's rack.
+    assert ("hierarchical" in found) == (cluster.domain == 8 and mesh in ("dp=32", "dp=16,tp=2", "dp=12,tp=2"))
+
+
+def test_a_plan_prices_auto_between_hosts_as_two_stages(v3):
+    arguments = (v3, load_cluster("h200-32"), parse_layout("dp=32", 0, v3), PRECISIONS["fp8"], UNIFORM)
+    auto, two, one, gathered = (
+        StepModel(*arguments, dispatch=name) for name in ("auto", "hierarchical", "padded", "gather")
+    )
+    assert auto.decode(128, 4096).value == two.decode(128, 4096).value < one.decode(128, 4096).value
+    assert auto.decode(8, 4096).value == gathered.decode(8, 4096).value
 
 
 def test_memory_is_set_aside_as_compiled_once_both_steps_are_given(planned, runs):
@@ -181,7 +207,7 @@ def test_a_program_in_two_halves_is_read_as_one_and_never_as_a_whole_step(v3, as
     ours = find_engine("dsjax")
 
     def instance(*compiled):
-        options = PlanOptions(engine=ours, dispatch="auto", overlap=overlap, compiled=compiled, skew=UNIFORM)
+        options = PlanOptions(engine=ours, dispatch="padded", overlap=overlap, compiled=compiled, skew=UNIFORM)
         question = ask("h200-16", hosts=4, prompt=3846, options=options)
         return question.instance(parse_layout("dp=32", 0, v3), {})
 

@@ -8,6 +8,8 @@ from dsjax.engine.pipeline.process_links import ProcessLinks
 from dsjax.hosts.cluster_key import ClusterKey
 from dsjax.hosts.credentials import Credentials
 
+CREDENTIALS = Credentials(ClusterKey("k" * 64, "a test", is_local=True))
+
 
 def links_of(order: Sequence[int]) -> list[ProcessLinks]:
     """The links of each process, in the order of their stages."""
@@ -22,7 +24,7 @@ def links_of(order: Sequence[int]) -> list[ProcessLinks]:
 
         return SimpleNamespace(
             options=SimpleNamespace(process_id=number, address="127.0.0.1"),
-            credentials=Credentials(ClusterKey("k" * 64, "a test", is_local=True)),
+            credentials=CREDENTIALS,
             agreement=SimpleNamespace(ask=ask),
             present=present,
             check=lambda error=None: None,

@@ -3,13 +3,16 @@
 import threading
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
-from links_in_threads import links_of
+from links_in_threads import CREDENTIALS, links_of
 
 from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
+from dsjax.engine.pipeline.process_links import SERVICE, Opening
 from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError
+from dsjax.hosts.secure_channel import connect
 
 
 @pytest.fixture
@@ -64,6 +67,29 @@ def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it(links):
     last.close()
     with pytest.raises(GroupError, match="connection between two stages has ended"):
         first.hear()
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [b"hidden", msgspec.msgpack.encode(Opening("hidden", bytes(16))), "a second one", "nothing that is sent"],
+)
+def test_a_member_that_is_no_stage_of_this_generation_is_not_heard_and_disturbs_nobody(links, opening):
+    first, middle, _ = links
+    roles = {"a second one": "hidden", "nothing that is sent": "weights"}
+    if opening in roles:
+        opening = msgspec.msgpack.encode(Opening(roles[opening], middle._ticket))
+    sent = np.arange(6, dtype=np.float32).reshape(2, 3)
+    first.pass_on(sent)
+    arriving = middle.arriving(lambda array: array)
+    np.testing.assert_array_equal(arriving.popleft(), sent)
+    with connect(("127.0.0.1", middle._listener.port), SERVICE, CREDENTIALS) as stranger:
+        stranger.send(opening)
+        stranger.send(msgspec.msgpack.encode(([2, 3], "float32")))
+        stranger.settimeout(10)
+        with pytest.raises((EOFError, OSError)):
+            stranger.receive(1)
+    first.pass_on(2 * sent)
+    np.testing.assert_array_equal(arriving.popleft(), 2 * sent)
 
 
 def raised(take):
