@@ -90,7 +90,7 @@ def test_noise_is_left_out_with_a_line(setting, monkeypatch):
     monkeypatch.setattr("dsjax.bench.modules.timing.seconds_of", lambda run, count: 0.05)
     [case] = mlp_cases(setting, "shared expert", [1])
     idle = dataclasses.replace(case, build=lambda: PreparedCase(lambda count: None))
-    found = run_cases(setting, [idle], FAST, NO_TIME, 60.0)
+    found = run_cases(setting, [idle], FAST, Budget(seconds=1.0, samples=3), 60.0)
     assert not found.rows
     assert "run it again" in found.skipped[0].reason
 
