@@ -68,6 +68,7 @@ def show(console: Console, report: DryRunReport) -> None:
         console.print(_costs(program, name))
         if program.timeline:
             console.print(_timeline(program.timeline, name))
+            console.print(_exchanges(program.timeline, name))
     console.print(
         f"lowered, compiled, read in {' + '.join(f'{seconds:.1f}' for seconds in report.seconds.values())} s",
         highlight=False,
@@ -247,6 +248,20 @@ def _timeline(timeline: Timeline, name: str) -> Table:
     table.add_section()
     for bound, seconds in timeline.critical_by_bound().items():
         table.add_row(f"bound by {bound}", f"{seconds * 1e3:.4g}", f"{seconds / step.value:.1%}", *[""] * 4)
+    return table
+
+
+def _exchanges(timeline: Timeline, name: str) -> Table:
+    table = table_of(
+        f"exchanges of {name}: what of their time is hidden, since the device computes meanwhile",
+        "exchange", "part of the model", "times", "ms", "beside compute", "hidden",
+    )  # fmt: skip
+    table.columns[1].justify = "left"
+    for one in timeline.exchanges():
+        if one.seconds < 1e-3 * timeline.step.value:
+            continue
+        times = [f"{seconds * 1e3:.4g}" for seconds in (one.seconds, one.beside_compute)]
+        table.add_row(one.name, one.part, str(one.runs), *times, f"{one.hidden:.0%}")
     return table
 
 

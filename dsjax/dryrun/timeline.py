@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,26 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """A collective of the program on the timeline: how long it is under way in the whole step, and how much of that is hidden.
+
+    part: of the model. runs: how often it happens. seconds: from each one's begin to its end, while its turn on the links lasts;
+    beside_compute: of these, seconds in which the compute thread works.
+    """
+
+    name: str
+    part: str
+    runs: int
+    seconds: float
+    beside_compute: float
+
+    @property
+    def hidden(self) -> float:
+        """Share of its time that runs beside compute."""
+        return self.beside_compute / self.seconds if self.seconds else 1.0
+
+
+@dataclass(frozen=True)
 class Timeline:
     """A step on one device of a cluster.
 
@@ -166,6 +187,22 @@ class Timeline:
                 entry[4] += times * leaf.work.bytes if leaf.thread == COMPUTE else 0.0
         return {name: Share(*entry) for name, entry in sorted(sums.items(), key=lambda item: -item[1][2])}
 
+    def exchanges(self) -> list[Exchange]:
+        """The collectives, those first that are under way longest."""
+        intervals: dict[Operation, list[tuple[float, float]]] = {}
+        for span in self.schedule.spans:
+            if span.thread in (INSIDE, BETWEEN):
+                intervals.setdefault(span.operation, []).append((span.begin, span.end))
+        computed = _united((span.begin, span.end) for span in self.schedule.spans if span.thread == COMPUTE)
+        begins = [begin for begin, _ in computed]
+        found = []
+        for operation, own in intervals.items():
+            own = _united(own)  # one over both links is one
+            beside = sum(_shared(one, computed, begins) for one in own)
+            seconds = sum(end - begin for begin, end in own)
+            found.append(Exchange(operation.name, self.parts[operation], len(own), seconds, beside))
+        return sorted(found, key=lambda one: -one.seconds)
+
     def layer(self) -> Turn | None:
         """A turn in the middle of the loop that takes longest: one layer of those that there are most of."""
         totals: dict[str, float] = {}
@@ -187,6 +224,7 @@ class Timeline:
             "compute": self.compute,
             "exposed_network": self.exposed_network,
             "network": {link: self.network(link) for link in (INSIDE, BETWEEN)},
+            "exchanges": [vars(one) | {"hidden": one.hidden} for one in self.exchanges()],
             "layer_seconds": layer and layer.end - layer.begin,
             "critical_path": {"spans": len(self.critical_path), "by_bound": self.critical_by_bound()},
             "by_scope": {name: vars(share) for name, share in self.by_scope().items()},
@@ -199,3 +237,24 @@ class Timeline:
 def _leaves(spans: Iterable[Span]) -> Iterable[tuple[Span, float]]:
     for span in spans:
         yield from span.leaves()
+
+
+def _united(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """In order, those that overlap as one."""
+    united: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if united and begin < united[-1][1]:
+            united[-1] = (united[-1][0], max(end, united[-1][1]))
+        else:
+            united.append((begin, end))
+    return united
+
+
+def _shared(one: tuple[float, float], others: list[tuple[float, float]], begins: list[float]) -> float:
+    """Seconds that an interval has in common with disjoint others, which are in order. begins: theirs."""
+    seconds = 0.0
+    for begin, end in others[max(0, bisect.bisect_right(begins, one[0]) - 1) :]:
+        if begin >= one[1]:
+            break
+        seconds += max(0.0, min(end, one[1]) - max(begin, one[0]))
+    return seconds

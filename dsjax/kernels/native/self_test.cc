@@ -163,6 +163,26 @@ struct SelfTest {
     return true;
   }
 
+  // Each code of FP8, alone and in a group, in the place of each other one.
+  bool codes() {
+    for (int first = 0; first < 256; first++) {
+      uint8_t from[kGroupColumns];
+      for (long i = 0; i < kGroupColumns; i++) from[i] = static_cast<uint8_t>(first + i);
+      Vec group[kGroup];
+      Float8::widen_group(from, group);
+      Float8::order(group);
+      for (long i = 0; i < kGroupColumns; i++) {
+        const int exponent = from[i] >> 3 & 15, fraction = from[i] & 7;
+        const float size = exponent ? std::ldexp(1 + fraction / 8.0f, exponent - 7) : std::ldexp(fraction / 8.0f, -6);
+        const float expected = from[i] & 0x80 ? -size : size, one = Float8::widen_one(from[i]), other = group[i / kLanes][i % kLanes];
+        const bool none = (from[i] & 0x7f) == 0x7f;
+        for (float found : {one, other})
+          if (none ? !std::isnan(found) : std::memcmp(&found, &expected, sizeof(float)) != 0) return false;
+      }
+    }
+    return true;
+  }
+
   // 0, or the number of the kernel that fails.
   int run() {
     if (!experts()) return 1;
@@ -170,7 +190,8 @@ struct SelfTest {
     if (!attention<ExpandedAttention>()) return 3;
     if (!dense()) return 4;
     if (!norm()) return 5;
-    return index_choice() ? 0 : 6;
+    if (!index_choice()) return 6;
+    return codes() ? 0 : 7;
   }
 };
 

@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__clang__) && defined(__AVX512VBMI__)
+#if defined(__F16C__) || (defined(__clang__) && defined(__AVX512VBMI__))
 #include <immintrin.h>
 #endif
 
@@ -190,6 +190,28 @@ struct BFloat16 {
 // e4m3fn: sign, four bits of exponent with bias 7, three of mantissa; no infinities, 0x7f and 0xff are NaN.
 struct Float8 {
   typedef uint8_t Stored;
+#if defined(__F16C__) && (defined(__AVX2__) || defined(__AVX512F__))
+  typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
+  typedef int16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+  // A byte's seven lower bits are the exponent and the fraction of a float16 that is 2^-8 of its value, where they lie seven bits higher;
+  // its sign is the half's, which widening a signed byte has put there. A NaN's exponent gets the bit that it lacks to be a half's NaN.
+  template <class Shorts>
+  static Shorts as_halves(Shorts signed_bytes) {
+    const Shorts half = (signed_bytes << 7) & static_cast<int16_t>(0xbf80);
+    return half | ((half + 0x80) & 0x4000);
+  }
+  static Vec widen_halves(Halves half) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps((__m256i)half) * 256.0f;
+#else
+    return (Vec)_mm256_cvtph_ps((__m128i)half) * 256.0f;
+#endif
+  }
+  static Vec widen(const uint8_t* from) {
+    return widen_halves(as_halves(__builtin_convertvector(load_as<SignedBytes>(from), Halves)));
+  }
+#else
   static Vec widen(const uint8_t* from) {
     // In two steps: GCC 12 converts bytes to 32 bits one by one.
     UIntVec all = __builtin_convertvector(__builtin_convertvector(load_as<ByteVec>(from), HalfVec), UIntVec);
@@ -200,6 +222,7 @@ struct Float8 {
     UIntVec nan = bits<UIntVec>(bits<IntVec>(magnitude) == 0x7f) & 0x7fc00000u;
     return bits<Vec>(bits<UIntVec>(value) | nan | ((all & 0x80) << 24));
   }
+#endif
   static float widen_one(uint8_t value) {
     uint8_t padded[kLanes] = {value};
     return widen(padded)[0];
@@ -259,6 +282,16 @@ struct Float8 {
 #pragma GCC unroll 2
     for (int v = 0; v < 2; v++) exchange<8>(group[v], group[v + 2], std::make_integer_sequence<int, kLanes>{});
   }
+#elif defined(__F16C__) && defined(__AVX2__) && !defined(__AVX512F__)
+  static void widen_group(const uint8_t* from, Vec (&group)[kGroup]) {
+    typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+    // The compilers' conversion of two vectors takes three instructions.
+    const Shorts both = as_halves((Shorts)_mm256_cvtepi8_epi16(load_as<__m128i>(from)));
+    Halves half[2];
+    std::memcpy(half, &both, sizeof(both));
+    group[0] = widen_halves(half[0]), group[1] = widen_halves(half[1]);
+  }
+  static void order(Vec (&)[kGroup]) {}
 #else
   static void widen_group(const uint8_t* from, Vec (&group)[kGroup]) {
 #pragma GCC unroll 4

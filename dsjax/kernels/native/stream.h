@@ -45,12 +45,13 @@ class Stream {
             for (long line = 0; line < kGroupColumns; line += B::line) b.prefetch(k + deep + d, from + i + line);
           // Tiles of equal height.
           const long tiles = (rows + 3) / 4, height = (rows + tiles - 1) / tiles;
-          for (long r = 0; r < rows; r += height) switch (std::min(height, rows - r)) {
-              case 1: tile<1>(a, b, r, k, deep, from, i); break;
-              case 2: tile<2>(a, b, r, k, deep, from, i); break;
-              case 3: tile<3>(a, b, r, k, deep, from, i); break;
-              default: tile<4>(a, b, r, k, deep, from, i); break;
-            }
+          if (B::scaled && tiles > 1) {  // widened once for all tiles
+            Vec widened[kStreamDepth][kGroup];
+            for (long d = 0; d < deep; d++) b.group(k + d, from + i, widened[d]);
+            tiles_of(rows, height, a, Widened{widened, k}, k, deep, from, i);
+          } else {
+            tiles_of(rows, height, a, b, k, deep, from, i);
+          }
         }
       }
       int level = 0;
@@ -65,6 +66,26 @@ class Stream {
         for (int v = 0; v < kGroup; v++) group[v] = load(sums(0, r) + i + v * kLanes);
         B::order(group);
         for (int v = 0; v < kGroup; v++) store(c[r] + from + i + c_shift + v * kLanes, group[v]);
+      }
+  }
+
+  // A group of columns of the matrix's rows from `first` on, as float32 and with their scales.
+  struct Widened {
+    const Vec (*rows)[kGroup];
+    long first;
+    void group(long k, long, Vec (&values)[kGroup]) const {
+#pragma GCC unroll 4
+      for (int v = 0; v < kGroup; v++) values[v] = rows[k - first][v];
+    }
+  };
+
+  template <class B>
+  void tiles_of(long rows, long height, const float* const* a, const B& b, long k, long deep, long from, long i) const {
+    for (long r = 0; r < rows; r += height) switch (std::min(height, rows - r)) {
+        case 1: tile<1>(a, b, r, k, deep, from, i); break;
+        case 2: tile<2>(a, b, r, k, deep, from, i); break;
+        case 3: tile<3>(a, b, r, k, deep, from, i); break;
+        default: tile<4>(a, b, r, k, deep, from, i); break;
       }
   }
 

@@ -135,6 +135,28 @@ def test_time_is_the_critical_path_and_lies_between_its_ends(step):
         assert timeline.step.low < timeline.step.value < timeline.step.high
 
 
+def test_of_an_exchange_that_is_hidden_which_the_device_computes_beside():
+    timeline = of(PROGRAM)
+    (gather,) = timeline.exchanges()
+    assert (gather.name, gather.part, gather.runs) == ("g", "attend", 1)
+    ends = {span.operation.name: span.end for span in timeline.schedule.spans if span.thread == COMPUTE}
+    assert gather.beside_compute == pytest.approx(min(gather.seconds, ends["one"]))
+    assert gather.seconds - gather.beside_compute == pytest.approx(timeline.exposed_network)
+    assert 0 < gather.hidden < 1
+    alone = of(
+        PROGRAM.replace("all-gather-start", "all-gather").replace(
+            "%gd = bf16[2048,4096]{1,0} all-gather-done(%g)", "%n = s32[] negate(%one)"
+        )
+    )
+    assert [one.hidden for one in alone.exchanges()] == [0]
+
+
+def test_what_no_exchange_hides_is_what_the_step_waits(step):
+    exchanges = step.exchanges()
+    assert sum(one.runs for one in exchanges) > len(exchanges), "a layer's are one row"
+    assert sum(one.seconds - one.beside_compute for one in exchanges) == pytest.approx(step.exposed_network)
+
+
 def test_at_its_ceilings_a_step_is_never_slower_than_the_fast_end():
     prices = Assumed.of(HOSTS)
     for end, share in (("low", 0.9), ("value", 0.75), ("high", 0.55)):

@@ -131,6 +131,8 @@ def test_in_two_halves_every_exchange_has_something_computed_beside_it(tmp_path)
         # Attention's seven kernels, projections among them, or the five of the experts: none is left outside its window.
         assert len(kernels) >= 5, f"{one['name']} starts and ends with {one['beside']} between"
     timeline = report["timeline"]
+    hidden = {one["name"]: one["hidden"] for one in timeline["exchanges"]}
+    assert min(hidden[one["name"]] for one in exchanges) > 0.95, hidden
     assert timeline["exposed_network"] < 0.05 * timeline["step_seconds"]
 
 
