@@ -28,7 +28,8 @@ With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async
 whose devices hold all experts, and those with stages, are left out): none of them may change a token. With ``--weights fp8`` or FP4 the
 model is as wide as the largest ``tp`` of these layouts asks for, and it has a layer for each stage; with ``--kv-cache-dtype fp8`` pairs of
 forms that cannot read such a cache are left out, and with ``--activation-scheme dynamic`` those with ``AM_CC_ME``, which multiplies two
-products ahead that others quantise between. The tests run a covering part of this; a run takes 15 to 40 s on 2 busy cores. Exits 1 if any run differs.
+products ahead that others quantise between. The tests run a covering part of this; a run takes 15 to 40 s on 2 busy
+cores. Exits 1 if any run differs.
 
 Programs of tiny models are compiled without LLVM's optimisations and with another generator for fusions, which nobody serves with.
 ``--serving-compilation`` leaves XLA as it is for serving: 55 minutes on 2 busy cores (2026-11-23); CI runs a part with it (``.ci/run``).

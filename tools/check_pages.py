@@ -174,13 +174,17 @@ def main() -> int:
     from layouts import LAYOUTS, MODELS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
+    # A mesh with stages has a part of each page at each of them, and hands none over.
+    known = [layout for layout in LAYOUTS if MeshSpec.parse(layout).pp_size == 1]
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(known)}")
     parser.add_argument("--model", choices=MODELS, default="v3", help="of which tiny model; v3.2 has sparse attention")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that pages travel; default: all three")
     args = parser.parse_args()
-    chosen = args.layouts or LAYOUTS
-    opposite = dict(zip(LAYOUTS, LAYOUTS[::-1], strict=True))
-    sizes = {layout: MeshSpec.parse(layout).num_devices for layout in (*LAYOUTS, *chosen)}
+    chosen = args.layouts or known
+    if staged := [layout for layout in chosen if MeshSpec.parse(layout).pp_size > 1]:
+        parser.error(f"{', '.join(staged)} has stages, whose pages do not travel; give meshes without pp")
+    opposite = dict(zip(known, known[::-1], strict=True))
+    sizes = {layout: MeshSpec.parse(layout).num_devices for layout in (*known, *chosen)}
     emulate_devices(max(sizes[layout] + sizes[opposite.get(layout, "tp=8")] for layout in chosen))
     from layouts import write_checkpoint
 
