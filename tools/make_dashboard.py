@@ -448,6 +448,117 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             ],
         ),
     ],
+    "The mesh, where it can change": [
+        (
+            "Devices and processes",
+            "Of the mesh; fewer than were wanted after a loss.",
+            "short",
+            [
+                (f"dsjax_generation_devices{{{OF_MODEL}}}", "devices"),
+                (f"dsjax_generation_devices_wanted{{{OF_MODEL}}}", "devices wanted"),
+                (f"dsjax_generation_processes{{{OF_MODEL}}}", "processes"),
+            ],
+        ),
+        (
+            "Changes",
+            "Number of the mesh, from 0; changes so far by reason; 1 while no step computes, as the mesh is changed.",
+            "short",
+            [
+                (f"dsjax_generation{{{OF_MODEL}}}", "number"),
+                (f"sum by (reason) (dsjax_generation_changes_total{{{OF_MODEL}}})", "{{reason}}"),
+                (f"dsjax_generation_changing{{{OF_MODEL}}}", "changing"),
+            ],
+        ),
+        (
+            "Time in changes",
+            "Share of the time, in which no step computed.",
+            "percentunit",
+            [(rate("dsjax_generation_change_seconds_total"), "changing")],
+        ),
+        (
+            "Requests that wait for a larger mesh",
+            "That the mesh cannot hold; and of those that have waited, a minute, what came of it.",
+            "short",
+            [
+                (gauge("dsjax_requests_waiting_for_mesh"), "waiting"),
+                (f"60 * {rate('dsjax_requests_waited_for_mesh_total', 'outcome')}", "{{outcome}} a minute"),
+            ],
+        ),
+        (
+            "Weights of changed meshes",
+            "Where they came from.",
+            "Bps",
+            [(rate("dsjax_generation_weight_bytes_total", "source"), "{{source}}")],
+        ),
+        (
+            "Programs compiled ahead",
+            "For the meshes that may come next, by process 0.",
+            "short",
+            [
+                (f"dsjax_compile_ahead_programs_done{{{OF_MODEL}}}", "done"),
+                (f"dsjax_compile_ahead_programs_wanted{{{OF_MODEL}}}", "wanted"),
+            ],
+        ),
+    ],
+    "Processes with experts (with --afd-address)": [
+        (
+            "Connected",
+            "1 for each process that the attention side is connected to; steps wait while one is not.",
+            "short",
+            [(f"dsjax_expert_process_connected{{{OF_MODEL}}}", "{{instance}} to process {{expert_process}}")],
+        ),
+        (
+            "Losses",
+            "Connections that ended under a call, in an hour.",
+            "short",
+            [
+                (
+                    f"increase(dsjax_expert_process_losses_total{{{OF_MODEL}}}[1h])",
+                    "{{instance}} to process {{expert_process}}",
+                )
+            ],
+        ),
+        (
+            "Last gap",
+            "From the last end of a connection to the answer of the call that met it: no step ended meanwhile.",
+            "s",
+            [(f"dsjax_expert_process_last_gap_seconds{{{OF_MODEL}}}", "{{instance}} to process {{expert_process}}")],
+        ),
+        (
+            "Rows and answers",
+            "That go to the processes and come from them.",
+            "Bps",
+            [
+                (rate("dsjax_expert_process_sent_bytes_total", "expert_process"), "to process {{expert_process}}"),
+                (
+                    rate("dsjax_expert_process_received_bytes_total", "expert_process"),
+                    "from process {{expert_process}}",
+                ),
+            ],
+        ),
+        (
+            "Calls",
+            "For the experts of a layer, answered a second, as the attention side and as the process counts them.",
+            "short",
+            [
+                (rate("dsjax_expert_process_calls_total", "expert_process"), "of process {{expert_process}}"),
+                (
+                    f"sum by (expert_process) (rate(dsjax_experts_calls_total{RATE}))",
+                    "process {{expert_process}} itself",
+                ),
+            ],
+        ),
+        (
+            "In the processes",
+            "1 for each that answers; connections of attention sides and of other processes; rows of tokens a second.",
+            "short",
+            [
+                ("dsjax_experts_ready", "process {{expert_process}} ready"),
+                ("dsjax_experts_connections", "process {{expert_process}}, connections"),
+                (f"sum by (expert_process) (rate(dsjax_experts_rows_total{RATE}))", "process {{expert_process}}, rows"),
+            ],
+        ),
+    ],
     "Links between the processes of a mesh": [
         (
             "Round trip",

@@ -39,6 +39,7 @@ from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
 from dsjax.engine.setup.loading import expert_space
+from dsjax.errors import UserError
 from dsjax.hosts.secure_channel import BLOCK_BYTES, RefusedError, SecureChannel
 from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.wire import split_address
@@ -303,7 +304,7 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     options = {"bf16_experts": checkpoint.bf16_experts, "mtp": args.speculation is not None, "expert_mesh": mesh}
     step = make_step(args, checkpoint.config, alone, alone.arrange(list(mesh.devices.flat)[:1]), **options)
     side: ExpertSide = step.apart
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = _listen(host, port)
     try:
         weights = weights_format(args, checkpoint.config, step.dtype, checkpoint.bf16_experts)
         side.params = load(
@@ -335,3 +336,13 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     except BaseException:
         listener.close()
         raise
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen at {host} port {port} ({error.strerror}), where attention is to find these experts; give an address or a name "
+            "of this host in --afd-address, and a port that is free"
+        ) from error

@@ -240,10 +240,6 @@ class PlanArgs:
         ):  # fmt: skip
             if given:
                 raise UserError(f"{flag} knows layouts of one mesh, and --afd looks at two; leave one of the two out")
-        if self.recipe_file is not None and self.recipe_file.suffix != ".json":
-            raise UserError(
-                f"--recipe {self.recipe_file} has no services of attention and experts apart; give FILE.json"
-            )
 
     @property
     def plans_apart(self) -> str:

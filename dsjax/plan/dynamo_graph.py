@@ -315,9 +315,14 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
     """The winner of a plan. command: what it was planned with, for the first line.
 
     Raises:
-        UserError: Dynamo's operator cannot place it: no NVIDIA GPUs.
+        UserError: Dynamo's operator cannot place it: no NVIDIA GPUs, or processes with experts that no worker is.
     """
     made = recipe(model, question, candidate)
+    if any(service["role"] == "experts" for service in made["services"]):
+        raise UserError(
+            "--recipe FILE.yaml is for Dynamo, whose operator starts workers that take requests, and the winner has experts in processes "
+            "of their own, which take none and must keep their addresses; give a folder, which has both sides for Kubernetes"
+        )
     cluster = question.cluster
     if cluster.hardware.platform != "cuda":
         raise UserError(

@@ -14,13 +14,17 @@ from dsjax.errors import UserError
 from dsjax.hardware import Hardware
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.expert_pods import EXPERTS_FILE, EXPERTS_IMAGE, GROUP, GROUP_VARIABLE, ExpertPods, addresses
 from dsjax.plan.memory import weight_bytes
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import REPOSITORIES, recipe
 
 _TPU = {"tpu-v5e": "tpu-v5-lite-podslice", "tpu-v6e": "tpu-v6e-slice"}
 """Hardware → label `cloud.google.com/gke-tpu-accelerator` of its nodes (GKE's documentation, "Plan TPUs in GKE")."""
-_SERVER = {"--host": "0.0.0.0", "--port": "8000", "--shutdown-timeout": "600"}
+_PROBED = {"--host": "0.0.0.0", "--port": "8000"}
+_SERVER = _PROBED | {"--shutdown-timeout": "600"}
+_START_SECONDS = 600
+"""Assumed for a process with experts, beside reading its weights: its pod is placed, Python and JAX start, programs are compiled."""
 _RDMA = ("InfiniBand", "RoCE")
 _LOCKS_MEMORY = {
     "allowPrivilegeEscalation": False,
@@ -39,23 +43,31 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     """`kustomization.yaml` of the winner. base: its path from there; command: what it was planned with, for the first line.
 
     Raises:
-        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host.
+        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host; attention apart from experts, and on several.
     """
     made = recipe(model, question, candidate)
-    if len(made["services"]) > 1 and made["one_process"] is None:
+    apart = _experts(made)
+    if len(made["services"]) > 1 and made["one_process"] is None and not apart:
         raise UserError(
             "--recipe FOLDER writes what dsjax serve can run, and the winner has prefill and decode apart, which one process on a host "
             "cannot have as they were priced; give FILE.yaml for NVIDIA Dynamo, or add --mode aggregated"
         )
     service, cluster = made["one_process"] or made["services"][0], question.cluster
     hosts = math.ceil(service["devices_each"] / cluster.devices_per_host)
+    if apart and hosts > 1:
+        raise UserError(
+            f"--recipe FOLDER writes what dsjax serve can run, and the winner has attention on {hosts} hosts apart from its experts, where "
+            "dsjax has it in one process of one host; leave --engine published out, or give an --attention-mesh of at most "
+            f"{cluster.devices_per_host} devices"
+        )
     devices = math.ceil(service["devices_each"] / hosts)
     name = repository(model)
+    options = _attention_options(service["options"], apart) if apart else service["options"]
     container = "/spec/leaderWorkerTemplate/workerTemplate/spec/containers/0"
     group = [
         {"op": "replace", "path": "/spec/replicas", "value": service["instances"]},
         {"op": "replace", "path": "/spec/leaderWorkerTemplate/size", "value": hosts},
-        {"op": "replace", "path": f"{container}/args", "value": _arguments(service["options"])},
+        {"op": "replace", "path": f"{container}/args", "value": _arguments(_SERVER, options)},
         {
             "op": "replace",
             "path": f"{container}/resources",
@@ -73,22 +85,26 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
         group.append({"op": "replace", "path": f"{container}/securityContext", "value": _LOCKS_MEMORY})
     if domain:
         group.append({"op": "add", "path": f"{pod}/resourceClaims", "value": [compute_domain_claim("dsjax")]})
-    selector = _node_selector(cluster, service["devices_each"])
+    if apart:
+        group.append({"op": "add", "path": f"{container}/env/-", "value": GROUP})
+    selector = _node_selector(cluster, service["devices_each"]) or _own_hosts(cluster, cluster)
     if selector:
         group.append({"op": "add", "path": f"{pod}/nodeSelector", "value": selector})
     volume = gib(checkpoint_bytes(candidate) * ROOM)
-    variant = "tpu" if cluster.hardware.platform == "tpu" else "cuda"
     start = service["cold_start_s"]
+    resources = [base, *([DOMAIN_FILE] if domain else []), *([EXPERTS_FILE] if apart else [])]
+    images = [("dsjax", cluster), *([(EXPERTS_IMAGE, cluster.experts or cluster)] if apart else [])]
     lines = [
         f"# {command}",
         f"# {cluster.description}: {service['instances']} engine{'s' * (service['instances'] > 1)} of {hosts} "
         f"host{'s' * (hosts > 1)} with {devices} devices each; weights are read in about {start['value']:,.0f} s "
         f"[{start['low']:,.0f} … {start['high']:,.0f}].",
+        *_about_experts(apart, cluster),
         *(f"# Note: {note}" for note in made["notes"]),
         "apiVersion: kustomize.config.k8s.io/v1beta1",
         "kind: Kustomization",
-        f"resources: [{base}, {DOMAIN_FILE}]" if domain else f"resources: [{base}]",
-        f"images: [{{name: dsjax, newName: dsjax, newTag: {variant}}}]  # newName: with your registry before it",
+        f"resources: [{', '.join(resources)}]",
+        f"images: [{', '.join(map(_image, *zip(*images, strict=True)))}]  # newName: with your registry before it",
         "patches:",
         *_patch("LeaderWorkerSet", "dsjax", group),
         *_patch("ConfigMap", "dsjax-model", [{"op": "replace", "path": "/data/MODEL", "value": name}]),
@@ -115,12 +131,69 @@ def write_overlay(folder: Path, model: str, question: Question, candidate: Candi
         domain.write_text(compute_domain("dsjax", service["instances"] * hosts), encoding="utf-8")
     else:
         domain.unlink(missing_ok=True)
+    experts = folder / EXPERTS_FILE
+    if EXPERTS_FILE in text:
+        experts.write_text(expert_pods(question, recipe(model, question, candidate)).text(), encoding="utf-8")
+    else:
+        experts.unlink(missing_ok=True)
     if beside_base:
         return
     body = json.dumps(recipe(model, question, candidate), indent=2, allow_nan=False)
     (folder / "recipe.json").write_text(body + "\n", encoding="utf-8")
     with importlib.resources.as_file(_base()) as base:
         shutil.copytree(base, folder / "base", dirs_exist_ok=True)
+
+
+def _experts(made: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The services of processes with experts of a recipe's instance."""
+    return [service for service in made["services"] if service["role"] == "experts"]
+
+
+def _attention_options(options: Mapping[str, str], apart: list[dict[str, Any]]) -> dict[str, str]:
+    """Options of the process with attention: where its experts are, and how long a step waits for one that comes back."""
+    wait = math.ceil(max(one["cold_start_s"]["high"] for one in apart)) + _START_SECONDS
+    address = addresses(f"$({GROUP_VARIABLE})", len(apart))
+    waits = {"--start-timeout": str(wait), "--step-timeout": str(wait + _START_SECONDS)}
+    return {**options, "--afd-address": address, **waits}
+
+
+def _about_experts(apart: list[dict[str, Any]], cluster: Cluster) -> list[str]:
+    """Say in comments what is beside the engines, and what nodes of two kinds need."""
+    lines = [
+        f"# Beside each engine, which has attention: {len(apart)} process{'es' * (len(apart) > 1)} with experts ({EXPERTS_FILE}) of "
+        f"{one['devices_each']} devices each."
+        for one in apart[:1]
+    ]
+    for side in (cluster, cluster.experts) if apart else (cluster,):
+        label = {} if side is None or side.hardware.key in _TPU else _own_hosts(side, cluster)
+        lines += [
+            f"# Nodes with {side.hardware.name} must say so: kubectl label node NAME {k}={v}" for k, v in label.items()
+        ]
+    return lines
+
+
+def expert_pods(question: Question, made: Mapping[str, Any]) -> ExpertPods:
+    """The processes with experts of a recipe, all instances'."""
+    services, cluster = _experts(made), question.cluster
+    own, one = cluster.experts or cluster, services[0]
+    options = {k: v for k, v in one["options"].items() if k not in ("--afd-address", "--afd-server-rank")}
+    return ExpertPods(
+        one["instances"],
+        len(services),
+        _arguments(_PROBED, options),
+        pod_resources(own.hardware.platform, one["devices_each"]),
+        _node_selector(own, one["devices_each"]) or _own_hosts(own, cluster),
+    )
+
+
+def _own_hosts(side: Cluster, cluster: Cluster) -> dict[str, str]:
+    """The label that tells nodes of one kind from those of the other, where attention and experts are on two kinds of GPUs."""
+    both = {one.hardware.key for one in (cluster, cluster.experts) if one is not None}
+    return {"dsjax-device": side.hardware.key} if len(both) > 1 else {}
+
+
+def _image(name: str, cluster: Cluster) -> str:
+    return f"{{name: {name}, newName: dsjax, newTag: {'tpu' if cluster.hardware.platform == 'tpu' else 'cuda'}}}"
 
 
 def _base() -> Any:
@@ -130,9 +203,9 @@ def _base() -> Any:
     return carried if carried.is_dir() else package / ".." / "deploy" / "base"
 
 
-def _arguments(options: Mapping[str, str]) -> list[str]:
+def _arguments(server: Mapping[str, str], options: Mapping[str, str]) -> list[str]:
     """`dsjax serve`'s, one a line; the model is the ConfigMap's."""
-    return ["serve", *arguments_of({**_SERVER, "--log-json": "", **options, "--model": "$(MODEL)"})]
+    return ["serve", *arguments_of({**server, "--log-json": "", **options, "--model": "$(MODEL)"})]
 
 
 def arguments_of(options: Mapping[str, str]) -> list[str]:

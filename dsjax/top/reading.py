@@ -30,6 +30,9 @@ _OTHERS = (
     "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total", "dsjax_expert_tokens_total",
     "dsjax_expert_balancedness", "dsjax_eplb_balancedness", "dsjax_eplb_rebalances_total", "dsjax_eplb_experts_moved_total",
     "dsjax_eplb_moved_bytes_total", "dsjax_eplb_exchanges_total", "dsjax_eplb_exchange_seconds_total", "dsjax_eplb_layers_left",
+    "dsjax_expert_process_connected", "dsjax_expert_process_losses_total", "dsjax_expert_process_last_gap_seconds",
+    "dsjax_expert_process_sent_bytes_total", "dsjax_expert_process_received_bytes_total", "dsjax_generation",
+    "dsjax_generation_devices", "dsjax_generation_devices_wanted", "dsjax_generation_changing", "dsjax_requests_waiting_for_mesh",
 )  # fmt: skip
 _NAMES = (*(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucket", "sum", "count")), *_OTHERS)
 

@@ -38,6 +38,7 @@ class Screen:
         yield Columns([_latencies(view["latency"]), _experts(view["experts"])], padding=(0, 3))
         # A file or a pipe has no height.
         extra = [view["drafts"], view["balancing"], *(view["cache"][part] for part in ("tiers", "host", "disk"))]
+        extra += [view["expert_processes"] or None, _mesh(view["generation"])]
         room = (options.height or console.height) - 18 - sum(part is not None for part in extra)
         yield _ranks(view["ranks"], max(room, 4) if console.is_terminal else len(view["ranks"]))
 
@@ -66,6 +67,10 @@ def _summary(url: str, view: dict[str, Any]) -> Group:
         lines.append(Text(_drafts(view["drafts"])))
     if view["balancing"] is not None:
         lines.append(Text(_balancing(view["balancing"])))
+    if view["expert_processes"]:
+        lines.append(_expert_processes(view["expert_processes"]))
+    if (mesh := _mesh(view["generation"])) is not None:
+        lines.append(Text(mesh, "bold yellow"))
     troubles = {
         "rejected": requests["rejected"],
         "preempted": requests["preempted"],
@@ -84,6 +89,30 @@ def _balancing(balancing: dict[str, Any]) -> str:
         f"experts balanced {balance}   {balancing['rebalances']:,.0f} rebalances, {moved} in "
         f"{balancing['exchange_seconds'] * 1e3:,.0f} ms{left}"
     )
+
+
+def _expert_processes(processes: list[dict[str, Any]]) -> Text:
+    gone = [str(one["process"]) for one in processes if not one["connected"]]
+    sent, received = (sum(one[way] for one in processes) / 1e6 for way in ("sent", "received"))
+    losses, gap = sum(one["losses"] for one in processes), max(one["last_gap_seconds"] for one in processes)
+    line = (
+        f"processes with experts: {len(processes) - len(gone)} of {len(processes)} connected   {sent:,.1f} MB/s there, "
+        f"{received:,.1f} MB/s back" + (f"   longest last gap {_seconds(gap)}" if gap else "")
+    )
+    lost = (f", {losses:,.0f} lost" if losses else "") + (f", GONE: {', '.join(gone)}" if gone else "")
+    return Text.assemble(line, (lost, "bold yellow"))
+
+
+def _mesh(generation: dict[str, Any] | None) -> str | None:
+    """A line on the mesh; None while it is the one that was asked for and nobody waits for another."""
+    if generation is None:
+        return None
+    found, wanted, waiting = (generation[name] for name in ("devices", "devices_wanted", "requests_waiting"))
+    if found >= wanted and not waiting and not generation["changing"]:
+        return None
+    changing = ", changing" if generation["changing"] else ""
+    waits = f", {waiting:,} requests wait for a larger one" if waiting else ""
+    return f"mesh {generation['number']}: {found:,} of {wanted:,} devices{changing}{waits}"
 
 
 def _offload_tier(title: str, pages: dict[str, Any]) -> str:

@@ -30,6 +30,10 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
       `times_mean`, in the window, or since recording began where the window has none.
     - `balancing`: None where experts stay where they are; `balancedness` of the server's last window of loads, `layers_left` of the
       rebalance under way, and in the window `rebalances`, `experts_moved`, `moved_bytes`, `exchanges` and `exchange_seconds`.
+    - `expert_processes`: empty where experts are not in other processes; of each `process` (its place in `--afd-address`): whether it is
+      `connected`, `losses` in the window, `last_gap_seconds`, and `sent` and `received` bytes a second.
+    - `generation`: None where the mesh cannot change; its `number`, from 0, `devices`, `devices_wanted`, whether it is `changing`, and
+      `requests_waiting` for a larger one.
     """
     seconds = max(after.time - before.time, 1e-9)
     old, new = before.metrics, after.metrics
@@ -70,6 +74,8 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
         "drafts": _drafts(old, new, seconds),
         "experts": _experts(old, new),
         "balancing": _balancing(old, new),
+        "expert_processes": _expert_processes(old, new, seconds),
+        "generation": _generation(new),
     }
 
 
@@ -197,6 +203,41 @@ def _balancing(old: Exposition, new: Exposition) -> dict[str, Any] | None:
         "balancedness": {of: value for (of,), value in new.by("dsjax_eplb_balancedness", "of").items()},
         "layers_left": new.total("dsjax_eplb_layers_left"),
         **grown,
+    }
+
+
+def _expert_processes(old: Exposition, new: Exposition, seconds: float) -> list[dict[str, Any]]:
+    name, label = "dsjax_expert_process", "expert_process"
+    connected, gaps = (new.by(f"{name}_{what}", label) for what in ("connected", "last_gap_seconds"))
+    losses, sent, received = (
+        new.growth(old, f"{name}_{what}_total", label) for what in ("losses", "sent_bytes", "received_bytes")
+    )
+    return [
+        {
+            "process": int(key[0]),
+            "connected": bool(connected[key]),
+            "losses": losses.get(key, 0.0),
+            "last_gap_seconds": gaps.get(key, 0.0),
+            "sent": sent.get(key, 0.0) / seconds,
+            "received": received.get(key, 0.0) / seconds,
+        }
+        for key in sorted(connected, key=lambda key: int(key[0]))
+    ]
+
+
+def _generation(new: Exposition) -> dict[str, Any] | None:
+    if not new.by("dsjax_generation", "model_name"):
+        return None
+    names = ("devices", "devices_wanted", "changing")
+    number, devices, wanted, changing = (
+        new.total(f"dsjax_generation{name}") for name in ("", *(f"_{n}" for n in names))
+    )
+    return {
+        "number": int(number),
+        "devices": int(devices),
+        "devices_wanted": int(wanted),
+        "changing": bool(changing),
+        "requests_waiting": int(new.total("dsjax_requests_waiting_for_mesh")),
     }
 
 

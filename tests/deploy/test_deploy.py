@@ -49,6 +49,10 @@ def render(folder: Path) -> list[dict]:
             place = one
             for key in way:
                 place = place[key]
+            if last == "-":
+                assert operation["op"] == "add"
+                place.append(operation["value"])
+                continue
             assert (last in place) == (operation["op"] == "replace")
             place[last] = operation["value"]
     for image in custom.get("images", ()):

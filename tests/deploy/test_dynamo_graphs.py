@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.config import load_config
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.errors import UserError
 from sharding import MeshSpec
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +125,6 @@ def test_a_wrong_file_is_found():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
     from dsjax.dynamo.command import CLEANUP_SECONDS
-    from dsjax.engine.setup.args import EngineArgs
 
     found = documents(path)
     assert [worker["type"] for worker, _ in workers_of(found)] in (["worker"], ["prefill", "decode"])
@@ -218,6 +219,28 @@ def test_a_separated_plan_writes_prefill_and_decode_workers(tmp_path):
         assert f"--disaggregation-mode={worker['type']}" in container["args"]
     assert {worker["type"] for worker, _ in workers_of(found)} == {"prefill", "decode"}
     assert devices_of(found) == 32
+
+
+def test_a_process_with_attention_and_experts_is_a_worker(tmp_path):
+    path = tmp_path / "apart.yaml"
+    ask = ["plan", "--cluster", "h200-8", "--attention-mesh", "dp=2", "--expert-mesh", "ep=6", "--mode", "aggregated"]
+    result = CliRunner().invoke(app, [*ask, "--recipe", str(path)])
+    assert result.exit_code == 0, result.output
+    found = documents(path)
+    for document in found:
+        check(document)
+    ((worker, container),) = workers_of(found)
+    own = {n: v for n, v in parsed(container["args"]).items() if n in EngineArgs.__dataclass_fields__}
+    assert (worker["type"], EngineArgs(**own).num_devices, devices_of(found)) == ("worker", 8, 8)
+
+
+def test_experts_in_processes_of_their_own_are_no_workers(tmp_path):
+    path = tmp_path / "apart.yaml"
+    ask = ["plan", "--cluster", "h200-32", "--attention-mesh", "dp=8", "--expert-mesh", "ep=16", "--mode", "aggregated"]
+    refused = CliRunner().invoke(app, [*ask, "--recipe", str(path)])
+    assert isinstance(refused.exception, UserError)
+    assert "give a folder, which has both sides for Kubernetes" in str(refused.exception)
+    assert not path.exists()
 
 
 @pytest.mark.dynamo

@@ -202,6 +202,13 @@ def test_where_no_experts_come_in_time_the_start_ends_with_what_to_do(checkpoint
         attention(checkpoint, address, start_timeout=1)
 
 
+def test_an_address_that_is_taken_is_refused_before_anything_is_loaded(checkpoint):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=r"cannot listen at 127.0.0.1 port \d+ \(.*\), where attention is to find"):
+            experts(checkpoint, address)
+
+
 def test_a_process_with_experts_alone_is_no_llm(checkpoint, address):
     with pytest.raises(UserError, match="load_experts"):
         LLM(str(checkpoint), afd_role="expert", afd_address=address, **MESHES)

@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,12 +16,19 @@ from live_server import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from watched_server import experts, load, step
 
+from dsjax.engine.afd.link_counts import LinkCounts
+from dsjax.engine.elastic.generations import ChangeCounts
 from dsjax.engine.experts.eplb import BalanceStats
+from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.transfer.remote_prefill import TransferCounts
 from dsjax.hosts.interfaces import Interface
 from dsjax.hosts.link_monitor import LinkState
+from dsjax.serve.headless import HeadlessExperts
 from dsjax.serve.metrics import Metrics
+from dsjax.serve.metrics_families import exposition
+from dsjax.serve.options import ServeOptions
+from sharding import MeshSpec
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "configs" / "observability"
@@ -34,6 +43,16 @@ def exposed():
     from live_server import LiveServer
 
     link = LinkState(50e-6, 90e-6, 1e9, 9, 0, 99, 1)
+    smaller = SimpleNamespace(
+        number=1,
+        busy=False,
+        ahead=None,
+        spec=MeshSpec(dp_size=3),
+        wanted=MeshSpec(dp_size=4),
+        facts=SimpleNamespace(num_processes=3),
+        counts=ChangeCounts(weight_bytes=Counter(kept=5)),
+    )
+    to_experts = SimpleNamespace(counts=[LinkCounts(True, 2, 3.5, 40, 4000, 5000)])
     metrics = Metrics(
         "tiny",
         4,
@@ -42,6 +61,9 @@ def exposed():
         device_memory=lambda: [("0", 90, 100)],
         links=lambda: {1: link},
         interfaces=lambda: [Interface("eth0", 3, 4, 3e9)],
+        generations=smaller,
+        parked=ParkedRequests(),
+        expert_links=lambda: to_experts,
     )
     server = LiveServer(
         num_ranks=4,
@@ -61,7 +83,11 @@ def exposed():
     others = {"drafts": drafts, "balance": balance, "page_waits": [("host", 0.01)], "transfers": TransferCounts(3)}
     server.serving.metrics.on_step(step([load(0)], experts=experts([[1] * 8]), **others))
     labels: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(server.get("/metrics").text):
+    own = exposition(HeadlessExperts(ServeOptions()).registry.families, openmetrics=False).decode()
+    with_experts = [
+        family for family in text_string_to_metric_families(own) if family.name.startswith("dsjax_experts_")
+    ]
+    for family in [*text_string_to_metric_families(server.get("/metrics").text), *with_experts]:
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)
     server.signal()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -20,14 +21,19 @@ from typer.testing import CliRunner
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax import cli
+from dsjax.engine.afd.link_counts import LinkCounts
+from dsjax.engine.elastic.generations import ChangeCounts
 from dsjax.engine.experts.eplb import BalanceStats
+from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.tiers.disk_tier import DiskCounts
 from dsjax.engine.tiers.page_tiers import TierCounts
+from dsjax.serve.metrics import Metrics
 from dsjax.top.reading import Exposition, NoAnswerError, StatusClient, StatusReading
 from dsjax.top.screen import Screen
 from dsjax.top.view import quantile, view
+from sharding import MeshSpec
 
 ROOT = Path(__file__).parents[3]
 
@@ -176,6 +182,47 @@ def test_balancing_is_shown_where_experts_follow_the_load(server):
     console.print(Screen(server.url, found))
     line = "experts balanced 0.75 (sums), 0.50 (layers)   1 rebalances, 40 moved (4.0 MB) in 250 ms, 4 layers left"
     assert line in console.file.getvalue()
+
+
+def shown(server: WatchedServer, found: dict) -> str:
+    console = Console(file=io.StringIO(), width=130, height=40)
+    console.print(Screen(server.url, found))
+    return console.file.getvalue()
+
+
+def test_processes_with_experts_are_shown_and_who_is_gone_is_named(server):
+    links = SimpleNamespace(
+        counts=[LinkCounts(True, 1, 2.0, 40, 4_000_000, 8_000_000), LinkCounts(True, 0, 0, 9, 0, 0)]
+    )
+    server.metrics = Metrics("tiny", 4, 4096, expert_links=lambda: links)
+    before = reading(server, 0.0)
+    links.counts = [LinkCounts(True, 1, 2.0, 80, 9_000_000, 18_000_000), LinkCounts(False, 3, 4.0, 9, 1_000_000, 0)]
+    found = view(before, reading(server, 2.0))
+    assert found["expert_processes"] == [
+        {"process": 0, "connected": True, "losses": 0, "last_gap_seconds": 2.0, "sent": 2.5e6, "received": 5e6},
+        {"process": 1, "connected": False, "losses": 3, "last_gap_seconds": 4.0, "sent": 5e5, "received": 0},
+    ]
+    line = "processes with experts: 1 of 2 connected   3.0 MB/s there, 5.0 MB/s back   longest last gap 4.00 s, 3 lost, GONE: 1"
+    assert line in shown(server, found)
+
+
+def test_the_mesh_has_a_line_while_it_is_not_the_one_that_was_asked_for(server):
+    mesh = SimpleNamespace(number=0, busy=False, ahead=None, spec=MeshSpec(dp_size=4), wanted=MeshSpec(dp_size=4))
+    mesh.facts, mesh.counts = SimpleNamespace(num_processes=1), ChangeCounts()
+    parked = ParkedRequests()
+    server.metrics = Metrics("tiny", 4, 4096, generations=mesh, parked=parked)
+    assert "mesh 0" not in shown(server, view(reading(server, 0.0), reading(server, 1.0)))
+    mesh.number, mesh.spec, parked._parked = 1, MeshSpec(dp_size=3), {"a": None, "b": None}
+    found = view(reading(server, 0.0), reading(server, 1.0))
+    expected = {"number": 1, "devices": 3, "devices_wanted": 4, "changing": False, "requests_waiting": 2}
+    assert found["generation"] == expected
+    assert "mesh 1: 3 of 4 devices, 2 requests wait for a larger one" in shown(server, found)
+
+
+def test_a_server_of_one_mesh_and_process_has_neither(server):
+    found = view(reading(server, 0.0), reading(server, 1.0))
+    assert (found["expert_processes"], found["generation"]) == ([], None)
+    assert "processes with experts" not in shown(server, found)
 
 
 def test_a_server_that_was_restarted_is_counted_from_its_start(server):

@@ -1,14 +1,17 @@
 """Experts on devices of their own change no bit of what one device gives: the tests of `afd/layer_programs.py`, too."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from layouts import answer, write_checkpoint
+from layouts import answer, prompts, write_checkpoint
 
-from dsjax import LLM
+from dsjax import LLM, SamplingParams
 from dsjax.engine.afd.layer_programs import CompiledPass, OnHost
+from dsjax.engine.schedule.page_events import BlockRemoved, BlockStored
+from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.errors import UserError
 from dsjax.model.apart import Passing, Routed
 from sharding import MeshError
@@ -42,6 +45,56 @@ def test_prompts_in_chunks_decodes_drafts_halves_and_rounds_are_those_of_one_dev
     np.testing.assert_array_equal(apart.logits, one.logits)
     assert apart.tokens == one.tokens
     assert apart.logprobs == one.logprobs
+
+
+class Told:
+    """An event sink that keeps what it is told."""
+
+    def __init__(self):
+        self.events = []
+
+    def publish(self, rank, events):
+        self.events += [(rank, event) for event in events]
+
+    def close(self):
+        pass
+
+
+def scored(checkpoint, **options):
+    """Log-probabilities of prompts, made tokens, events of pages, and the places of experts, of an engine whose cache is too small."""
+    told = Told()
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "cache_tokens": 64}
+    llm = LLM(str(checkpoint), dtype="float32", event_sink=told, redundant_experts=4, **sizes, **options)
+    params = SamplingParams(
+        temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=2
+    )
+    try:
+        assert llm.executor.model.is_exact
+        outputs = llm.generate(prompts()[4:], params)
+        scores = [
+            [entry and {token: one.logprob for token, one in entry.items()} for entry in output.prompt_logprobs]
+            for output in outputs
+        ]
+        made = [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+        return scores, made, told.events, llm.executor.device.model.placement.physical_to_logical
+    finally:
+        llm.shutdown()
+
+
+@pytest.mark.slow  # compiles two engines
+def test_prompt_scores_events_of_pages_and_experts_placed_by_a_file_are_those_of_one_device(checkpoint, tmp_path):
+    rows = np.stack([np.random.default_rng(layer).permutation([*range(32), 1, 5, 5, 30]) for layer in range(2)])
+    path = tmp_path / "location.json"
+    path.write_text(json.dumps(ExpertLocation("tiny", None, rows).to_json()))
+    one = scored(checkpoint)
+    apart = scored(checkpoint, attention_mesh="dp=1", expert_mesh="ep=4", init_expert_location=str(path))
+    np.testing.assert_array_equal(apart[3][:2], rows)
+    assert (one[3][:2] != rows).any()
+    assert apart[:3] == one[:3]
+    assert {type(event) for _, event in one[2]} == {BlockStored, BlockRemoved}
+    assert all(
+        len(scores) == len(prompt["prompt_token_ids"]) for scores, prompt in zip(one[0], prompts()[4:], strict=True)
+    )
 
 
 def test_each_side_has_its_own_parameters_and_no_others(checkpoint):

@@ -88,8 +88,9 @@ def generated(llm):
         ("v3", {"mesh": "dp=2,tp=2", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
         ("v3", {"mesh": "tp=2", "mla_prefill": "CD", "mla_decode": "CD", "host_cache_bytes": 0}),
         ("v3.2", {"mesh": "dp=2,tp=2", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
+        ("v3", {"attention_mesh": "dp=2", "expert_mesh": "ep=4"}),
     ],
-    ids=["dp=2,tp=2, drafts", "keys and values, disk alone", "index keys, drafts"],
+    ids=["dp=2,tp=2, drafts", "keys and values, disk alone", "index keys, drafts", "experts apart"],
 )
 def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_restart_too(
     checkpoints, expected_of, model, options, tmp_path

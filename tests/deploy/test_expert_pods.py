@@ -1,0 +1,201 @@
+"""Attention and experts apart on Kubernetes: what `dsjax plan --recipe FOLDER` writes of both sides, the tests of `plan/expert_pods.py`."""
+
+import importlib
+import json
+
+import pytest
+import typer
+from test_deploy import check, check_restricted, render
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.cli.main import COMMANDS
+from dsjax.engine.afd.options import afd_addresses
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.serve.guards import OPEN_PATHS
+
+APART = ["--attention-mesh", "dp=8", "--mode", "aggregated"]
+GROUP_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
+RANK_LABEL = "apps.kubernetes.io/pod-index"
+"""What their controllers write on each pod."""
+
+
+def planned(folder, *words):
+    """The documents of a plan's folder by kind, in lists."""
+    result = CliRunner().invoke(app, ["plan", "--cluster", "h200-32", *APART, *words, "--recipe", str(folder)])
+    assert result.exit_code == 0, result.output
+    found: dict[str, list[dict]] = {}
+    for document in render(folder):
+        check(document)
+        found.setdefault(document["kind"], []).append(document)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_kind(tmp_path_factory):
+    """One instance: attention on a host of eight devices, experts on two."""
+    return planned(tmp_path_factory.mktemp("one") / "mine", "--expert-mesh", "ep=16")
+
+
+@pytest.fixture(scope="module")
+def two_kinds(tmp_path_factory):
+    """Two instances, with experts on another kind of hosts."""
+    beside = ["--engine", "published", "--expert-mesh", "ep=16", "--expert-device", "h20", "--expert-hosts", "4"]
+    return planned(tmp_path_factory.mktemp("two") / "mine", *beside)
+
+
+def read(pod: dict, labels: dict[str, str]) -> tuple[EngineArgs, dict]:
+    """What `dsjax serve` reads of a pod's command line, once Kubernetes has filled in what the pod's labels say."""
+    (container,) = pod["containers"]
+    given = {"MODEL": "deepseek-v3"}
+    for one in container["env"]:
+        path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+        if path:
+            given[one["name"]] = labels[path.removeprefix("metadata.labels['").removesuffix("']")]
+    words = container["args"]
+    for name, value in given.items():
+        words = [word.replace(f"$({name})", value) for word in words]
+    assert words[0] == "serve"
+    assert not any("$(" in word or "EXPERTS" in word for word in words), "something is left open"
+    module, function = COMMANDS["serve"]
+    command = typer.Typer(add_completion=False)
+    command.command()(getattr(importlib.import_module(module), function))
+    context = typer.main.get_command(command).make_context("dsjax serve", words[1:])
+    assert context.args == []
+    own = {name: value for name, value in context.params.items() if name in EngineArgs.__dataclass_fields__}
+    return EngineArgs(**own), context.params
+
+
+def groups_of(found):
+    """Of each instance the arguments of its process with attention, and those of its processes with experts with their host names."""
+    (group,) = found["LeaderWorkerSet"]
+    assert group["spec"]["leaderWorkerTemplate"]["size"] == 1, "attention is one process"
+    pod = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    sets = {one["metadata"]["name"]: one["spec"] for one in found["StatefulSet"]}
+    assert len(sets) == group["spec"]["replicas"]
+    for number in range(group["spec"]["replicas"]):
+        attention, server = read(pod, {GROUP_LABEL: str(number)})
+        spec = sets[f"dsjax-experts-{number}"]
+        experts = {
+            f"dsjax-experts-{number}-{rank}.{spec['serviceName']}": read(
+                spec["template"]["spec"], {RANK_LABEL: str(rank)}
+            )[0]
+            for rank in range(spec["replicas"])
+        }
+        yield attention, server, experts
+
+
+@pytest.mark.parametrize(("plan", "instances"), [("one_kind", 1), ("two_kinds", 2)])
+def test_each_attention_process_calls_the_pods_of_its_group_at_the_names_and_ranks_that_they_keep(
+    plan, instances, request
+):
+    groups = list(groups_of(request.getfixturevalue(plan)))
+    assert len(groups) == instances
+    for attention, _, experts in groups:
+        assert attention.afd_role == "attention"
+        assert afd_addresses(attention) == [f"{name}:7000" for name in experts]
+        for rank, one in enumerate(experts.values()):
+            assert (one.afd_role, one.afd_server_rank or 0) == ("expert", rank)
+            assert one.afd_address == attention.afd_address
+            for name in ("attention_mesh", "expert_mesh", "weights", "dispatch_wire", "eplb_config"):
+                assert getattr(one, name) == getattr(attention, name)
+    assert len({attention.afd_address for attention, *_ in groups}) == instances, "no two share experts"
+
+
+def test_a_pod_has_the_devices_of_its_side_and_a_step_waits_longer_than_experts_take_to_come_back(one_kind):
+    ((attention, server, experts),) = groups_of(one_kind)
+    (group,), (experts_set,) = one_kind["LeaderWorkerSet"], one_kind["StatefulSet"]
+    pods = [group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"], experts_set["spec"]["template"]["spec"]]
+    devices = [int(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for pod in pods]
+    assert devices == [attention.num_devices, next(iter(experts.values())).num_devices] == [8, 8]
+    assert 600 < attention.start_timeout < server["step_timeout"]
+
+
+def test_pods_with_experts_are_fenced_scraped_and_reached_by_name_alone(one_kind):
+    (pods,), (policy,), (monitor,) = one_kind["StatefulSet"], one_kind["NetworkPolicy"], one_kind["PodMonitor"]
+    labels = pods["spec"]["template"]["metadata"]["labels"].items()
+    assert pods["spec"]["selector"]["matchLabels"].items() <= labels
+    services = {one["metadata"]["name"]: one["spec"] for one in one_kind["Service"]}
+    headless = services[pods["spec"]["serviceName"]]
+    assert headless["clusterIP"] == "None"
+    assert headless["publishNotReadyAddresses"], "who loads listens at a name already"
+    assert headless["selector"].items() <= labels
+    assert not services["dsjax"]["selector"].items() <= labels, "clients do not reach them"
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels
+    assert policy["spec"]["ingress"][1]["from"][0]["podSelector"]["matchLabels"].items() <= labels
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels
+
+
+def test_pods_with_experts_are_restricted_have_their_keys_and_are_probed_as_they_answer(one_kind):
+    (pods,), (group,) = one_kind["StatefulSet"], one_kind["LeaderWorkerSet"]
+    pod = pods["spec"]["template"]["spec"]
+    check_restricted(pod)
+    (container,) = pod["containers"]
+    (attention,) = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    secrets = [
+        {
+            one["name"]: one["valueFrom"]["secretKeyRef"]
+            for one in each["env"]
+            if "secretKeyRef" in one.get("valueFrom", {})
+        }
+        for each in (container, attention)
+    ]
+    assert secrets[0] == secrets[1]
+    assert container["image"] == attention["image"]
+    probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert probes == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
+    assert set(probes.values()) <= OPEN_PATHS
+
+
+def test_nodes_of_two_kinds_are_told_apart(one_kind, two_kinds):
+    def selectors(found):
+        pods = [found["LeaderWorkerSet"][0]["spec"]["leaderWorkerTemplate"]["workerTemplate"]]
+        return [
+            pod["spec"].get("nodeSelector")
+            for pod in (*pods, *(one["spec"]["template"] for one in found["StatefulSet"]))
+        ]
+
+    assert selectors(one_kind) == [None, None]
+    assert selectors(two_kinds) == [{"dsjax-device": "h200"}, {"dsjax-device": "h20"}, {"dsjax-device": "h20"}]
+
+
+def test_both_sides_on_one_host_are_one_process(tmp_path):
+    words = ["plan", "--cluster", "h200-8", "--afd", "on", "--mode", "aggregated", "--recipe", str(tmp_path / "mine")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    found = {one["kind"]: one for one in render(tmp_path / "mine")}
+    assert "StatefulSet" not in found
+    pod = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    args, _ = read(pod, {})
+    assert (args.afd_role, args.num_devices) == ("both", 8)
+    assert json.loads((tmp_path / "mine" / "recipe.json").read_text())["services"][0]["devices_each"] == 8
+
+
+def test_attention_on_several_hosts_is_refused_and_experts_leave_a_folder_with_the_plan(tmp_path):
+    words = [
+        "plan",
+        "--cluster",
+        "h200-32",
+        "--engine",
+        "published",
+        "--attention-mesh",
+        "dp=16",
+        "--expert-mesh",
+        "ep=16",
+    ]
+    shown = CliRunner().invoke(app, [*words, "--mode", "aggregated", "--recipe", str(tmp_path / "mine")])
+    assert "attention on 2 hosts apart from its experts" in str(shown.exception)
+    planned(tmp_path / "mine", "--expert-mesh", "ep=16")
+    assert (tmp_path / "mine" / "experts.yaml").exists()
+    whole = [
+        "plan",
+        "--cluster",
+        "h200-32",
+        "--mesh",
+        "dp=8",
+        "--mode",
+        "aggregated",
+        "--recipe",
+        str(tmp_path / "mine"),
+    ]
+    assert CliRunner().invoke(app, whole).exit_code == 0
+    assert not (tmp_path / "mine" / "experts.yaml").exists()
