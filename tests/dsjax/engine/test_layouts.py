@@ -63,6 +63,7 @@ RUNS = [
     ),
     ("dp=8", "hierarchical", "CC", "A_CC", MIXED | FUSED),
     ("dp=4,tp=8", "hierarchical", "CD", "CD", HOST_EMBEDDING),
+    ("dp=2,tp=2+ep=8", "auto", "A_CC_ME", "AM_CC_ME", MIXED | BY_DATA | HOST_EMBEDDING),
 ]
 # Sparse attention: both of its ways in prefill and in decode, on meshes with and without tp.
 SPARSE_RUNS = [
@@ -72,6 +73,7 @@ SPARSE_RUNS = [
     ("dp=2,tp=4", "ragged", "CC", "A_CC", MIXED),
     ("dp=32", "padded", "CC", "AM_CC_ME", {}),
     ("pp=2,dp=2,tp=2", "padded", "CC", "A_CC_ME", {}),
+    ("dp=2+ep=4", "auto", "CC", "A_CC_ME", {}),
 ]
 ALL_RUNS = [("v3", *run) for run in RUNS] + [("v3.2", *run) for run in SPARSE_RUNS]
 
@@ -132,6 +134,7 @@ def one_device_with_an_fp8_cache(checkpoints, kernels):
         ("v3", "dp=2,tp=4", "ragged", "A_CC_ME", "A_CC_ME"),
         ("v3.2", "dp=2,tp=4", "padded", "A_CC_ME", "A_CC_ME"),
         ("v3", "pp=2,dp=2", "gather", "A_CC_ME", "A_CC_ME"),
+        ("v3.2", "dp=2+ep=4", "auto", "A_CC_ME", "A_CC_ME"),
     ],
 )
 def test_layouts_give_it_with_an_fp8_cache_too(
