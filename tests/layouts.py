@@ -35,6 +35,8 @@ LAYOUTS = (
     "pp=2,tp=4",
     "pp=2,dp=4,ep=2",
 )
+APART = ("dp=4+ep=4", "dp=2,tp=2+ep=8")
+"""Layouts with attention and experts on meshes of their own. The host takes the rows from one to the other: dispatch is ``auto``."""
 DISPATCHES = ("gather", "padded", "ragged", "hierarchical")
 DEVICES_PER_HOST = 4
 """``hierarchical`` is told that each host has so many, so that most layouts have several hosts of several devices each."""
@@ -98,6 +100,12 @@ CHANGES_NUMBERS = ("enable_shared_experts_fusion", "index_scores")
 """Options of a layout's run that one device must have too, to give the same bits."""
 BLOCK = 128
 """Side of the square blocks of FP8 weights that share a scale."""
+
+
+def meshes_of(layout: str) -> dict[str, str]:
+    """The options that name a layout's mesh, or of ``ATTENTION+EXPERTS`` both meshes."""
+    attention, _, experts = layout.partition("+")
+    return {"attention_mesh": attention, "expert_mesh": experts} if experts else {"mesh": attention}
 
 
 def wide(tp: int) -> dict:
@@ -179,7 +187,7 @@ class InlinePool:
 
 def answer(
     directory: Path,
-    mesh: str,
+    layout: str,
     dispatch: str,
     prefill: str,
     decode: str,
@@ -191,7 +199,7 @@ def answer(
     """Run the eight prompts together on a layout; ``mixed``: decodes and prompts share launches."""
     llm = LLM(
         str(directory),
-        mesh=mesh,
+        **meshes_of(layout),
         dtype="float32",
         dispatch=dispatch,
         mla_prefill=prefill,

@@ -1,4 +1,4 @@
-"""Hold every layout × dispatch × pair of MLA forms to the answer of one device: 15 × 4 × 6 runs of a tiny model.
+"""Hold every layout × dispatch × pair of MLA forms to the answer of one device: (15 × 4 + 2) × 6 runs of a tiny model.
 
 Runs whose products are native (``ModelStep.is_exact``) must equal one device's to the bit: logits, tokens, log-probabilities. What
 plain forms compute (``--kernels plain``) keeps a bound of float32's rounding, and the same
@@ -6,6 +6,7 @@ tokens; and one device with native kernels keeps it against one with the plain f
 
     python tools/check_layouts.py
     python tools/check_layouts.py dp=32 tp=8,ep=1      # these layouts only
+    python tools/check_layouts.py dp=4+ep=4 --eplb     # attention on four devices, experts on four others
     python tools/check_layouts.py --serving-compilation    # with programs as `dsjax serve` compiles them
     python tools/check_layouts.py dp=32 --dispatch hierarchical --forms CC/A_CC_ME CD/CD      # and these dispatches and pairs of forms only
     python tools/check_layouts.py --speculative --no-async-scheduling      # each run four times: with and without each of the two
@@ -25,7 +26,8 @@ tokens; and one device with native kernels keeps it against one with the plain f
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
 ``--enable-dbo`` every step of two tokens or more is computed in two halves, with
 ``--eplb`` experts are placed anew every four steps, at least three times, on as many redundant slots as the EP group has ranks (meshes
-whose devices hold all experts, and those with stages, are left out): none of them may change a token. With ``--weights fp8`` or FP4 the
+whose devices hold all experts, and those with stages, are left out): none of them may change a token. Layouts with attention and experts
+apart have dispatch ``auto`` alone, and no ``--shared-experts-fusion``. With ``--weights fp8`` or FP4 the
 model is as wide as the largest ``tp`` of these layouts asks for, and it has a layer for each stage; with ``--kv-cache-dtype fp8`` pairs of
 forms that cannot read such a cache are left out, and with ``--activation-scheme dynamic`` those with ``AM_CC_ME``, which multiplies two
 products ahead that others quantise between. The tests run a covering part of this; a run takes 15 to 40 s on 2 busy
@@ -101,6 +103,7 @@ def main() -> int:
     emulate_devices(32)
     import numpy as np
     from layouts import (
+        APART,
         DISPATCHES,
         FORMS,
         LAYOUTS,
@@ -109,6 +112,7 @@ def main() -> int:
         References,
         answer,
         judge,
+        meshes_of,
         takes,
         widths,
         write_checkpoint,
@@ -118,7 +122,7 @@ def main() -> int:
     from sharding.fp8 import E4M3
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS + APART)}")
     parser.add_argument("--model", choices=MODELS, default="v3", help="of which tiny model; v3.2 has sparse attention")
     parser.add_argument(SERVING_FLAG, action="store_true", help="compile as dsjax serve does, instead of quickly")
     for flag, variant in VARIANTS.items():
@@ -155,8 +159,13 @@ def main() -> int:
         help="these pairs of forms only: of prefill and of decode",
     )
     args = parser.parse_args()
-    chosen = args.layouts or LAYOUTS
-    specs = {layout: MeshSpec.parse(layout) for layout in chosen}
+    chosen = args.layouts or LAYOUTS + APART
+    meshes = {layout: meshes_of(layout) for layout in chosen}
+    specs = {layout: MeshSpec.parse(own.get("mesh") or own["attention_mesh"]) for layout, own in meshes.items()}
+    apart = {
+        layout: int(own["expert_mesh"].removeprefix("ep=")) for layout, own in meshes.items() if "expert_mesh" in own
+    }
+    ep_sizes = {layout: spec.ep_size for layout, spec in specs.items()} | apart
     with tempfile.TemporaryDirectory() as folder:
         widest = max(max(spec.tp_size, spec.etp_size) for spec in specs.values())
         layers = max(TINY["num_hidden_layers"], *(spec.pp_size for spec in specs.values()))
@@ -175,18 +184,19 @@ def main() -> int:
         layouts = [
             (layout, dispatch, *pairs[forms])
             for layout in chosen
-            for dispatch in args.dispatch
+            for dispatch in (["auto"] if layout in apart else args.dispatch)
             for forms in args.forms
             if takes(args.model, pairs[forms])
             and all(reads(form, cache) for form in pairs[forms])
             and not (args.activation_scheme == "dynamic" and "AM_CC_ME" in pairs[forms])
         ]
-        balance = VARIANTS["--eplb"]
+        balance, fused = VARIANTS["--eplb"], VARIANTS["--shared-experts-fusion"]
         runs = [
             (run, variant)
             for run in layouts
             for variant in variants
-            if not (balance in variant and (specs[run[0]].ep_size == 1 or specs[run[0]].pp_size > 1))
+            if not (balance in variant and (ep_sizes[run[0]] == 1 or specs[run[0]].pp_size > 1))
+            and not (fused in variant and run[0] in apart)
         ]
         of, runs = len(runs), runs[:: args.every]
         equal, exact = 0, 0
@@ -195,8 +205,10 @@ def main() -> int:
             name = ", ".join([" ".join(run), *(row.name for row in variant)])
             options = {option: value for row in variant for option, value in row.options.items()}
             if balance in variant:
-                eplb = {"num_redundant_experts": specs[run[0]].ep_size, "window_size": 4, "step_interval": 4}
-                options |= {"eplb_config": eplb | {"payback": 0}, "ep_dispatch_algorithm": args.ep_dispatch_algorithm}
+                eplb = {"num_redundant_experts": ep_sizes[run[0]], "window_size": 4, "step_interval": 4}
+                options |= {"eplb_config": eplb | {"payback": 0}}
+                if run[0] not in apart:
+                    options["ep_dispatch_algorithm"] = args.ep_dispatch_algorithm
             found = answer(directory, *run, kernels=args.kernels, **options, **kept)
             exact += found.exact
             reference = references.of(found, *run[2:], options)

@@ -188,6 +188,28 @@ def test_another_side_with_more_devices_takes_over_and_the_cache_stays(checkpoin
             process.close()
 
 
+@pytest.mark.slow  # compiles two engines
+def test_fp8_weights_and_fp8_rows_between_processes_give_the_bits_of_one_device(checkpoint, kernels):
+    """Products quantise what the wire does, in the same blocks: one device, which sends nothing, has the same numbers."""
+    products = {"weights": "fp8", "activation_scheme": "dynamic"}
+    one = LLM(str(checkpoint), mesh="dp=1", dtype="float32", **SIZES, **products)
+    try:
+        expected = made(one)
+    finally:
+        one.shutdown()
+    address = free_address()
+    process = experts(checkpoint, address, dispatch_wire="fp8", **products)
+    llm = attention(checkpoint, address, dispatch_wire="fp8", **products)
+    try:
+        assert llm.executor.model.is_exact
+        assert made(llm) == expected
+        [counts] = llm.executor.extension(ExpertLinks).counts
+        assert counts.sent < counts.received / 2, "rows are FP8, and answers a float32 for each choice"
+    finally:
+        llm.shutdown()
+        process.close()
+
+
 def test_experts_of_another_model_or_with_other_options_are_refused(checkpoint, address):
     process = experts(checkpoint, address, dispatch_wire="fp8")
     try:

@@ -61,6 +61,7 @@ RUNS = [
         "AM_CC_ME",
         {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS,
     ),
+    ("dp=2,tp=2+ep=8", "auto", "A_CC_ME", "AM_CC_ME", MIXED | BY_DATA | HOST_EMBEDDING),
 ]
 # Sparse attention: both of its ways in prefill and in decode, on meshes with and without tp.
 SPARSE_RUNS = [
@@ -70,6 +71,7 @@ SPARSE_RUNS = [
     ("dp=2,tp=4", "ragged", "CC", "A_CC", MIXED),
     ("dp=32", "padded", "CC", "A_CC_ME", {}),
     ("pp=2,dp=2,tp=2", "padded", "CC", "A_CC_ME", {}),
+    ("dp=2+ep=4", "auto", "CC", "A_CC_ME", {}),
 ]
 CHECKPOINTS = MODELS | {"v3.2": MODELS["v3.2"] | {"first_k_dense_replace": 0}}
 """What each model changes in ``TINY`` here. V3.2's dense layers are those of V3: without them a third less is compiled."""
@@ -131,6 +133,7 @@ def one_device_with_an_fp8_cache(checkpoints, kernels):
         ("v3", "dp=2,tp=4", "ragged", "A_CC_ME", "A_CC_ME"),
         ("v3.2", "dp=2,tp=4", "padded", "A_CC_ME", "A_CC_ME"),
         ("v3", "pp=2,dp=2", "gather", "A_CC_ME", "A_CC_ME"),
+        ("v3.2", "dp=2+ep=4", "auto", "A_CC_ME", "A_CC_ME"),
     ],
 )
 def test_layouts_give_it_with_an_fp8_cache_too(
