@@ -100,7 +100,7 @@ def given_by(command):
             name = flag.removeprefix("--").replace("-", "_")
             if name == "api_server_count":  # of the server, not of its engine
                 continue
-            numeric = fields[name].metadata["least"] is not None
+            numeric = fields[name].metadata.get("least") is not None
             given[name] = True if value.startswith("--") else int(value) if numeric else value
     if "gpu_memory_utilization" in given:
         given["gpu_memory_utilization"] = float(given["gpu_memory_utilization"])
@@ -193,7 +193,7 @@ def test_a_recipe_starts_an_engine_whose_limits_are_those_that_were_priced(ask, 
     given = {}
     for flag, value in made.items():
         name = flag.removeprefix("--").replace("-", "_")
-        given[name] = int(value) if fields[name].metadata["least"] is not None else value
+        given[name] = int(value) if fields[name].metadata.get("least") is not None else value
     given.pop("weights", None)  # the demo's are not quantised
     llm = LLM(**given)
     assert llm.facts.max_num_seqs >= winner.batch
