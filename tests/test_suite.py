@@ -5,6 +5,7 @@ The latter are in `conftest.py` beside this file.
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -131,3 +132,30 @@ def test_without_a_compiler_every_other_command_is_found(suite, tmp_path):
     assert "CXX" not in environment
     assert environment["PATH"] == str(links)
     assert {link.name: link.readlink() for link in links.iterdir()} == {"sh": first / "sh", "git": second / "git"}
+
+
+def test_every_name_is_defined_somewhere():
+    """Ruff's own rule is off: it takes the dimension letters of `Float[Array, "B T D"]` for names. Outside of strings it is right."""
+    ruff = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "F821",
+        "--output-format",
+        "json",
+        "--exit-zero",
+    ]
+    ran = subprocess.run(
+        [*ruff, "dsjax", "sharding", "tools", "tests"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lines = {}
+    undefined = []
+    for one in json.loads(ran.stdout):
+        path, row, column = one["filename"], one["location"]["row"], one["location"]["column"]
+        line = lines.setdefault(path, Path(path).read_text().splitlines())[row - 1]
+        if line[: column - 1].count('"') % 2 == 0:
+            undefined.append(f"{path}:{row}: {one['message']}")
+    assert undefined == []

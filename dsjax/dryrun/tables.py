@@ -25,7 +25,7 @@ def show_stages(console: Console, report: StagesReport) -> None:
 
 
 def _side_by_side(report: StagesReport) -> Table:
-    table = _table(
+    table = table_of(
         "stages, bytes of a device",
         "stage",
         "layers",

@@ -40,6 +40,7 @@ from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_ho
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import check_writable
 from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from dsjax.model.parameters import device_bytes
 from dsjax.model.stage import Stage, stages_of

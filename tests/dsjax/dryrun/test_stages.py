@@ -1,9 +1,13 @@
 """The dry run of a model in stages: of each its own weights, cache and program."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.run import dry_run
+from dsjax.dryrun.tables import show_stages
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
@@ -38,6 +42,16 @@ def test_a_stage_has_the_cache_of_its_layers_and_hands_on_hidden_states(stages):
 def test_no_program_of_a_stage_talks_to_another(stages):
     for stage in stages.stages:
         assert max(one.ranks for one in stage.collectives) <= 8
+
+
+def test_the_stages_stand_side_by_side_below_what_is_said_of_each(stages):
+    console = Console(file=io.StringIO(), width=200)
+    show_stages(console, stages)
+    said = console.file.getvalue()
+    assert "stage 1: layers 31 to 60" in said
+    row = next(line for line in said.splitlines() if line.count("│") == 8 and "0 to 30" in line)
+    assert f"{stages.stages[0].memory.total:,}" in row
+    assert f"{4 * 7168 * 2:,}" in row
 
 
 @pytest.mark.parametrize(("options", "flag"), [({"reductions": True}, "--reductions")])

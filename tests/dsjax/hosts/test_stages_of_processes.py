@@ -14,8 +14,9 @@ from llm_process import generate
 from processes import Group
 
 from dsjax import LLM
-from dsjax.engine.setup.stages import owner_of
-from sharding import MeshError
+from dsjax.engine.setup.stages import check_owners, owner_of
+from dsjax.errors import UserError
+from sharding import MeshError, MeshSpec
 
 pytestmark = pytest.mark.slow
 
@@ -73,3 +74,9 @@ def test_a_stage_is_of_one_process():
         with pytest.raises(MeshError, match=f"the devices of a stage are of processes {owners}, expected one"):
             owner_of("a stage", mesh)
     assert owner_of("a stage", SimpleNamespace(devices=np.array(devices[2:4]))) == 1
+
+
+def test_a_process_without_a_stage_is_refused_by_name():
+    group = SimpleNamespace(members=[SimpleNamespace(process_id=k, name=f"host-{k}") for k in range(3)])
+    with pytest.raises(UserError, match="has 2 stages, none of them of host-1; start 2 processes"):
+        check_owners(MeshSpec.parse("pp=2,dp=2"), [0, 2], group)
