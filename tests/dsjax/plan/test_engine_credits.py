@@ -82,7 +82,7 @@ def timeline(tmp_path_factory):
 )
 def test_two_halves_gain_what_their_compiled_program_gains(ask, weights, rows, ratio):
     """The ratios of docs/dryrun.md, "Two half batches": steps of 32 H200s by their programs' timelines, 4,096 positions."""
-    options = PlanOptions(PRECISIONS[weights], skew=UNIFORM, engine=dsjax_engine(), dispatch="auto", overlap="on")
+    options = PlanOptions(PRECISIONS[weights], skew=UNIFORM, engine=dsjax_engine(), dispatch="padded", overlap="on")
     question = ask("h200-16", hosts=4, options=options)
     whole, halves = question.instance(parse_layout("dp=32", 0, question.config), {}).step_models()
     seconds = [
@@ -91,12 +91,19 @@ def test_two_halves_gain_what_their_compiled_program_gains(ask, weights, rows, r
     ]
     assert seconds[1] / seconds[0] == pytest.approx(ratio, abs=0.06)
     assert halves.decode(8, 4096).value > whole.decode(8, 4096).value, "a small batch loses by it"
+
+
+def test_halves_need_further_rounds_where_the_whole_sends_ragged_and_experts_are_chosen_unevenly(ask):
+    options = PlanOptions(skew=UNIFORM, engine=dsjax_engine(), dispatch="auto", overlap="on")
+    question = ask("gb200-nvl72-36", options=options)  # one domain of NVLink: no rows go in two stages
+    _, halves = question.instance(parse_layout("dp=32", 0, question.config), {}).step_models()
+    assert halves.own_method(2048, False) == "ragged"
     assert further_rounds(halves, 2048) == 0 < further_rounds(dataclasses.replace(halves, skew=DEFAULT_SKEW), 2048)
 
 
 def test_ours_is_planned_in_halves_where_it_is_asked_to_and_gains(ask):
-    def instance_of(overlap):
-        options = PlanOptions(engine=dsjax_engine(), dispatch="auto", overlap=overlap, modes=("aggregated",))
+    def instance_of(overlap, dispatch="padded"):
+        options = PlanOptions(engine=dsjax_engine(), dispatch=dispatch, overlap=overlap, modes=("aggregated",))
         question = ask("h200-16", hosts=4, options=options)
         return question.instance(parse_layout("dp=32", 0, question.config), {})
 
@@ -108,6 +115,8 @@ def test_ours_is_planned_in_halves_where_it_is_asked_to_and_gains(ask):
     assert chosen["--enable-dbo"] == ""
     assert chosen["--dbo-decode-token-threshold"] == str(least)
     assert "--enable-dbo" not in serve_options("deepseek-v3", instance_of("auto"), 128, 4096)
+    # Rows that go in two stages between hosts leave halves too little to hide.
+    assert instance_of("on", "auto").halved_from(128) is None
 
 
 def test_the_compiled_step_overlaps_what_ours_is_credited_with_and_no_more(timeline):
