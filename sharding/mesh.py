@@ -301,8 +301,8 @@ def device_order(device: jax.Device) -> tuple[int, int, int]:
 def joined_neighbours(mesh: jax.sharding.Mesh) -> int | None:
     """How many neighbours in a mesh fast links join, where they join as many everywhere; None where they do not.
 
-    Of accelerators JAX says it by slices: chips that ICI joins, GPUs of a host or of one NVLink domain. Else the devices of a process are
-    neighbours.
+    JAX says it of accelerators by their slices, which are the chips that ICI joins, or the GPUs of a host or of one NVLink domain.
+    Devices that have no slice, and those of a CPU, are neighbours where they belong to one process.
     """
     devices = list(mesh.devices.flat)
     slices = [getattr(device, "slice_index", None) for device in devices]

@@ -67,7 +67,7 @@ def read(pod: dict, labels: dict[str, str]) -> tuple[EngineArgs, dict]:
 
 
 def groups_of(found):
-    """Of each instance the arguments of its process with attention, and those of its processes with experts with their host names."""
+    """Read, for each instance, the arguments of its process with attention, and those of its processes with experts by host name."""
     (group,) = found["LeaderWorkerSet"]
     assert group["spec"]["leaderWorkerTemplate"]["size"] == 1, "attention is one process"
     pod = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]

@@ -196,7 +196,7 @@ def at(found: dict, place: str) -> list[dict]:
 
 
 def gpu_sums(step: str, more: str = "--devices-per-host 32") -> dict:
-    """Of 32 H200s; as one host unless something else is said, so that rows are sent straight."""
+    """Give the sums of a step on 32 H200s, which are one host unless something else is said, so that rows are sent straight."""
     drafts = DRAFTS if step == "decode" else ""
     return sums_of(
         f"--model deepseek-v3 --mesh dp=32 --target h200 --step {step} --against batch=1 --against mesh=dp=4,tp=8 {drafts} {more}"
