@@ -120,10 +120,13 @@ def layouts(
 
     redundant: physical minus logical experts; None tries the fewest that divide over the EP group and the fewest from 32 on.
     copies: also layouts with several copies of the experts (`dp=32,ep=8`). Copies never communicate, so such a layout is
-        so many smaller instances behind one front; their figures are the same. stages: numbers of them.
+        so many smaller instances behind one front; their figures are the same. stages: numbers of them; like a stage, the
+        whole instance is a divisor of a host or whole hosts, so that instances leave no part of a host unused.
     """
     logical = config.n_routed_experts
-    for pp, size in ((count, size) for count in stages for size in instance_sizes(devices // count, per_host)):
+    sizes = instance_sizes(devices, per_host)
+    of_stages = ((pp, size) for pp in stages for size in instance_sizes(devices // pp, per_host) if pp * size in sizes)
+    for pp, size in of_stages:
         for tp in _divisors(size):
             if config.num_attention_heads % tp or tp > 2 * per_host:
                 continue

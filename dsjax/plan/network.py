@@ -19,7 +19,7 @@ from dsjax.plan.operations import (
     normal_shares,
 )
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, NORMAL_DEVICE, OperatorTables, as_filed
-from sharding.dispatch import default_capacity, even_routing_rows, host_capacity, resolve_method
+from sharding.dispatch import choose_method, default_capacity, even_routing_rows, host_capacity
 from sharding.dispatch import hosts_of_a_token as mean_hosts
 from sharding.mesh import MeshSpec
 
@@ -200,7 +200,7 @@ def own_method(
     """
     whole, on_host = max(1, math.ceil(tokens)), _ranks_on_host(mesh, domain)
     about = {"overlapped": overlapped, "on_host": on_host, "routed_groups": routed_groups}
-    return resolve_method(dispatch, whole, top_k, mesh.ep_size, "gpu", **about)
+    return choose_method(dispatch, whole, top_k, mesh.ep_size, "gpu", **about)
 
 
 @lru_cache(maxsize=4096)
@@ -264,6 +264,9 @@ def xla_collective(
 ) -> Figure:
     """Seconds of a collective of XLA's in which a device sends `each` bytes to every other rank; `count` fixed parts.
 
+    What all ranks of a host get alike, or what is summed, crosses to a host once: by a ring through the hosts for each of their devices,
+    as NCCL gathers and scatters sums. Rows that differ cross one by one.
+
     kind: as `dsjax bench network` names it, whose times are taken where the cluster has them. near: ranks that the scale-up link
     joins; default: neighbouring ones. of: neighbouring devices that the ranks are among, where they are not neighbours themselves.
     """
@@ -277,10 +280,12 @@ def xla_collective(
     near = min(cluster.domain, ranks) if near is None else near
     cluster = cluster.between(of or ranks)
     share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
-    rows = (each * (near - 1)).named("bytes to neighbours", "B")
+    crossing = (ranks - near) / (near if kind in ("all_gather", "reduce_scatter") else 1)
+    inside = near - 1 if kind not in ("all_gather", "reduce_scatter") else ranks - 1 - crossing
+    rows = (each * inside).named("bytes to neighbours", "B")
     time = rows * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
     if ranks > near:
-        away = (each * (ranks - near)).named("bytes to other hosts", "B")
+        away = (each * crossing).named("bytes to other hosts", "B")
         time = largest(time, away / (share * cluster.network_bandwidth)) + network_latency(cluster)
     return time + assumed(30e-6, 15e-6, 80e-6, "a collective, fixed part", "NCCL, launched by XLA", "s") * count
 

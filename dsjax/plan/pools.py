@@ -47,8 +47,28 @@ def pairs(question: Question) -> list[tuple[int, int]]:
 
 
 def most_instances(question: Question, layout: InstanceLayout) -> int:
-    """How many instances of a layout there is room for."""
-    beside = question.cluster.experts
-    if layout.experts and beside is not None:
-        return min(question.devices // layout.mesh.num_devices, beside.num_devices // layout.experts)
-    return question.devices // layout.devices
+    """How many instances of a layout there is room for.
+
+    One that fits into a host shares it with others and lies on no second one; of a larger one, attention and experts have whole hosts.
+    """
+    here, beside = question.cluster.devices_per_host, question.cluster.experts
+    attention, experts = layout.mesh.num_devices, layout.experts
+    if beside is not None and experts:
+        return min(
+            _room(question.devices, here, attention), _room(beside.num_devices, beside.devices_per_host, experts)
+        )
+    if layout.devices <= here:
+        return _room(question.devices, here, layout.devices)
+    return question.devices // (_whole_hosts(attention, here) + _whole_hosts(experts, here))
+
+
+def _room(devices: int, per_host: int, size: int) -> int:
+    """How many times `size` devices fit into so many, the last host perhaps being a part of one."""
+    if size > per_host:
+        return devices // _whole_hosts(size, per_host)
+    hosts, rest = divmod(devices, per_host)
+    return hosts * (per_host // size) + rest // size
+
+
+def _whole_hosts(size: int, per_host: int) -> int:
+    return -(-size // per_host) * per_host

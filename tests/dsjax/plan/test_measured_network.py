@@ -99,6 +99,20 @@ def test_in_two_stages_fewer_bytes_go_over_the_slow_link_and_more_over_the_fast_
     assert in_a_host[0] == in_a_host[1]
 
 
+def test_what_all_ranks_of_a_host_get_alike_crosses_to_it_once():
+    cluster = load_cluster("h100-32")
+    slow = dataclasses.replace(cluster, network_gbps=0.01)
+    seconds = {
+        kind: xla_collective(slow, 32, exact(1e6), kind=kind).value
+        for kind in ("all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter")
+    }
+    # 24 ranks on other hosts, or three hosts.
+    assert seconds["all_to_all"] == seconds["ragged_all_to_all"] == pytest.approx(8 * seconds["all_gather"], rel=1e-3)
+    assert seconds["reduce_scatter"] == seconds["all_gather"]
+    inside = {kind: xla_collective(cluster, 8, exact(1e6), kind=kind).value for kind in seconds}
+    assert len(set(inside.values())) == 1
+
+
 def test_what_was_not_timed_is_told_by_the_nearest_and_called_an_assumption(cluster):
     wider = xla_collective(cluster, 16, exact(1000 / 15))  # two hosts; 32 ranks of four were timed
     assert wider.value == pytest.approx(10e-3)

@@ -70,6 +70,22 @@ def test_two_kinds_of_hosts_have_as_many_instances_as_the_scarcer_one_gives(ask)
     assert winner.decode.step_models()[0].chip.hardware.key == "h200"
 
 
+@pytest.mark.parametrize(
+    ("attention", "experts", "most"),
+    [
+        ("dp=2", 6, 4),
+        ("dp=2", 1, 8),  # two on each host of eight, whose last two devices are too few for a third
+        ("dp=4", 1, 4),
+        ("dp=4", 8, 2),  # attention and experts on a host of their own
+        ("dp=8", 16, 1),
+    ],
+)
+def test_an_instance_within_a_host_lies_on_no_second_one_and_a_larger_one_has_whole_hosts(
+    ask, attention, experts, most
+):
+    assert most_instances(ask("h200-32", options=options()), layout(attention, experts)) == most
+
+
 def test_experts_that_do_not_fit_leave_no_room_for_a_request(ask):
     # 653 GB of FP8 experts over four devices of 80 GB.
     small, enough = (decoding(ask, "dp=8", experts) for experts in (4, 16))

@@ -82,6 +82,9 @@ def test_layouts_with_stages_are_looked_at_where_they_are_asked_for():
     assert meshes(mesh=STAGED.mesh) == {"pp=2,tp=8"}
     most = layouts(V3, 32, 8, redundant=None, block=128, copies=False, stages=(4,))
     assert max(layout.devices for layout in most) == 32
+    # Three stages of one or two devices would leave devices of a host over, and of four half a host.
+    three = {layout.devices for layout in layouts(V3, 32, 8, redundant=None, block=128, copies=False, stages=(3,))}
+    assert three == {24}
 
 
 def test_a_plan_for_a_mesh_with_stages_names_its_kind_and_all_requests_of_a_rank():
