@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from sharding.dispatch.choice import choose_method, resolve_method
+from sharding.dispatch.choice import choose_method
 from sharding.dispatch.config import (
     DispatchConfig,
     default_capacity,
@@ -27,7 +27,6 @@ __all__ = [
     "further_together",
     "host_capacity",
     "hosts_of_a_token",
-    "resolve_method",
     "resolved_method",
 ]
 

@@ -11,7 +11,7 @@ INSIDE_PER_BETWEEN = 4
 an H200 (``configs/hardware``, ``configs/clusters``)."""
 
 
-def resolve_method(
+def choose_method(
     method: str,
     tokens: int,
     top_k: int,
@@ -22,22 +22,10 @@ def resolve_method(
     on_host: int = 1,
     routed_groups: tuple[int, int] | None = None,
 ) -> str:
-    """The method that ``dispatch`` takes where ``method`` was asked for. Arguments are those of ``choose_method``."""
-    if method == "auto":
-        method = choose_method(tokens, top_k, ranks, platform, overlapped, on_host, routed_groups)
-    return "padded" if method == "hierarchical" and on_host in (1, ranks) else method
+    """``gather``, ``padded``, ``ragged`` or ``hierarchical``: the one that ``dispatch`` takes where ``method`` was asked for.
 
-
-def choose_method(
-    tokens: int,
-    top_k: int,
-    ranks: int,
-    platform: str,
-    overlapped: bool = False,
-    on_host: int = 1,
-    routed_groups: tuple[int, int] | None = None,
-) -> str:
-    """``gather``, ``padded``, ``ragged`` or ``hierarchical`` for so many tokens per rank: the phase shows in that number.
+    What is asked for by name is taken, but that ``hierarchical`` needs several hosts with several of the ranks each, and is ``padded``
+    without. For ``auto`` the number of tokens decides, in which the phase shows.
 
     tokens: tokens of one rank (per chunk); top_k: experts a token uses; ranks: over which whole experts
     are spread (1 where only their width is split: then ``gather`` is all there is to do); overlapped, routed_groups: as in
@@ -56,12 +44,15 @@ def choose_method(
       negotiated; ``ragged`` for prefill, where bytes count. This is how DeepEP's low-latency and normal kernels divide
       the work; the threshold is not measured here.
     """
+    in_two_stages = on_host not in (1, ranks)
+    if method != "auto":
+        return "padded" if method == "hierarchical" and not in_two_stages else method
     if default_capacity(tokens, top_k, ranks, overlapped) >= tokens:
         return "gather"
     if platform == "cpu":
         return "gather" if tokens <= CPU_GATHER_TOKENS else "padded"
     direct = "padded" if overlapped or tokens <= PADDED_TOKENS else "ragged"
-    if overlapped or on_host in (1, ranks):
+    if overlapped or not in_two_stages:
         return direct
     hosts, capacity = ranks // on_host, default_capacity(tokens, top_k, ranks)
     crossing = host_capacity(tokens, top_k, hosts, routed_groups=routed_groups)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sharding.dispatch.choice import resolve_method
+from sharding.dispatch.choice import choose_method
 from sharding.dispatch.config import DispatchConfig, default_capacity, host_capacity
 from sharding.dispatch.gather import Gather, GatherByChoice
 from sharding.dispatch.group import ExpertGroup
@@ -231,7 +231,7 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
         return ExchangePlan("local", chunk, chunks, capacity, chunk, top_k)
     # Terms that come back by choice are not added on the way, so that a row to a host stands for one choice alone.
     on_host = 1 if config.by_choice and config.method == "auto" else group.on_host
-    method = resolve_method(
+    method = choose_method(
         config.method,
         chunk,
         top_k,

@@ -10,7 +10,6 @@ from sharding.dispatch import (
     even_routing_rows,
     host_capacity,
     hosts_of_a_token,
-    resolve_method,
 )
 
 
@@ -52,7 +51,7 @@ def test_a_token_of_four_groups_reaches_fewer_hosts_and_needs_less_room_there():
     ],
 )
 def test_auto_goes_by_tokens_ranks_and_platform(tokens, ranks, platform, method):
-    assert choose_method(tokens, 8, ranks, platform) == method
+    assert choose_method("auto", tokens, 8, ranks, platform) == method
 
 
 @pytest.mark.parametrize(
@@ -73,18 +72,20 @@ def test_auto_goes_by_way_of_a_rank_of_each_host_where_several_ranks_are_on_seve
     tokens, ranks, on_host, method
 ):
     for platform in ("gpu", "tpu"):
-        assert choose_method(tokens, 8, ranks, platform, on_host=on_host) == method
+        assert choose_method("auto", tokens, 8, ranks, platform, on_host=on_host) == method
     # Emulated devices and hosts that are slow at exchanges keep what was measured.
-    assert choose_method(tokens, 8, ranks, "cpu", on_host=on_host) == choose_method(tokens, 8, ranks, "cpu")
+    assert choose_method("auto", tokens, 8, ranks, "cpu", on_host=on_host) == choose_method(
+        "auto", tokens, 8, ranks, "cpu"
+    )
 
 
 def test_auto_takes_one_stage_where_a_token_has_one_expert_and_meets_no_other_row_on_its_way():
-    assert choose_method(4096, 1, 32, "gpu", on_host=8) == "ragged"
-    assert choose_method(4096, 8, 32, "gpu", on_host=8) == "hierarchical"
+    assert choose_method("auto", 4096, 1, 32, "gpu", on_host=8) == "ragged"
+    assert choose_method("auto", 4096, 8, 32, "gpu", on_host=8) == "hierarchical"
     # Of 32 hosts a token's eight experts are on seven or eight; of eight hosts on four, where a token has four groups of eight.
-    assert choose_method(4096, 8, 256, "gpu", on_host=8, routed_groups=(8, 4)) == "ragged"
-    assert choose_method(4096, 8, 64, "gpu", on_host=8) == "ragged"
-    assert choose_method(4096, 8, 64, "gpu", on_host=8, routed_groups=(8, 4)) == "hierarchical"
+    assert choose_method("auto", 4096, 8, 256, "gpu", on_host=8, routed_groups=(8, 4)) == "ragged"
+    assert choose_method("auto", 4096, 8, 64, "gpu", on_host=8) == "ragged"
+    assert choose_method("auto", 4096, 8, 64, "gpu", on_host=8, routed_groups=(8, 4)) == "hierarchical"
 
 
 @given(st.integers(1, 8192), st.integers(1, 8), st.sampled_from([2, 4, 8]), st.integers(2, 32), st.booleans())
@@ -92,9 +93,9 @@ def test_in_two_stages_less_goes_between_hosts_and_a_link_four_times_as_fast_car
     tokens, top_k, on_host, hosts, grouped
 ):
     ranks, groups = on_host * hosts, (8, 4) if grouped else None
-    if choose_method(tokens, top_k, ranks, "gpu", on_host=on_host, routed_groups=groups) != "hierarchical":
+    if choose_method("auto", tokens, top_k, ranks, "gpu", on_host=on_host, routed_groups=groups) != "hierarchical":
         return
-    direct = choose_method(tokens, top_k, ranks, "gpu")
+    direct = choose_method("auto", tokens, top_k, ranks, "gpu")
     capacity = default_capacity(tokens, top_k, ranks)
     straight = capacity if direct == "padded" else even_routing_rows(tokens, top_k, ranks)
     saved = straight * (ranks - on_host) - host_capacity(tokens, top_k, hosts, routed_groups=groups) * (hosts - 1)
@@ -104,6 +105,6 @@ def test_in_two_stages_less_goes_between_hosts_and_a_link_four_times_as_fast_car
 
 def test_a_method_that_was_asked_for_is_taken_but_two_stages_of_one_host_are_one():
     for method in ("gather", "padded", "ragged"):
-        assert resolve_method(method, 128, 8, 32, "gpu", on_host=8) == method
+        assert choose_method(method, 128, 8, 32, "gpu", on_host=8) == method
     for on_host, method in ((8, "hierarchical"), (32, "padded"), (1, "padded")):
-        assert resolve_method("hierarchical", 8, 8, 32, "cpu", on_host=on_host) == method
+        assert choose_method("hierarchical", 8, 8, 32, "cpu", on_host=on_host) == method
