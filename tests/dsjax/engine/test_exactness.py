@@ -37,6 +37,9 @@ ENGINES = {
              "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0}},
 }  # fmt: skip
 
+OF_SPARSE = ("dp=1", "pp=2", "dp=2,tp=2, drafts, halves")
+"""Those of V3.2's engines: its selection of tokens depends on neither experts nor their dispatch."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -147,7 +150,9 @@ def alone(ask):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("ask", "name"), [("v3", name) for name in ENGINES] + [("v3.2", name) for name in OF_SPARSE], indirect=["ask"]
+)
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     requests=st.lists(

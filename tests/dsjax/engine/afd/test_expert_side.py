@@ -19,7 +19,7 @@ from sharding.dispatch import between
 from sharding.dispatch.between import Between
 
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-SIDES = {"attention_mesh": "dp=2,tp=2", "expert_mesh": "ep=3", "redundant_experts": 4}
+SIDES = {"attention_mesh": "dp=2", "expert_mesh": "ep=3", "redundant_experts": 4}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_prompts_in_chunks_decodes_drafts_halves_and_rounds_are_those_of_one_dev
     }  # a third of what all take; in one form: what is computed again is a prompt
     one = answer(checkpoint, "dp=1", "auto", "CC", "CC", new_tokens=12, **options)
     halved = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
-    apart = answer(checkpoint, "dp=2,tp=2", "auto", "CC", "CC", new_tokens=12, **options, **SIDES, **halved)
+    apart = answer(checkpoint, "dp=2", "auto", "CC", "CC", new_tokens=12, **options, **SIDES, **halved)
     assert one.exact
     assert apart.exact
     assert {1, 2} < set(rounds)  # with room for two rows, one round, two, and more were needed

@@ -42,10 +42,10 @@ def one_device(checkpoint):
     [
         ("pp=2", DRAFTS | {"cache_tokens": 140}),  # a third of what the prompts and their tokens take
         ("pp=4,dp=2", DRAFTS | {"pp_layer_partition": "1,2,1,1", "embedding_location": "host"}),
-        ("pp=2,tp=4", {"mixed": True, "pp_layer_partition": "1,4"}),  # a stage of the dense layer alone
+        # A stage of the dense layer alone.
         (
-            "pp=2,dp=4,ep=2",
-            HALVES | {"async_scheduling": False, "redundant_experts": 4},
+            "pp=2,dp=2,tp=2,ep=2",
+            HALVES | {"mixed": True, "pp_layer_partition": "1,4", "async_scheduling": False, "redundant_experts": 4},
         ),
     ],
 )
