@@ -2,6 +2,7 @@
 
 import pytest
 
+from dsjax.config import load_config
 from dsjax.plan.layout import InstanceLayout, fits, instance_sizes, layouts, parse_layout
 from dsjax.plan.recipe import memory_share, serve_options
 from dsjax.plan.search import search
@@ -58,6 +59,19 @@ def test_fp8_blocks_are_not_cut(v3):
     # An expert's width of 2048 over 16 is one block of 128; over 32 it is half of one.
     assert fits(v3, InstanceLayout(MeshSpec(tp_size=16, ep_size=1)), 128) is None
     assert "quantisation block" in str(fits(v3, InstanceLayout(MeshSpec(tp_size=32, ep_size=1)), 128))
+
+
+@pytest.mark.parametrize("model", ["deepseek-v2", "deepseek-v3", "kimi-k2", "moonlight"])
+def test_no_fp8_layout_is_planned_that_the_engine_refuses_at_its_start(model):
+    """V2's two shared experts are 3,072 wide: over tp=16 that is a block of 128 and a half. Moonlight's are 22 blocks together."""
+    from dsjax.engine.setup.assembly import check_layout
+
+    config = load_config(model)
+    found = every(config, 32)
+    for layout in found:
+        check_layout(config, layout.mesh, layout.redundant, "fp8")
+    most = max(layout.mesh.tp_size for layout in found)
+    assert most == {"deepseek-v2": 8, "deepseek-v3": 16, "kimi-k2": 16, "moonlight": 2}[model]
 
 
 def test_a_mesh_that_does_not_fit_is_refused_with_the_redundancy_that_would(v3):
