@@ -21,6 +21,7 @@ from dsjax.plan.precision import FP8_BLOCK
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import FEW_DEVICES, SHOWN, Question, users_told_apart
 from dsjax.plan.separated import separated_candidates
+from dsjax.plan.stages import cut_stage
 from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
 
@@ -137,12 +138,15 @@ def _runnable(question: Question, layouts: list[InstanceLayout]) -> list[Instanc
         UserError: the mesh that was given is one of them.
     """
     options, cluster = question.options, question.cluster
-    if options.engine.name not in LAUNCHED:
+    if options.engine.name in LAUNCHED:
+        reasons = {
+            layout: unfit(options.engine.name, layout, cluster.devices_per_host, cluster.hardware, options.precision)
+            for layout in layouts
+        }
+    elif options.engine.name == "dsjax":
+        reasons = {layout: cut_stage(layout, cluster.devices_per_host) for layout in layouts}
+    else:
         return layouts
-    reasons = {
-        layout: unfit(options.engine.name, layout, cluster.devices_per_host, cluster.hardware, options.precision)
-        for layout in layouts
-    }
     kept = [layout for layout in layouts if reasons[layout] is None]
     wanted = wanted_meshes(options)
     for mesh in sorted(wanted, key=str):

@@ -12,6 +12,7 @@ from dsjax.model.stage import layer_work, stages_of
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, assumed, exact
 from dsjax.plan.host_time import SERIAL
+from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.network import network_latency
 from dsjax.plan.precision import BF16
 from sharding.mesh import MeshSpec
@@ -26,6 +27,17 @@ def fullest_stage(config: ModelConfig, stages: int, mtp: bool = False) -> Figure
     ]
     most = max(each) * stages / sum(each)
     return exact(most, "fullest stage ÷ mean", "")
+
+
+def cut_stage(layout: InstanceLayout, per_host: int) -> str | None:
+    """Why dsjax cannot run a layout with stages on hosts of so many devices: one of them has devices of two hosts. None where it can.
+
+    A stage is of one process, and a process of one host.
+    """
+    mesh = layout.mesh
+    if mesh.pp_size == 1 or mesh.num_devices <= per_host or per_host % mesh.stage_devices == 0:
+        return None
+    return f"{mesh}: a stage of {mesh.stage_devices} devices is on several hosts of {per_host}, and dsjax has each stage in one process"
 
 
 def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int) -> Figure:

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from dsjax.config import load_config
+from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
+from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.layout import InstanceLayout, layouts
 from dsjax.plan.memory import memory, weight_bytes
 from dsjax.plan.precision import PRECISIONS
@@ -85,6 +87,20 @@ def test_layouts_with_stages_are_looked_at_where_they_are_asked_for():
     # Three stages of one or two devices would leave devices of a host over, and of four half a host.
     three = {layout.devices for layout in layouts(V3, 32, 8, redundant=None, block=128, copies=False, stages=(3,))}
     assert three == {24}
+
+
+def test_of_dsjax_no_stage_is_on_two_hosts_whose_processes_would_refuse_it():
+    def meshes(**options):
+        return {
+            str(layout.mesh) for layout in instances(question(engine=dsjax_engine(), dispatch="auto", **options))[0]
+        }
+
+    asked = {mesh for mesh in meshes(stages=(1, 2, 4)) if "pp" in mesh}
+    assert {"pp=2,dp=8", "pp=2,tp=8", "pp=4,dp=8"} <= asked
+    assert not any(MeshSpec.parse(mesh).stage_devices > H20.devices_per_host for mesh in asked)
+    with pytest.raises(UserError, match="pp=2,dp=16: a stage of 16 devices is on several hosts of 8"):
+        meshes(mesh=MeshSpec.parse("pp=2,dp=16"))
+    assert "pp=2,dp=16" in {str(layout.mesh) for layout in instances(question(stages=(2,)))[0]}  # of others
 
 
 def test_a_plan_for_a_mesh_with_stages_names_its_kind_and_all_requests_of_a_rank():
