@@ -63,10 +63,14 @@ def _kept_in_order(hosts: int, first: int, lost: int) -> float:
 
 
 def recovery(instance: Instance) -> Recovery | None:
-    """What the loss of one host costs an instance of several. None: it has one host, whose loss is the instance's (`cold_start`)."""
+    """What the loss of one host costs an instance of several. None: nothing goes on without it, and a loss is a start (`cold_start`).
+
+    That is so of an instance of one host, and of one with stages, whose processes all end.
+    """
     cluster, layout = instance.cluster, instance.layout
     hosts = layout.devices // cluster.devices_per_host
-    if hosts < 2 or layout.experts:  # a side with experts comes back by itself, for which attention waits
+    # A side with experts comes back by itself, for which attention waits.
+    if hosts < 2 or layout.experts or layout.mesh.pp_size > 1:
         return None
     experts = exact(instance.memory.weights.get("experts", 0) * layout.devices, "experts of the instance", "B")
     gone, moved = moved_shares(hosts)

@@ -44,6 +44,11 @@ def test_a_mesh_of_one_host_has_nothing_that_goes_on(ask):
     assert recovery(_instance(ask, "dp=16")) is not None
 
 
+def test_of_stages_nothing_goes_on_after_a_loss(ask):
+    """All processes end and are started again (docs/pipeline.md): a recipe has no silence to tell."""
+    assert recovery(_instance(ask, "pp=4,dp=8")) is None
+
+
 def test_small_models_are_silent_as_long_as_it_takes_to_notice_and_meet(ask):
     """0.7 to 1.1 s with programs compiled ahead (docs/measurements/2026-11-22-host-losses.csv)."""
     instance = _instance(ask, "dp=32")
