@@ -6,7 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dsjax.cli import app
-from dsjax.plan.reuse import tier_shares
+from dsjax.plan.candidate import aggregated
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.reuse import reuse, tier_shares
 
 SET, CACHE = 8192, 2048
 HELD = 256 + 4 + 3 + 100
@@ -64,6 +66,15 @@ def test_the_command_says_what_to_plan_with():
     assert 0 < body["loading_s"]["low"] < body["loading_s"]["value"] < body["loading_s"]["high"] < 0.1
     assert "Plan with --prefix-hit" in _plan("--working-set", "5e6").output
     assert json.loads(_plan("--json", "-").output)["reuse"] is None
+
+
+def test_of_stages_prompts_are_found_in_the_cache_of_all_batches(ask):
+    """A DP rank has as many batches as stages, each with its part of the cache: room for what they hold is no room for pages."""
+    question = ask("h200-16", prompt=4000)
+    instance = question.instance(parse_layout("pp=2,tp=8", 0, question.config), {})
+    found = reuse(aggregated(instance, 1, 8, 4000), 1e8, 0, 0).device.value
+    cache, held = 2 * instance.memory.cache_tokens.value, 16 * question.workload.context
+    assert found == pytest.approx(0.9 * (cache - held) / 1e8)
 
 
 @pytest.mark.parametrize(
