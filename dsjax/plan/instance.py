@@ -259,8 +259,8 @@ class Instance:
         return self.steps[key]
 
     def _staged(self, step: Figure, tokens: float, decode: bool) -> Figure:
-        drafts = self.options.drafts > 0
-        return through_stages(step, self.config, self.cluster, self.layout.mesh, tokens, decode, drafts)
+        drafts, own = self.options.drafts > 0, self.options.engine.name == "dsjax"
+        return through_stages(step, self.config, self.cluster, self.layout.mesh, tokens, decode, drafts, own)
 
     @property
     def ahead(self) -> bool:

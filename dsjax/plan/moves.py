@@ -91,17 +91,22 @@ def _between_devices(cluster: Cluster, senders: int, receivers: int, there: Figu
     )  # fmt: skip
 
 
-def _between_processes(attention: Cluster, experts: Cluster, there: Figure, back: Figure) -> Moves:
+def connection(here: Cluster, there: Cluster) -> tuple[Figure, Figure]:
+    """``(bytes a second, seconds of a message beside its bytes)`` of a connection between processes of two hosts, through their memory."""
     stream = assumed(
         1.0e9, 0.4e9, 1.5e9, "bytes a second of the connection",
         "one TCP stream whose bytes get a SHA-256 MAC at both ends: 1.5 GB/s of MACs on a core of an EPYC", "B/s",
     )  # fmt: skip
-    card = min(one.network_gbps for one in (attention, experts)) * 1e9 / 8
+    card = min(one.network_gbps for one in (here, there)) * 1e9 / 8
     rate = smallest(stream, exact(card, "one card", "B/s"))
     fixed = assumed(
         150e-6, 60e-6, 500e-6, "a message, fixed part", "device to host memory, two system calls, host memory to device", "s"
     )  # fmt: skip
-    way = fixed + network_latency(attention)
+    return rate, fixed + network_latency(here)
+
+
+def _between_processes(attention: Cluster, experts: Cluster, there: Figure, back: Figure) -> Moves:
+    rate, way = connection(attention, experts)
     return Moves(
         (there / rate + way).named("rows through the hosts' memory", "s"),
         (back / rate + way).named("answers through the hosts' memory", "s"),

@@ -13,6 +13,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, assumed, exact
 from dsjax.plan.host_time import SERIAL
 from dsjax.plan.layout import InstanceLayout
+from dsjax.plan.moves import connection
 from dsjax.plan.network import network_latency
 from dsjax.plan.precision import BF16
 from sharding.mesh import MeshSpec
@@ -40,27 +41,46 @@ def cut_stage(layout: InstanceLayout, per_host: int) -> str | None:
     return f"{mesh}: a stage of {mesh.stage_devices} devices is on several hosts of {per_host}, and dsjax has each stage in one process"
 
 
-def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int) -> Figure:
-    """Seconds in which a step's hidden states go from the first stage to the last: each device sends its DP rank's to one of the next."""
+def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: bool = False) -> Figure:
+    """Seconds in which a step's hidden states go from the first stage to the last: each device sends its DP rank's to one of the next.
+
+    own: as dsjax has it, whose processes, one a host, send those of all DP ranks over one connection.
+    """
     size = exact(tokens * width * BF16, "hidden states of a DP rank", "B")
     share = assumed(0.6, 0.35, 0.8, "copies between stages, share of a link", "not measured here")
-    if mesh.num_devices <= cluster.domain:
-        time = size / (share * cluster.hardware.scale_up_bandwidth)
+    fixed = assumed(30e-6, 15e-6, 80e-6, "a copy between stages, fixed part", "launched by the host", "s")
+    inside = size / (share * cluster.hardware.scale_up_bandwidth) + fixed
+    if own:
+        between = -(-mesh.num_devices // cluster.devices_per_host) - 1
+        rate, message = connection(cluster, cluster)
+        crossing = (size * mesh.dp_size).named("hidden states of a stage", "B") / rate + message
+        time = inside * (mesh.pp_size - 1 - between) + crossing * between
+    elif mesh.num_devices <= cluster.domain:
+        time = inside * (mesh.pp_size - 1)
     else:
         far = cluster.between(mesh.num_devices)
-        time = size / (share * far.network_bandwidth) + network_latency(far)
-    fixed = assumed(30e-6, 15e-6, 80e-6, "a copy between stages, fixed part", "launched by the host", "s")
-    return ((time + fixed) * (mesh.pp_size - 1)).named("hidden states between stages", "s")
+        each = size / (share * far.network_bandwidth) + network_latency(far)
+        time = (each + fixed) * (mesh.pp_size - 1)
+    return time.named("hidden states between stages", "s")
 
 
 def through_stages(
-    step: Figure, config: ModelConfig, cluster: Cluster, mesh: MeshSpec, tokens: float, decode: bool, mtp: bool = False
+    step: Figure,
+    config: ModelConfig,
+    cluster: Cluster,
+    mesh: MeshSpec,
+    tokens: float,
+    decode: bool,
+    mtp: bool = False,
+    own: bool = False,
 ) -> Figure:
     """Seconds from a step's beginning to its batch's next one, given those of the whole model on one stage's devices.
 
     A batch of decodes is planned again when its results are there: with as many batches as stages nothing hides the host behind it.
+    own: as of ``hand_over``.
     """
-    time = step * fullest_stage(config, mesh.pp_size, mtp) + hand_over(cluster, mesh, tokens, config.hidden_size)
+    moved = hand_over(cluster, mesh, tokens, config.hidden_size, own)
+    time = step * fullest_stage(config, mesh.pp_size, mtp) + moved
     if decode:
         time = time + SERIAL.step(True).named("host, which no other batch hides", "s")
     return time.named("step through all stages", "s")

@@ -72,6 +72,21 @@ def test_hidden_states_cross_the_network_where_stages_have_hosts_of_their_own():
     assert there > here
 
 
+def test_between_processes_of_dsjax_all_hidden_states_of_a_stage_go_over_one_connection():
+    """`ProcessLinks` brings them to the host's memory, and sends them with a MAC: 1 GB/s, whatever the network."""
+    moved = [
+        hand_over(H20, MeshSpec.parse(mesh), 4096, V3.hidden_size, own=True).value
+        for mesh in ("pp=2,dp=8", "pp=2,tp=8")
+    ]
+    assert moved[0] == pytest.approx(8 * 4096 * 7168 * 2 / 1e9, rel=0.01)
+    assert moved[0] == pytest.approx(8 * moved[1], rel=0.02)  # tp devices have the same rows
+    assert hand_over(H20, MeshSpec.parse("pp=2,dp=8"), 4096, V3.hidden_size).value < moved[0] / 10  # device to device
+    four = hand_over(H20, MeshSpec.parse("pp=4,dp=4"), 4096, V3.hidden_size, own=True).value  # two on each host
+    assert four == pytest.approx(moved[0] / 2, rel=0.02)
+    staged = question(engine=dsjax_engine(), dispatch="auto").instance(InstanceLayout(MeshSpec.parse("pp=2,dp=8")), {})
+    assert staged.prefill_step(4096).value > staged.stage.prefill_step(4096).value + moved[0]
+
+
 def test_layouts_with_stages_are_looked_at_where_they_are_asked_for():
     def meshes(**options):
         return {str(layout.mesh) for layout in instances(question(**options))[0]}
