@@ -43,7 +43,7 @@ def halved_layers(
 def further_rounds(step: StepModel, tokens: float) -> int:
     """Rounds to the busiest rank that halves of so many tokens have beyond those of the whole, which are left out of both."""
     mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
-    ranks, needed = mesh.num_devices // mesh.expert_copies, []
+    ranks, needed = mesh.ep_size, []
     for each, halved in ((tokens / mesh.tp_size / 2, True), (tokens / mesh.tp_size, False)):
         if step.own_method(each, halved) not in ("padded", "hierarchical"):
             needed.append(1)

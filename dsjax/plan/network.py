@@ -272,7 +272,7 @@ def xla_collective(
     """
     if cluster.measured is not None and (near is None or of is not None):
         sent = (each * (ranks - 1)).named("bytes that leave a device", "B")
-        apart = of is not None or spans_hosts(cluster, ranks)
+        apart = spans_hosts(cluster, of or ranks)
         measured = cluster.measured.seconds(kind, apart, ranks, sent)
         if measured is not None:
             first = cluster.measured.seconds(kind, apart, ranks, exact(0.0))

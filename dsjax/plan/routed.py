@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
 from dsjax.plan.figure import Figure, assumed, exact
-from dsjax.plan.network import all_reduce, low_latency_exchange, normal_exchange, own_exchange, xla_collective
+from dsjax.plan.network import (
+    all_reduce,
+    exchanged_rows,
+    low_latency_exchange,
+    normal_exchange,
+    own_exchange,
+    xla_collective,
+)
 from dsjax.plan.precision import BF16
 from dsjax.plan.program import exchange_run, exchanges
+from sharding.dispatch import host_capacity
 
 if TYPE_CHECKING:
     from dsjax.plan.step import StepModel
@@ -78,7 +87,7 @@ def routed_experts(
             "one expert's weights more, or where rows take the time one in top-k of them",
         )  # fmt: skip
     there, back = _exchanges(step, rank_tokens, decode, slowest, halved)
-    if mesh.splits_expert_width and mesh.ep_size > 1 and "etp" not in mesh.axes:
+    if mesh.splits_expert_width and mesh.ep_size > 1 and "etp" not in mesh.axes and step.dispatch == "deepep":
         size = rank_tokens * split * top_k * width * BF16
         back = back + all_reduce(step.cluster, split, size)
     parts = {"experts": products * layers, "dispatch": there * layers, "combine": back * layers}
@@ -91,24 +100,30 @@ def _exchanges(
     step: StepModel, rank_tokens: float, decode: bool, slowest: Figure, halved: bool
 ) -> tuple[Figure, Figure]:
     config, cluster, mesh = step.config, step.cluster, step.layout.mesh
-    ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
+    # Where tp ranks alone share all experts' widths, the sums over tp are the exchange.
+    ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 or "etp" in mesh.axes else 1
     width, top_k = config.hidden_size, config.num_experts_per_tok
     if step.sums_experts:
         return exact(0.0), exact(0.0)
     there, back = width * step.precision.wire, width * BF16
-    if "etp" in mesh.axes:
-        rows = {"all_gather": there + 6 * top_k + 4, "reduce_scatter": back}
-        return tuple(_pooled_exchange(step, rank_tokens, row, kind) for kind, row in rows.items())
     if step.dispatch != "deepep":
         method = step.own_method(rank_tokens, halved)
         run = exchange_run(step.dry_runs, decode, method, rank_tokens) if ranks > 1 else None
         if run:
             return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
         rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
+        if mesh.splits_expert_width and method != "gather" and ranks > 1:
+            kinds = ("all_gather", "reduce_scatter")
+            return tuple(
+                _in_width(step, method, rank_tokens, *way, slowest, halved) for way in zip(rows, kinds, strict=True)
+            )
         return tuple(
             own_exchange(cluster, method, ranks, rank_tokens, top_k, row, slowest, halved, step.routed_groups)
             for row in rows
         )
+    if "etp" in mesh.axes:
+        rows = {"all_gather": there + 6 * top_k + 4, "reduce_scatter": back}
+        return tuple(_pooled_exchange(step, rank_tokens, row, kind) for kind, row in rows.items())
     if decode:
         return (
             low_latency_exchange(
@@ -120,6 +135,33 @@ def _exchanges(
         normal_exchange(cluster, config, ranks, rank_tokens, there, slowest, False, step.operators, step.shared),
         normal_exchange(cluster, config, ranks, rank_tokens, back, slowest, True, step.operators, step.shared),
     )
+
+
+def _in_width(
+    step: StepModel, method: str, rank_tokens: float, row_bytes: float, kind: str, slowest: Figure, halved: bool
+) -> Figure:
+    """One way of dsjax's own dispatch where ranks share an expert's width: between ranks of one place in it, and among these.
+
+    Rows that have come are pooled as they lie, with the room that was kept for others (`ExpertGroup.pool_width`). ``gather`` has no such
+    step: its two collectives are over all ranks.
+    """
+    cluster, mesh, top_k = step.cluster, step.layout.mesh, step.config.num_experts_per_tok
+    ranks, sharing = mesh.ep_size, mesh.expert_width_shards
+    whole, each = max(1, math.ceil(rank_tokens)), exchanged_rows(method, rank_tokens, top_k, ranks, halved)
+    near = max(1, min(ranks, cluster.domain // sharing))
+    room = whole if method == "ragged" else each
+    time = xla_collective(cluster, sharing, exact(ranks * room * row_bytes), kind=kind)
+    if method == "hierarchical":
+        hosts = ranks // near
+        crossing = host_capacity(whole, top_k, hosts, halved, step.routed_groups) * row_bytes
+        time = time + xla_collective(cluster, hosts, exact(crossing), near=1, of=ranks * sharing)
+        time = time + xla_collective(cluster, near, exact(hosts * each * row_bytes), near=near, of=near * sharing)
+    elif ranks > 1:
+        sent, ragged = exact(each * row_bytes), method == "ragged"
+        sent = sent * slowest if ragged else sent
+        exchange = "ragged_all_to_all" if ragged else "all_to_all"  # sizes go before rows
+        time = time + xla_collective(cluster, ranks, sent, 2 if ragged else 1, exchange, near=near, of=ranks * sharing)
+    return time
 
 
 def _pooled_exchange(step: StepModel, rank_tokens: float, row_bytes: float, kind: str) -> Figure:

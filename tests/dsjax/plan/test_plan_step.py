@@ -10,10 +10,13 @@ from dsjax.hardware import load_hardware
 from dsjax.model.mla_costs import mla_cost
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import RESOURCES, load_cluster
+from dsjax.plan.figure import exact
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.network import own_exchange, xla_collective
 from dsjax.plan.precision import PRECISIONS, precision
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.step import StepModel
+from sharding.dispatch import default_capacity
 
 OPERATORS = Path(__file__).parents[3] / "configs" / "operators"
 
@@ -156,3 +159,26 @@ def test_one_program_makes_all_drafts_where_published_engines_launch_each_pass(v
 
     assert host(True, 3) == pytest.approx(3 * host(True, 1))
     assert host(False, 3) == host(False, 1) == host(True, 1)
+
+
+def test_where_ranks_share_widths_gather_has_two_collectives_over_all_of_them_and_no_sum_beside(v3):
+    """`sharding/dispatch/gather.py`: one gather and one reduce-scatter add parts of widths and parts of experts alike."""
+    cluster = load_cluster("h100-32")
+    for mesh in ("dp=4,tp=8,ep=4", "dp=8,ep=2,etp=4", "dp=8,ep=1,etp=8"):
+        layout = parse_layout(mesh, None, v3)
+        step = StepModel(v3, cluster, layout, PRECISIONS["bf16"], dispatch="auto")
+        parts = step.parts(8 * layout.mesh.tp_size, 0, 1024, True)
+        combine = own_exchange(cluster, "gather", layout.devices, 8, 8, 2.0 * v3.hidden_size, exact(1.0))
+        assert parts["combine"].value == pytest.approx(combine.value * v3.num_moe_layers)
+
+
+def test_rows_that_ranks_share_the_width_of_travel_between_the_ranks_of_one_place_and_are_pooled(v3):
+    """`sharding/dispatch/padded.py`: `exchange` over ep, then `pool_width` over those that share the width."""
+    cluster = load_cluster("h100-32")
+    layout = parse_layout("dp=4,tp=8,ep=4", None, v3)
+    step = StepModel(v3, cluster, layout, PRECISIONS["bf16"], dispatch="padded")
+    combine = step.parts(8 * 400, 0, 1024, True)["combine"].value / v3.num_moe_layers
+    row, capacity = 2.0 * v3.hidden_size, default_capacity(400, 8, 4)
+    there = xla_collective(cluster, 4, exact(capacity * row), near=1, of=32)
+    pooled = xla_collective(cluster, 8, exact(4 * capacity * row), kind="reduce_scatter")
+    assert combine == pytest.approx(there.value + pooled.value)
