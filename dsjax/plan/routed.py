@@ -175,5 +175,6 @@ def _pooled_exchange(step: StepModel, rank_tokens: float, row_bytes: float, kind
     time = xla_collective(cluster, sharing, exact(arriving) * row_bytes, kind=kind)
     if ranks > 1:
         near = max(1, min(ranks, cluster.domain // sharing))
-        time = time + xla_collective(cluster, ranks, exact(arriving / ranks) * row_bytes, near=near)
+        each = exact(arriving / ranks) * row_bytes
+        time = time + xla_collective(cluster, ranks, each, near=near, of=ranks * sharing)
     return time

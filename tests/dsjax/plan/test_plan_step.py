@@ -16,6 +16,7 @@ from dsjax.plan.network import own_exchange, xla_collective
 from dsjax.plan.precision import PRECISIONS, precision
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.step import StepModel
+from dsjax.plan.tiers import Tier, Wiring
 from sharding.dispatch import default_capacity
 
 OPERATORS = Path(__file__).parents[3] / "configs" / "operators"
@@ -182,3 +183,18 @@ def test_rows_that_ranks_share_the_width_of_travel_between_the_ranks_of_one_plac
     there = xla_collective(cluster, 4, exact(capacity * row), near=1, of=32)
     pooled = xla_collective(cluster, 8, exact(4 * capacity * row), kind="reduce_scatter")
     assert combine == pytest.approx(there.value + pooled.value)
+
+
+def test_ranks_with_other_experts_meet_at_the_tier_that_joins_all_that_share_widths(v3):
+    """Two hosts of a dp=16,ep=2,etp=8 exchange, not the one that two neighbours would be on."""
+    fast = load_cluster("h100-32")
+    tiers = (Tier("rack", 1, 1.0, 2e-6, 2e-6, 2e-6), Tier("spine", 4, 8.0, 2e-6, 2e-6, 2e-6))
+    slow = dataclasses.replace(fast, wiring=Wiring(tiers))
+    for dispatch in ("deepep", "ragged"):
+        there = [
+            StepModel(v3, one, parse_layout("dp=16,ep=2,etp=8", None, v3), PRECISIONS["fp8"], dispatch=dispatch)
+            .parts(4096, 0, 1024, False)["dispatch"]
+            .value
+            for one in (fast, slow)
+        ]
+        assert there[1] > 2 * there[0]
