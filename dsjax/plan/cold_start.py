@@ -5,32 +5,40 @@ from __future__ import annotations
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, assumed, exact, smallest
 from dsjax.plan.instance import Instance
-from dsjax.plan.memory import expert_side_bytes
+from dsjax.plan.launch import LAUNCHED
+from dsjax.plan.memory import expert_side_bytes, weight_bytes
 from dsjax.plan.moves import in_one_process
+from dsjax.plan.precision import Precision, of_files
 
 _DIVIDED_BY_TP = ("attention", "dense MLP", "shared experts", "embedding and head")
 
 
+def files_precision(instance: Instance) -> Precision:
+    """Precision of the files that an instance is loaded from: the model's own, unless another engine loads what it can multiply by."""
+    chosen = instance.options.precision
+    return chosen if instance.options.engine.name in LAUNCHED else of_files(instance.config, chosen)
+
+
 def host_bytes(instance: Instance) -> int:
-    """Bytes of weights that the process of one host reads: the experts of all its devices; of the rest, each different shard once.
+    """Bytes of weights that the process of one host reads: each different shard that its devices hold, once.
 
     A process reads only what its devices hold, and a tensor that several of them hold once (`docs/many-hosts.md`). Latents' projections and
     norms are whole on every device and here counted with the heads' matrices, which `tp` divides: a little too many bytes where `tp` > 1.
+    Of stages each counts as the fullest one.
     """
-    layout = instance.layout
-    devices = min(layout.mesh.num_devices, instance.cluster.devices_per_host)
-    shards = min(layout.mesh.tp_size, devices)
-    weights = instance.memory.weights
+    layout, mesh, precision = instance.layout, instance.layout.mesh, files_precision(instance)
+    drafts, per_host = instance.options.drafts > 0, instance.cluster.devices_per_host
+    stages = max(1, min(mesh.num_devices, per_host) // mesh.stage_devices)
+    devices = min(mesh.stage_devices, per_host)
+    parts = {"experts": min(devices, mesh.stage_devices // mesh.expert_copies)}
+    parts |= dict.fromkeys(_DIVIDED_BY_TP, min(mesh.tp_size, devices))
+    weights = weight_bytes(instance.config, layout, precision, drafts)
     beside = 0
     if layout.experts and in_one_process(
         instance.cluster, instance.cluster.experts or instance.cluster, layout.devices
     ):
-        drafts = instance.options.drafts > 0
-        beside = layout.experts * expert_side_bytes(instance.config, layout, instance.options.precision, drafts)
-    return beside + sum(
-        size * (devices if name == "experts" else shards if name in _DIVIDED_BY_TP else 1)
-        for name, size in weights.items()
-    )
+        beside = layout.experts * expert_side_bytes(instance.config, layout, precision, drafts)
+    return beside + stages * sum(size * parts.get(name, 1) for name, size in weights.items())
 
 
 def storage_rate(cluster: Cluster) -> Figure:

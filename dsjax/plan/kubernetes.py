@@ -14,6 +14,7 @@ from dsjax.errors import UserError
 from dsjax.hardware import Hardware
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.cold_start import files_precision
 from dsjax.plan.expert_pods import EXPERTS_FILE, EXPERTS_IMAGE, GROUP, GROUP_VARIABLE, ExpertPods, addresses
 from dsjax.plan.memory import weight_bytes
 from dsjax.plan.question import Question
@@ -281,7 +282,7 @@ def checkpoint_bytes(candidate: Candidate) -> float:
 
     instance = candidate.decode
     whole = parse_layout("dp=1", 0, instance.config)
-    return sum(weight_bytes(instance.config, whole, instance.options.precision, mtp=True).values())
+    return sum(weight_bytes(instance.config, whole, files_precision(instance), mtp=True).values())
 
 
 def gib(size: float) -> str:

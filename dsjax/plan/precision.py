@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsjax.config import ModelConfig
+from dsjax.config.quantization import QuantizationConfig
 from dsjax.errors import UserError
 from dsjax.fp4.formats import MXFP4, NVFP4
 from dsjax.hardware import Hardware
@@ -78,6 +80,14 @@ class Precision:
                 raise UserError(f"--precision {self.name}: {chip.name} has no FP4 unit; choose fp8 or bf16")
             return chip.fp4_flops
         return chip.fp8_flops if itemsize < BF16 else chip.bf16_flops
+
+
+def of_files(config: ModelConfig, chosen: Precision) -> Precision:
+    """What a model's own checkpoint is kept in, which dsjax reads and quantises or widens while it loads. FP4 files: as chosen."""
+    if config.quantization is None:
+        return PRECISIONS["bf16"]
+    is_fp8 = isinstance(config.quantization, QuantizationConfig) and config.quantization.expert_dtype in (None, "fp8")
+    return PRECISIONS["fp8"] if is_fp8 else chosen
 
 
 def bytes_of(matrices: Sequence[tuple[int, int]], itemsize: float) -> int:

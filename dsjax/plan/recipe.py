@@ -13,7 +13,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.side_options import PREFILLS_OWN
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.cold_start import cold_start, host_bytes, storage_rate
+from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, storage_rate
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.figure import exact
 from dsjax.plan.instance import Instance
@@ -320,7 +320,7 @@ def _expert_service(
     options = attention["options"] | {"--afd-role": "expert"} | own
     layout, cluster = instance.layout, instance.cluster.experts or instance.cluster
     devices, drafts = layout.experts // parts, instance.options.drafts > 0
-    size = devices * expert_side_bytes(instance.config, layout, instance.options.precision, drafts)
+    size = devices * expert_side_bytes(instance.config, layout, files_precision(instance), drafts)
     time = exact(size, "weights that a host reads", "B") / storage_rate(cluster)
     return {
         "role": "experts",

@@ -4,10 +4,16 @@ import dataclasses
 
 import pytest
 
+from dsjax.config import load_config
+from dsjax.plan.candidate import aggregated
 from dsjax.plan.cold_start import cold_start, host_bytes, storage_rate
+from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.figure import Kind
 from dsjax.plan.instance import Instance
+from dsjax.plan.kubernetes import checkpoint_bytes
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.memory import weight_bytes
+from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.workload import PlanOptions
 
 
@@ -24,6 +30,28 @@ def test_a_host_reads_the_experts_of_its_devices_and_the_rest_once(ask):
     sharded = instance(ask, "dp=4,tp=8")
     # Eight shards of all that tp divides are the whole of it, as one of dp=32 is; the latents' projections, 3.5 %, are counted eight times.
     assert 1 <= host_bytes(sharded) / host_bytes(wide) < 1.04
+
+
+def test_what_several_devices_or_stages_of_a_host_hold_is_read_once_each(ask):
+    """The loader reads each distinct shard once (`sharding`'s regions in `dsjax/checkpoint/place.py`)."""
+    copies = instance(ask, "dp=8,ep=4")
+    weights = copies.memory.weights
+    assert host_bytes(copies) == 4 * weights["experts"] + copies.memory.weights_total - weights["experts"]
+    whole = sum(weight_bytes(copies.config, parse_layout("dp=1", 0, copies.config), PRECISIONS["fp8"]).values())
+    assert whole <= host_bytes(instance(ask, "pp=2,tp=4")) < 1.06 * whole  # of which the fullest has 31 of 61 layers
+
+
+@pytest.mark.parametrize(("model", "named", "kept"), [("deepseek-v2", "fp8", "bf16"), ("deepseek-v3", "mxfp4", "fp8")])
+def test_the_files_of_a_checkpoint_are_read_and_have_room_whatever_they_become(ask, model, named, kept):
+    """V2's are bf16 and V3's FP8; they are quantised while they are loaded."""
+    config = load_config(model)
+    options = PlanOptions(precision=dsjax_engine().precision(PRECISIONS[named]), engine=dsjax_engine(), dispatch="auto")
+    question = ask("h200-32")
+    made = Instance(config, question.cluster, parse_layout("dp=32", 0, config), options, question.workload)
+    files = weight_bytes(config, made.layout, PRECISIONS[kept])
+    assert host_bytes(made) == sum(files.values()) + 7 * files["experts"]
+    whole = weight_bytes(config, parse_layout("dp=1", 0, config), PRECISIONS[kept], mtp=True)
+    assert checkpoint_bytes(aggregated(made, 1, 1, 1000)) == sum(whole.values())
 
 
 def test_storage_is_the_file_s_or_an_assumption_that_the_cards_bound(ask):
