@@ -150,7 +150,7 @@ class Instance:
         key = ("decode", batch)
         if key not in self.steps and self.stage is not None:
             drafts = self.options.drafts
-            self.steps[key] = self._staged(self.stage.decode_step(batch), batch * (1 + drafts), True), None
+            self.steps[key] = self.staged(self.stage.decode_step(batch), batch * (1 + drafts), True), None
         elif key not in self.steps:
             context, uneven = self.workload.context, self.workload.uneven
             times = [
@@ -245,7 +245,7 @@ class Instance:
         key = ("prefill", tokens, busy)
         if key not in self.steps and self.stage is not None:
             step, slack, halved = self.stage._prefill(tokens, busy)
-            self.steps[key] = self._staged(step, tokens, False), slack, halved
+            self.steps[key] = self.staged(step, tokens, False), slack, halved
         elif key not in self.steps:
             computed, work = self.workload.computed, self.workload
             prompt = computed * (1 + work.input.variation**2)
@@ -258,7 +258,8 @@ class Instance:
             self.steps[key] = min(steps, key=lambda one: one[0].value)
         return self.steps[key]
 
-    def _staged(self, step: Figure, tokens: float, decode: bool) -> Figure:
+    def staged(self, step: Figure, tokens: float, decode: bool) -> Figure:
+        """Seconds of a step through all stages, given those of the whole model on one stage's devices. tokens: of a DP rank."""
         drafts, own = self.options.drafts > 0, self.options.engine.name == "dsjax"
         return through_stages(step, self.config, self.cluster, self.layout.mesh, tokens, decode, drafts, own)
 

@@ -10,7 +10,7 @@ from dsjax.plan.candidate import Candidate
 from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.simulation.admission import Admission, Lobby
-from dsjax.plan.simulation.prices import Fastest
+from dsjax.plan.simulation.prices import Fastest, Staged
 from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
 
 
@@ -102,13 +102,14 @@ def _engine(
     )
 
 
-def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest:
-    """Made once for all loads that an instance is played under."""
+def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest | Staged:
+    """Made once for all loads that an instance is played under. Of several stages, with what these add to a step of all layers."""
     key = ("prices", most_tokens, drafts)
     if key not in instance.steps:
         models = instance.step_models()
         paces = [tuple(_ratio(instance.pace(decode, one.overlap)) for decode in (False, True)) for one in models]
-        instance.steps[key] = Fastest(models, most_tokens, drafts, paces)
+        made = Fastest(models, most_tokens, drafts, paces)
+        instance.steps[key] = made if instance.stage is None else Staged(made, instance, drafts)
     return instance.steps[key]
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dsjax.plan.curves import Grid
-from dsjax.plan.figure import Figure, exact
+from dsjax.plan.figure import Figure, Middle, exact
 from dsjax.plan.halves import further_rounds, more_launches
+from dsjax.plan.instance import Instance
 from dsjax.plan.step import StepModel
 
 _FINEST = 2**0.25
@@ -69,6 +70,20 @@ class Fastest:
     def seconds(self, ranks: Sequence[RankWork]) -> float:
         """As `StepPrices.seconds`. What prompts and decodes have in common is saved at the pace of the faster program."""
         return min(_paced(prices, paces, ranks) for prices, paces in self._prices)
+
+
+class Staged:
+    """Prices a step through all stages of an instance. prices: of the whole model on the devices of one of them."""
+
+    def __init__(self, prices: Fastest, instance: Instance, drafts: int):
+        self._prices, self._instance, self._verified = prices, instance, 1 + drafts
+
+    def seconds(self, ranks: Sequence[RankWork]) -> float:
+        """As `StepPrices.seconds`; the ranks are those of all batches that take turns."""
+        step = self._prices.seconds(ranks)
+        tokens = max(work.decodes * self._verified + work.prompts for work in ranks)
+        decode = not any(work.prompts for work in ranks)
+        return self._instance.staged(Middle(step), tokens, decode).value if step else 0.0
 
 
 def _paced(prices: StepPrices, paces: tuple[float, float], ranks: Sequence[RankWork]) -> float:

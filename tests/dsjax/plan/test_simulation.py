@@ -16,6 +16,7 @@ from dsjax.plan.cluster import load_cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.simulation import deployment
 from dsjax.plan.simulation.load import OfferedLoad, requests
 from dsjax.plan.simulation.outcome import Spread
 from dsjax.plan.simulation.prices import Fastest, RankWork, StepPrices
@@ -46,6 +47,15 @@ def candidate(v3):
         return separated(prefill_pool(instance(prefill), 8192), 1, instance(mesh), 1, batch)
 
     return make
+
+
+def test_a_step_through_stages_is_played_with_what_stages_add(candidate):
+    instance = candidate("pp=2,tp=8").decode
+    prices, ranks = deployment._prices(instance, 8192, 0), instance.replicas
+    work = [RankWork(decodes=16, context=16 * 1050)] * ranks
+    assert prices.seconds(work) == pytest.approx(instance.decode_step(16).value, rel=0.035)
+    assert prices.seconds(work) > instance.stage.decode_step(16).value + 0.006  # the host, which no other batch hides
+    assert prices.seconds([RankWork()] * ranks) == 0
 
 
 @pytest.mark.parametrize(("mesh", "overlap"), [("dp=8", False), ("dp=8", True), ("tp=8,ep=1", False)])
