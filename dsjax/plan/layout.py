@@ -75,14 +75,17 @@ class InstanceLayout:
         return f"{self.mesh}{beside}" + (f" +{self.redundant}" if self.redundant else "")
 
 
-def fits(config: ModelConfig, layout: InstanceLayout, block: int | None) -> MeshError | None:
-    """`MeshSpec.check_fits` on the model's numbers; None, or the error. block: of FP8 weights (128) or None."""
+def fits(
+    config: ModelConfig, layout: InstanceLayout, block: int | None, expert_block: int | None = None
+) -> MeshError | None:
+    """`MeshSpec.check_fits` on the model's numbers; None, or the error. block, expert_block: as `Precision.blocks` has them."""
     if layout.mesh.pp_size > config.num_hidden_layers:
         return MeshError(f"mesh {layout.mesh} has more stages than the model has layers, {config.num_hidden_layers}")
     routed = {
         "experts": config.n_routed_experts,
         "redundant": layout.redundant,
         "expert_width": config.moe_intermediate_size,
+        "expert_block": expert_block,
     }
     try:
         if layout.experts:
@@ -126,6 +129,7 @@ def layouts(
     *,
     redundant: int | None,
     block: int | None,
+    expert_block: int | None = None,
     copies: bool,
     stages: Collection[int] = (1,),
 ) -> Iterator[InstanceLayout]:
@@ -152,12 +156,17 @@ def layouts(
                     continue
                 for extra in _redundancies(logical, ep, redundant):
                     layout = InstanceLayout(mesh, extra)
-                    if fits(config, layout, block) is None:
+                    if fits(config, layout, block, expert_block) is None:
                         yield layout
 
 
 def named_layouts(
-    config: ModelConfig, meshes: Collection[MeshSpec | None], *, redundant: int | None, block: int | None
+    config: ModelConfig,
+    meshes: Collection[MeshSpec | None],
+    *,
+    redundant: int | None,
+    block: int | None,
+    expert_block: int | None = None,
 ) -> Iterator[InstanceLayout]:
     """Layouts of those of the meshes that ``layouts`` does not try: whose DP ranks share the width of an expert."""
     for mesh in meshes:
@@ -165,11 +174,17 @@ def named_layouts(
             tried = (
                 InstanceLayout(mesh, extra) for extra in _redundancies(config.n_routed_experts, mesh.ep_size, redundant)
             )
-            yield from (layout for layout in tried if fits(config, layout, block) is None)
+            yield from (layout for layout in tried if fits(config, layout, block, expert_block) is None)
 
 
 def apart_layouts(
-    config: ModelConfig, pairs: Iterable[tuple[int, int]], per_host: int, *, redundant: int | None, block: int | None
+    config: ModelConfig,
+    pairs: Iterable[tuple[int, int]],
+    per_host: int,
+    *,
+    redundant: int | None,
+    block: int | None,
+    expert_block: int | None = None,
 ) -> Iterator[InstanceLayout]:
     """Every layout with attention and experts on devices of their own that fits the model.
 
@@ -182,7 +197,7 @@ def apart_layouts(
             mesh = MeshSpec(dp_size=attention // tp, tp_size=tp)
             for extra in _redundancies(config.n_routed_experts, experts, redundant):
                 layout = InstanceLayout(mesh, extra, experts=experts)
-                if fits(config, layout, block) is None:
+                if fits(config, layout, block, expert_block) is None:
                     yield layout
 
 

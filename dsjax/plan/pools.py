@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dsjax.plan.layout import InstanceLayout, apart_layouts, instance_sizes
-from dsjax.plan.precision import FP8_BLOCK
 
 if TYPE_CHECKING:
     from dsjax.plan.question import Question
@@ -18,9 +17,9 @@ WIDEST = 128
 def layouts_apart(question: Question) -> Iterator[InstanceLayout]:
     """Every layout of an instance with attention and experts apart that fits the model, and that the engine can run."""
     options = question.options
-    block = 128 if options.precision.linear == FP8_BLOCK else None
+    blocks = options.precision.blocks
     per_host = question.cluster.devices_per_host
-    for layout in apart_layouts(question.config, pairs(question), per_host, redundant=options.redundant, block=block):
+    for layout in apart_layouts(question.config, pairs(question), per_host, redundant=options.redundant, **blocks):
         if options.pins.attention_mesh in (None, layout.mesh):
             yield layout
 

@@ -52,6 +52,12 @@ class Precision:
         return self.expert if self.mlp_bytes is None else self.mlp_bytes
 
     @property
+    def blocks(self) -> dict[str, int | None]:
+        """Blocks that no device may have a part of: of FP8 matrices, and of routed experts where these are FP4."""
+        fp4 = {FP4_BLOCK: NVFP4.block, MXFP4_BLOCK: MXFP4.block}.get(self.expert)
+        return {"block": 128 if self.linear == FP8_BLOCK else None, "expert_block": fp4}
+
+    @property
     def expert_unit(self) -> str:
         """Which of a device's units multiplies by the experts' weights."""
         if self.expert < 1 and not self.widens_fp4:

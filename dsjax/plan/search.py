@@ -17,7 +17,6 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.layout import InstanceLayout, layouts, named_layouts
 from dsjax.plan.pools import layouts_apart, most_instances
-from dsjax.plan.precision import FP8_BLOCK
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import FEW_DEVICES, SHOWN, Question, users_told_apart
 from dsjax.plan.separated import separated_candidates
@@ -64,7 +63,7 @@ class Plan:
 def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance], list[Instance]]:
     """(all layouts, instances with room for at least one request, instances without)."""
     question.options.check(question.config, question.workload)
-    block = 128 if question.options.precision.linear == FP8_BLOCK else None
+    blocks = question.options.precision.blocks
     cluster = question.cluster
     runnable = list(
         layouts(
@@ -72,15 +71,15 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
             question.devices,
             min(cluster.devices_per_host, question.devices),
             redundant=question.options.redundant,
-            block=block,
             copies=question.devices <= 64,
             stages=tried_stages(question.options),
+            **blocks,
         )
     )
     runnable += [
         layout
         for layout in named_layouts(
-            question.config, wanted_meshes(question.options), redundant=question.options.redundant, block=block
+            question.config, wanted_meshes(question.options), redundant=question.options.redundant, **blocks
         )
         if layout.devices <= question.devices
     ]

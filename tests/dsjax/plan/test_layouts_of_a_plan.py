@@ -4,6 +4,7 @@ import pytest
 
 from dsjax.config import load_config
 from dsjax.plan.layout import InstanceLayout, fits, instance_sizes, layouts, parse_layout
+from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.recipe import memory_share, serve_options
 from dsjax.plan.search import search
 from dsjax.plan.workload import Objective, Pins, PlanOptions
@@ -59,6 +60,18 @@ def test_fp8_blocks_are_not_cut(v3):
     # An expert's width of 2048 over 16 is one block of 128; over 32 it is half of one.
     assert fits(v3, InstanceLayout(MeshSpec(tp_size=16, ep_size=1)), 128) is None
     assert "quantisation block" in str(fits(v3, InstanceLayout(MeshSpec(tp_size=32, ep_size=1)), 128))
+
+
+@pytest.mark.parametrize(("named", "most"), [("nvfp4-bf16", 8), ("mxfp4-bf16", 4), ("bf16", 16)])
+def test_no_layout_cuts_a_block_of_fp4_experts(named, most):
+    """Of V2-Lite's 1,408 a device of tp=8 has 176: eleven blocks of NVFP4, five and a half of MXFP4."""
+    from dsjax.engine.setup.assembly import check_layout
+
+    config = load_config("deepseek-v2-lite")
+    found = every(config, 16, **PRECISIONS[named].blocks)
+    for layout in found:
+        check_layout(config, layout.mesh, layout.redundant, named)
+    assert max(one.mesh.tp_size for one in found if one.mesh.splits_expert_width) == most
 
 
 @pytest.mark.parametrize("model", ["deepseek-v2", "deepseek-v3", "kimi-k2", "moonlight"])
