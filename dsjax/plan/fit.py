@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsjax.errors import UserError
+from dsjax.model.stage import stages_of
 from dsjax.plan.figure import Figure, assumed, exact
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
@@ -144,7 +145,10 @@ class Verdict:
 def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> Verdict:
     """Judge a launch."""
     parts = _parts(config, layout, precision, launch)
-    per_token = cache_bytes_per_token(config, precision, launch.mtp)
+    per_token = max(
+        cache_bytes_per_token(stage.config(config), precision, launch.mtp and stage.ends)
+        for stage in stages_of(config, layout.mesh.pp_size, mtp=launch.mtp)
+    )
     if launch.stages > 1:
         per_token = math.ceil(
             per_token * math.ceil(config.num_hidden_layers / launch.stages) / config.num_hidden_layers
@@ -256,6 +260,7 @@ def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, 
     if launch.engine == "dsjax":
         return total
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if launch.mtp else 0)
+    layers = math.ceil(layers / layout.mesh.pp_size)
     heads = config.num_attention_heads // layout.mesh.tp_size
     absorbed = heads * config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
     return total + round(layers * absorbed * BF16)

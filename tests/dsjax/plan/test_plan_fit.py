@@ -36,6 +36,14 @@ def test_a_profiled_cache_must_hold_the_longest_request_to_the_token(v3):
     assert _judged(v3, engine="sglang", longest=10**9).fits  # SGLang starts, and refuses such a request later
 
 
+def test_of_a_mesh_with_stages_a_token_is_held_in_the_layers_of_one(v3):
+    """V3's 61 layers are 31 and 30, so that the cache has room for nearly twice as many tokens as bytes of all layers would say."""
+    verdict = _judged(v3, mesh="pp=2,tp=8", engine="dsjax")
+    (first, _) = verdict.conditions
+    cache = first.left.value + 4096 * 31 * 1152
+    assert verdict.cache_tokens.value == pytest.approx(cache / (31 * 1152))
+
+
 def test_a_static_fraction_too_high_leaves_no_room_for_a_step_and_one_too_low_none_for_weights(v3):
     verdict = _judged(v3, engine="sglang")
     low, high = verdict.fractions
