@@ -315,6 +315,11 @@ class PlanOptions:
             int8=self.precision.name == "int8",
             mxfp4=self.precision.name.startswith("mxfp4"),
         )
+        if self.fused and self.engine.widens_fp4 and self.precision.expert < 1:
+            raise UserError(
+                f"--enable-shared-experts-fusion makes the shared expert a routed one, which --precision {self.precision.name} packs into "
+                "four bits, and dsjax serve keeps shared experts in more; leave one of the two out"
+            )
         longest = max(one.input.mean + one.output.mean for one in workload.kinds)
         if longest > config.max_position_embeddings:
             raise UserError(

@@ -3,10 +3,12 @@
 import pytest
 
 from dsjax.config import load_config
+from dsjax.errors import UserError
+from dsjax.plan.engine import PUBLISHED, dsjax_engine
 from dsjax.plan.layout import InstanceLayout, fits, instance_sizes, layouts, parse_layout
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.recipe import memory_share, serve_options
-from dsjax.plan.search import search
+from dsjax.plan.search import instances, search
 from dsjax.plan.workload import Objective, Pins, PlanOptions
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
@@ -108,3 +110,14 @@ def test_a_recipe_gives_the_engine_the_memory_that_its_batch_was_priced_with(ask
     assert 0.9 < share <= 0.98
     assert share * instance.memory.device >= instance.memory.weights_total + instance.max_batch * 2500 * 70_272
     assert memory_share(instance, 0) < memory_share(instance, 100_000)
+
+
+def test_a_shared_expert_is_none_of_dsjax_s_fp4_experts_as_the_engine_says_at_its_start(ask):
+    for engine, options in ((dsjax_engine(), {"dispatch": "auto"}), (PUBLISHED, {})):
+        fp4 = engine.precision(PRECISIONS["nvfp4"])
+        question = ask("gb200-nvl72-36", options=PlanOptions(precision=fp4, engine=engine, fused=True, **options))
+        if engine is PUBLISHED:
+            assert instances(question)[1]
+            continue
+        with pytest.raises(UserError, match="packs into four bits, and dsjax serve keeps shared experts in more"):
+            instances(question)
