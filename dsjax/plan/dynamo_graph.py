@@ -334,7 +334,10 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
         name,
         (command, cluster.description, *(f"Note: {note}" for note in made["notes"])),
         repository(model),
-        tuple(_side(service, cluster) for service in made["services"]),
+        tuple(
+            _side(service, (service["role"] == "prefill" and cluster.prefill) or cluster)
+            for service in made["services"]
+        ),
         gib(checkpoint_bytes(candidate) * ROOM),
         round(work.input.mean),
         round(work.output.mean),

@@ -291,6 +291,16 @@ def test_several_engines_of_a_kind_are_processes_of_their_own_behind_dynamo(ask)
         overlay("deepseek-v2-lite", question, winner, "base", "dsjax plan")
 
 
+def test_dynamo_s_workers_are_on_the_hosts_of_their_side(ask):
+    """Hosts for prompts have four devices here, and those for tokens eight."""
+    pins = Pins(MeshSpec.parse("dp=16"), MeshSpec.parse("dp=16"))
+    question = ask("h800-16-h20-16", options=PlanOptions(modes=("separated",), redundant=0, pins=pins))
+    first = dataclasses.replace(question.cluster.prefill, hosts=4, devices_per_host=4)
+    question = dataclasses.replace(question, cluster=dataclasses.replace(question.cluster, prefill=first))
+    graph = planned_graph("pd", "deepseek-v3", question, search(question).winner, "dsjax plan")
+    assert {side.kind: (side.hosts, side.devices) for side in graph.sides} == {"prefill": (4, 4), "decode": (2, 8)}
+
+
 def test_sides_of_a_recipe_take_one_another_s_pages(ask):
     question, winner = separated(ask, "deepseek-v2-lite", "dp=1", "dp=4", 0)
     wires = [service["options"].get("--dispatch-wire") for service in recipe("m", question, winner)["services"]]
