@@ -4,6 +4,7 @@ import pytest
 
 from dsjax.config import load_config
 from dsjax.errors import UserError
+from dsjax.plan.candidate import prefill_pool, separated
 from dsjax.plan.engine import PUBLISHED, dsjax_engine
 from dsjax.plan.layout import InstanceLayout, fits, instance_sizes, layouts, parse_layout
 from dsjax.plan.precision import PRECISIONS
@@ -121,3 +122,16 @@ def test_a_shared_expert_is_none_of_dsjax_s_fp4_experts_as_the_engine_says_at_it
             continue
         with pytest.raises(UserError, match="packs into four bits, and dsjax serve keeps shared experts in more"):
             instances(question)
+
+
+def test_of_dsjax_one_device_of_a_replica_pulls_its_pages_whole(ask):
+    """`engine/transfer/page_chunks.py` pulls on the first device of each DP rank, and hands the pages to the others."""
+
+    def seconds(mesh, engine, **options):
+        question = ask("h200-32", options=PlanOptions(engine=engine, redundant=0, **options))
+        instance = question.instance(parse_layout(mesh, 0, question.config), {})
+        return separated(prefill_pool(instance, 1000), 1, instance, 1, 8).ttft.part("cache transfer").value
+
+    one, own = (seconds(mesh, dsjax_engine(), dispatch="auto") for mesh in ("dp=8", "tp=8"))
+    assert own == pytest.approx(one)
+    assert seconds("tp=8", PUBLISHED) == pytest.approx(own / 8)
