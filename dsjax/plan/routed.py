@@ -16,10 +16,11 @@ from dsjax.plan.network import (
     xla_collective,
 )
 from dsjax.plan.precision import BF16
-from dsjax.plan.program import exchange_run, exchanges
+from dsjax.plan.program import exchange_run, exchanges, nearest
 from sharding.dispatch import host_capacity
 
 if TYPE_CHECKING:
+    from dsjax.plan.cluster import Cluster
     from dsjax.plan.step import StepModel
 
 
@@ -28,8 +29,8 @@ def routed_experts(
 ) -> dict[str, Figure]:
     """The routed experts, the way there and the way back, of so many layers.
 
-    They hang on the tokens of a device and the size of the EP group: `dp=32` is as `dp=16,tp=2` with twice the batch. halved: the
-    tokens are one of two half batches.
+    They hang on the tokens of a device and the size of the EP group: with published kernels and whole experts `dp=32` is as `dp=16,tp=2`
+    with twice the batch. halved: the tokens are one of two half batches.
     """
     config, mesh, chip = step.config, step.layout.mesh, step.chip
     width, hidden, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
@@ -51,6 +52,7 @@ def routed_experts(
         fused,
         halved,
         step.sums_experts,
+        mesh.tp_size if split > 1 or step.dispatch != "deepep" else 1,
         step.middle,
     )
     if key in step.shared and not step.dry_runs:
@@ -100,30 +102,17 @@ def _exchanges(
     step: StepModel, rank_tokens: float, decode: bool, slowest: Figure, halved: bool
 ) -> tuple[Figure, Figure]:
     config, cluster, mesh = step.config, step.cluster, step.layout.mesh
-    # Where tp ranks alone share all experts' widths, the sums over tp are the exchange.
-    ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 or "etp" in mesh.axes else 1
+    ranks = mesh.num_devices // mesh.expert_copies
     width, top_k = config.hidden_size, config.num_experts_per_tok
     if step.sums_experts:
         return exact(0.0), exact(0.0)
     there, back = width * step.precision.wire, width * BF16
     if step.dispatch != "deepep":
-        method = step.own_method(rank_tokens, halved)
-        run = exchange_run(step.dry_runs, decode, method, rank_tokens) if ranks > 1 else None
-        if run:
-            return exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
-        rows = (there + 6 * top_k + 4, back)  # float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py
-        if mesh.splits_expert_width and method != "gather" and ranks > 1:
-            kinds = ("all_gather", "reduce_scatter")
-            return tuple(
-                _in_width(step, method, rank_tokens, *way, slowest, halved) for way in zip(rows, kinds, strict=True)
-            )
-        return tuple(
-            own_exchange(cluster, method, ranks, rank_tokens, top_k, row, slowest, halved, step.routed_groups)
-            for row in rows
-        )
+        return _own(step, rank_tokens, decode, slowest, halved, ranks)
     if "etp" in mesh.axes:
         rows = {"all_gather": there + 6 * top_k + 4, "reduce_scatter": back}
         return tuple(_pooled_exchange(step, rank_tokens, row, kind) for kind, row in rows.items())
+    ranks = ranks if mesh.ep_size > 1 else 1  # else the sums over tp are the exchange
     if decode:
         return (
             low_latency_exchange(
@@ -135,6 +124,43 @@ def _exchanges(
         normal_exchange(cluster, config, ranks, rank_tokens, there, slowest, False, step.operators, step.shared),
         normal_exchange(cluster, config, ranks, rank_tokens, back, slowest, True, step.operators, step.shared),
     )
+
+
+def _own(
+    step: StepModel, rank_tokens: float, decode: bool, slowest: Figure, halved: bool, ranks: int
+) -> tuple[Figure, Figure]:
+    """Both ways of dsjax's own dispatch, and the gather behind it of a replica's tokens, which ``tp`` ranks have in parts until then.
+
+    Where experts are cut alone and a dry run was given, its collectives are among the sums over ``tp`` (`tensor_parallel_sums`).
+    """
+    config, cluster, mesh = step.config, step.cluster, step.layout.mesh
+    width, top_k, method = config.hidden_size, config.num_experts_per_tok, step.own_method(rank_tokens, halved)
+    compiled = nearest(step.dry_runs, decode, rank_tokens) is not None
+    if mesh.ep_size == 1 and compiled:
+        return exact(0.0), exact(0.0)
+    run = exchange_run(step.dry_runs, decode, method, rank_tokens) if ranks > 1 else None
+    # Float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py.
+    rows = (width * step.precision.wire + 6 * top_k + 4, width * BF16)
+    if run:
+        there, back = exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
+    elif mesh.ep_size == 1 and ranks == mesh.tp_size > 1:
+        there, back = (_half_a_sum(cluster, ranks, rank_tokens * row) for row in rows)
+    elif mesh.splits_expert_width and method != "gather" and ranks > 1:
+        ways = zip(rows, ("all_gather", "reduce_scatter"), strict=True)
+        there, back = (_in_width(step, method, rank_tokens, *way, slowest, halved) for way in ways)
+    else:
+        there, back = (
+            own_exchange(cluster, method, ranks, rank_tokens, top_k, row, slowest, halved, step.routed_groups)
+            for row in rows
+        )
+    if mesh.tp_size > 1 and not compiled:
+        back = back + _half_a_sum(cluster, mesh.tp_size, rank_tokens * width * BF16)
+    return there, back
+
+
+def _half_a_sum(cluster: Cluster, ranks: int, each: float) -> Figure:
+    """Seconds of a gather over ``tp``, or of scattered sums: those of a sum that sends as much (as of `tensor_parallel_sums`)."""
+    return all_reduce(cluster, ranks, each * ranks / 2)
 
 
 def _in_width(

@@ -10,9 +10,10 @@ from dsjax.hardware import load_hardware
 from dsjax.model.mla_costs import mla_cost
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import RESOURCES, load_cluster
+from dsjax.plan.compiled import read_dry_run
 from dsjax.plan.figure import exact
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.network import own_exchange, xla_collective
+from dsjax.plan.network import all_reduce, own_exchange, xla_collective
 from dsjax.plan.precision import PRECISIONS, precision
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.step import StepModel
@@ -162,6 +163,43 @@ def test_one_program_makes_all_drafts_where_published_engines_launch_each_pass(v
     assert host(False, 3) == host(False, 1) == host(True, 1)
 
 
+def half_a_sum(cluster, tp, each):
+    """Seconds of a gather over ``tp``, such as that of a replica's tokens behind each exchange, or of scattered sums."""
+    return all_reduce(cluster, tp, each * tp / 2).value
+
+
+def test_dsjax_gathers_scatters_and_gathers_over_tp_in_each_layer_with_experts(v3):
+    """The program of `dry_runs/tp8-decode.json` has these three of a layer, beside the sums of attention and of shared experts."""
+    program = read_dry_run(Path(__file__).parent / "dry_runs" / "tp8-decode.json")
+    times = {(one.kind, one.dispatches): one.times for one in program.collectives if one.kind != "all-reduce"}
+    kinds = ("all-gather", True), ("reduce-scatter", True), ("all-gather", False)
+    assert times == dict.fromkeys(kinds, v3.num_moe_layers)
+    cluster, row = load_cluster("h200-8"), 2.0 * v3.hidden_size
+    cut, whole = (
+        StepModel(v3, cluster, parse_layout(mesh, 0, v3), PRECISIONS["bf16"], dispatch="gather").parts(
+            64, 0, 1024, True
+        )
+        for mesh in ("tp=8,ep=1", "tp=8")
+    )
+    assert cut["dispatch"].value == pytest.approx(half_a_sum(cluster, 8, 8 * (row + 52)) * v3.num_moe_layers)
+    assert cut["combine"].value == pytest.approx(2 * half_a_sum(cluster, 8, 8 * row) * v3.num_moe_layers)
+    apart = own_exchange(cluster, "gather", 8, 8, 8, row, exact(1.0)).value
+    assert whole["combine"].value == pytest.approx((apart + half_a_sum(cluster, 8, 8 * row)) * v3.num_moe_layers)
+
+
+def test_layouts_of_as_wide_experts_share_no_exchange_where_tp_differs(v3):
+    shared, cluster = {}, load_cluster("h200-8")
+    for mesh in ("dp=8,ep=1,etp=8", "tp=8,ep=1"):
+        tokens = 64 if mesh.startswith("tp") else 8
+        own = [
+            StepModel(v3, cluster, parse_layout(mesh, 0, v3), PRECISIONS["fp8"], dispatch="auto", shared=known)
+            .parts(tokens, 0, 1024, True)["combine"]
+            .value
+            for known in (shared, {})
+        ]
+        assert own[0] == own[1]
+
+
 def test_where_ranks_share_widths_gather_has_two_collectives_over_all_of_them_and_no_sum_beside(v3):
     """`sharding/dispatch/gather.py`: one gather and one reduce-scatter add parts of widths and parts of experts alike."""
     cluster = load_cluster("h100-32")
@@ -170,7 +208,8 @@ def test_where_ranks_share_widths_gather_has_two_collectives_over_all_of_them_an
         step = StepModel(v3, cluster, layout, PRECISIONS["bf16"], dispatch="auto")
         parts = step.parts(8 * layout.mesh.tp_size, 0, 1024, True)
         combine = own_exchange(cluster, "gather", layout.devices, 8, 8, 2.0 * v3.hidden_size, exact(1.0))
-        assert parts["combine"].value == pytest.approx(combine.value * v3.num_moe_layers)
+        more = half_a_sum(cluster, 8, 8 * 2.0 * v3.hidden_size) if layout.mesh.tp_size > 1 else 0.0
+        assert parts["combine"].value == pytest.approx((combine.value + more) * v3.num_moe_layers)
 
 
 def test_rows_that_ranks_share_the_width_of_travel_between_the_ranks_of_one_place_and_are_pooled(v3):
@@ -182,7 +221,7 @@ def test_rows_that_ranks_share_the_width_of_travel_between_the_ranks_of_one_plac
     row, capacity = 2.0 * v3.hidden_size, default_capacity(400, 8, 4)
     there = xla_collective(cluster, 4, exact(capacity * row), near=1, of=32)
     pooled = xla_collective(cluster, 8, exact(4 * capacity * row), kind="reduce_scatter")
-    assert combine == pytest.approx(there.value + pooled.value)
+    assert combine == pytest.approx(there.value + pooled.value + half_a_sum(cluster, 8, 400 * row))
 
 
 def test_ranks_with_other_experts_meet_at_the_tier_that_joins_all_that_share_widths(v3):
