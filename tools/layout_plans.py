@@ -1,11 +1,13 @@
 """Writes docs/layout-plans.md: the best plans for 32 H200 and 32 H20 as whole batches, in halves, with attention and experts apart, and
-with the widths of experts over DP ranks; decode steps by an objective; the batch below which halving loses; more devices for the experts.
+with the widths of experts over DP ranks, and in stages; decode steps by an objective; the batch below which halving loses; more devices for
+the experts.
 
     python tools/layout_plans.py
 """
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,13 @@ ETP = tuple(
     if dp * tp >= etp and etp >= tp and dp * tp // etp in (1, 2, 4, 8, 16)
 )
 """Meshes in which DP ranks share the width of an expert, of one host to four."""
+STAGED = tuple(
+    f"pp={pp},{mesh}"
+    for pp in (2, 4)
+    for mesh in ("tp=4", "dp=4", "tp=8", "dp=2,tp=4", "dp=4,tp=2", "dp=8", "dp=16", "dp=8,tp=2", "dp=4,tp=4")
+    if pp * math.prod(int(size.partition("=")[2]) for size in mesh.split(",")) <= 32
+)
+"""Meshes of two or four stages, each of half a host to two."""
 BOUNDS = (30, 50, 100)
 BATCHES = (8, 16, 32, 48, 64, 96, 128, 256)
 CONTEXT = 4096
@@ -66,13 +75,19 @@ def services(cluster: str) -> list[str]:
             ("two halves", f"{base} --two-batch-overlap on"),
             ("attention and experts apart", f"{base} --afd on"),
         ]
-        etp = [f"{base} --two-batch-overlap off --{side}mesh {mesh}" for mesh in ETP for side in ("", "decode-")]
         for name, arguments in ways:
             rows.append(_row(engine, name, best(arguments), arguments))
-        found = [(won, arguments) for arguments in etp if (won := best(arguments)) is not None]
-        won, arguments = max(found, key=lambda one: one[0].throughput.value, default=(None, etp[0]))
-        rows.append(_row(engine, "widths over DP ranks", won, arguments))
+        whole = f"{base} --two-batch-overlap off"
+        etp = [f"{whole} --{side}mesh {mesh}" for mesh in ETP for side in ("", "decode-")]
+        rows.append(_best_row(engine, "widths over DP ranks", etp))
+        rows.append(_best_row(engine, "stages", [f"{whole} --mesh {mesh}" for mesh in STAGED]))
     return rows
+
+
+def _best_row(engine: str, name: str, ways: list[str]) -> str:
+    found = [(won, arguments) for arguments in ways if (won := best(arguments)) is not None]
+    won, arguments = max(found, key=lambda one: one[0].throughput.value, default=(None, ways[0]))
+    return _row(engine, name, won, arguments)
 
 
 def _row(engine: str, name: str, won: Candidate | None, arguments: str) -> str:

@@ -253,6 +253,12 @@ class PlanArgs:
                 raise UserError(f"{_flag(name)} is {value:g}, expected a number of at least 0")
             if value and self.working_set is None:
                 raise UserError(f"{_flag(name)} is of --working-set; give it too")
+            meshes = map(_mesh, (self.mesh, self.prefill_mesh, self.decode_mesh))
+            staged = max(*(self.stages or ()), *(mesh.pp_size for mesh in meshes if mesh), 1, 1) > 1
+            if value and staged and self.engine == "dsjax":
+                raise UserError(
+                    f"{_flag(name)}: dsjax keeps no pages beside those on its devices where a mesh has stages; leave one out"
+                )
         if self.working_set is not None and not 0 < self.working_set < math.inf:
             raise UserError(f"--working-set is {self.working_set:g}, expected a number of tokens above 0")
 

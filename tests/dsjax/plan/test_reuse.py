@@ -81,6 +81,10 @@ def test_of_stages_prompts_are_found_in_the_cache_of_all_batches(ask):
     ("options", "said"),
     [
         (["--host-cache-gb", "5"], "--host-cache-gb is of --working-set; give it too"),
+        (
+            ["--working-set", "5e6", "--disk-cache-gb", "5", "--engine", "dsjax", "--stages", "2"],
+            "--disk-cache-gb: dsjax keeps no pages beside those on its devices where a mesh has stages",
+        ),
         (["--working-set", "-1"], "--working-set is -1, expected a number of tokens above 0"),
         (["--working-set", "5", "--disk-cache-gb", "-2"], "--disk-cache-gb is -2, expected a number of at least 0"),
     ],
