@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from dsjax.serve import bounds
 from dsjax.serve.chat_fields import ChatRequest, FunctionName, refuse_other_kinds, text_or_list
 from dsjax.serve.errors import ApiError
-from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields, StrictModel
+from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields, RequestId, StrictModel
 
 _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
@@ -181,7 +181,9 @@ class ResponsesRequest(OpenAIFields):
     previous_response_id: Any = Field(None, description="refused: no answer is kept")
     conversation: Any = Field(None, description="refused: no answer is kept")
     prompt: Any = Field(None, description="refused: no prompt is kept")
-    request_id: Name | None = Field(None, description="becomes part of the answer's id; the header X-Request-ID wins")
+    request_id: RequestId | None = Field(
+        None, description="becomes part of the answer's id; the header X-Request-ID wins"
+    )
 
     def check(self) -> None:
         """Raise for what a server without a memory cannot do."""

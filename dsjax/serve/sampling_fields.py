@@ -26,6 +26,8 @@ Choices = Annotated[
 ]
 Schema = dict[str, Any] | GrammarText
 Name = Annotated[str, Field(max_length=bounds.MAX_NAME_CHARACTERS)]
+RequestId = Annotated[str, Field(pattern=rf"^[\x21-\x7e]{{1,{bounds.MAX_REQUEST_ID_CHARACTERS}}}$")]
+"""It goes into a header of the answer and into the log, and so it is what the header `X-Request-ID` may be."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=bounds.MAX_METADATA),
@@ -218,7 +220,7 @@ class SamplingFields(GuidedFields, OpenAIFields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=bounds.MAX_NAME_CHARACTERS)] | None = Field(
         None, description="only requests with the same salt share cached prefixes"
     )
-    request_id: Annotated[str, Field(pattern=rf"^[\x21-\x7e]{{1,{bounds.MAX_REQUEST_ID_CHARACTERS}}}$")] | None = Field(
+    request_id: RequestId | None = Field(
         None, description="becomes part of the answer's id; the header X-Request-ID wins"
     )
 

@@ -127,6 +127,14 @@ def test_an_unknown_item_is_named_without_a_dump_of_unions(start):
     )
 
 
+@pytest.mark.parametrize("request_id", ["a\r\nSet-Cookie: b=c", "漢", "a b", "i" * 129, ""])
+def test_an_id_that_no_header_can_carry_is_a_422_as_elsewhere(start, request_id):
+    answer = start("</think>ok").post(PATH, {"input": "hi", "request_id": request_id})
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["error"]["param"] == "request_id"
+    assert "set-cookie" not in answer.headers
+
+
 def test_an_answer_sent_back_with_a_tools_output_is_the_same_conversation_as_in_chat(start, monkeypatch):
     from dsjax.serve.responses_request import ResponsesRequest
 
