@@ -274,6 +274,7 @@ class ResponsesRequest(OpenAIFields):
                 message.setdefault("content", "")
         if not messages:
             raise ApiError(400, "input is an empty list, expected at least one item", param="input")
+        _check_sizes(messages)
         return messages
 
 
@@ -286,6 +287,17 @@ def _turn(messages: list[dict[str, Any]], has: str = "") -> dict[str, Any]:
     ):
         messages.append({"role": "assistant"})
     return messages[-1]
+
+
+def _check_sizes(messages: list[dict[str, Any]]) -> None:
+    """Raise for what the bounds of single items allow and those of a conversation do not."""
+    if len(messages) > bounds.MAX_MESSAGES:
+        reason = f"input and instructions make {len(messages)} messages, expected at most {bounds.MAX_MESSAGES}"
+        raise ApiError(400, reason, param="input")
+    calls = max(len(message.get("tool_calls", ())) for message in messages)
+    if calls > bounds.MAX_TOOL_CALLS:
+        reason = f"input has {calls} function calls in one turn, expected at most {bounds.MAX_TOOL_CALLS}"
+        raise ApiError(400, reason, param="input")
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
