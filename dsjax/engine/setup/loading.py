@@ -294,7 +294,7 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
         "weights": args.weights,
         "activation_scheme": str(step.scheme),
         "dispatch_wire": args.dispatch_wire,
-        "layout": step.attention.layout,
+        **step.attention.form_of_pages,
         "page_size": step.page_size,
         "module_layer": step.has_module,
     }
