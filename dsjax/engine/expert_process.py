@@ -291,7 +291,7 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     Raises:
         UserError, MeshError: options, model and devices that do not go together; an address that cannot be listened at.
     """
-    args = replace(args, afd_role="expert")
+    args = replace(args, afd_role="expert", moe_dense_tp_size=None)  # dense MLPs are on the attention side alone
     share = expert_share(args)
     host, port = split_address(share.address)
     credentials = args.credentials.read(host)

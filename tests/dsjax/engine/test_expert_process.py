@@ -83,6 +83,11 @@ def expected(checkpoint):
         one.shutdown()
 
 
+def test_what_the_attention_side_says_of_its_dense_mlps_keeps_no_experts_from_starting(checkpoint):
+    process = experts(checkpoint, free_address(), attention_mesh="dp=1,tp=2", moe_dense_tp_size=2)
+    process.close()
+
+
 @pytest.mark.slow  # compiles two engines
 def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(
     checkpoint, address, expected, monkeypatch, caplog
