@@ -19,7 +19,7 @@ from dsjax.config import load_config
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.setup.args import INDEX_SCORES, EngineArgs
 from dsjax.engine.setup.assembly import make_step
-from dsjax.engine.setup.loading import lock_disk, page_space
+from dsjax.engine.setup.loading import load_model, lock_disk, page_space
 from dsjax.engine.tiers import page_files
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.errors import UserError
@@ -161,6 +161,14 @@ def test_a_mesh_of_several_processes_is_refused_a_disk(tmp_path):
     args = EngineArgs.from_options(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
     with pytest.raises(UserError, match="does not work on a mesh of several processes"):
         lock_disk(args, object())
+
+
+def test_a_start_that_failed_keeps_no_folder_from_the_next_one(checkpoint, tmp_path):
+    args = EngineArgs(model=str(checkpoint), max_model_len=10**6, disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
+    with pytest.raises(UserError, match="--max-model-len is 1000000") as kept:
+        load_model(args)
+    lock_disk(args, None).close()
+    assert kept.value.__traceback__ is not None  # with all that it holds, as a notebook keeps it
 
 
 def test_index_keys_that_were_rotated_are_not_found_by_who_does_not_rotate_them(checkpoints):
