@@ -227,6 +227,8 @@ class SamplingFields(GuidedFields, OpenAIFields):
     def check_stream_fields(self) -> None:
         """Raise for fields that go with streams alone, or never with them, and for what this server cannot do."""
         self.check_openai_fields()
+        if not 1 <= self.n <= bounds.MAX_COMPLETIONS:  # before so many count among those that wait
+            raise SamplingError("n", f"found {self.n}, expected 1 to {bounds.MAX_COMPLETIONS}")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -251,8 +253,6 @@ class SamplingFields(GuidedFields, OpenAIFields):
         Raises:
             SamplingError: a value out of range.
         """
-        if self.n > bounds.MAX_COMPLETIONS:
-            raise SamplingError("n", f"found {self.n}, expected 1 to {bounds.MAX_COMPLETIONS}")
         fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if keep_special_tokens:
             fields["skip_special_tokens"] = False
