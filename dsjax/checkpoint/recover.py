@@ -108,7 +108,7 @@ class _Target:
         moved = {
             device: jax.device_put(self.shard.arrays[device], memory_of(device, sharding)) for device in self.devices
         }
-        jax.block_until_ready(moved)
+        jax.block_until_ready(list(moved.values()))
         if not isinstance(self.shard.values, np.ndarray):  # else the devices share the host's memory
             self.shard.arrays, self.shard.values = moved, moved[self.devices[0]]
         return list(moved.values())

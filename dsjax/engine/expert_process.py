@@ -172,7 +172,8 @@ class ExpertProcess:
         rows = np.frombuffer(hello.placement, "<i4").reshape(self._writer.rows.shape)
         others = bool(set(self._sides) - {hello.side})
         if not others:
-            self._mover = None
+            if self._mover != hello.side:  # one that comes back may be in the midst of a move
+                self._mover = None
             if (rows != self._writer.rows).any():
                 read = self._writer.adopt(rows)
                 _log.info("%d experts were read from the checkpoint, as the attention side has them elsewhere.", read)
@@ -291,7 +292,7 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     Raises:
         UserError, MeshError: options, model and devices that do not go together; an address that cannot be listened at.
     """
-    args = replace(args, afd_role="expert")
+    args = replace(args, afd_role="expert", moe_dense_tp_size=None)  # dense MLPs are on the attention side alone
     share = expert_share(args)
     host, port = split_address(share.address)
     credentials = args.credentials.read(host)

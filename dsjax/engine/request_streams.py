@@ -194,21 +194,29 @@ class RequestStreams:
             self._streams[each.request_id] = stream
         try:
             await self._admit(prepared)
-        except BaseException:  # refused, or nobody waits any more
+        except Exception:  # refused: for observers it never was a request
+            self._forget(ids)
+            raise
+        except BaseException:  # nobody waits any more
             self.abort(ids)
             raise
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that nobody waits for any more."""
+        ended = self._forget(request_ids)
+        for observer in self.observers if ended else ():
+            with contained("observers", "It misses that requests have ended."):
+                observer.on_ended(ended, FinishReason.ABORT)
+
+    def _forget(self, request_ids: Sequence[str]) -> list[Request]:
+        """Follow requests no longer and have them ended; give their completions that had not ended."""
         ended = [request for request_id in request_ids for request in self._outputs.unfinished(request_id)]
         for request_id in request_ids:
             self._streams.pop(request_id, None)
             self._outputs.forget(request_id)
         self._end([request.request_id for request in ended])
-        for observer in self.observers if ended else ():
-            with contained("observers", "It misses that requests have ended."):
-                observer.on_ended(ended, FinishReason.ABORT)
+        return ended
 
     def abort_all(self) -> None:
         """End every request; each stream gets an `EngineClosingError`."""

@@ -52,7 +52,10 @@ class ClusterKey:
             raise UserError(
                 f"the cluster key of {source} has {len(key):,} characters, expected {LEAST_CHARACTERS} to {_MOST_CHARACTERS:,} ({_HOW})"
             )
-        self._secret = hashlib.sha256(key.encode()).digest()
+        try:
+            self._secret = hashlib.sha256(key.encode()).digest()
+        except UnicodeEncodeError:  # a variable may hold any bytes
+            raise UserError(f"the cluster key of {source} is no text in UTF-8; give another ({_HOW})") from None
         self.source, self.is_local = source, is_local
 
     def mac(self, purpose: str, *parts: bytes) -> bytes:

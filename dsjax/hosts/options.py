@@ -239,6 +239,8 @@ def own_address(coordinator: tuple[str, int], process_id: int, given: str | None
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(resolved)  # sends nothing; it only chooses the way
             address = probe.getsockname()[0]
+    except UnicodeError as error:
+        raise UserError(f"--coordinator-address: {host!r} can be no name of a host ({error})") from error
     except OSError:
         return ""  # the name may come to be known while the rendezvous waits
     if reason := _why_unreachable(address, on_loopback):
@@ -259,7 +261,7 @@ def address_of_this_host(
     """
     try:
         family, _, _, _, resolved = socket.getaddrinfo(wanted, port, type=socket.SOCK_DGRAM)[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter where it can be no name of any host
         raise UserError(f"{flag}: {wanted!r} is no name or address that this host knows ({error})") from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -6,9 +6,11 @@ Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +80,12 @@ class PagedAttention:
         return cache_arrays(
             self.layout, self.config, self.cache_dtype, tpu_attention.LANES if tpu else 1, self.index_scores.fp8
         )
+
+    @property
+    def form_of_pages(self) -> dict[str, Any]:
+        """Say in plain values in which form the cache holds what it holds: a page that is read in another form is another page."""
+        indexed = self.config.index_head_dim is not None
+        return {"layout": self.layout} | ({"index_scores": dataclasses.asdict(self.index_scores)} if indexed else {})
 
     def block(self, rows: int, chunk: int) -> int:
         """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from dsjax.serve import bounds
 from dsjax.serve.chat_fields import ChatRequest, FunctionName, refuse_other_kinds, text_or_list
 from dsjax.serve.errors import ApiError
-from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields, StrictModel
+from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields, RequestId, StrictModel
 
 _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
@@ -181,7 +181,9 @@ class ResponsesRequest(OpenAIFields):
     previous_response_id: Any = Field(None, description="refused: no answer is kept")
     conversation: Any = Field(None, description="refused: no answer is kept")
     prompt: Any = Field(None, description="refused: no prompt is kept")
-    request_id: Name | None = Field(None, description="becomes part of the answer's id; the header X-Request-ID wins")
+    request_id: RequestId | None = Field(
+        None, description="becomes part of the answer's id; the header X-Request-ID wins"
+    )
 
     def check(self) -> None:
         """Raise for what a server without a memory cannot do."""
@@ -272,6 +274,7 @@ class ResponsesRequest(OpenAIFields):
                 message.setdefault("content", "")
         if not messages:
             raise ApiError(400, "input is an empty list, expected at least one item", param="input")
+        _check_sizes(messages)
         return messages
 
 
@@ -284,6 +287,17 @@ def _turn(messages: list[dict[str, Any]], has: str = "") -> dict[str, Any]:
     ):
         messages.append({"role": "assistant"})
     return messages[-1]
+
+
+def _check_sizes(messages: list[dict[str, Any]]) -> None:
+    """Raise for what the bounds of single items allow and those of a conversation do not."""
+    if len(messages) > bounds.MAX_MESSAGES:
+        reason = f"input and instructions make {len(messages)} messages, expected at most {bounds.MAX_MESSAGES}"
+        raise ApiError(400, reason, param="input")
+    calls = max(len(message.get("tool_calls", ())) for message in messages)
+    if calls > bounds.MAX_TOOL_CALLS:
+        reason = f"input has {calls} function calls in one turn, expected at most {bounds.MAX_TOOL_CALLS}"
+        raise ApiError(400, reason, param="input")
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:

@@ -26,6 +26,8 @@ Choices = Annotated[
 ]
 Schema = dict[str, Any] | GrammarText
 Name = Annotated[str, Field(max_length=bounds.MAX_NAME_CHARACTERS)]
+RequestId = Annotated[str, Field(pattern=rf"^[\x21-\x7e]{{1,{bounds.MAX_REQUEST_ID_CHARACTERS}}}$")]
+"""It goes into a header of the answer and into the log, and so it is what the header `X-Request-ID` may be."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=bounds.MAX_METADATA),
@@ -218,13 +220,15 @@ class SamplingFields(GuidedFields, OpenAIFields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=bounds.MAX_NAME_CHARACTERS)] | None = Field(
         None, description="only requests with the same salt share cached prefixes"
     )
-    request_id: Annotated[str, Field(pattern=rf"^[\x21-\x7e]{{1,{bounds.MAX_REQUEST_ID_CHARACTERS}}}$")] | None = Field(
+    request_id: RequestId | None = Field(
         None, description="becomes part of the answer's id; the header X-Request-ID wins"
     )
 
     def check_stream_fields(self) -> None:
         """Raise for fields that go with streams alone, or never with them, and for what this server cannot do."""
         self.check_openai_fields()
+        if not 1 <= self.n <= bounds.MAX_COMPLETIONS:  # before so many count among those that wait
+            raise SamplingError("n", f"found {self.n}, expected 1 to {bounds.MAX_COMPLETIONS}")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -249,8 +253,6 @@ class SamplingFields(GuidedFields, OpenAIFields):
         Raises:
             SamplingError: a value out of range.
         """
-        if self.n > bounds.MAX_COMPLETIONS:
-            raise SamplingError("n", f"found {self.n}, expected 1 to {bounds.MAX_COMPLETIONS}")
         fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if keep_special_tokens:
             fields["skip_special_tokens"] = False

@@ -24,9 +24,10 @@ def host_options(args: EngineArgs) -> HostOptions | None:
     """Find out which process of which group this is; None: it is alone.
 
     Raises:
-        UserError: options that do not go together, or an address that is none.
+        UserError: options that do not go together, or an address that is none; or what started this process says that it is one of
+            several, and its options are of an engine of one.
     """
-    return HostOptions.find(
+    options = HostOptions.find(
         args.coordinator_address,
         args.num_processes,
         args.process_id,
@@ -36,6 +37,13 @@ def host_options(args: EngineArgs) -> HostOptions | None:
         args.link_monitor_interval,
         **dataclasses.asdict(args.credentials),
     )
+    flag = "--prefill-mesh" if args.separated else "--expert-mesh" if args.expert_mesh is not None else None
+    if options is not None and flag is not None:
+        raise UserError(
+            f"{flag} is for an engine of one process, and what started this one says that it is process {options.process_id} of "
+            f"{options.num_processes}; give --num-processes 1 --process-id 0"
+        )
+    return options
 
 
 def join_group(args: EngineArgs, options: HostOptions | None):

@@ -39,6 +39,11 @@ def check_mesh(args: EngineArgs, config: ModelConfig, weights: Weights, spec: Me
     Raises:
         UserError, MeshError: saying what was found, and what would do.
     """
+    if spec.pp_size > 1:
+        raise MeshError(
+            f"mesh {spec} has stages, and a running engine changes to a mesh without them alone; leave pp out, or start the engine with "
+            f"--mesh {spec}"
+        )
     if spec.num_devices > len(devices):
         raise MeshError(
             f"mesh {spec} wants {spec.num_devices} devices, and this server has {len(devices)}; ask for at most that, or start it "

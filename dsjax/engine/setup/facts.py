@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -10,11 +10,13 @@ from jaxtyping import Array
 
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import cache as device_cache
-from dsjax.engine.device.buckets import Buckets
+from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import dispatch_method
 from dsjax.engine.setup.sizes import page_bytes
+from dsjax.model.forms import Form
 from dsjax.model.parameters import device_bytes
+from dsjax.model.rows import GroupShape
 from dsjax.model.step import ModelStep
 
 
@@ -170,7 +172,12 @@ def describe_engine(
 
 
 def _dispatch_methods(step: ModelStep, buckets: Buckets) -> dict[str, str]:
-    """Say how the fullest launch of each kind sends tokens to their experts."""
-    prefill = max(rectangle.rows * rectangle.chunk for rectangle in buckets.prefill)
-    decode = max(rectangle.rows * rectangle.chunk for rectangle, _, _ in buckets.shapes() if rectangle)
-    return {"prefill": dispatch_method(step, prefill), "decode": dispatch_method(step, decode)}
+    """Say how the fullest launch of each kind sends tokens to their experts: of one in two halves, how each half does."""
+
+    def method(rectangles: Iterable[Rectangle], form: Form) -> str:
+        rows, chunk = max(rectangles, key=lambda rectangle: rectangle.rows * rectangle.chunk)
+        group = GroupShape(rows, chunk, 1, form)
+        return dispatch_method(step, group.tokens, halved=step.in_halves([group]))
+
+    decodes = (rectangle for rectangle, _, _ in buckets.shapes() if rectangle)
+    return {"prefill": method(buckets.prefill, step.prefill_form), "decode": method(decodes, step.decode_form)}

@@ -123,6 +123,26 @@ def load_model(
     if args.record_steps is not None:
         check_writable(args.record_steps)
     lock = lock_disk(args, group)
+    try:
+        return _load_model(args, group, lock, mesh, is_later, library, show_progress, held, peers)
+    except BaseException:  # whoever keeps the error, as a notebook does, must not keep the folder too
+        if lock is not None:
+            lock.close()
+        raise
+
+
+def _load_model(
+    args: EngineArgs,
+    group: HostGroup | None,
+    lock: PageFolder | None,
+    mesh: Mesh | None,
+    is_later: bool,
+    library: ProgramLibrary | None,
+    show_progress: bool,
+    held: HeldWeights | None,
+    peers: GenerationPeers | None,
+) -> LoadedEngine:
+    """Do what `load_model` says. lock: the folder of `--disk-cache`, which is this engine's."""
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -294,7 +314,7 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
         "weights": args.weights,
         "activation_scheme": str(step.scheme),
         "dispatch_wire": args.dispatch_wire,
-        "layout": step.attention.layout,
+        **step.attention.form_of_pages,
         "page_size": step.page_size,
         "module_layer": step.has_module,
     }

@@ -222,9 +222,9 @@ class EventPublisher:
             _log.warning(f"%s: {text} This is said once.", FLAG, *values)
 
     def close(self) -> None:
-        """Publish what waits, for a second at most, and end."""
+        """Publish what waits, for a second or two at most, and end."""
         with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
+            self._queue.put(None, timeout=_END_SECONDS)
         self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:

@@ -15,6 +15,7 @@ from layouts import write_checkpoint
 from dsjax import LLM, SamplingParams
 from dsjax.engine.afd import expert_link
 from dsjax.engine.afd.link_counts import ExpertLinks
+from dsjax.engine.afd.messages import VERSION, Hello
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
@@ -81,6 +82,27 @@ def expected(checkpoint):
         return made(one)
     finally:
         one.shutdown()
+
+
+def test_what_the_attention_side_says_of_its_dense_mlps_keeps_no_experts_from_starting(checkpoint):
+    process = experts(checkpoint, free_address(), attention_mesh="dp=1,tp=2", moe_dense_tp_size=2)
+    process.close()
+
+
+def test_a_side_that_moves_experts_stays_alone_when_its_connection_comes_back(checkpoint):
+    process = experts(checkpoint, free_address())
+    try:
+        rows = process._writer.rows.astype("<i4").tobytes()
+        mover, other = (Hello(VERSION, {}, rows, side) for side in (b"mover", b"other"))
+        assert process._enter(mover) == ""
+        assert process._have_move(mover.side) == ""  # to have experts staged
+        assert process._enter(mover) == ""
+        assert "it must be alone" in process._enter(other)
+        assert process._have_move(mover.side) == ""  # to have them placed
+        process._sides.clear()
+        assert process._enter(other) == ""
+    finally:
+        process.close()
 
 
 @pytest.mark.slow  # compiles two engines

@@ -30,6 +30,11 @@ def test_a_key_is_read_from_a_file_or_the_environment_and_the_file_comes_first(t
     assert given_key(None, {}) is None
 
 
+def test_a_variable_whose_bytes_are_no_text_is_named():
+    with pytest.raises(UserError, match="environment variable DSJAX_CLUSTER_KEY is no text in UTF-8"):
+        given_key(None, {"DSJAX_CLUSTER_KEY": os.fsdecode(b"\xff" * 40)})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -72,3 +72,19 @@ library.__cxa_atexit(ctypes.cast(library.abort, ctypes.c_void_p), None, None)  #
 """
     found = subprocess.run([sys.executable, "-c", script, moment], capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stderr) == (code, said)
+
+
+@pytest.mark.parametrize(
+    "of_one",
+    [
+        {"prefill_mesh": "dp=1", "decode_mesh": "dp=1"},
+        {"attention_mesh": "dp=2", "expert_mesh": "ep=2", "afd_role": "attention", "afd_address": "127.0.0.1:7000"},
+    ],
+    ids=["prefill apart", "experts apart"],
+)
+def test_an_engine_of_one_process_joins_no_group_of_what_has_started_it(of_one, monkeypatch):
+    for name, value in (("LWS_LEADER_ADDRESS", "127.0.0.1"), ("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="says that it is process 1 of 2; give --num-processes 1 --process-id 0"):
+        host_options(EngineArgs(**of_one))
+    assert host_options(EngineArgs(num_processes=1, process_id=0, **of_one)) is None

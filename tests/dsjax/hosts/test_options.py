@@ -55,6 +55,8 @@ def test_slurm_is_found_as_jax_finds_it(monkeypatch):
         (("127.0.0.1:99999", 4, 1), "--coordinator-address is '127.0.0.1:99999', expected HOST:PORT"),
         (("192.0.2.1:1234", 2, 0), "--coordinator-address: '192.0.2.1' is no address of this host"),
         (("no.such.host.invalid:1", 2, 0), "--coordinator-address: 'no.such.host.invalid' is no name or address"),
+        (("node..0:1", 2, 0), "--coordinator-address: 'node..0' is no name or address"),
+        (("node..0:1", 2, 1), "--coordinator-address: 'node..0' can be no name of a host"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_would(given, message):

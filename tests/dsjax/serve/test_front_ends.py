@@ -185,6 +185,9 @@ def test_what_waits_is_limited_over_all_processes(start_server):
     assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 5
     assert all(answer.json()["error"]["code"] == "queue_full" and answer.headers["retry-after"] for answer in refused)
     assert total(server, "dsjax_requests_rejected_total", reason="queue_full") == 5
+    assert (
+        total(server, "vllm:request_success_total", finished_reason="abort") == 0
+    )  # what was refused never was a request
 
 
 def test_requests_are_checked_by_the_limits_of_the_mesh_of_now(start_server):

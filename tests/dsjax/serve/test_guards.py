@@ -246,6 +246,28 @@ def test_too_much_waiting_is_429_with_a_time_before_it_is_tokenised(start_server
     assert server.post(COMPLETIONS, {**LONG, "max_tokens": 1}).status_code == 200, "what is alone may always come in"
 
 
+@pytest.mark.parametrize("n", [2**31 - 1, 129, 0, -(2**31) + 1])
+def test_completions_that_cannot_be_count_among_none_that_wait(start_server, monkeypatch, n):
+    server, rendering, may_end = start_server(), threading.Event(), threading.Event()
+
+    def render_prompt(*arguments):
+        rendering.set()
+        may_end.wait(10)
+        raise UserError("no prompt")
+
+    monkeypatch.setattr("dsjax.serve.chat.render_prompt", render_prompt)
+    body = {"messages": [{"role": "user", "content": "a"}], "n": n}
+    answers: list[httpx.Response] = []
+    chat = threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", body)))
+    chat.start()
+    wait_until(lambda: rendering.is_set() or answers)
+    assert server.serving.gate._entering_requests == 0
+    assert server.post(COMPLETIONS, {**LONG, "max_tokens": 1}).status_code == 200
+    may_end.set()
+    chat.join(10)
+    assert (answers[0].status_code, answers[0].json()["error"]["param"]) == (400, "n")
+
+
 # Readiness.
 
 

@@ -119,12 +119,33 @@ def test_what_needs_a_memory_or_eyes_is_a_400_that_names_the_field(start, field,
     assert answer.json()["error"]["param"] == field
 
 
+@pytest.mark.parametrize(
+    ("items", "more", "found"),
+    [
+        ([{"role": "user", "content": "h"}] * 4096, {"instructions": "be brief"}, "4097 messages"),
+        ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * 129, {}, "129 function calls"),
+    ],
+)
+def test_items_that_make_too_large_a_conversation_are_a_400_that_says_how_large(start, items, more, found):
+    answer = start("</think>ok").post(PATH, {"input": items, **more})
+    assert answer.status_code == 400, answer.text
+    assert (answer.json()["error"]["param"], found in answer.json()["error"]["message"]) == ("input", True)
+
+
 def test_an_unknown_item_is_named_without_a_dump_of_unions(start):
     answer = start("</think>ok").post(PATH, {"input": [{"type": "item_reference", "id": "msg_1"}]})
     assert answer.status_code == 422
     assert answer.json()["error"]["message"].startswith(
         "input.0: expected a message, function_call, function_call_output"
     )
+
+
+@pytest.mark.parametrize("request_id", ["a\r\nSet-Cookie: b=c", "漢", "a b", "i" * 129, ""])
+def test_an_id_that_no_header_can_carry_is_a_422_as_elsewhere(start, request_id):
+    answer = start("</think>ok").post(PATH, {"input": "hi", "request_id": request_id})
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["error"]["param"] == "request_id"
+    assert "set-cookie" not in answer.headers
 
 
 def test_an_answer_sent_back_with_a_tools_output_is_the_same_conversation_as_in_chat(start, monkeypatch):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from layouts import write_checkpoint
@@ -15,6 +16,7 @@ from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import ChangeUnderWayError, UserError
 from sharding import MeshError
+from sharding.host_memory import on_device
 
 
 class FakeGenerations:
@@ -211,4 +213,15 @@ def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_o
     llm._generations.ask("dp=1")
     with pytest.raises(ChangeUnderWayError, match="the mesh is being changed"):
         llm.scale("dp=1")
+    llm.shutdown()
+
+
+def test_an_embedding_in_host_memory_comes_along_to_a_mesh_of_several_devices(checkpoint):
+    llm = LLM(str(checkpoint), mesh="dp=2", embedding_location="host", **FEW_SHAPES)
+    expected = llm.logits([[5, 9, 33]])[0]
+    for mesh in ("dp=4", "tp=2"):
+        llm.scale(mesh)
+        assert not on_device(llm.executor.params["embed.weight"].sharding)
+        # Sums over tp and over rows of another number differ by some 1e-5.
+        np.testing.assert_allclose(llm.logits([[5, 9, 33]])[0], expected, rtol=0, atol=1e-4)
     llm.shutdown()

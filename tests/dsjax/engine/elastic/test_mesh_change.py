@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, largest_mesh
-from sharding import MeshSpec
+from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
+from sharding import MeshError, MeshSpec
 
 
 class Args(SimpleNamespace):
@@ -47,6 +47,11 @@ def test_tp_stays_and_dp_shrinks_and_ep_stays_where_it_divides(wanted, devices, 
 def test_too_few_devices_for_one_dp_rank_are_named():
     with pytest.raises(NoMeshError, match="3 devices are left, too few for one DP rank of tp=4"):
         largest_mesh(Args(), config(), "f32", MeshSpec(2, 4), [None] * 3)
+
+
+def test_a_mesh_with_stages_is_refused_and_not_taken_for_one_without():
+    with pytest.raises(MeshError, match="leave pp out, or start the engine with --mesh pp=2,dp=2"):
+        check_mesh(Args(), config(), "f32", MeshSpec.parse("pp=2,dp=2"), [None] * 4)
 
 
 @pytest.mark.parametrize(

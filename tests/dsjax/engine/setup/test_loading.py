@@ -34,19 +34,21 @@ def test_a_wrong_eos_token_id_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dispatch", "prefill", "decode"),
+    ("mesh", "dispatch", "halves", "prefill", "decode"),
     [
-        ("dp=8", "auto", "padded", "gather"),  # 300 tokens of a rank and launch, and 4
-        ("dp=8", "ragged", "ragged", "ragged"),
-        ("dp=2,tp=4", "auto", "gather", "gather"),  # a device sends a quarter of its DP rank's tokens
-        ("dp=1", "ragged", "local", "local"),
+        ("dp=8", "auto", False, "padded", "gather"),  # 300 tokens of a rank and launch, and 4
+        ("dp=8", "auto", True, "gather", "gather"),  # twice 150
+        ("dp=8", "ragged", False, "ragged", "ragged"),
+        ("dp=2,tp=4", "auto", False, "gather", "gather"),  # a device sends a quarter of its DP rank's tokens
+        ("dp=1", "ragged", False, "local", "local"),
     ],
 )
-def test_dispatch_is_told_as_what_launches_do(tmp_path, mesh, dispatch, prefill, decode):
+def test_dispatch_is_told_as_what_launches_do(tmp_path, mesh, dispatch, halves, prefill, decode):
     write_checkpoint(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
     sizes = {"prefill_chunk": 300, "max_num_seqs": 4, "cache_tokens": 512}
+    sizes |= {"enable_dbo": halves, "dbo_prefill_token_threshold": 300}
     facts = load_model(EngineArgs(model=str(tmp_path), mesh=mesh, dispatch=dispatch, **sizes)).facts
     assert facts.dispatch == {"prefill": prefill, "decode": decode}
 

@@ -377,6 +377,18 @@ def publisher(tmp_path):
         assert not one._thread.is_alive()
 
 
+def test_a_publisher_whose_queue_is_full_ends_too(publisher):
+    full, _ = publisher(max_queue_size=1)
+    encoder, is_slow = full._encoder, threading.Event()
+    full._encoder = SimpleNamespace(encode=lambda batch: is_slow.wait(0.2) or encoder.encode(batch))
+    full.publish(0, [])
+    while full._queue.qsize():
+        time.sleep(0.001)
+    full.publish(0, [])  # waits for the one before
+    full.close()
+    assert not full._thread.is_alive()
+
+
 def test_over_curve_a_client_with_a_known_key_reads_and_nobody_else(tmp_path, publisher, client, caplog):
     caplog.set_level("DEBUG", logger="zmq.auth")
     zmq = pytest.importorskip("zmq")

@@ -5,6 +5,7 @@ These are the tests of `tiers/offloaded_pages.py` and `setup/sizes.py` too.
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,15 @@ from kept_programs import kept_in
 from layouts import ARITHMETIC, MODELS
 
 from dsjax import LLM, SamplingParams
+from dsjax.config import load_config
 from dsjax.engine.device.program_library import ProgramLibrary
-from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.loading import lock_disk
+from dsjax.engine.setup.args import INDEX_SCORES, EngineArgs
+from dsjax.engine.setup.assembly import make_step
+from dsjax.engine.setup.loading import load_model, lock_disk, page_space
 from dsjax.engine.tiers import page_files
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.errors import UserError
+from sharding import MeshSpec
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +161,26 @@ def test_a_mesh_of_several_processes_is_refused_a_disk(tmp_path):
     args = EngineArgs.from_options(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
     with pytest.raises(UserError, match="does not work on a mesh of several processes"):
         lock_disk(args, object())
+
+
+def test_a_start_that_failed_keeps_no_folder_from_the_next_one(checkpoint, tmp_path):
+    args = EngineArgs(model=str(checkpoint), max_model_len=10**6, disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
+    with pytest.raises(UserError, match="--max-model-len is 1000000") as kept:
+        load_model(args)
+    lock_disk(args, None).close()
+    assert kept.value.__traceback__ is not None  # with all that it holds, as a notebook keeps it
+
+
+def test_index_keys_that_were_rotated_are_not_found_by_who_does_not_rotate_them(checkpoints):
+    folder = checkpoints("v3.2")
+
+    def space(index_scores):
+        args = EngineArgs(model=str(folder), dtype="float32", index_scores=index_scores)
+        step = make_step(args, load_config(folder), MeshSpec(), MeshSpec().build(), bf16_experts=False)
+        return page_space(args, step, folder)
+
+    spaces = [space(index_scores) for index_scores in INDEX_SCORES]
+    assert all(one != other for one, other in itertools.combinations(spaces, 2))
 
 
 def test_a_disk_with_less_room_than_a_page_is_refused(checkpoint, tmp_path):
