@@ -36,7 +36,7 @@ from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.wire import JoinRequest
-from sharding import MeshSpec
+from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
 
 WEIGHT_SOURCES = ("kept", "moved", "received", "read")
@@ -107,6 +107,7 @@ class Generations:
         self._args, self._group, self._config = args, group, loaded.config
         self._weights = loaded.facts.weights
         self._executor: Executor | None = loaded.executor
+        self._recording = False
         self.number, self.facts = 0, loaded.facts
         self.spec = self.wanted = MeshSpec.parse(args.mesh)
         self.warm, self.failure = False, None
@@ -197,7 +198,11 @@ class Generations:
             return self._make("scale", f"{wanted} was asked for")
         except GroupError:
             raise
-        except UserError as error:
+        except Exception as error:
+            if not isinstance(error, (UserError, MeshError)):
+                if self._group is not None:  # this process may be alone with it
+                    raise
+                error = UserError(f"it could not be loaded ({type(error).__name__}: {error})")
             _log.error("The mesh %s cannot be had: %s. Going back to %s.", wanted, error, before)
             self.wanted, self.failure = before, error
             return self._make("scale", f"{wanted} could not be had")
@@ -232,7 +237,8 @@ class Generations:
     def _make(self, kind: str, reason: str) -> Generation:
         began = time.monotonic() if self.phase is None else self._part_began  # links were looked at
         self._parts, self.phase = {}, "releasing the old mesh"
-        recording = self._executor.recording
+        if self._executor is not None:  # the mesh that was asked for may have failed, and the one before is made again
+            self._recording = self._executor.recording
         broken = kind in ("loss", "failure")
         if self.ahead is not None:
             self.ahead.stop()
@@ -257,7 +263,7 @@ class Generations:
         finally:
             self.phase, self._asked = None, False
         self._executor, self.facts = loaded.executor, loaded.facts
-        if recording:
+        if self._recording:
             loaded.executor.set_recording(True)
         seconds = time.monotonic() - began
         self.counts.add_weights(loaded.sources)

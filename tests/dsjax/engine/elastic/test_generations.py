@@ -11,6 +11,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.sampling_params import OutputKind
+from dsjax.engine.elastic import generations
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -225,3 +226,31 @@ def test_an_embedding_in_host_memory_comes_along_to_a_mesh_of_several_devices(ch
         # Sums over tp and over rows of another number differ by some 1e-5.
         np.testing.assert_allclose(llm.logits([[5, 9, 33]])[0], expected, rtol=0, atol=1e-4)
     llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MeshError("the mesh is not so"), "the mesh is not so"),
+        (RuntimeError("RESOURCE_EXHAUSTED"), r"it could not be loaded \(RuntimeError: RESOURCE_EXHAUSTED\)"),
+    ],
+)
+def test_a_mesh_that_fails_after_the_old_one_was_given_up_leaves_the_old_one_made_again(
+    checkpoint, monkeypatch, error, said
+):
+    llm = LLM(str(checkpoint), mesh="dp=2", **FEW_SHAPES)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0)
+    expected = answer(llm.generate([{"prompt_token_ids": [5, 9, 33]}], params)[0])
+    errors, load = [error], generations.load_generation
+    monkeypatch.setattr(generations, "load_generation", lambda *told: raised(errors.pop()) if errors else load(*told))
+    with pytest.raises((UserError, MeshError), match=said):
+        llm.scale("dp=1")
+    assert llm.facts.mesh == "dp=2"
+    assert answer(llm.generate([{"prompt_token_ids": [5, 9, 33]}], params)[0]) == expected
+    llm.scale("dp=1")
+    assert llm.facts.mesh == "dp=1"
+    llm.shutdown()
+
+
+def raised(error):
+    raise error
