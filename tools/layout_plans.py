@@ -237,6 +237,8 @@ on these devices. What a plan credits, and from where: [plan.md](plan.md#attenti
 - **Rows with the same tokens/s** are held back by the same prefill instances; their decode instances have time to spare.
 - **Halves** of `dsjax` send their rows straight, and gain next to nothing over whole steps, whose rows cross to a host once:
   [below](#where-halving-loses). Published engines gain over 25 Gb/s a card, and with large batches (*2 in turn*).
+- **Stages** keep exchanges and sums inside a host. Over 25 Gb/s a card they give published engines half as much again as the best whole
+  batches; where rows cross to a host once, and on InfiniBand, they give less than one mesh.
 """
 _DEAD_ZONE = """## More devices for the experts
 
