@@ -317,7 +317,13 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
         **step.attention.form_of_pages,
         "page_size": step.page_size,
         "module_layer": step.has_module,
+        **(_arithmetic(step) if args.batch_invariant else {}),
     }
+
+
+def _arithmetic(step: ModelStep) -> dict[str, Any]:
+    """Say what the last bits of a page depend on, for an engine that promises them: what another one computed is not to be found."""
+    return {"batch_invariant": step.kernels.names(step.prefill_form, step.decode_form), "form": step.decode_form}
 
 
 def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:

@@ -171,16 +171,26 @@ def test_a_start_that_failed_keeps_no_folder_from_the_next_one(checkpoint, tmp_p
     assert kept.value.__traceback__ is not None  # with all that it holds, as a notebook keeps it
 
 
+def spaces(folder, *several):
+    """What the pages of engines of these options are kept apart by."""
+    every = [EngineArgs(model=str(folder), dtype="float32", **options) for options in several]
+    config, mesh = load_config(folder), MeshSpec().build()
+    return [page_space(args, make_step(args, config, MeshSpec(), mesh, bf16_experts=False), folder) for args in every]
+
+
 def test_index_keys_that_were_rotated_are_not_found_by_who_does_not_rotate_them(checkpoints):
-    folder = checkpoints("v3.2")
+    found = spaces(checkpoints("v3.2"), *({"index_scores": one} for one in INDEX_SCORES))
+    assert all(one != other for one, other in itertools.combinations(found, 2))
 
-    def space(index_scores):
-        args = EngineArgs(model=str(folder), dtype="float32", index_scores=index_scores)
-        step = make_step(args, load_config(folder), MeshSpec(), MeshSpec().build(), bf16_experts=False)
-        return page_space(args, step, folder)
 
-    spaces = [space(index_scores) for index_scores in INDEX_SCORES]
-    assert all(one != other for one, other in itertools.combinations(spaces, 2))
+def test_an_engine_that_promises_bits_finds_no_page_of_one_that_does_not_nor_of_another_form(checkpoint, kernels):
+    exact = {"batch_invariant": True}
+    found = spaces(
+        checkpoint, {}, {"mla_decode": "CC"}, exact, exact | {"mla_decode": "CC"}, exact | {"kernels": "native"}
+    )
+    assert found[0] == found[1]
+    assert found[2] == found[4]
+    assert all(one != other for one, other in itertools.combinations(found[1:4], 2))
 
 
 def test_a_disk_with_less_room_than_a_page_is_refused(checkpoint, tmp_path):
