@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -243,8 +244,12 @@ class References:
 
     def __init__(self, one_device: Callable[..., Answer], fixed: dict, kernels: str = "auto"):
         self._answer, self._fixed, self._kernels = one_device, fixed, kernels
-        self.plain = one_device("CC", "A_CC_ME", kernels="plain", **fixed)
         self._exact: dict[tuple, Answer] = {}
+
+    @cached_property
+    def plain(self) -> Answer:
+        """The answer of the plain forms."""
+        return self._answer("CC", "A_CC_ME", kernels="plain", **self._fixed)
 
     def of(self, found: Answer, prefill: str, decode: str, options: dict) -> Answer:
         """The answer that this one must give, which was made with ``options``.

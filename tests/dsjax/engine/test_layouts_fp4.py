@@ -34,7 +34,6 @@ def one_device(checkpoint):
 @pytest.mark.parametrize(
     ("weights", "layout", "dispatch", "options"),
     [
-        ("nvfp4-bf16", "tp=2,ep=1", "gather", {}),
         ("nvfp4-bf16", "dp=2", "ragged", EPLB),
         ("nvfp4-bf16", "dp=2,tp=2", "padded", {"activation_scheme": "nvfp4"}),
         ("nvfp4-bf16", "dp=2", "ragged", {"activation_scheme": "dynamic"}),

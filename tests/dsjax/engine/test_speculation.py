@@ -196,6 +196,7 @@ def test_greedy_tokens_are_those_of_an_engine_without_the_module(llm, watch, gre
     assert all(len(counts.accepted_per_position) <= count for counts in watch.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "count"), [("v3", "dp=2,tp=2", 2), ("v3", "dp=4", 1), ("v3.2", "tp=2", 2)])
 def test_greedy_tokens_are_the_same_on_other_meshes(checkpoints, monkeypatch, greedy_of, model, mesh, count):
     other = load(checkpoints(model), mesh, {"method": "mtp", "num_speculative_tokens": count})

@@ -285,9 +285,13 @@ def test_pallas_is_for_gpus_and_says_so_elsewhere():
         choose("pallas", "metal", np.dtype(np.float32))
 
 
+OF_A_KIND = {"num_hidden_layers": 2, "first_k_dense_replace": 0}
+"""Layers of a kind: the interpreter's programs are long, and one of dense layers would be as long again."""
+
+
 @pytest.mark.slow
 def test_the_engine_on_two_devices_gives_the_answer_of_one_with_plain_kernels(tmp_path):
-    checkpoint = write_checkpoint(tmp_path)
+    checkpoint = write_checkpoint(tmp_path, **OF_A_KIND)
     expected = answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", new_tokens=6)
     found = answer(checkpoint, "tp=2", "auto", "CC", "AM_CC_ME", kernels="pallas", new_tokens=6)
     assert difference(found, expected) is None
@@ -415,7 +419,7 @@ def test_index_scores_give_the_choices_of_a_loop(seed, C, I, A, G, pages, stored
 
 
 def test_an_engine_with_sparse_attention_gives_the_answer_of_the_plain_forms(tmp_path):
-    checkpoint = write_checkpoint(tmp_path, **MODELS["v3.2"])
+    checkpoint = write_checkpoint(tmp_path, **MODELS["v3.2"], **OF_A_KIND)
     few = {"new_tokens": 4}
     plain = answer(checkpoint, "dp=1", "gather", "CC", "A_CC_ME", kernels="plain", **few)
     assert difference(answer(checkpoint, "dp=1", "gather", "CC", "A_CC_ME", kernels="pallas", **few), plain) is None

@@ -18,6 +18,7 @@ from dsjax.model.fp8_product import ActivationScheme
 
 PALLAS = choose_kernels("pallas", "cpu", np.dtype(np.float32), devices=1, cache=None)
 BYTES = np.dtype(np.uint8)
+pytestmark = pytest.mark.slow  # all together
 FORMS = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
@@ -74,7 +75,6 @@ def test_stacks_that_pallas_does_not_address_are_read_in_words_of_two_columns(fo
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.slow
 def test_an_engine_with_them_gives_the_answer_of_one_without(tmp_path):
     checkpoint = write_checkpoint(tmp_path, **widths("mxfp4-bf16", 2))
     kept = {"weights": "nvfp4-bf16", "new_tokens": 6}

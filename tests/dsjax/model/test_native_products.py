@@ -14,6 +14,7 @@ from dsjax.model.native_products import NativeProducts
 from dsjax.model.softmax import log_softmax
 from dsjax.model.transformer import parameter_table
 
+pytestmark = pytest.mark.slow  # all together
 NEW_TOKENS = 30
 
 

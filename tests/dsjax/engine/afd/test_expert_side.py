@@ -36,9 +36,9 @@ def test_prompts_in_chunks_decodes_drafts_halves_and_rounds_are_those_of_one_dev
     options = DRAFTS | {
         "cache_tokens": 140
     }  # a third of what all take; in one form: what is computed again is a prompt
-    one = answer(checkpoint, "dp=1", "auto", "CC", "CC", new_tokens=12, **options)
+    one = answer(checkpoint, "dp=1", "auto", "CC", "CC", new_tokens=6, **options)
     halved = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
-    apart = answer(checkpoint, "dp=2", "auto", "CC", "CC", new_tokens=12, **options, **SIDES, **halved)
+    apart = answer(checkpoint, "dp=2", "auto", "CC", "CC", new_tokens=6, **options, **SIDES, **halved)
     assert one.exact
     assert apart.exact
     assert {1, 2} < set(rounds)  # with room for two rows, one round, two, and more were needed

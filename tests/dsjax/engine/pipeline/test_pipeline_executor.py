@@ -232,6 +232,7 @@ def test_the_mesh_of_stages_does_not_change_while_they_serve(stages):
         stages.scale("dp=1")
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_all_that_requests_can_ask_for(checkpoint):
     llm = LLM(str(checkpoint), mesh="pp=2", max_model_len=32, **SMALL | {"max_num_seqs": 1}, **DRAFTS)
     try:
