@@ -178,7 +178,7 @@ class Generations:
                 raise ChangeUnderWayError(
                     f"the mesh is being changed ({self.phase or 'about to begin'}); ask again when that is done"
                 )
-            self._asked = True
+            self._asked, self.failure = True, None
         try:
             spec = MeshSpec.parse(text)
             check_mesh(self._args, self._config, self._weights, spec, self._devices())
@@ -193,7 +193,7 @@ class Generations:
 
     def to(self, wanted: MeshSpec) -> Generation:
         """Change to a mesh that was asked for. Where it cannot be had, ``failure`` says why, and the one before is made again."""
-        before, self.wanted, self.failure = self.wanted, wanted, None
+        before, self.wanted = self.wanted, wanted
         try:
             return self._make("scale", f"{wanted} was asked for")
         except GroupError:

@@ -127,7 +127,7 @@ def test_a_served_engine_with_balancing_is_tested_in_all_but_faults_and_links(ac
     if not any(DEMO.glob("*.safetensors")):
         pytest.skip("the demo model's weights are not here")
     eplb = '{"num_redundant_experts": 8, "window_size": 5, "step_interval": 10, "payback": 0}'
-    sizes = ["--max-num-seqs", "4", "--cache-tokens", "512", "--max-model-len", "128"]
+    sizes = ["--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--cache-tokens", "512", "--max-model-len", "128"]
     server = Command("--mesh", "dp=4", "--admin-api-key", "admin", "--enable-eplb", "--eplb-config", eplb, *sizes)
     try:
         code, body = accept(server.url, "--admin-api-key", "admin", "--only", "load,balance")

@@ -247,6 +247,10 @@ def test_a_mesh_that_fails_after_the_old_one_was_given_up_leaves_the_old_one_mad
         llm.scale("dp=1")
     assert llm.facts.mesh == "dp=2"
     assert answer(llm.generate([{"prompt_token_ids": [5, 9, 33]}], params)[0]) == expected
+    # Who asks next is not told this reason, should a lost process be dealt with in place of what was asked for.
+    llm._generations.ask("dp=1")
+    assert llm._generations.failure is None
+    llm._generations.forget()
     llm.scale("dp=1")
     assert llm.facts.mesh == "dp=1"
     llm.shutdown()
