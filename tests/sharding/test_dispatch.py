@@ -82,6 +82,7 @@ def expected_counts(spec, slots, experts):
     return loads, sent, received
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "method"), CASES)
 def test_every_dispatch_equals_the_single_device_sums_on_every_layout(layout, method):
     spec, call = compiled(layout, METHODS[method], EXPERTS)

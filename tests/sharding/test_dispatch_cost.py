@@ -14,6 +14,8 @@ from sharding.dispatch import DispatchConfig, DispatchStatistics, dispatch, disp
 from sharding.dispatch.entry import exchange_plan
 from sharding.dispatch.group import ExpertGroup
 
+pytestmark = pytest.mark.slow  # all together
+
 EXPERTS, TOKENS, WIDTH = 32, 6, 160
 BYTES = {"f32": 4, "bf16": 2, "ui32": 4, "ui16": 2, "ui8": 1, "i32": 4}
 CONFIGS = {

@@ -8,6 +8,8 @@ from dsjax import LLM
 from dsjax.checkpoint.names import SCALE_SUFFIX
 from sharding import MeshError
 
+pytestmark = pytest.mark.slow  # all together
+
 CONFIGS = {"ragged": RAGGED, "whole": WHOLE}
 MESHES = [("ragged", "dp=1"), ("ragged", "dp=4"), ("whole", "tp=2"), ("whole", "tp=2,ep=1")]
 TOKENS = np.random.default_rng(0).integers(2, 72, size=21).tolist()

@@ -9,6 +9,8 @@ from dsjax.checkpoint.held_weights import HeldWeights, Part, difference
 from dsjax.checkpoint.place import aligned_empty
 from sharding import MeshSpec
 
+pytestmark = pytest.mark.slow  # all together
+
 CHANGES = [
     # old mesh, new mesh, redundant experts before and after, first of the new devices, devices lost, weights
     ("dp=4", "dp=2", (0, 0), 0, (), "bf16"),

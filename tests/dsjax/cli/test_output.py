@@ -163,6 +163,7 @@ def test_the_version_is_printed():
     assert re.fullmatch(r"dsjax \S+\njax \d\S+\njaxlib \d\S+\nflax \d\S+\n", text.replace("not installed", "0"))
 
 
+@pytest.mark.slow
 def test_the_doctor_finds_this_machine_fit_and_says_what_is_not():
     command = [sys.executable, "-m", "dsjax", "doctor"]
     found = subprocess.run([*command, "--json", "-"], capture_output=True, text=True)

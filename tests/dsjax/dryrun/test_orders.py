@@ -17,6 +17,8 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from sharding.program.reductions import Reduction
 
+pytestmark = pytest.mark.slow  # all together
+
 ARGS = DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=2", page_size=4, prefill_chunk=16), batch=8, context=64)
 
 

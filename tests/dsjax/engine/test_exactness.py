@@ -29,15 +29,14 @@ MOST_PAGES = -(-(max(map(len, PROMPTS)) + NEW_TOKENS) // 4)
 ENGINES = {
     "dp=1": {},
     "pp=2": {"mesh": "pp=2"},
-    "dp=1, drafts": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "embedding_location": "host"},
-    "dp=2,tp=2, drafts, halves": {"mesh": "dp=2,tp=2", "async_scheduling": False, **HALVES,
+    "dp=2,tp=2, drafts, halves": {"mesh": "dp=2,tp=2", "async_scheduling": False, "embedding_location": "host", **HALVES,
                                   "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "dp=2,tp=2,ep=1,etp=4": {"mesh": "dp=2,tp=2,ep=1,etp=4", "enable_prefix_caching": False},
     "dp=4": {"mesh": "dp=4", "dispatch": "hierarchical", "devices_per_host": 2, "enable_eplb": True, **HALVES,
              "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0}},
 }  # fmt: skip
 
-OF_SPARSE = ("dp=1", "pp=2", "dp=2,tp=2, drafts, halves")
+OF_SPARSE = ("dp=1", "pp=2")
 """Those of V3.2's engines: its selection of tokens depends on neither experts nor their dispatch."""
 
 

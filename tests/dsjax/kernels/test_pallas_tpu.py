@@ -32,6 +32,8 @@ from dsjax.model.mla import Projections
 from dsjax.model.sparse import choose
 from sharding import MeshSpec, fp8
 
+pytestmark = pytest.mark.slow  # all together
+
 FEW = settings(max_examples=2, deadline=None, derandomize=True)
 
 

@@ -15,6 +15,8 @@ from dsjax.model.fp8_product import ActivationScheme
 from dsjax.model.transformer import abstract_parameters
 from sharding import fp8
 
+pytestmark = pytest.mark.slow  # all together
+
 N, K, X, D, F = 24, 3, 5, 96, 64
 BYTES = np.dtype(np.uint8)
 FORMS = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)

@@ -16,6 +16,8 @@ from dsjax.plan.search import search
 from dsjax.plan.simulation.load import OfferedLoad, requests
 from dsjax.plan.workload import Objective, PlanOptions, RequestClass, Workload
 
+pytestmark = pytest.mark.slow  # all together
+
 TWO = Workload.of_classes([RequestClass.parse("short=0.8,512:0.2,64"), RequestClass.parse("long=0.2,4096,128")])
 
 

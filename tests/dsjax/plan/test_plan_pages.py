@@ -10,6 +10,8 @@ from tools.plan_data.unseen import FURTHER, further
 from tools.plan_data.validation import points
 from tools.plan_data.validation_score import rates, score
 
+pytestmark = pytest.mark.slow  # all together
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -24,6 +24,8 @@ from dsjax.plan.simulation.run import simulate
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
+pytestmark = pytest.mark.slow  # all together
+
 
 @pytest.fixture
 def step_model(v3):

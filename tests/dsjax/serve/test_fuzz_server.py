@@ -13,6 +13,8 @@ from fuzz_server import alike, broken_stream, fuzz, says_changing
 
 from dsjax.serve.options import ServeOptions
 
+pytestmark = pytest.mark.slow  # all together
+
 
 @pytest.fixture
 def server(start_server):

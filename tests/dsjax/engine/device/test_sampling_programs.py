@@ -24,6 +24,8 @@ from dsjax.engine.device.sampler import SlotSampling, Wanted
 from dsjax.engine.device.slots import StepRows
 from sharding import MeshSpec, Rules
 
+pytestmark = pytest.mark.slow  # all together
+
 V, SLOTS, BATCHES, LENGTH, DRAFTS = 6, 256, 96, 3, 2
 PROMPT = (2, 4)  # two tokens; the first is in the cache
 LOGITS = np.random.default_rng(11).normal(scale=1.2, size=(V, V)).astype(np.float32)

@@ -18,6 +18,8 @@ from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.config import ModelConfig
 from tools.random_checkpoint import write_random_checkpoint
 
+pytestmark = pytest.mark.slow  # all together
+
 LAYERS, EXPERTS, WIDTH = 5, 8, 768
 EXPERT = 2 * WIDTH * WIDTH * 2  # bytes of one expert's `gate_up` in one layer, the largest parameter
 SLACK = 10 << 20

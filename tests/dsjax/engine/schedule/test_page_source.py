@@ -12,6 +12,8 @@ import pytest
 from dsjax import LLM, SamplingParams
 from dsjax.errors import UserError
 
+pytestmark = pytest.mark.slow  # all together
+
 PAGE = Path(__file__).parents[4] / "docs" / "page-sources.md"
 OPTIONS = {"dtype": "float32", "max_num_seqs": 1, "max_model_len": 96, "page_size": 4, "prefill_chunk": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -20,6 +20,8 @@ from dsjax.model.sparse import IndexProjections, IndexScores
 from dsjax.model.sparse import attend as sparse_attend
 from sharding import MeshSpec, fp8
 
+pytestmark = pytest.mark.slow  # all together
+
 CONFIG = ModelConfig.from_dict(TINY | MODELS["v3.2"])
 H, N, O, M, U = 8, 8, 4, 16, 8
 I, A, TOPK = CONFIG.index_n_heads, CONFIG.index_head_dim, CONFIG.index_topk
