@@ -108,7 +108,9 @@ class _Target:
         moved = {
             device: jax.device_put(self.shard.arrays[device], memory_of(device, sharding)) for device in self.devices
         }
-        jax.block_until_ready(list(moved.values()))
+        jax.block_until_ready(
+            list(moved.values())
+        )  # the dictionary itself is no pytree: its keys, devices, have no order
         if not isinstance(self.shard.values, np.ndarray):  # else the devices share the host's memory
             self.shard.arrays, self.shard.values = moved, moved[self.devices[0]]
         return list(moved.values())

@@ -246,6 +246,11 @@ class PlanArgs:
         """`--afd`, which meshes of two sides turn on."""
         return "on" if self.attention_mesh is not None else self.afd
 
+    @property
+    def _looks_at_stages(self) -> bool:
+        meshes = map(_mesh, (self.mesh, self.prefill_mesh, self.decode_mesh))
+        return any(count > 1 for count in self.stages or ()) or any(mesh.pp_size > 1 for mesh in meshes if mesh)
+
     def _check_reuse(self) -> None:
         for name in ("host_cache_gb", "disk_cache_gb"):
             value = getattr(self, name)
@@ -253,9 +258,7 @@ class PlanArgs:
                 raise UserError(f"{_flag(name)} is {value:g}, expected a number of at least 0")
             if value and self.working_set is None:
                 raise UserError(f"{_flag(name)} is of --working-set; give it too")
-            meshes = map(_mesh, (self.mesh, self.prefill_mesh, self.decode_mesh))
-            staged = max(*(self.stages or ()), *(mesh.pp_size for mesh in meshes if mesh), 1, 1) > 1
-            if value and staged and self.engine == "dsjax":
+            if value and self.engine == "dsjax" and self._looks_at_stages:
                 raise UserError(
                     f"{_flag(name)}: dsjax keeps no pages beside those on its devices where a mesh has stages; leave one out"
                 )

@@ -439,7 +439,7 @@ def _transfer(instance: Instance, prefill: Instance) -> Figure:
     if "transfer" not in instance.steps:
         size = instance.memory.cache_per_token * instance.workload.input.mean
         sender = prefill.cluster if instance.cluster.prefill is not None else None
-        # Of dsjax one device of a replica pulls the pages, and hands them to the others.
+        # In dsjax one device of a replica pulls the pages and hands them to the others.
         links = 1 if instance.options.engine.name == "dsjax" else instance.layout.mesh.tp_size
         instance.steps["transfer"] = cache_transfer(instance.cluster, size / links, sender)
     return instance.steps["transfer"]

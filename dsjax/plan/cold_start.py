@@ -24,7 +24,7 @@ def host_bytes(instance: Instance) -> int:
 
     A process reads only what its devices hold, and a tensor that several of them hold once (`docs/many-hosts.md`). Latents' projections and
     norms are whole on every device and here counted with the heads' matrices, which `tp` divides: a little too many bytes where `tp` > 1.
-    Of stages each counts as the fullest one.
+    Each stage is counted as the fullest one.
     """
     layout, mesh, precision = instance.layout, instance.layout.mesh, files_precision(instance)
     drafts, per_host = instance.options.drafts > 0, instance.cluster.devices_per_host

@@ -280,8 +280,11 @@ def xla_collective(
     near = min(cluster.domain, ranks) if near is None else near
     cluster = cluster.between(of or ranks)
     share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
-    crossing = (ranks - near) / (near if kind in ("all_gather", "reduce_scatter") else 1)
-    inside = near - 1 if kind not in ("all_gather", "reduce_scatter") else ranks - 1 - crossing
+    if kind in ("all_gather", "reduce_scatter"):
+        crossing = (ranks - near) / near
+        inside = ranks - 1 - crossing
+    else:
+        crossing, inside = ranks - near, near - 1
     rows = (each * inside).named("bytes to neighbours", "B")
     time = rows * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
     if ranks > near:

@@ -70,4 +70,5 @@ def _room(devices: int, per_host: int, size: int) -> int:
 
 
 def _whole_hosts(size: int, per_host: int) -> int:
+    """Devices of the fewest whole hosts that have `size` of them."""
     return -(-size // per_host) * per_host

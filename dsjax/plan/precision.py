@@ -89,7 +89,8 @@ class Precision:
 
 
 def of_files(config: ModelConfig, chosen: Precision) -> Precision:
-    """What a model's own checkpoint is kept in, which dsjax reads and quantises or widens while it loads. FP4 files: as chosen."""
+    """What a model's own checkpoint is kept in, which dsjax reads and quantises or widens while it loads. FP4 files are taken to be of the
+    chosen precision."""
     if config.quantization is None:
         return PRECISIONS["bf16"]
     is_fp8 = isinstance(config.quantization, QuantizationConfig) and config.quantization.expert_dtype in (None, "fp8")

@@ -77,9 +77,8 @@ def reuse(candidate: Candidate, working_set: float, host_bytes: float, disk_byte
     rank that has its beginning. host_bytes, disk_bytes: of each host.
     """
     instance = candidate.decode
-    ranks = (
-        instance.replicas * candidate.count
-    )  # of stages, each batch that they take in turn has its part of the cache
+    # Each of the batches that stages take in turn has its part of the cache.
+    ranks = instance.replicas * candidate.count
     hosts = math.ceil(instance.layout.devices * candidate.count / instance.cluster.devices_per_host)
     size, work = instance.memory.cache_per_token, instance.workload
     device, host, disk = tier_shares(

@@ -103,7 +103,8 @@ def _engine(
 
 
 def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest | Staged:
-    """Made once for all loads that an instance is played under. Of several stages, with what these add to a step of all layers."""
+    """Made once for all loads that an instance is played under. With several stages they have what these add to a
+    step of all layers."""
     key = ("prices", most_tokens, drafts)
     if key not in instance.steps:
         models = instance.step_models()

@@ -79,7 +79,7 @@ class Staged:
         self._prices, self._instance, self._verified = prices, instance, 1 + drafts
 
     def seconds(self, ranks: Sequence[RankWork]) -> float:
-        """As `StepPrices.seconds`; the ranks are those of all batches that take turns."""
+        """Seconds of a step of these ranks, which are those of all batches that take turns."""
         step = self._prices.seconds(ranks)
         tokens = max(work.decodes * self._verified + work.prompts for work in ranks)
         decode = not any(work.prompts for work in ranks)

@@ -67,7 +67,7 @@ def test_fp8_blocks_are_not_cut(v3):
 
 @pytest.mark.parametrize(("named", "most"), [("nvfp4-bf16", 8), ("mxfp4-bf16", 4), ("bf16", 16)])
 def test_no_layout_cuts_a_block_of_fp4_experts(named, most):
-    """Of V2-Lite's 1,408 a device of tp=8 has 176: eleven blocks of NVFP4, five and a half of MXFP4."""
+    """V2-Lite's experts are 1,408 wide, so that a device of tp=8 has 176: eleven blocks of NVFP4, five and a half of MXFP4."""
     from dsjax.engine.setup.assembly import check_layout
 
     config = load_config("deepseek-v2-lite")
