@@ -91,7 +91,7 @@ struct Dense {
         Matrix<Format>::scaled ? scale + (layer * ((K + kScaleBlock - 1) / kScaleBlock) * parts + part) * blocks : nullptr, parts * blocks};
     if (N <= kStreamRows) return stream_product(own, N, count, a, b, from, to, K, c, 0, K / pieces);
     if constexpr (std::is_same_v<Format, Float32>)
-      if (stride <= kNear) return product(count, a, 1, b, from, to, K, c, Sums::replace, 0, K / pieces);
+      if (stride <= kNear) return place_product(count, a, b, from, to, K, c, 0, K / pieces);
     panel_product(own, std::min(N, Panels::kMostRows), count, a, b, from, to, K, c, 0, K / pieces);
   }
 };

@@ -281,7 +281,7 @@ struct Experts {
   void through(long count, const float* const* a, const B& b, long from, long to, long depth, float* const* c, float* memory, long c_shift,
                long piece) const {
     if constexpr (!B::scaled)
-      if (!by_panels(b.stride)) return product(count, a, 1, b, from, to, depth, c, Sums::replace, c_shift, piece);
+      if (!by_panels(b.stride)) return place_product(count, a, b, from, to, depth, c, c_shift, piece);
     if (count <= kStreamRows) return stream_product(memory, kStreamRows, count, a, b, from, to, depth, c, c_shift, piece);
     panel_product(memory, kChunkRows, count, a, b, from, to, depth, c, c_shift, piece);
   }

@@ -18,16 +18,25 @@ void stream_product(float* memory, long most_rows, long rows, const float* const
   Stream(memory, most_rows).product(rows, a, b, from, to, depth, c, c_shift, piece);
 }
 
+// `product` of whole sums and rows that lie in sequence. A function of its own, so that its tiles are compiled for these two alone.
+template <class B>
+void place_product(long rows, const float* const* a, const B& b, long from, long to, long depth, float* const* c, long c_shift, long piece) {
+  product(rows, a, 1, b, from, to, depth, c, Sums::replace, c_shift, piece);
+}
+
 // The functions of one B; `how` is `extern` where they are used, and empty in their unit.
 #define DSJAX_PRODUCT(how, B) \
   how template void product(long, const float* const*, long, const B&, long, long, long, float* const*, Sums, long, long);
+#define DSJAX_PLACE_PRODUCT(how, B) \
+  how template void place_product(long, const float* const*, const B&, long, long, long, float* const*, long, long);
 #define DSJAX_PANEL_PRODUCT(how, B) \
   how template void panel_product(float*, long, long, const float* const*, const B&, long, long, long, float* const*, long, long);
 #define DSJAX_STREAM_PRODUCT(how, B) \
   how template void stream_product(float*, long, long, const float* const*, const B&, long, long, long, float* const*, long, long);
 
 DSJAX_PRODUCT(extern, Matrix<Float32>)
-DSJAX_PRODUCT(extern, Matrix<BFloat16>)
+DSJAX_PLACE_PRODUCT(extern, Matrix<Float32>)
+DSJAX_PLACE_PRODUCT(extern, Matrix<BFloat16>)
 DSJAX_PRODUCT(extern, Scattered)
 DSJAX_PANEL_PRODUCT(extern, Transposed)
 DSJAX_PANEL_PRODUCT(extern, Matrix<Float32>)

@@ -3,7 +3,7 @@
 
 namespace dsjax {
 
-DSJAX_PRODUCT(, Matrix<BFloat16>)
+DSJAX_PLACE_PRODUCT(, Matrix<BFloat16>)
 DSJAX_PANEL_PRODUCT(, Matrix<BFloat16>)
 DSJAX_STREAM_PRODUCT(, Matrix<BFloat16>)
 
