@@ -192,7 +192,13 @@ def continuation(folder: Path, context: int, **options) -> tuple[list[int], list
     llm = make_engine(folder, "demo-sparse", context, 1, **options)
     try:
         params = SamplingParams(temperature=0, max_tokens=CHECKED_TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
-        [made] = llm.generate([{"prompt_token_ids": text_of(llm, context)}], params)
+        text = text_of(llm, context)
+        with Progress(console=Console(stderr=True)) as progress:
+            task = progress.add_task(f"kernels={options.get('kernels', 'native')}: the prompt's tokens", total=context)
+            # Piece by piece: the prefix cache has what was computed before.
+            for end in [*range(16 * CHUNK, context, 16 * CHUNK), context]:
+                [made] = llm.generate([{"prompt_token_ids": text[:end]}], params)
+                progress.update(task, completed=end)
         tokens = list(made.outputs[0].token_ids)
         return tokens, [entry[token].logprob for token, entry in zip(tokens, made.outputs[0].logprobs, strict=True)]
     finally:
