@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import secrets
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -233,23 +234,31 @@ class HeldWeights:
 
     Attributes:
         identity: of which checkpoint, and in which form: parameters of another identity are of no use.
+        name: of the engine, which is the same on all its meshes: processes that hold its other weights know it by this name.
     """
 
     def __init__(self, on_host: bool | None = None):
         self.identity: str | None = None
+        self.name = secrets.token_bytes(8)
         self.counts = WeightBytes()
         self._on_host = on_host
         self._shards: dict[str, list[HeldShard]] = {}
         self._lock = threading.RLock()
         self._read = threading.Condition(self._lock)
 
-    def keep(self, step: ModelStep, params: Mapping[str, Array], placements: LayerPlacements | None) -> None:
+    def keep(
+        self,
+        step: ModelStep,
+        params: Mapping[str, Array],
+        placements: LayerPlacements | None,
+        infos: Mapping[str, ParameterInfo] | None = None,
+    ) -> None:
         """Take parameters over, all that the devices still have of them. Nobody else may use them from now on.
 
-        placements: where experts are now.
+        placements: where experts are now. infos: of the parameters; None: those of the step's table.
         """
         rows = None if placements is None else step.stored(placements).physical_to_logical
-        names = TensorNames(step.config, step.table.infos, rows)
+        names = TensorNames(step.config, step.table.infos if infos is None else infos, rows)
         for path, info in names.parameters.items():
             array = params.get(path)
             if array is None or not _is_whole(array):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.core import EngineCore
+from dsjax.engine.core import NO_REMOTE_EXPERTS, EngineCore
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.engine_thread import EngineThread, Stepper
 from dsjax.engine.request_streams import OutputStream, RequestStreams
@@ -173,8 +173,10 @@ class ThreadedEngine:
         self._thread.between_steps(run)
         return await future
 
-    async def scale(self, mesh: str) -> "Generations":
+    async def scale(self, mesh: str | None, expert_mesh: str | None = None) -> "Generations":
         """Go on on another mesh, up or down, with all requests; give what says which mesh that is now, and whether it is the one wanted.
+
+        mesh: None: as now. expert_mesh: of experts with devices of their own in this process; None: as now.
 
         Raises:
             UserError, MeshError: the mesh cannot be, or another change is under way; everything is as it was.
@@ -185,10 +187,9 @@ class ThreadedEngine:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError(
-                "the mesh of this engine cannot change while it runs: its experts have devices of their own (--expert-mesh), or it was "
-                "given its executor"
+                "the mesh of this engine cannot change while it runs: it has stages (--mesh pp=…), or it was given its executor"
             )
-        wanted = await asyncio.to_thread(generations.ask, mesh)
+        wanted = await asyncio.to_thread(generations.ask, mesh, expert_mesh)
         try:
             # A change that has begun ends, whether or not somebody still waits for it.
             await asyncio.shield(
@@ -207,9 +208,7 @@ class ThreadedEngine:
         """
         scaling = self.core.expert_scaling
         if scaling is None:
-            raise UserError(
-                "this engine has no experts in other processes (--afd-role attention), so that they cannot be scaled"
-            )
+            raise UserError(NO_REMOTE_EXPERTS)
         # A change that has begun ends, whether or not somebody still waits for it.
         await asyncio.shield(asyncio.ensure_future(self._change_experts(scaling, expert_mesh, afd_address)))
         return scaling

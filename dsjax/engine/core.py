@@ -23,6 +23,11 @@ if TYPE_CHECKING:  # they bring JAX in
 
 Part = TypeVar("Part", bound=Attachment)
 
+NO_REMOTE_EXPERTS = (
+    "this engine has no experts in other processes (--afd-role attention), which afd_address is for; leave it out"
+)
+"""What an engine says that is to go on with other processes of experts, and has none."""
+
 
 class _Totals(NamedTuple):
     """What the scheduler has counted since its start."""

@@ -178,14 +178,16 @@ class LLMEngine:
         for completion_id in completion_ids:
             self.core.abort(completion_id)
 
-    def scale(self, mesh: str) -> None:
+    def scale(self, mesh: str | None, expert_mesh: str | None = None) -> None:
         """Go on on another mesh of the devices that there are, up or down; requests go on too.
+
+        mesh: None: as now. expert_mesh: of experts with devices of their own in this process; None: as now.
 
         Raises:
             UserError, MeshError: the mesh cannot be; everything is as it was.
         """
         generations = self._generations()
-        wanted = generations.ask(mesh)
+        wanted = generations.ask(mesh, expert_mesh)
         outputs, to_abort = self.outputs.process(self.core.change(lambda: generations.to(wanted)))
         self._end(to_abort)
         self._aborted += outputs
@@ -197,8 +199,7 @@ class LLMEngine:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:
             raise UserError(
-                "the mesh of this engine cannot change while it runs: its experts have devices of their own (--expert-mesh), it has "
-                "stages (--mesh pp=…), or it was given its executor"
+                "the mesh of this engine cannot change while it runs: it has stages (--mesh pp=…), or it was given its executor"
             )
         return self.core.generations
 

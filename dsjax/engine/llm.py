@@ -12,6 +12,7 @@ import numpy as np
 
 from dsjax.engine.contract.commands import Score, int32s
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.core import NO_REMOTE_EXPERTS
 from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.page_events import EventSink
@@ -130,15 +131,14 @@ class LLM:
         )
         self.engine = LLMEngine(self.parts)
         self._facts = loaded.facts
-        fixed = self.args.separated or self.args.expert_mesh or stages > 1
+        fixed = self.args.separated or stages > 1
         self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
         self._experts: ExpertScaling | None = None
         if self.args.afd_role == "attention":
             from dsjax.engine.setup.expert_scaling import ExpertScaling
 
-            executor = getattr(loaded.executor, "inner", loaded.executor)  # what is recorded knows no devices
-            self._experts = self.engine.core.expert_scaling = ExpertScaling(self.args, executor, loaded.facts)
+            self._experts = self.engine.core.expert_scaling = ExpertScaling(self._generations)
         self._ids = itertools.count()
 
     @property
@@ -149,8 +149,6 @@ class LLM:
     @property
     def facts(self) -> EngineFacts:
         """What was loaded, on the mesh of now."""
-        if self._experts is not None:
-            return self._experts.facts
         return self._facts if self._generations is None else self._generations.facts
 
     def scale(
@@ -162,17 +160,19 @@ class LLM:
     ) -> None:
         """Go on on another mesh of the devices that there are, up or down; requests that are under way go on too.
 
-        expert_mesh, afd_address: or, with experts in other processes, with another side of experts; the caches stay.
+        expert_mesh: with experts on devices of their own in this process, where they go on; ``mesh`` is then that of the attention side,
+            and either may stay as it is. expert_mesh, afd_address: with experts in other processes, another side of experts, without
+            ``mesh``; the caches stay.
 
         Raises:
             UserError, MeshError: the mesh cannot be; everything is as it was.
         """
-        if expert_mesh is None and afd_address is None:
-            self.engine.scale(str(mesh))
-        elif mesh is not None or self._experts is None:
-            raise UserError(
-                "expert_mesh and afd_address are for an engine with experts in other processes, whose own mesh cannot change"
-            )
+        if afd_address is None and (self._experts is None or mesh is not None):
+            self.engine.scale(None if mesh is None else str(mesh), expert_mesh)
+        elif mesh is not None:
+            raise UserError("mesh and afd_address are given, one for each side; change one side and then the other")
+        elif self._experts is None:
+            raise UserError(NO_REMOTE_EXPERTS)
         else:
             self._experts.apply(self._experts.prepare(expert_mesh, afd_address))
 

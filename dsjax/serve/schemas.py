@@ -267,8 +267,8 @@ class Rebalance(TypedDict):
 
 
 class Scaled(TypedDict):
-    """Answer of `/scale`: the mesh of now, its generation, and for how many seconds no step computed; or the experts' side of now, how
-    often that was changed, and how many seconds it took, in which steps went on."""
+    """Answer of `/scale`: the mesh of now, its generation, and for how many seconds no step computed; or, of experts in other processes,
+    their side of now, how often that was changed, and how many seconds it took, in which steps went on."""
 
     generation: int
     mesh: str

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from jaxtyping import Array
 
+from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.afd.layer_programs import CompiledPass, OnHost, PassPrograms, ProgramMaker, Way
 from dsjax.engine.device.access import DeviceAccess, DevicePart
 from dsjax.model.apart import (
@@ -30,6 +31,7 @@ from dsjax.model.window import ParameterWindow
 from sharding import MeshError, MeshSpec, Rules
 from sharding.cut import Described, Run
 from sharding.dispatch.between import Between, ExpertHalf, to_experts, to_tokens
+from sharding.layer_placement import LayerPlacements
 from sharding.mesh import advice_on_emulation, device_order
 
 
@@ -70,6 +72,10 @@ class SidePart(DevicePart):
     def close(self) -> None:
         """End the side's threads."""
         self._device.model.apart.close()
+
+    def release(self, held: HeldWeights | None) -> None:
+        """Give the side's parameters up."""
+        self._device.model.apart.release(self._device.model, self._device.placements, held)
 
 
 class Side(ProgramMaker):
@@ -117,6 +123,9 @@ class Side(ProgramMaker):
     def close(self) -> None:
         """End what goes on beside calls."""
 
+    def release(self, step: ModelStep, placements: LayerPlacements, held: HeldWeights | None) -> None:
+        """Free the parameters of this process's devices. placements: where experts are. held: takes them over; None: nobody does."""
+
     def work(self, passes: Sequence[LayerPass], tree: Any) -> _Work:
         """What takes tokens through a stack of layers."""
         return _Work(self, tuple(passes), tree)
@@ -163,6 +172,15 @@ class ExpertSide(Side):
             )
             for path, info in self.infos.items()
         }
+
+    def release(self, step: ModelStep, placements: LayerPlacements, held: HeldWeights | None) -> None:
+        """Free the parameters, or leave them to who takes them over."""
+        params, self.params = self.params, {}
+        if held is not None:
+            held.keep(step, params, placements, self.infos)
+            return
+        for array in params.values():
+            array.delete()
 
     def half(self, step: ModelStep) -> ExpertHalf:
         """The exchange's half on these devices."""

@@ -34,8 +34,9 @@ class RemoteExperts(Side):
         addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience, silence: as of ``ExpertLink``.
 
     Attributes:
-        space: as of ``Hello``; assigned before the first call. placement: the logical expert in each physical slot of each layer;
-            likewise. A process that comes back is told of it, and takes from the checkpoint what it had not.
+        space: as of ``Hello``; assigned before the first call. name: by which processes know this attention side, likewise: where it has
+            experts moved, they let in a connection of this name alone. placement: the logical expert in each physical slot of each
+            layer; likewise. A process that comes back is told of it, and takes from the checkpoint what it had not.
     """
 
     padded = False
@@ -55,7 +56,7 @@ class RemoteExperts(Side):
         self.parts = len(addresses)
         self.space: dict[str, Any] = {}
         self.placement = np.zeros((0, 0), np.int32)
-        self._side = secrets.token_bytes(8)
+        self.name = secrets.token_bytes(8)
         self.links = [
             ExpertLink(address, own, partial(self._hello, part), patience=patience, silence=silence)
             for part, (address, own) in enumerate(zip(addresses, credentials, strict=True))
@@ -70,13 +71,9 @@ class RemoteExperts(Side):
         """Offer the links' counts to the metrics."""
         return self if kind is ExpertLinks else None
 
-    def continue_for(self, before: RemoteExperts) -> None:
-        """Take the place of another side for the same attention side: processes know it as that one."""
-        self._side = before._side
-
     def _hello(self, part: int) -> Hello:
         first = part * (self.spec.ep_size // self.parts)
-        return Hello(VERSION, self.space, self.placement.astype("<i4").tobytes(), self._side, first)
+        return Hello(VERSION, self.space, self.placement.astype("<i4").tobytes(), self.name, first)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
         """Have the processes bring experts of a layer to the devices that will have them: each takes its own from the others."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Array
 
+from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.contract.commands import Command, Custom
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device.device_state import DeviceState
@@ -141,6 +142,9 @@ class DevicePart:
 
     def close(self) -> None:
         """Finish what goes on beside commands, and end the part's threads."""
+
+    def release(self, held: HeldWeights | None) -> None:
+        """Free the parameters that the part has on devices, after `close`. held: takes them over; None: they are freed."""
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """What the part offers to those who know of it by this type; None: nothing of the kind."""

@@ -227,6 +227,7 @@ class MeshExecutor:
                 array.block_until_ready()
         for part in self._parts:
             part.close()
+            part.release(held)
         self._queue.clear()
         self.programs.drop()
         self._parts = []

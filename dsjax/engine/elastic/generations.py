@@ -23,7 +23,7 @@ from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.compile_ahead import CompileAhead
-from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh
+from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh, with_experts_on
 from dsjax.engine.elastic.weight_peers import WeightPeers
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
@@ -60,6 +60,21 @@ class Generation:
     config: SchedulerConfig
     facts: EngineFacts
     larger_is_wanted: bool = False
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A mesh that was asked for, and the experts' devices where these are others of this process; None: as now."""
+
+    spec: MeshSpec
+    expert_mesh: str | None = None
+
+    def changed(self, args: EngineArgs) -> EngineArgs:
+        """The options with these devices of the experts."""
+        return args if self.expert_mesh is None else with_experts_on(args, self.expert_mesh)
+
+    def __str__(self) -> str:
+        return str(self.spec) if self.expert_mesh is None else f"{self.spec} with experts on {self.expert_mesh}"
 
 
 @dataclass
@@ -166,12 +181,21 @@ class Generations:
         if self.ahead is not None:
             self.ahead.begin(self.spec, self.wanted, self._group.live_ids, self._weights)
 
-    def ask(self, text: str) -> MeshSpec:
-        """Check a mesh that somebody wants; until ``to`` is called with it nobody else can ask.
+    @property
+    def args(self) -> EngineArgs:
+        """The options of now, but for the mesh, which is ``spec``."""
+        return self._args
+
+    @property
+    def executor(self) -> Executor | None:
+        """What computes on the devices of now, without what leads others or records around it."""
+        return next((layer for layer in _layers(self._executor) if not isinstance(layer, ExecutorWrapper)), None)
+
+    def reserve(self) -> None:
+        """Keep others from asking for a change until ``forget`` is called.
 
         Raises:
             ChangeUnderWayError: another change is under way.
-            UserError, MeshError: it is no mesh, does not fit the model, or wants more devices than there are.
         """
         with self._lock:
             if self.busy:
@@ -179,21 +203,37 @@ class Generations:
                     f"the mesh is being changed ({self.phase or 'about to begin'}); ask again when that is done"
                 )
             self._asked, self.failure = True, None
+
+    def ask(self, text: str | None, expert_mesh: str | None = None) -> Wanted:
+        """Check a mesh that somebody wants; until ``to`` is called with it nobody else can ask.
+
+        text: None: the one that was asked for last. expert_mesh: of experts with devices of their own in this process; None: as now.
+
+        Raises:
+            ChangeUnderWayError: another change is under way.
+            UserError, MeshError: it is no mesh, does not fit the model, or wants more devices than there are.
+        """
+        self.reserve()
         try:
-            spec = MeshSpec.parse(text)
-            check_mesh(self._args, self._config, self._weights, spec, self._devices())
+            wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), expert_mesh)
+            check_mesh(wanted.changed(self._args), self._config, self._weights, wanted.spec, self._devices())
         except BaseException:
             self.forget()
             raise
-        return spec
+        return wanted
 
     def forget(self) -> None:
         """Give up the mesh that was asked for."""
         self._asked = False
 
-    def to(self, wanted: MeshSpec) -> Generation:
+    def goes_on_with(self, args: EngineArgs, facts: EngineFacts) -> None:
+        """Take notice that the executor of now computes with another side of experts."""
+        self._args, self.facts = args, facts
+
+    def to(self, wanted: Wanted) -> Generation:
         """Change to a mesh that was asked for. Where it cannot be had, ``failure`` says why, and the one before is made again."""
-        before, self.wanted = self.wanted, wanted
+        before, args = self.wanted, self._args
+        self.wanted, self._args = wanted.spec, wanted.changed(args)
         try:
             return self._make("scale", f"{wanted} was asked for")
         except GroupError:
@@ -204,7 +244,7 @@ class Generations:
                     raise
                 error = UserError(f"it could not be loaded ({type(error).__name__}: {error})")
             _log.error("The mesh %s cannot be had: %s. Going back to %s.", wanted, error, before)
-            self.wanted, self.failure = before, error
+            self.wanted, self._args, self.failure = before, args, error
             return self._make("scale", f"{wanted} could not be had")
 
     def after(self, error: Exception) -> Generation:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dsjax.config import ModelConfig
+from dsjax.engine.afd.options import expert_spec
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout
 from dsjax.engine.setup.expert_location import ExpertLocation
@@ -24,11 +25,44 @@ class NoMeshError(UserError):
 
 
 def redundant_experts(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> int:
-    """Copies of experts on this mesh: the least number, from what was asked for at the start on, with which experts divide evenly."""
+    """Copies of experts on this mesh, or on `--expert-mesh` where they have devices of their own.
+
+    It is the least number, from what was asked for at the start on, with which experts divide evenly.
+    """
     if not config.n_routed_experts:
         return 0
-    asked = args.num_redundant
-    return asked + -(config.n_routed_experts + asked) % spec.ep_size
+    asked, holders = args.num_redundant, expert_spec(args) or spec
+    return asked + -(config.n_routed_experts + asked) % holders.ep_size
+
+
+def devices_beside(args: EngineArgs) -> int:
+    """Devices of this process that have routed experts and nothing else."""
+    experts = expert_spec(args)
+    return 0 if experts is None or args.afd_role == "attention" else experts.num_devices
+
+
+def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
+    """The options with other devices of the experts, which have devices of their own in this process.
+
+    Raises:
+        UserError: they have none, or it is no such mesh.
+    """
+    if args.expert_mesh is None:
+        raise UserError(
+            f"expert_mesh is {expert_mesh}, and the experts of this engine are on the devices of its --mesh {args.mesh}; give mesh alone"
+        )
+    if args.afd_role == "attention":
+        raise UserError(
+            "mesh and expert_mesh are given, and the experts are in other processes (--afd-address); change one side and then the other"
+        )
+    options: dict[str, Any] = {"expert_mesh": expert_mesh}
+    location = args.init_expert_location
+    if location is not None and expert_mesh != args.expert_mesh and ExpertLocation.read(location).logical_load is None:
+        _log.warning(
+            "--init-expert-location has places for %s alone; on %s experts are in order.", args.expert_mesh, expert_mesh
+        )
+        options["init_expert_location"] = None
+    return dataclasses.replace(args, **options)
 
 
 def check_mesh(args: EngineArgs, config: ModelConfig, weights: Weights, spec: MeshSpec, devices: Sequence[Any]) -> None:
@@ -44,12 +78,17 @@ def check_mesh(args: EngineArgs, config: ModelConfig, weights: Weights, spec: Me
             f"mesh {spec} has stages, and a running engine changes to a mesh without them alone; leave pp out, or start the engine with "
             f"--mesh {spec}"
         )
-    if spec.num_devices > len(devices):
+    experts, beside = expert_spec(args), devices_beside(args)
+    if experts is not None and spec.ep_size != spec.stage_devices:
+        raise MeshError(f"mesh {spec} has ep, and its devices have no routed experts (--expert-mesh); leave ep out")
+    wanted, all_wanted = f"mesh {spec} wants", spec.num_devices + beside
+    if beside:
+        wanted = f"mesh {spec} and the experts' {args.expert_mesh} want"
+    if all_wanted > len(devices):
         raise MeshError(
-            f"mesh {spec} wants {spec.num_devices} devices, and this server has {len(devices)}; ask for at most that, or start it "
-            "with more"
+            f"{wanted} {all_wanted} devices, and this server has {len(devices)}; ask for at most that, or start it with more"
         )
-    check_layout(config, spec, redundant_experts(args, config, spec), weights, dense_tp=args.moe_dense_tp_size)
+    _check_layout(args, config, weights, spec)
 
 
 def largest_mesh(
@@ -60,9 +99,10 @@ def largest_mesh(
     Raises:
         NoMeshError: the devices are too few for one DP rank.
     """
-    for spec in _smaller(wanted, len(devices) // wanted.tp_size):
+    most = len(devices) - devices_beside(args)
+    for spec in _smaller(wanted, most // wanted.tp_size):
         try:
-            check_layout(config, spec, redundant_experts(args, config, spec), weights, dense_tp=args.moe_dense_tp_size)
+            _check_layout(args, config, weights, spec)
         except MeshError:
             continue
         return spec
@@ -74,20 +114,33 @@ def largest_mesh(
 def changed_options(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> dict[str, Any]:
     """List the engine's options that another mesh changes, `mesh` among them; plain values."""
     options: dict[str, Any] = {"mesh": str(spec)}
-    redundant = redundant_experts(args, config, spec)
+    experts, redundant = expert_spec(args), redundant_experts(args, config, spec)
+    if experts is not None:
+        options |= {"attention_mesh": str(spec), "expert_mesh": args.expert_mesh, "afd_address": args.afd_address}
     if args.eplb is None:
         options["redundant_experts"] = redundant
-    elif spec.ep_size == 1:
+    elif (experts or spec).ep_size == 1:
         _log.warning("Experts are not balanced on %s: every device holds all of them.", spec)
         options |= {"enable_eplb": False, "eplb_config": None, "redundant_experts": 0}
     else:
         given = dataclasses.asdict(args.eplb) | {"num_redundant_experts": redundant}
         options |= {"eplb_config": given, "redundant_experts": 0}
     location = args.init_expert_location
-    if location is not None and str(spec) != args.mesh and ExpertLocation.read(location).logical_load is None:
+    if (
+        location is not None
+        and experts is None
+        and str(spec) != args.mesh
+        and ExpertLocation.read(location).logical_load is None
+    ):
         _log.warning("--init-expert-location has places for %s alone; on %s experts are in order.", args.mesh, spec)
         options["init_expert_location"] = None
     return options
+
+
+def _check_layout(args: EngineArgs, config: ModelConfig, weights: Weights, spec: MeshSpec) -> None:
+    """Check that a mesh divides the model, and the experts' devices what they have of it."""
+    redundant = redundant_experts(args, config, spec)
+    check_layout(config, spec, redundant, weights, expert_spec(args), args.moe_dense_tp_size)
 
 
 def _smaller(wanted: MeshSpec, most: int) -> Iterator[MeshSpec]:

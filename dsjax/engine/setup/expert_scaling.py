@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import remote_experts
 from dsjax.engine.setup.facts import EngineFacts
 from dsjax.engine.setup.loading import expert_space
-from dsjax.errors import ChangeUnderWayError, UserError
+from dsjax.errors import UserError
 from dsjax.model.step import ModelStep
 
 
@@ -32,6 +32,27 @@ class _Prepared:
     seconds: float
 
 
+class Engine(Protocol):
+    """What is asked of ``Generations``, which change the attention side.
+
+    Attributes:
+        args, executor, facts: of now.
+    """
+
+    args: EngineArgs
+    executor: MeshExecutor
+    facts: EngineFacts
+
+    def reserve(self) -> None:
+        """Keep others from changing a side until `forget` is called."""
+
+    def forget(self) -> None:
+        """Let others."""
+
+    def goes_on_with(self, args: EngineArgs, facts: EngineFacts) -> None:
+        """Take notice of another side."""
+
+
 class ExpertScaling:
     """Changes the expert side of an engine whose experts are in other processes.
 
@@ -39,13 +60,17 @@ class ExpertScaling:
     to and everything is compiled while steps go on; then the next step goes to them.
 
     Attributes:
-        facts: of the engine as it is now. number: of changes so far. seconds: that the last one took, steps going on.
+        number: of changes so far. seconds: that the last one took, steps going on.
     """
 
-    def __init__(self, args: EngineArgs, executor: MeshExecutor, facts: EngineFacts):
-        self._args, self._executor = args, executor
-        self.facts, self.number, self.seconds = facts, 0, 0.0
-        self._lock = threading.Lock()
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.number, self.seconds = 0, 0.0
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Of the engine as it is now."""
+        return self._engine.facts
 
     def prepare(self, expert_mesh: str | None, afd_address: str | None) -> _Prepared:
         """Connect to the new side and compile, in any thread. What is None stays as it is.
@@ -53,24 +78,22 @@ class ExpertScaling:
         Raises:
             UserError: it cannot be; everything is as it was. ChangeUnderWayError: another change is being made.
         """
-        if not self._lock.acquire(blocking=False):
-            raise ChangeUnderWayError("another change of the experts' side is being made; ask again when it is done")
+        self._engine.reserve()
         try:
             return self._prepare(expert_mesh, afd_address)
         except BaseException:
-            self._lock.release()
+            self._engine.forget()
             raise
 
     def _prepare(self, expert_mesh: str | None, afd_address: str | None) -> _Prepared:
-        began, model = time.monotonic(), self._executor.model
+        began, executor, of_now = time.monotonic(), self._engine.executor, self._engine.args
+        model = executor.model
         args = replace(
-            self._args,
-            expert_mesh=expert_mesh or self._args.expert_mesh,
-            afd_address=afd_address or self._args.afd_address,
+            of_now, expert_mesh=expert_mesh or of_now.expert_mesh, afd_address=afd_address or of_now.afd_address
         )
-        if set(afd_addresses(args)) & set(afd_addresses(self._args)):
+        if set(afd_addresses(args)) & set(afd_addresses(of_now)):
             raise UserError(
-                f"--afd-address {args.afd_address} names a process of {self._args.afd_address}, which has the experts of now; start the "
+                f"--afd-address {args.afd_address} names a process of {of_now.afd_address}, which has the experts of now; start the "
                 "new side beside it, at other addresses"
             )
         spec, slots = expert_spec(args), model.placement.n_physical
@@ -81,13 +104,12 @@ class ExpertScaling:
             )
         before: RemoteExperts = model.apart
         side = remote_experts(args, spec, before.infos, model.mesh.devices.flat[0].platform)
-        side.continue_for(before)
-        side.placement = self._executor.device.placements.physical_to_logical
+        side.name, side.placement = before.name, executor.device.placements.physical_to_logical
         try:
             model = replace(model, apart=side)
             side.space = expert_space(args, model, Path(resolve(args.model, revision=args.revision)))
             side.connect()
-            return _Prepared(args, model, self._executor.compile_for(model), time.monotonic() - began)
+            return _Prepared(args, model, executor.compile_for(model), time.monotonic() - began)
         except BaseException:
             side.close()
             raise
@@ -98,24 +120,26 @@ class ExpertScaling:
         Raises:
             RuntimeError, UserError: the new side cannot do it; everything is as it was.
         """
-        before, side = self._executor.model.apart, prepared.model.apart
+        executor, side = self._engine.executor, prepared.model.apart
+        before = executor.model.apart
         try:
-            rows = self._executor.device.placements.physical_to_logical
+            rows = executor.device.placements.physical_to_logical
             for row in np.flatnonzero((rows != side.placement).any(axis=1)).tolist():  # experts have moved meanwhile
                 side.place(row, rows[row])
         except BaseException:
             side.close()
-            self._lock.release()
+            self._engine.forget()
             raise
         try:
-            self._executor.go_on_with(prepared.model, prepared.programs)
+            executor.go_on_with(prepared.model, prepared.programs)
             before.close()
-            self._args, self.number, self.seconds = prepared.args, self.number + 1, round(prepared.seconds, 3)
-            self.facts = replace(
+            self.number, self.seconds = self.number + 1, round(prepared.seconds, 3)
+            facts = replace(
                 self.facts,
                 expert_mesh=f"ep={side.spec.ep_size}",
                 physical_experts_per_device=prepared.model.placement.n_physical // side.spec.ep_size,
                 expert_weight_bytes=side.bytes_of_device,
             )
+            self._engine.goes_on_with(prepared.args, facts)
         finally:
-            self._lock.release()
+            self._engine.forget()

@@ -165,7 +165,7 @@ def _load_model(
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     if of_experts is not None and expert_mesh is None:
         step.apart.space = expert_space(args, step, directory)
-        step.apart.placement = step.placement.physical_to_logical
+        step.apart.placement, step.apart.name = step.placement.physical_to_logical, held.name
         step.apart.connect()
 
     def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
@@ -174,7 +174,8 @@ def _load_model(
             return load(config, source, mesh, step.rules, **fixed, **options)
         side, progress = step.apart, options["progress"]
         if expert_mesh is not None:
-            side.params = load(config, source, side.mesh, side.rules, only=side.infos, progress=progress, **fixed)
+            own = {"only": side.infos, "progress": progress, "held": options.get("held")}
+            side.params = load(config, source, side.mesh, side.rules, **fixed, **own)
         return load(config, source, mesh, step.rules, only=step.table.infos, progress=progress, **fixed)
 
     def read_all() -> dict[str, Array]:

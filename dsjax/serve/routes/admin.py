@@ -119,14 +119,20 @@ def admin_routes(serving: Serving) -> APIRouter:
         """Go on on another mesh, or with another side of experts, up or down. Requests go on with it, streams stay open; the answer
         comes when it is done."""
         serving.check_running()
-        of_experts = body.expert_mesh is not None or body.afd_address is not None
-        if (body.mesh is not None) == of_experts:
-            raise ApiError(400, "found both or none, expected mesh, or expert_mesh and afd_address", param="mesh")
+        mesh, experts, address = body.mesh, body.expert_mesh, body.afd_address
+        if mesh is None and experts is None and address is None:
+            raise ApiError(400, "found nothing to change, expected mesh, expert_mesh or afd_address", param="mesh")
+        if mesh is not None and address is not None:
+            raise ApiError(
+                400,
+                "found mesh and afd_address, one for each side; change one side and then the other",
+                param="mesh",
+            )
         try:
-            if of_experts:
-                scaling = await serving.engine.scale_experts(body.expert_mesh, body.afd_address)
+            if address is not None or (mesh is None and serving.engine.core.expert_scaling is not None):
+                scaling = await serving.engine.scale_experts(experts, address)
                 return _scaled(scaling.facts, scaling.number, scaling.seconds)
-            generations = await serving.engine.scale(body.mesh)
+            generations = await serving.engine.scale(mesh, experts)
         except ChangeUnderWayError as error:
             raise ApiError(409, str(error), code="change_under_way") from error
         except EngineDeadError as error:
@@ -134,7 +140,10 @@ def admin_routes(serving: Serving) -> APIRouter:
         except ValueError as error:  # a UserError or one of the mesh's
             raise ApiError(400, str(error), param="mesh", code="mesh_impossible") from error
         if generations.failure is not None:
-            reason = f"mesh {body.mesh} cannot be had, and the server goes on on {generations.facts.mesh}: {generations.failure}"
+            wanted = ", ".join(f"{name} {text}" for name, text in (("mesh", mesh), ("experts' mesh", experts)) if text)
+            reason = (
+                f"{wanted} cannot be had, and the server goes on on {generations.facts.mesh}: {generations.failure}"
+            )
             raise ApiError(400, reason, param="mesh", code="mesh_unavailable")
         return _scaled(generations.facts, generations.number, generations.counts.last_seconds)
 

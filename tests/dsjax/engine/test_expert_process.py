@@ -185,7 +185,7 @@ def test_another_side_with_more_devices_takes_over_and_the_cache_stays(checkpoin
     wider = {"expert_mesh": "ep=8"}
     old = experts(checkpoint, first)
     new = [experts(checkpoint, ",".join(others), afd_server_rank=rank, **wider) for rank in range(2)]
-    llm = attention(checkpoint, first)
+    llm, last = attention(checkpoint, first), old
     try:
         assert made(llm) == expected
         with pytest.raises(UserError, match="ep=5 does not divide the 32 physical experts"):
@@ -204,9 +204,28 @@ def test_another_side_with_more_devices_takes_over_and_the_cache_stays(checkpoin
         assert all(process.num_calls > before for process, before in zip(new, calls, strict=True))
         assert (llm.facts.expert_mesh, llm.facts.physical_experts_per_device) == ("ep=8", 4)
         assert len(llm.executor.extension(ExpertLinks).counts) == 2
+        with pytest.raises(UserError, match="change one side and then the other"):
+            llm.scale("dp=1", expert_mesh="ep=4")
+        for index, prompt in enumerate(PROMPTS):
+            llm.engine.add_request(str(index), prompt, GREEDY)
+        found = {}
+        for mesh in ("dp=1", "tp=2"):  # the attention side's own mesh, which finds the experts where they are now
+            for _ in range(2):
+                found.update({one.request_id: one for one in llm.engine.step() if one.finished})
+            llm.scale(mesh)
+        assert (llm.facts.mesh, llm.facts.expert_mesh) == ("tp=2", "ep=8")
+        assert len(found) < len(PROMPTS)
+        while llm.engine.has_unfinished():
+            found.update({one.request_id: one for one in llm.engine.step() if one.finished})
+        tokens = [found[str(index)].outputs[0].token_ids for index in range(len(PROMPTS))]
+        assert tokens == [tokens for tokens, _ in expected]
+        third = free_address()
+        last = experts(checkpoint, third)
+        llm.scale(expert_mesh="ep=4", afd_address=third)  # and then the other side again
+        assert made(llm) == expected
     finally:
         llm.shutdown()
-        for process in [old, *new]:
+        for process in [old, *new, last]:
             process.close()
 
 

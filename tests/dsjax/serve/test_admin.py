@@ -68,9 +68,15 @@ def test_what_to_abort_must_be_said_once(server, body):
     assert admin(server, "/abort_request", body).status_code == 400
 
 
-@pytest.mark.parametrize("body", [{}, {"mesh": "dp=2", "expert_mesh": "ep=4"}])
-def test_what_to_scale_must_be_said_once(server, body):
-    assert "expected mesh, or expert_mesh and afd_address" in admin(server, "/scale", body).json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "expected mesh, expert_mesh or afd_address"),
+        ({"mesh": "dp=2", "afd_address": "127.0.0.1:1"}, "change one side and then the other"),
+    ],
+)
+def test_what_to_scale_must_be_said_once(server, body, said):
+    assert said in admin(server, "/scale", body).json()["error"]["message"]
 
 
 def test_another_side_of_experts_takes_over_where_they_are_in_other_processes(server, monkeypatch):

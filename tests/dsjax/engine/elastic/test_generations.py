@@ -28,7 +28,7 @@ class FakeGenerations:
         self.errors: list[Exception] = []
         self.failure, self.has_leavers = None, False
 
-    def ask(self, mesh):
+    def ask(self, mesh, expert_mesh=None):
         return mesh
 
     def to(self, wanted):
@@ -214,6 +214,58 @@ def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_o
     llm._generations.ask("dp=1")
     with pytest.raises(ChangeUnderWayError, match="the mesh is being changed"):
         llm.scale("dp=1")
+    llm.shutdown()
+
+
+@pytest.mark.slow
+def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_and_change_no_bit(checkpoint, kernels):
+    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, detokenize=False, logprobs=0)
+    prompts = [{"prompt_token_ids": list(range(3 + i, 9 + 2 * i))} for i in range(3)]
+    options = FEW_SHAPES | {"kernels": "native", "batch_invariant": True}
+    one = LLM(str(checkpoint), mesh="dp=1", **options)
+    expected = [answer(one.generate([prompt], params)[0]) for prompt in prompts]
+    one.shutdown()
+    moving = {name: FEATURES[name] for name in ("enable_eplb", "eplb_config")}
+    llm = LLM(str(checkpoint), attention_mesh="dp=2", expert_mesh="ep=4", **options | moving)
+    for index, prompt in enumerate(prompts):
+        llm.engine.add_request(str(index), prompt, params)
+    found, kept = {}, 0
+
+    def step():
+        found.update({output.request_id: answer(output) for output in llm.engine.step() if output.finished})
+
+    for mesh, experts in (("dp=1", None), (None, "ep=2"), ("tp=2", "ep=3")):
+        for _ in range(2):
+            step()
+        assert len(found) < len(prompts)
+        llm.scale(mesh, expert_mesh=experts)
+        assert llm.facts.mesh == (mesh or "dp=1")
+        assert llm.executor.device.model.apart.params
+        counts = llm._generations.counts.weight_bytes
+        assert counts["read"] == 0  # what either side holds goes on to the other devices
+        assert counts["kept"] + counts["moved"] > kept
+        kept = counts["kept"] + counts["moved"]
+    assert llm.facts.expert_mesh == "ep=3"
+    while llm.engine.has_unfinished():
+        step()
+    assert [found[str(index)] for index in range(3)] == expected
+    for wanted, error in (
+        ({"mesh": "dp=4096"}, r"mesh dp=4096 and the experts' ep=3 want 4099 devices, and this server has \d+"),
+        ({"expert_mesh": "ep=4096"}, "want 4098 devices"),
+        ({"expert_mesh": "tp=2"}, "expected ep= and the number of devices"),
+        ({"mesh": "dp=2,ep=1"}, "leave ep out"),
+        ({"afd_address": "127.0.0.1:1"}, "no experts in other processes"),
+        ({"mesh": "dp=1", "afd_address": "127.0.0.1:1"}, "change one side and then the other"),
+    ):
+        with pytest.raises((MeshError, UserError), match=error):
+            llm.scale(**wanted)
+    llm.shutdown()
+
+
+def test_an_engine_whose_experts_are_on_its_mesh_has_no_mesh_of_experts(checkpoint):
+    llm = LLM(str(checkpoint), mesh="dp=1", **FEW_SHAPES)
+    with pytest.raises(UserError, match="the experts of this engine are on the devices of its --mesh dp=1"):
+        llm.scale(expert_mesh="ep=2")
     llm.shutdown()
 
 

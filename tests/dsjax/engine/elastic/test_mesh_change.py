@@ -11,10 +11,9 @@ from sharding import MeshError, MeshSpec
 class Args(SimpleNamespace):
     """What of `EngineArgs` decides."""
 
-    def __init__(self, num_redundant=0, eplb=None):
-        super().__init__(
-            num_redundant=num_redundant, eplb=eplb, init_expert_location=None, mesh="dp=4", moe_dense_tp_size=None
-        )
+    def __init__(self, num_redundant=0, eplb=None, **others):
+        others = {"init_expert_location": None, "mesh": "dp=4", "moe_dense_tp_size": None, "expert_mesh": None} | others
+        super().__init__(num_redundant=num_redundant, eplb=eplb, **others)
 
 
 def config(experts=32, heads=8):
@@ -59,3 +58,28 @@ def test_a_mesh_with_stages_is_refused_and_not_taken_for_one_without():
 )
 def test_experts_get_the_fewest_copies_that_divide(asked, mesh, expected):
     assert changed_options(Args(asked), config(256), MeshSpec.parse(mesh))["redundant_experts"] == expected
+
+
+APART = {"expert_mesh": "ep=6", "afd_role": "both", "afd_address": None}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "role", "devices", "error"),
+    [
+        ("dp=2,tp=2", "both", 10, None),
+        ("dp=8", "both", 10, "mesh dp=8 and the experts' ep=6 want 14 devices, and this server has 10"),
+        ("dp=8", "attention", 8, None),
+        ("dp=4,ep=2", "both", 10, "leave ep out"),
+    ],
+)
+def test_attention_gets_the_devices_that_experts_leave_it(mesh, role, devices, error):
+    args, spec = Args(2, **APART | {"afd_role": role}), MeshSpec.parse(mesh)
+    if error is not None:
+        with pytest.raises(MeshError, match=error):
+            check_mesh(args, config(256), "f32", spec, [None] * devices)
+        return
+    check_mesh(args, config(256), "f32", spec, [None] * devices)
+    options = changed_options(args, config(256), spec)
+    assert (options["attention_mesh"], options["expert_mesh"]) == (mesh, "ep=6")
+    assert options["redundant_experts"] == 2  # as the experts' devices need them, whatever attention's are
+    assert str(largest_mesh(args, config(256), "f32", spec, [None] * devices)) == mesh
