@@ -12,7 +12,6 @@ from dsjax import LLM, SamplingParams
 from dsjax.engine.afd.layer_programs import CompiledPass, OnHost
 from dsjax.engine.schedule.page_events import BlockRemoved, BlockStored
 from dsjax.engine.setup.expert_location import ExpertLocation
-from dsjax.errors import UserError
 from dsjax.model.apart import Passing, Routed
 from sharding import MeshError
 from sharding.dispatch import between
