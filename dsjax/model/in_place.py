@@ -226,7 +226,7 @@ class MatricesInPlace:
         depth, columns = spec[1], spec[2:]
         shares = self.rules.ways(self.mesh, axes[1]) if depth else 1
         quantised = "scale" in arrays and self.scheme.dynamic
-        pieces = self._pieces(x.shape[-1], shares, axes[1] in SHARED_DEPTHS, quantised)
+        pieces = self._pieces(x.shape[-1], shares, axes[1] in SHARED_DEPTHS, "scale" in arrays)
         split = split_tokens and shares > 1 and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
         native, branch = self.kernels.native, np.dtype(np.float32) if shares > 1 else dtype
 
@@ -254,13 +254,16 @@ class MatricesInPlace:
         out = run(dict(arrays), layer, x.reshape(self.spec.dp_size, -1, x.shape[-1]))
         return out.reshape(*x.shape[:-1], *out.shape[2:])
 
-    def _pieces(self, depth: int, shares: int, shared: bool, quantised: bool) -> int:
-        """Into how many pieces a device cuts its part of a depth that some mesh shares (``shared``) and this one does over ``shares``."""
+    def _pieces(self, depth: int, shares: int, shared: bool, scaled: bool) -> int:
+        """Into how many pieces a device cuts its part of a depth that some mesh shares (``shared``) and this one does over ``shares``.
+
+        scaled: of weights in FP8.
+        """
         if self.native:
             return pieces_here(depth, shares) if shared else 1
         if self.kernels.pallas.platform == "tpu":
             return tpu_products.fixed_pieces(depth, shares) if shared else 1
-        return products.fixed_pieces(depth, shares, quantised=quantised)
+        return products.fixed_pieces(depth, shares, scaled=scaled)
 
     def _fixed(
         self,

@@ -223,12 +223,13 @@ def dense(
     return out.reshape(T, *weight.shape[2:])
 
 
-def fixed_pieces(depth: int, shares: int = 1, *, quantised: bool = False) -> int:
+def fixed_pieces(depth: int, shares: int = 1, *, scaled: bool = False) -> int:
     """Pieces that one of ``shares`` devices has of a depth of ``depth`` in all, as ``dense`` wants them.
 
-    quantised: of rows in FP8, whose tiles of the depth are whole. 1 where pieces do not divide over the devices.
+    scaled: of weights in FP8, whose tiles of the depth are whole, so that none crosses from a block of 128 to the next one, which has
+    another scale. 1 where pieces do not divide over the devices.
     """
-    pieces = next(p for p in (8, 4, 2, 1) if depth % (p * 64 if quantised else p) == 0 or p == 1)
+    pieces = next(p for p in (8, 4, 2, 1) if depth % (p * 64 if scaled else p) == 0 or p == 1)
     return pieces // shares if pieces % shares == 0 else 1
 
 

@@ -61,9 +61,21 @@ def test_how_many_programs_share_the_pieces_changes_no_bit():
 
 
 def test_fp8_weights_and_rows_have_whole_tiles_in_their_pieces():
-    assert [products.fixed_pieces(depth, quantised=True) for depth in (7168, 1536, 128, 2048)] == [8, 8, 2, 8]
+    assert [products.fixed_pieces(depth, scaled=True) for depth in (7168, 1536, 128, 2048)] == [8, 8, 2, 8]
     assert [tpu_products.fixed_pieces(depth) for depth in (16_384, 18_432, 2048, 1536)] == [8, 8, 8, 4]
     assert products.fixed_pieces(2048, 16) == 1  # more devices than pieces
+
+
+def test_no_tile_of_fp8_weights_takes_the_scale_of_the_block_before_its_own():
+    """2,816, the width of Moonlight's shared experts, in eight pieces would have tiles that begin within a block and end in the next."""
+    K, N = 2816, 16
+    x, weight = drawn(1, 3, K), drawn(2, 1, K, N).astype(FP8)
+    scale = jnp.arange(1.0, K // 128 + 1)[None, :, None]
+    found = dense(x, weight, products.fixed_pieces(K, scaled=True), scale)
+    exact = np.asarray(x, np.float64) @ (
+        np.asarray(weight[0], np.float64) * np.repeat(np.asarray(scale[0]), 128, axis=0)
+    )
+    np.testing.assert_allclose(found, exact, atol=1e-5 * np.abs(exact).max())
 
 
 def attend(kernel, q, rope, cache, start, length, tables):
