@@ -58,7 +58,7 @@ def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
     target, timeline = options.target, options.timeline
     if options.mla is not None and options.step == "mixed":
         raise UserError("--mla is of one kind of rows, and a mixed step has both; give --mla-decode and --mla-prefill")
-    if options.mla is not None:
+    if options.mla is not None and options.step in ("decode", "prefill"):  # any other word is refused below
         args = dataclasses.replace(args, **{f"mla_{options.step}": options.mla})
     if args.separated:
         raise UserError("a dry run is of one mesh; give --mesh, once for prefill's and once for decode's")

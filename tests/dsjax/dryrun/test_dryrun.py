@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from quick_compilation import QUICK_COMPILATION
+from typer.testing import CliRunner
 
+from dsjax.cli.main import app
 from dsjax.config import load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import expected_tiles
@@ -201,6 +203,12 @@ def test_impossible_requests_say_what_to_do():
         many.limits(load_config("deepseek-v3"), MeshSpec.parse("dp=32"))
     with pytest.raises(UserError, match=r"no hardware 'h300'"):
         dry_run(DryRunArgs(engine=V3, target="h300"))
+
+
+def test_a_form_of_attention_of_no_step_is_refused_as_the_step_is():
+    done = CliRunner().invoke(app, ["dryrun", "--model", "demo", "--step", "train", "--mla", "CC"])
+    assert done.exit_code == 1
+    assert "--step is 'train', expected one of decode, prefill, mixed" in str(done.exception)
 
 
 @pytest.mark.slow
