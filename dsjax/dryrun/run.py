@@ -77,8 +77,8 @@ def dry_run(
         args = replace(args, engine=replace(args.engine, devices_per_host=near))
     if against and not reductions:
         raise UserError("--against compares the order of sums; give --reductions as well")
-    variants = {text: variant(args, text) for text in against}
     args = within_positions(args, config)
+    variants = {text: within_positions(variant(args, text), config, f"--against {text}: ") for text in against}
     # Before the devices are described, or emulated.
     weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
     check_layout(config, spec.stage, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
@@ -154,8 +154,8 @@ def _read_mesh(
     )
 
 
-def within_positions(args: DryRunArgs, config: ModelConfig) -> DryRunArgs:
-    """The arguments with a context that the model has positions for.
+def within_positions(args: DryRunArgs, config: ModelConfig, whose: str = "") -> DryRunArgs:
+    """The arguments with a context that the model has positions for. whose: begins the message of an error.
 
     Raises:
         UserError: a longer one was given.
@@ -163,7 +163,7 @@ def within_positions(args: DryRunArgs, config: ModelConfig) -> DryRunArgs:
     for flag, given in (("--context", args.context), ("--max-model-len", args.engine.max_model_len)):
         if given and given > config.max_position_embeddings:
             raise UserError(
-                f"{flag} is {given}, but the model has {config.max_position_embeddings} positions; lower it"
+                f"{whose}{flag} is {given}, but the model has {config.max_position_embeddings} positions; lower it"
             )
     # Neither was given, and the usual context is beyond the model's.
     return replace(args, context=min(args.row_tokens, config.max_position_embeddings))

@@ -124,6 +124,18 @@ def test_against_without_reductions_is_refused():
         dry_run(ARGS, against=("batch=1",))
 
 
+def test_what_a_step_is_compared_with_has_the_context_of_the_step(monkeypatch):
+    """The demo has 2,048 positions, fewer than the usual context."""
+    read = []
+    monkeypatch.setattr("dsjax.dryrun.run._read_mesh", lambda *given: read.append((given[0], given[-1])))
+    usual = dataclasses.replace(ARGS, context=None)
+    dry_run(usual, reductions=True, against=("batch=1", "mesh=tp=2", "step=prefill"))
+    ((args, others),) = read
+    assert [one.row_tokens for one in (args, *others.values())] == [2048] * 4
+    with pytest.raises(UserError, match="--against context=4096: --context is 4096, but the model has 2048 positions"):
+        dry_run(usual, reductions=True, against=("context=4096",))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
