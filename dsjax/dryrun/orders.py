@@ -158,7 +158,7 @@ def variant(args: DryRunArgs, text: str) -> DryRunArgs:
     if name == "step" and value in STEPS:
         # The rows of one kind of step say nothing of another's.
         return dataclasses.replace(args, step=value, batch=None)
-    if name in ("batch", "context") and value.isdigit():
+    if name in ("batch", "context") and value.isdecimal():
         return dataclasses.replace(args, **{name: int(value)})
     raise UserError(
         f"--against {text!r}: expected batch=ROWS, context=TOKENS, mesh=SPEC or step={'|'.join(STEPS)}, such as --against batch=1 "

@@ -114,7 +114,7 @@ def test_one_thing_of_a_dry_run_is_changed_at_a_time():
     assert variant(ARGS, "context=128").row_tokens == 128
     prefill = variant(ARGS, "step=prefill")
     assert (prefill.step, prefill.decode, prefill.prefill) == ("prefill", None, (2048 // 16, 16))
-    for wrong in ("batch=", "batch=few", "step=train", "mesh=", "rows=3", "batch"):
+    for wrong in ("batch=", "batch=few", "step=train", "mesh=", "rows=3", "batch", "batch=²"):
         with pytest.raises(UserError, match=r"--against .*expected batch=ROWS"):
             variant(ARGS, wrong)
 
