@@ -147,7 +147,7 @@ def fit(
 
     pages, positions = -(-args.row_tokens // page), config.max_position_embeddings
     needed = args.rows * pages
-    shortest = -(-args.chunk // page)
+    shortest = -(-max(rectangle.chunk for rectangle in (args.decode, args.prefill) if rectangle) // page)
     batch = largest(lambda rows: total(dataclasses.replace(args, batch=rows)), room, args.rows, most=1 << 16)
     context = largest(with_context, room, max(pages, shortest), least=shortest, most=positions // page)
     cache = largest(with_cache, room, needed, most=1 << 28)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from layouts import TINY
@@ -34,6 +35,17 @@ def test_steps_and_refusals_are_searched_too():
     assert largest(lambda n: 64 * -(-n // 64), 1000, 3, most=10_000) == 960
     assert largest(lambda n: n if n <= 40 else math.inf, 1000, 3, most=10_000) == 40
     assert largest(lambda n: 5 * n, 50, 1, most=100, least=20) == 0
+
+
+@pytest.mark.parametrize(("room", "context"), [(90, 0), (2 * 100, 100), (100_000, 2048)])
+def test_no_context_is_tried_that_has_no_room_for_the_prompts_of_a_mixed_step(monkeypatch, room, context):
+    args = DryRunArgs(
+        engine=EngineArgs(model="demo", page_size=4, prefill_chunk=64, gpu_memory_utilization=1.0),
+        step="mixed", batch=2, context=1024,
+    )  # fmt: skip
+    monkeypatch.setattr("dsjax.dryrun.memory.compile_step", lambda asked, *_: asked)
+    monkeypatch.setattr(DeviceMemory, "of", lambda asked: SimpleNamespace(total=asked.rows * asked.row_tokens))
+    assert fit(args, load_config("demo"), None, room).context == context
 
 
 @pytest.mark.slow
