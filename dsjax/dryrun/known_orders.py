@@ -88,7 +88,7 @@ KNOWN_ORDERS: tuple[KnownOrder, ...] = (
     ),
     KnownOrder(
         "product-tiles",
-        ("kernel",), r"(dense|experts_gate_up|experts_down)(_fp8)?", r".*/pallas_call",
+        ("kernel",), r"(dense|experts_gate_up|experts_down)(_fp\d)?", r".*/pallas_call",
         "The kernel's depth of a tile, its splits and its tile of rows are chosen by the rows and by what tp leaves of the columns.",
         "give it one depth, one tile of rows and no splits for every shape; the aim of splits, few rows, then costs bandwidth.",
     ),

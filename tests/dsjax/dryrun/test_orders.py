@@ -95,6 +95,16 @@ def test_entries_have_names_of_their_own_whole_sentences_and_patterns_that_compi
         re.compile(entry.what), re.compile(entry.places)
 
 
+@pytest.mark.parametrize("weights", ["", "_fp8", "_fp4"])
+def test_a_product_of_experts_is_explained_in_each_format_that_its_kernel_has(weights):
+    for name in (f"experts_gate_up{weights}", f"experts_down{weights}"):
+        path = f"jit(run)/while/body/closed_call/experts/dispatch/shard_map/experts/{name}/pallas_call"
+        row = only(
+            [Reduction("call.1", path, "kernel", name, "bf16", None, "depth 128", True, ("rows", "mesh"), "why")]
+        )
+        assert (row.could_depend, row.known and row.known.name) == (True, "product-tiles")
+
+
 def test_no_entry_explains_a_call_that_says_nothing_or_a_library():
     for carrier in ("unknown", "library"):
         assert only([dataclasses.replace(norm(), carrier=carrier)]).known is None
