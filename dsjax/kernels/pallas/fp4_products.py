@@ -192,7 +192,7 @@ def _cost(x: Array, weight: Array, form: FP4Format, mean_load: float, tiles: Pro
     X, K, columns = weight.shape[1], 2 * weight.shape[2], math.prod(weight.shape[3:])
     rows = X * tiles.rows * expected_tiles(mean_load, tiles.rows)
     read = X * (1 - math.exp(-mean_load)) * K * columns * form.bytes_per_value
-    quantised = x.dtype == fp8.E4M3
+    quantised, fused, width = x.dtype == fp8.E4M3, weight.ndim == 5, weight.shape[-1]
     row = fp8.row_bytes(K) if quantised else K * x.dtype.itemsize
-    result = weight.shape[-1] * np.dtype(dtype).itemsize
+    result = fp8.row_bytes(width) if quantised and fused else width * np.dtype(dtype).itemsize
     return KernelCost(2.0 * rows * K * columns, read + X * mean_load * (row + result), hlo_dtype(dtype), assumed=True)

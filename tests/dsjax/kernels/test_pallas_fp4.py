@@ -12,9 +12,11 @@ from layouts import answer, difference, widths, write_checkpoint
 
 from dsjax.fp4.formats import FORMATS
 from dsjax.kernels.pallas import fp4_products
+from dsjax.kernels.pallas.products import ProductTiles
 from dsjax.kernels.table import choose_kernels
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme
+from sharding.fp8 import E4M3
 
 PALLAS = choose_kernels("pallas", "cpu", np.dtype(np.float32), devices=1, cache=None)
 BYTES = np.dtype(np.uint8)
@@ -62,6 +64,18 @@ def test_w4a8_is_the_plain_form_s(form, powers):
     # but for hidden values on a rounding edge
     assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
     assert np.median(np.abs(found - expected)) <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("rows", "row", "hidden"), [(jnp.bfloat16, 2 * 256, 2 * 384), (E4M3, 256 + 8, 384 + 12)])
+def test_a_call_costs_the_bytes_that_it_reads_and_writes(rows, row, hidden):
+    """Rows in FP8 have hidden values in FP8 too, with a scale for each 128; sums of experts are in the dtype of computation."""
+    X, D, F, load = 4, 256, 384, 64.0
+    for shape, read, written in (((1, X, D // 2, 2, F), row, hidden), ((1, X, F // 2, D), hidden, 2 * D)):
+        form, tiles = FORMATS["nvfp4"], ProductTiles.for_load(load)
+        width = shape[2] * 2
+        x, weight = jax.ShapeDtypeStruct((256, width), rows), jax.ShapeDtypeStruct(shape, BYTES)
+        told = fp4_products._cost(x, weight, form, load, tiles, jnp.dtype(jnp.bfloat16))
+        assert told.bytes == pytest.approx(2 * weight.size * form.bytes_per_value + X * load * (read + written))
 
 
 @FORMS
