@@ -87,7 +87,8 @@ class ExpertDispatch:
         local_rows = tokens / spec.num_devices
         if self.dispatch.chunk_tokens is not None:
             local_rows = min(local_rows, self.dispatch.chunk_tokens)
-        return local_rows * spec.ep_size * top_k / self.placement.n_physical
+        # Devices that share an expert's width compute the pairs of all of them.
+        return local_rows * spec.ep_size * spec.expert_width_shards * top_k / self.placement.n_physical
 
     def _slot_distances(self, runs: int) -> Int[np.ndarray, "R P"] | None:
         """What ``assign_copies`` takes, where a token goes to the nearest copies; runs: of a DP rank's tokens."""

@@ -295,6 +295,8 @@ def test_an_fp8_wire_moves_logits_by_its_rounding_only():
         ("dp=8,ep=2", {}, 2 * 8 * 4 / 32),  # a copy of the experts sees the tokens of its own two ranks
         ("dp=2,tp=4", {}, 2 * 8 * 4 / 32),  # a replica's tokens are split over its devices, not repeated
         ("dp=8", {"moe_chunk_tokens": 2}, 8 * 2 * 4 / 32),
+        ("tp=8,ep=1", {}, 8 * 4 / 32),  # each device has a part of every expert, for which it sees all tokens
+        ("dp=8,ep=2,etp=2", {}, 4 * 8 * 4 / 32),  # and here those of all ranks that share a copy of the experts
     ],
 )
 def test_the_expert_product_is_chosen_for_the_pairs_that_even_routing_brings(mesh, options, load):
