@@ -26,8 +26,9 @@ from jaxtyping import Array, Float, Int
 from dsjax.fp4 import rows as nvfp4_rows
 from dsjax.fp4.formats import FP4Format
 from dsjax.kernels.pallas import activations, fp4_products, tpu_products
+from dsjax.kernels.pallas.addressing import addressable
 from dsjax.kernels.pallas.experts import combine, round_pairs
-from dsjax.kernels.pallas.products import SLACK, Groups, ProductTiles, addressable, down, gate_up
+from dsjax.kernels.pallas.products import SLACK, Groups, ProductTiles, down, gate_up
 from dsjax.kernels.table import Kernels
 from dsjax.model import fp8_product
 from dsjax.model.fp4_matrix import PACKED, PARTS, decoded, format_of, meant, swiglu_w4a4, swiglu_w4a8

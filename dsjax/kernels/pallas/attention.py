@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.kernels.pallas import pl, plgpu
+from dsjax.kernels.pallas.addressing import addressable_layer
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 from dsjax.kernels.pallas.shared_memory import AttentionBytes, Cores, first_that_fits
@@ -94,6 +95,7 @@ def latent_attention(
     pairs = -(-C * H // tiles.rows) * tiles.rows
     wide, narrow = power(M), power(O)
     joined = "joined" in cache
+    cache, layer = addressable_layer(cache, layer)
     stored = (cache["joined"],) if joined else (cache["latent"], cache["rope"])
     L, P, G = stored[0].shape[:3]
     pages = tables.shape[1]

@@ -14,9 +14,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dsjax.kernels.pallas import pl, plgpu
+from dsjax.kernels.pallas.addressing import addressable
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
 from dsjax.kernels.pallas.order import ROWS, KernelOrder
-from dsjax.kernels.pallas.products import BLOCK, ProductTiles, addressable, widened
+from dsjax.kernels.pallas.products import BLOCK, ProductTiles, widened
 from dsjax.kernels.pallas.shared_memory import Cores, ProductBytes
 
 

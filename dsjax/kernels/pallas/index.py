@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.kernels.pallas import pl, plgpu
+from dsjax.kernels.pallas.addressing import addressable_layer
 from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
 from dsjax.kernels.pallas.order import KernelOrder
 from sharding import fp8
@@ -47,6 +48,7 @@ def index_scores(
         the cache hold an entry; a query sees those and its own. None: all of them.
     """
     R, C, I, A = query.shape
+    cache, layer = addressable_layer(cache, layer)
     L, P, G = cache["index"].shape[:3]
     pages = tables.shape[1]
     blocks = -(-pages * G // POSITIONS)

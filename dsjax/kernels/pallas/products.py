@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.activations import quantised_tile
+from dsjax.kernels.pallas.addressing import addressable
 from dsjax.kernels.pallas.attention import CORES
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
@@ -400,11 +401,6 @@ def _kernel(
 def _taken(fused: bool, x: Array | fp8.Quantised, weight_dtype: np.dtype) -> ProductBytes:
     rows = x.values.dtype if isinstance(x, fp8.Quantised) else x.dtype
     return ProductBytes(1 + fused, rows, rows, np.dtype(weight_dtype).itemsize)
-
-
-def addressable(array: Array) -> bool:
-    """Whether Pallas addresses the array rightly: up to 2³² bytes it counts elements in 32 bits, of which one is the sign."""
-    return array.size < 2**31 or array.size * array.dtype.itemsize > 2**32
 
 
 def _cost(x: Array, weight: Array, mean_load: float, tiles: ProductTiles, dtype: np.dtype) -> KernelCost:

@@ -21,7 +21,7 @@ from dsjax.config import ModelConfig, QuantizationConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.errors import UserError
-from dsjax.kernels.pallas import activations, attention, cost, experts, heads, index, products
+from dsjax.kernels.pallas import activations, addressing, attention, cost, experts, heads, index, products
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme, block_product
@@ -252,10 +252,58 @@ def test_tiles_fit_the_load_and_all_of_an_expert_s_are_side_by_side():
 
 def test_arrays_whose_offsets_would_turn_negative_are_left_to_the_plain_form():
     sized = lambda size, dtype: jax.ShapeDtypeStruct((size,), dtype)  # noqa: E731
-    assert products.addressable(sized(2**31 - 1, jnp.float8_e4m3fn))
-    assert not products.addressable(sized(2**31, jnp.float8_e4m3fn))
-    assert products.addressable(sized(2**32 + 1, jnp.float8_e4m3fn))  # counted in 64 bits
-    assert products.addressable(sized(2**33, jnp.bfloat16))
+    assert addressing.addressable(sized(2**31 - 1, jnp.float8_e4m3fn))
+    assert not addressing.addressable(sized(2**31, jnp.float8_e4m3fn))
+    assert addressing.addressable(sized(2**32 + 1, jnp.float8_e4m3fn))  # counted in 64 bits
+    assert addressing.addressable(sized(2**33, jnp.bfloat16))
+
+
+def test_no_kernel_is_given_a_cache_in_fp8_whose_offsets_would_turn_negative():
+    """100,000 tokens of DeepSeek-V3 take 3.1 GB of latents, and 400,000 of V3.2 as many of index keys."""
+    sized = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)  # noqa: E731
+    whole = lambda *dims: sized(*dims, dtype=jnp.int32)  # noqa: E731
+    e4m3, layer = fp8.E4M3, whole()
+
+    def attend(pages):
+        cache = {"latent": sized(61, pages, 16, 512, dtype=e4m3), "scale": sized(61, pages, 16, 4, dtype=jnp.float32)}
+        return jax.make_jaxpr(
+            lambda q, rope, cache, layer, start, tables: attention.latent_attention(
+                q, rope, cache, e4m3, layer, start, start, tables, scale=1.0
+            )
+        )(
+            sized(4, 1, 16, 512),
+            sized(4, 1, 16, 64),
+            cache | {"rope": sized(61, pages, 16, 64)},
+            layer,
+            whole(4),
+            whole(4, 64),
+        )
+
+    def score(pages):
+        keys = {
+            "index": sized(61, pages, 16, 128, dtype=e4m3),
+            "index_scale": sized(61, pages, 16, 1, dtype=jnp.float32),
+        }
+        return jax.make_jaxpr(
+            lambda q, weight, cache, layer, positions, tables: index.index_scores(
+                q, weight, cache, e4m3, layer, positions, tables
+            )
+        )(sized(4, 1, 64, 128), sized(4, 1, 64), keys, layer, whole(4, 1), whole(4, 64))
+
+    for jaxpr in (attend(6250), score(25_000)):
+        (call,) = (one for one in jaxpr.eqns if one.primitive.name == "pallas_call")
+        assert all(addressing.addressable(value.aval) for value in call.invars)
+    assert any(
+        value.aval.size == 61 * 1000 * 16 * 512 for one in attend(1000).eqns for value in one.invars
+    )  # nothing is copied
+
+
+@pytest.mark.parametrize("stored", [1, 4])
+def test_a_layer_of_a_cache_that_is_copied_is_read_as_the_cache_is(stored, monkeypatch):
+    case = AttentionCase.drawn(7, R=2, C=2, H=3, N=1, O=4, U=1, M=150, G=4, longest=40, stored=stored, absorbs=False)
+    expected = attention_of(case)
+    monkeypatch.setattr(addressing, "addressable", lambda array: False)
+    np.testing.assert_array_equal(attention_of(case), expected)
 
 
 def test_what_a_call_costs_is_counted_from_its_tiles():
