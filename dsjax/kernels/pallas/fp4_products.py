@@ -6,7 +6,8 @@ block scales are exact in bfloat16; tensor cores multiply them with bfloat16 row
 in FP8 (W4A8) are widened to bfloat16, exactly, and each 128 of the depth are multiplied by the row's scale. Hopper has no FP4 product;
 Blackwell's is not used, since Triton's lowering here has none.
 
-A stack of 2³¹ to 2³² bytes, which Pallas does not address rightly, is read as 16-bit words of two columns.
+A stack of 2³¹ to 2³² bytes, which Pallas does not address rightly, is read as 16-bit words of two columns; of a stack of scales that is as
+large, one layer is copied.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from jaxtyping import Array, Float, Int
 from dsjax.fp4.decode import codes_to_values, scales_to_values
 from dsjax.fp4.formats import FP4Format
 from dsjax.kernels.pallas import pl, plgpu
+from dsjax.kernels.pallas.addressing import addressable, addressable_layer
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
-from dsjax.kernels.pallas.products import BLOCK, Groups, ProductTiles, addressable
+from dsjax.kernels.pallas.products import BLOCK, Groups, ProductTiles
 from dsjax.kernels.pallas.shared_memory import Cores, ProductBytes
 from sharding import fp8
 
@@ -88,8 +90,10 @@ def _product(arrays, form: FP4Format, layer, x, groups: Groups, *, fused, dtype,
     # Triton has no FP8 constant to load in place of what is masked: scales are loaded as bytes.
     scale = arrays["scale"]
     scale = scale if scale.dtype == jnp.uint8 else lax.bitcast_convert_type(scale, jnp.uint8)
-    inputs = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), groups.start_X, groups.count_X)]
-    inputs += [values, *([x.scales] if quantised else []), weight, scale]
+    scales, scale_layer = addressable_layer({"scale": scale}, layer)
+    layers = jnp.stack([layer, scale_layer])  # in the stack of weights, and in that of scales
+    inputs = [array.astype(jnp.int32) for array in (layers, groups.start_X, groups.count_X)]
+    inputs += [values, *([x.scales] if quantised else []), weight, scales["scale"]]
     inputs += [arrays["global_scale"]] if form.has_global else []
     shapes = [jax.ShapeDtypeStruct((rows, N), dtype)]
     if quantised and fused:
@@ -119,7 +123,7 @@ def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantise
     whole_ref, *refs = refs if form.has_global else (None, *refs)
     out_ref, *out_scale_ref = refs
     spread, column, expert = (pl.program_id(axis) for axis in range(3))
-    layer, start, count = layer_ref[0], start_ref[expert], count_ref[expert]
+    layer, scale_layer, start, count = layer_ref[0], layer_ref[1], start_ref[expert], count_ref[expert]
     deep, depth, N = tiles.depth // 2, weight_ref.shape[2], scale_ref.shape[-1]  # depths in bytes
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     word = column * tiles.columns // lanes + jnp.arange(tiles.columns // lanes)
@@ -134,7 +138,8 @@ def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantise
         packed = plgpu.load(weight_ref.at[at], mask=inside, other=0).astype(jnp.uint32)
         block, pairs = byte // (form.block // 2), []
         for lane, n in enumerate(columns):
-            scale = plgpu.load(scale_ref.at[(layer, expert, block[:, None], *middle, n[None, :])], mask=inside, other=0)
+            at = (scale_layer, expert, block[:, None], *middle, n[None, :])
+            scale = plgpu.load(scale_ref.at[at], mask=inside, other=0)
             if form.has_global:
                 scale = lax.bitcast_convert_type(scale, fp8.E4M3)
             scale = scales_to_values(scale)

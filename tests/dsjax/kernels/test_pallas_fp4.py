@@ -11,8 +11,8 @@ from kernel_cases import ExpertsCase
 from layouts import answer, difference, widths, write_checkpoint
 
 from dsjax.fp4.formats import FORMATS
-from dsjax.kernels.pallas import fp4_products
-from dsjax.kernels.pallas.products import ProductTiles
+from dsjax.kernels.pallas import addressing, fp4_products
+from dsjax.kernels.pallas.products import Groups, ProductTiles
 from dsjax.kernels.table import choose_kernels
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme
@@ -87,6 +87,32 @@ def test_stacks_that_pallas_does_not_address_are_read_in_words_of_two_columns(fo
     monkeypatch.setattr(fp4_products, "addressable", lambda array: False)
     found = np.asarray(jax.jit(dataclasses.replace(product, capacity=1))(packed, rows, ids, weights))
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@FORMS
+def test_one_layer_is_copied_of_scales_that_pallas_does_not_address(form, monkeypatch):
+    packed, _, rows, ids, weights = case_of(form, 160, 96, 9)
+    product = ExpertProduct(weight_dtype=BYTES, kernels=PALLAS)
+    expected = np.asarray(jax.jit(product)(packed, rows, ids, weights))
+    monkeypatch.setattr(addressing, "addressable", lambda array: False)
+    found = np.asarray(jax.jit(dataclasses.replace(product, capacity=1))(packed, rows, ids, weights))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_no_kernel_is_given_scales_whose_offsets_would_turn_negative():
+    """Of DeepSeek-V3 on eight devices a device has 32 experts of each layer: 27.2 GB of gate and up in NVFP4, and 3.4 GB of scales."""
+    sized = jax.ShapeDtypeStruct
+    stack = {"weight": sized((58, 32, 3584, 2, 2048), BYTES), "scale": sized((58, 32, 448, 2, 2048), E4M3)}
+    stack["global_scale"] = sized((58, 32, 2, 1), jnp.float32)
+    whole = lambda *dims: sized(dims, jnp.int32)  # noqa: E731
+    jaxpr = jax.make_jaxpr(
+        lambda stack, layer, x, start, count: fp4_products.gate_up(
+            stack, FORMATS["nvfp4"], layer, x, Groups(start, count, 8.0), dtype=jnp.dtype(jnp.bfloat16)
+        )
+    )(stack, whole(), sized((512, 7168), jnp.bfloat16), whole(32), whole(32))
+    (call,) = (one for one in jaxpr.eqns if one.primitive.name == "pallas_call")
+    assert all(addressing.addressable(value.aval) for value in call.invars)
+    assert any(value.aval.shape == stack["weight"].shape for value in call.invars)
 
 
 def test_an_engine_with_them_gives_the_answer_of_one_without(tmp_path):
