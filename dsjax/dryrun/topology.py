@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -21,13 +22,18 @@ _CUDA_LIMITS = """threads_per_block_limit: 1024 threads_per_warp: 32 fpus_per_co
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"""
 _OWN = {"shared_memory_per_core": 233_472, "shared_memory_per_block_optin": 232_448, "threads_per_core_limit": 2048}
 """Figures that a file's [xla] section may have; left out, they are Hopper's and Blackwell's."""
+_NEEDED = {
+    "cuda": ("device_name", "core_count", "clock_rate_ghz", "l2_cache_bytes", "compute_capability"),
+    "tpu": ("generation",),
+}
+"""What a file's [xla] section must have, by platform."""
 
 
 def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device]:
     """At least ``count`` devices to build a mesh from. None stands for the host's own CPU devices.
 
     Raises:
-        UserError: the compiler for the target is not installed, or refuses the description.
+        UserError: the compiler for the target is not installed, or refuses the description; or the hardware's file has none for it.
         MeshError: too few CPU devices were emulated before JAX started.
     """
     if hardware is None:
@@ -48,9 +54,9 @@ def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device
             ).devices
         # No device is used, so that the file by which libtpu keeps a second process from a TPU is nothing to wait for.
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        shape = torus(count)
+        generation, shape = told_to_xla(hardware)["generation"], torus(count)
         return topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{hardware.xla['generation']}:{'x'.join(map(str, shape))}"
+            platform="tpu", topology_name=f"{generation}:{'x'.join(map(str, shape))}"
         ).devices
     except (NotImplementedError, RuntimeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -79,14 +85,30 @@ def torus(count: int) -> tuple[int, int]:
     return 1 << (side // 2), 1 << (side - side // 2)
 
 
+def told_to_xla(hardware: Hardware) -> Mapping[str, Any]:
+    """The [xla] section of a hardware's file.
+
+    Raises:
+        UserError: it lacks something that the compiler of this platform is told.
+    """
+    missing = [name for name in _NEEDED[hardware.platform] if name not in hardware.xla]
+    if missing:
+        lacks = f"no {', '.join(missing)} in its [xla] section" if hardware.xla else "no [xla] section"
+        example = {"cuda": "h200", "tpu": "tpu-v6e"}[hardware.platform]
+        raise UserError(
+            f"hardware {hardware.key!r} has {lacks}, which a dry run compiles by; see configs/hardware/{example}.toml"
+        )
+    return hardware.xla
+
+
 def cuda_target(hardware: Hardware) -> str:
     """XLA's ``GpuTargetConfigProto`` as text: the figures that its cost model and its kernels' tiling ask for."""
-    xla = hardware.xla
-    if not xla:
+    xla = told_to_xla(hardware)
+    major, dot, minor = (capability := str(xla["compute_capability"])).partition(".")
+    if not (dot and major.isdecimal() and minor.isdecimal()):
         raise UserError(
-            f"hardware {hardware.key!r} has no [xla] section, which a dry run compiles by; see configs/hardware/h200.toml"
+            f'hardware {hardware.key!r}: compute_capability in [xla] is {capability!r}, expected text such as "9.0"'
         )
-    major, minor = str(xla["compute_capability"]).split(".")
     own = " ".join(f"{name}: {xla.get(name, usual)}" for name, usual in _OWN.items())
     return f"""gpu_device_info {{ {_CUDA_LIMITS} {own}
   core_count: {xla["core_count"]} clock_rate_ghz: {xla["clock_rate_ghz"]} l2_cache_size: {xla["l2_cache_bytes"]}

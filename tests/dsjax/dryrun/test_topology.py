@@ -1,9 +1,11 @@
 """Descriptions of machines that are not there: their shape, and with the compiler installed a program for them."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,23 @@ def test_the_compiler_is_told_the_files_figures():
     text = cuda_target(load_hardware("b200"))
     for part in ("core_count: 148", "major: 10", "device_memory_size: 180000000000", "memory_bandwidth: 7672000000000"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("name", "xla", "reason"),
+    [
+        ("h200", {}, "has no [xla] section, which"),
+        ("h200", {"device_name": "mine", "core_count": 1}, "has no clock_rate_ghz, l2_cache_bytes, compute_capability in its [xla]"),
+        ("h200", {"compute_capability": 9}, "compute_capability in [xla] is '9', expected text such as"),
+        ("tpu-v6e", {}, "has no [xla] section, which a dry run compiles by; see configs/hardware/tpu-v6e.toml"),
+        ("tpu-v6e", {"chips": 1}, "has no generation in its [xla] section"),
+    ],
+)  # fmt: skip
+def test_a_file_that_tells_the_compiler_too_little_is_named_with_what_it_lacks(name, xla, reason):
+    whole = load_hardware(name)
+    section = dict(whole.xla) | xla if "compute_capability" in xla else xla
+    with pytest.raises(UserError, match=re.escape(f"hardware {name!r}") + ".*" + re.escape(reason)):
+        target_devices(dataclasses.replace(whole, xla=section), 8)
 
 
 def dry_run(command: str) -> dict:
