@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -54,11 +55,19 @@ class BuiltLibrary:
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler's command: ``$CXX``, clang, GCC, whatever is called ``c++``, or zig from the package ``ziglang``."""
-    for name in (os.environ.get("CXX"), "clang++", "g++", "c++"):
-        if name and (path := shutil.which(name)):
-            return [path]
+    """The C++ compiler's command: ``$CXX``, which may have arguments (``ccache g++``), clang, GCC, ``c++``, or zig from ``ziglang``."""
+    for command in (_words(os.environ.get("CXX", "")), ["clang++"], ["g++"], ["c++"]):
+        if command and (path := shutil.which(command[0])):
+            return [path, *command[1:]]
     return [sys.executable, "-m", "ziglang", "c++"] if importlib.util.find_spec("ziglang") else None
+
+
+def _words(command: str) -> list[str]:
+    """A command and its arguments as a shell reads them; one word where that is a program, and none where no shell could read it."""
+    try:
+        return [command] if shutil.which(command) else shlex.split(command)
+    except ValueError:
+        return []
 
 
 def find_or_build(folder: Path | None) -> BuiltLibrary:

@@ -37,6 +37,26 @@ def broken_compiler(monkeypatch, tmp_path, script):
     monkeypatch.setenv("CXX", str(path))
 
 
+@pytest.mark.parametrize(("given", "arguments"), [("sh -c true", ["-c", "true"]), ("sh", []), ("sh 'a b'", ["a b"])])
+def test_the_compiler_that_is_asked_for_may_have_arguments(monkeypatch, given, arguments):
+    monkeypatch.setenv("CXX", given)
+    assert build.compiler() == [shutil.which("sh"), *arguments]
+
+
+def test_the_compiler_that_is_asked_for_may_lie_where_a_name_has_spaces(monkeypatch, tmp_path):
+    program = tmp_path / "my compilers" / "c++"
+    program.parent.mkdir()
+    program.symlink_to(shutil.which("sh"))
+    monkeypatch.setenv("CXX", str(program))
+    assert build.compiler() == [str(program)]
+
+
+@pytest.mark.parametrize("given", ["", " ", "'", "no-such-compiler -O2"])
+def test_what_names_no_compiler_leaves_the_choice(no_compiler, monkeypatch, given):
+    monkeypatch.setenv("CXX", given)
+    assert build.compiler() is None
+
+
 def test_every_choice_but_auto_names_rows_of_the_table_and_every_operation_has_its_plain_form():
     assert set(CHOICES) == {"auto"} | {row.name for row in TABLE}
     for operation in OPERATIONS:
