@@ -106,7 +106,7 @@ class _Sides:
     @classmethod
     def of(cls, target: str, expert_target: str, spec: MeshSpec, experts: MeshSpec, cluster: str | None) -> _Sides:
         if target == "cpu":
-            return cls(spec, experts, None, None, None, None)
+            return cls(spec, experts, None, None, target_cluster(None, cluster, 0), None)  # refuses one that is named
         hardware, expert_hardware = load_hardware(target), load_hardware(expert_target)
         alike = target == expert_target
         devices = spec.num_devices + (experts.num_devices if alike else 0)

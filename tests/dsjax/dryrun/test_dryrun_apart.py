@@ -171,6 +171,7 @@ def test_both_sides_are_played_in_turn_at_each_end_of_what_is_assumed():
         (["--fit"], "--fit is of one mesh"),
         (["--expert-target", "h200"], "the CPU stands in for devices of both sides or of neither"),
         (["--timeline", "t.json"], "--timeline needs an accelerator"),
+        (["--cluster", "h200-16"], "--cluster h200-16 is of h200, --target is cpu; give --target h200"),
         (["--expert-mesh", "ep=5"], "redundant"),
     ],
 )
