@@ -230,10 +230,11 @@ def _orders(orders: OrderReport) -> Iterator[Table]:
 
 
 def _timeline(timeline: Timeline, name: str) -> Table:
-    step = timeline.step
+    step, copies = timeline.step, timeline.exposed_copies
+    also = f", {copies * 1e3:.3g} for copies and the host" if copies >= 1e-3 * step.value else ""
     table = table_of(
         f"{name} of {timeline.cluster.name}: {step.value * 1e3:.4g} ms ({step.low * 1e3:.4g} – {step.high * 1e3:.4g}; "
-        f"{Kind(step.kinds).words()}), {timeline.exposed_network * 1e3:.3g} ms of them waiting for the network",
+        f"{Kind(step.kinds).words()}), {timeline.exposed_network * 1e3:.3g} ms of them waiting for the network{also}",
         "part of the model", "critical ms", "of it", "compute ms", "links ms", "T ops", "GB",
     )  # fmt: skip
     table.columns[0].no_wrap = True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.dryrun.prices import BETWEEN, INSIDE, Assumed, TargetPrices
+from dsjax.dryrun.prices import BETWEEN, COPIES, INSIDE, Assumed, TargetPrices
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind
 from sharding.program import COMPUTE, Operation, Program, ProgramCollective, Schedule, Span, Turn, play
@@ -151,9 +151,17 @@ class Timeline:
         return sum(span.seconds for span in self.schedule.spans if span.thread == COMPUTE)
 
     @property
+    def exposed_copies(self) -> float:
+        """Seconds in which the compute thread waits for memory that is copied, or for the host, and no link is busy."""
+        if not self.network(COPIES):
+            return 0.0
+        others = [(span.begin, span.end) for span in self.schedule.spans if span.thread != COPIES]
+        return self.schedule.seconds - sum(end - begin for begin, end in _united(others))
+
+    @property
     def exposed_network(self) -> float:
         """Seconds in which the compute thread waits for a link."""
-        return self.schedule.seconds - self.compute
+        return self.schedule.seconds - self.compute - self.exposed_copies
 
     def network(self, link: str) -> float:
         """Seconds in which a link is busy."""
@@ -223,6 +231,7 @@ class Timeline:
             "step": self.step.to_json(),
             "compute": self.compute,
             "exposed_network": self.exposed_network,
+            "exposed_copies": self.exposed_copies,
             "network": {link: self.network(link) for link in (INSIDE, BETWEEN)},
             "exchanges": [vars(one) | {"hidden": one.hidden} for one in self.exchanges()],
             "layer_seconds": layer and layer.end - layer.begin,

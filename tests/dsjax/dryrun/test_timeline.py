@@ -16,6 +16,7 @@ from dsjax.dryrun.assumptions import EvenExperts, expected_tiles, trip_counts
 from dsjax.dryrun.compilation import compile_step
 from dsjax.dryrun.prices import BETWEEN, INSIDE, Assumed, TargetPrices, default_cluster, even_ragged_share
 from dsjax.dryrun.run import dry_run, even_experts
+from dsjax.dryrun.tables import _timeline
 from dsjax.dryrun.timeline import Timeline, model_part, parts_of
 from dsjax.dryrun.timeline_picture import draw
 from dsjax.dryrun.timeline_trace import trace, write_trace
@@ -77,6 +78,14 @@ def test_of_what_the_host_looks_up_the_rows_are_sent_and_not_the_table():
     assert played.step.value == pytest.approx(
         assumed.host_turn.value + 32 * 7168 * 2 / assumed.host_link.value, rel=0.05
     )
+
+
+def test_who_waits_for_the_host_waits_for_no_network():
+    played = of(HOST_COMPUTE)
+    assert (played.compute, played.exposed_network) == (0, 0)
+    assert played.exposed_copies == pytest.approx(played.step.value)
+    assert "0 ms of them waiting for the network, 0.0" in _timeline(played, "a step").title
+    assert of(PROGRAM).exposed_copies == 0
 
 
 @pytest.fixture(scope="module")
