@@ -190,7 +190,7 @@ class _Reader:
     ) -> SideProgram:
         """A program of a layer, read once; equal passes have the same one, which then runs more often. each: runs of it in a layer."""
         program = self.compiled.program(run)
-        of = f"{through.stack}: {name}" + (f", half {'ab'[half]}" if halves > 1 else "")
+        of = f"{through.stack}: {name}" + (f", micro-batch {half + 1}" if halves > 1 else "")
         if id(program) not in known:
             on_experts = name == "compute"
             report = self._experts(program, through) if on_experts else self._attention(program)

@@ -181,8 +181,7 @@ class _ProgramReader:
     def trip_counts(self, groups: Sequence[GroupShape]) -> TripCount:
         """What loops of unknown length are taken for in a pass over these row groups."""
         step = self.step
-        halves = 2 if step.in_halves(groups) else 1
-        tokens = -(-sum(group.tokens for group in groups) // halves)
+        tokens = -(-sum(group.tokens for group in groups) // step.micro_batches(groups))
         experts = even_experts(step, tokens) if step.config.is_moe else None
         return step_trip_counts(step, groups, self.args.row_tokens, experts)
 

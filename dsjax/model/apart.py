@@ -24,7 +24,7 @@ from dsjax.model.attention import Cache
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.layer_values import Layer, Tokens
 from dsjax.model.parameters import ParameterInfo
-from dsjax.model.two_batch import Halves
+from dsjax.model.two_batch import MicroBatches
 from sharding import MeshSpec, Rules
 from sharding.cut import Work, outside
 from sharding.dispatch import ExpertsOfMesh
@@ -54,7 +54,7 @@ class ExpertsApart(Protocol):
     def work(self, passes: Sequence[LayerPass], tree: Any) -> Work:
         """What takes tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x``, ``cache`` and ``report``.
 
-        passes: one, or one for each half. tree: the structure of the ``Passing``.
+        passes: one, or one for each micro-batch. tree: the structure of the ``Passing``.
         """
 
 
@@ -63,7 +63,7 @@ class ExpertsApart(Protocol):
 class Passing:
     """What a pass takes: parameters of the stack but for its experts, the cache, where the copies of experts are, and tokens.
 
-    x, tokens: of the step, or of its halves. report: counts of each layer, which the pass adds to; empty where nobody asks.
+    x, tokens: of the step, or of each micro-batch. report: counts of each layer, which the pass adds to; empty where nobody asks.
     """
 
     params: dict[str, Array]
@@ -83,31 +83,31 @@ def run_apart(
     first: int,
     tokens: Tokens,
     copies: CopyTables,
-    in_halves: bool = False,
+    most: int = 1,
 ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
     """In a traced step: take tokens through the stack of layers at path ``stack``, the first of which is ``first`` of the cache.
 
     Gives the tokens, the cache, and where ``dispatch.report`` asks for it what was counted of each layer.
 
-    copies: of these layers, with a leading axis. in_halves: whether both sides compute at once, each on another half of the tokens.
+    copies: of these layers, with a leading axis. most: in how many micro-batches the tokens take turns, so that both sides compute at
+        once, each on others.
     """
     own = {path: array for path, array in params.items() if path.startswith(f"{stack}.")}
     whole = step.sharding.whole
-    xs, of_tokens, halves = [x], [tokens], None
-    if in_halves:
-        halves = Halves.of(tokens.groups)
-        ordered = x[:, halves.places]
-        xs = [ordered[:, : halves.first], ordered[:, halves.first :]]
-        of_tokens = [step.tokens(halves.a), step.tokens(halves.b)]
+    xs, of_tokens, batches = [x], [tokens], None
+    if most > 1:
+        batches = MicroBatches.of(tokens.groups, most)
+        xs = jnp.split(x[:, batches.places], batches.borders, axis=1)
+        of_tokens = [step.tokens(groups) for groups in batches.groups]
     xs, of_tokens = jax.tree.map(whole, (xs, of_tokens))
     report = _nothing_counted(step, copies.copies_E.shape[0])
     leaves, tree = jax.tree.flatten(Passing(own, cache, report, copies, xs, of_tokens))
     passes = [LayerPass(step, stack, first, copies.copies_E.shape[0], tuple(one.shape)) for one in xs]
     results, shape = jax.tree.flatten((xs, cache, report))
     xs, cache, report = jax.tree.unflatten(shape, outside(step.apart.work(passes, tree), leaves, results))
-    if halves is None:
+    if batches is None:
         return xs[0], cache, report
-    return jnp.concatenate(xs, axis=1)[:, np.argsort(halves.places)], cache, report
+    return jnp.concatenate(xs, axis=1)[:, np.argsort(batches.places)], cache, report
 
 
 def _nothing_counted(step: ModelStep, layers: int) -> dict[str, Array]:

@@ -38,7 +38,7 @@ from dsjax.model.sparse import IndexScores
 from dsjax.model.stage import Stage
 from dsjax.model.token_sharding import TokenSharding
 from dsjax.model.transformer import DecoderLayer, Transformer
-from dsjax.model.two_batch import TwoBatchOverlap, run_in_halves
+from dsjax.model.two_batch import TwoBatchOverlap, count_micro_batches, run_in_halves
 from sharding import MeshSpec, Rules
 from sharding.cut import CutLowered, lower_cut
 from sharding.dispatch import DispatchConfig
@@ -212,8 +212,8 @@ class ModelStep:
             for stack in model.stacks:
                 if self.apart is not None and hasattr(stack, "moe"):
                     first = self.config.num_dense_layers
-                    halves = self.in_halves([group.shape for group in groups])
-                    x, cache, reports = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, halves)
+                    most = self.micro_batches([group.shape for group in groups])
+                    x, cache, reports = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, most)
                     continue
                 x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
                 reports |= report
@@ -300,6 +300,12 @@ class ModelStep:
         away = self.apart is not None or self.spec.ep_size * self.spec.expert_width_shards > 1
         travels = self.config.is_moe and away
         return self.overlap is not None and travels and self.overlap.halves(shapes)
+
+    def micro_batches(self, shapes: Sequence[GroupShape]) -> int:
+        """In how many parts the layers with experts compute a step of these groups."""
+        if not self.in_halves(shapes):
+            return 1
+        return count_micro_batches(shapes, 2 if self.apart is None else self.overlap.stages)
 
     def run_layer(self, block: DecoderLayer, x, cache: Cache, layer, first, tokens: Tokens, copies: CopyTables | None):
         """The decoder layer that is ``layer`` of the cache, of a stack whose first layer is ``first``."""

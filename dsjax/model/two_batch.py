@@ -51,12 +51,14 @@ class TwoBatchOverlap:
     """Which steps are computed in two halves. The shapes decide, so that all ranks do it or none.
 
     decode_tokens, prefill_tokens: least tokens of a DP rank, padding included, of steps of decodes alone, and of steps with prompts.
-    decode_chunk: most tokens of a decode's row: one, and its drafts.
+    decode_chunk: most tokens of a decode's row: one, and its drafts. stages: where experts have devices of their own, how many
+    micro-batches take turns in such a step, in place of two halves.
     """
 
     decode_tokens: int = 32
     prefill_tokens: int = 512
     decode_chunk: int = 1
+    stages: int = 2
 
     def halves(self, shapes: Sequence[GroupShape]) -> bool:
         """Whether a step of these groups is computed in two halves."""
@@ -65,48 +67,54 @@ class TwoBatchOverlap:
 
 
 @dataclass(frozen=True)
-class Halves:
-    """Row groups in two halves. places: of all token slots of a DP rank, first those of half a and then those of half b."""
+class MicroBatches:
+    """Row groups in micro-batches. groups: of each. places: of all token slots of a DP rank, one micro-batch after the other."""
 
-    a: Sequence[RowGroup]
-    b: Sequence[RowGroup]
+    groups: Sequence[Sequence[RowGroup]]
     places: Int[np.ndarray, "T"]
 
     @property
-    def first(self) -> int:
-        """Token slots of half a on a DP rank."""
-        return sum(group.shape.tokens for group in self.a)
+    def borders(self) -> list[int]:
+        """Where a DP rank's token slots of the second micro-batch begin, and of those behind it."""
+        sizes = [sum(group.shape.tokens for group in groups) for groups in self.groups]
+        return np.cumsum(sizes)[:-1].tolist()
 
     @classmethod
-    def of(cls, groups: Sequence[RowGroup]) -> Halves:
-        """Every second row to each half, as padding comes last; a row alone is cut in the middle of its chunk."""
-        a, b, places_a, places_b, start = [], [], [], [], 0
+    def of(cls, groups: Sequence[RowGroup], most: int) -> MicroBatches:
+        """At most so many. Rows go to each in turn, as padding comes last; a row alone is cut into equal parts of its chunk."""
+        made: list[list[RowGroup]] = [[] for _ in range(most)]
+        places_of: list[list[np.ndarray]] = [[] for _ in range(most)]
+        start = 0
         for group in groups:
             R, C = group.shape.rows, group.shape.chunk
             places = start + np.arange(R * C).reshape(R, C)
             start += R * C
-            if R == 1 and C == 1:
-                a.append(group)
-                places_a.append(places)
-                continue
-            if R > 1:
-                a.append(_rows(group, 0))
-                b.append(_rows(group, 1))
-                cut = places[::2], places[1::2]
-            else:
-                middle = -(-C // 2)
-                a.append(_columns(group, 0, middle))
-                b.append(_columns(group, middle, C))
-                cut = places[:, :middle], places[:, middle:]
-            places_a.append(cut[0])
-            places_b.append(cut[1])
-        return cls(a, b, np.concatenate([one.reshape(-1) for one in places_a + places_b]))
+            parts = _pieces(group.shape, most)
+            for part in range(parts):
+                if R > 1:
+                    made[part].append(_rows(group, part, most))
+                    places_of[part].append(places[part::most])
+                else:
+                    first, end = -(-C * part // parts), -(-C * (part + 1) // parts)
+                    made[part].append(_columns(group, first, end))
+                    places_of[part].append(places[:, first:end])
+        filled = max(_pieces(group.shape, most) for group in groups)
+        return cls(made[:filled], np.concatenate([one.reshape(-1) for part in places_of for one in part]))
 
 
-def _rows(group: RowGroup, first: int) -> RowGroup:
-    """Every second row of a group, from row ``first`` on."""
-    arrays = (getattr(group, name)[:, first::2] for name in ("tokens", "start", "length", "tables"))
-    return RowGroup(*arrays, replace(group.shape, rows=len(range(first, group.shape.rows, 2))))
+def count_micro_batches(shapes: Sequence[GroupShape], most: int) -> int:
+    """How many ``MicroBatches.of`` makes of groups of these shapes."""
+    return max(_pieces(shape, most) for shape in shapes)
+
+
+def _pieces(shape: GroupShape, most: int) -> int:
+    return min(most, shape.rows if shape.rows > 1 else shape.chunk)
+
+
+def _rows(group: RowGroup, first: int, step: int) -> RowGroup:
+    """Every ``step``-th row of a group, from row ``first`` on."""
+    arrays = (getattr(group, name)[:, first::step] for name in ("tokens", "start", "length", "tables"))
+    return RowGroup(*arrays, replace(group.shape, rows=len(range(first, group.shape.rows, step))))
 
 
 def _columns(group: RowGroup, first: int, end: int) -> RowGroup:
@@ -131,10 +139,9 @@ def run_in_halves(
     merge: makes a layer of its slice of ``weights``. first: the stack's first layer's number in the cache.
     """
     step = replace(step, dispatch=replace(step.dispatch, overlapped=True))
-    parts, halves = step.parts, Halves.of(tokens.groups)
-    tokens_a, tokens_b = step.tokens(halves.a), step.tokens(halves.b)
-    ordered = x[:, halves.places]
-    x_a, x_b = ordered[:, : halves.first], ordered[:, halves.first :]
+    parts, halves = step.parts, MicroBatches.of(tokens.groups, 2)
+    tokens_a, tokens_b = (step.tokens(groups) for groups in halves.groups)
+    x_a, x_b = jnp.split(x[:, halves.places], halves.borders, axis=1)
 
     def layer_of(slices: Any, own_copies: CopyTables, layer: Int[Array, ""]) -> tuple[Layer, Layer]:
         block = merge(slices)

@@ -53,6 +53,12 @@ class ApartOptions:
         "devices, in equal parts and in this order",
         of_host=True,
     )
+    num_afd_stages: int = option(
+        2,
+        "with --enable-dbo and --expert-mesh: micro-batches of a step that take turns on the two sides; three or more where the network "
+        "there and back takes longer than a half's attention",
+        least=2,
+    )
     afd_server_rank: int | None = option(
         None,
         "with --afd-role expert and several addresses: which of them is this process's, from 0 on",
@@ -72,7 +78,16 @@ def check_apart(args: Args) -> None:
             raise UserError(
                 "--afd-role, --afd-address and --afd-server-rank go with --attention-mesh and --expert-mesh; give these too"
             )
+        if args.num_afd_stages != type(args).num_afd_stages:
+            raise UserError(
+                f"--num-afd-stages is {args.num_afd_stages}, and no experts have devices of their own; give --attention-mesh and "
+                "--expert-mesh too, or leave it out"
+            )
         return
+    if args.num_afd_stages != type(args).num_afd_stages and not args.enable_dbo:
+        raise UserError(
+            f"--num-afd-stages is {args.num_afd_stages}, and steps are computed whole; give --enable-dbo too, or leave it out"
+        )
     if (args.afd_role == "both") != (args.afd_address is None):
         raise UserError(
             f"--afd-role is {args.afd_role} and --afd-address {args.afd_address}; addresses are for processes of each side, --afd-role "

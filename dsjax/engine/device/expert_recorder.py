@@ -49,7 +49,7 @@ class ExpertRecorder:
         """
         if not reports:
             return
-        exchanges = 2 if self._step.in_halves(groups) else 1
+        exchanges = self._step.micro_batches(groups)
         size = _Size(-(-sum(group.tokens for group in groups) // exchanges), exchanges)
         self._held.append((dict(reports), size, placements))
         if len(self._held) >= _MOST_HELD or time.monotonic() - self._read_at >= _SECONDS:

@@ -201,7 +201,12 @@ def _overlap(args: EngineArgs) -> TwoBatchOverlap | None:
     if not args.enable_dbo:
         return None
     drafts = args.speculation.num_speculative_tokens if args.speculation else 0
-    return TwoBatchOverlap(args.dbo_decode_token_threshold, args.dbo_prefill_token_threshold, decode_chunk=1 + drafts)
+    return TwoBatchOverlap(
+        args.dbo_decode_token_threshold,
+        args.dbo_prefill_token_threshold,
+        decode_chunk=1 + drafts,
+        stages=args.num_afd_stages,
+    )
 
 
 def _kernels(

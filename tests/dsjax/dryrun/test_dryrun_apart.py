@@ -120,7 +120,7 @@ def test_halves_and_drafts_have_programs_of_their_own_and_send_no_row_twice(fold
     }  # fmt: skip
     report = dry_run_apart(asked(folder, **options))
     times = {one.name: one.times for one in report.programs}
-    assert times["moe_layers: attend, half a"] == times["moe_layers: compute, half b"] == 2
+    assert times["moe_layers: attend, micro-batch 1"] == times["moe_layers: compute, micro-batch 2"] == 2
     assert times["mtp.layers: compute"] == 1  # the module sees the whole step
     assert (report.request["micro_batches"], report.links.chosen) == (2, "fp8")
     # Two tokens a row: halves with as many as the whole had, and the module's layer with both.

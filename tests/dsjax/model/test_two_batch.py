@@ -10,7 +10,7 @@ from layouts import TINY
 
 from dsjax.config import ModelConfig
 from dsjax.model.rows import GroupShape, RowGroup
-from dsjax.model.two_batch import Halves, TwoBatchOverlap
+from dsjax.model.two_batch import MicroBatches, TwoBatchOverlap, count_micro_batches
 
 ALWAYS = TwoBatchOverlap(1, 1)
 SMALL = TINY | {"num_hidden_layers": 3, "n_routed_experts": 32, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
@@ -83,10 +83,26 @@ def test_every_second_row_goes_to_each_half_and_a_row_alone_is_cut():
         )
         return RowGroup(*arrays, GroupShape(rows, chunk, test_step.TABLE, "CC"))
 
-    halves = Halves.of([group(3, 1, [1, 1, 0]), group(1, 5, [4]), group(1, 1, [1])])
-    assert [(one.shape.rows, one.shape.chunk) for one in halves.a] == [(2, 1), (1, 3), (1, 1)]
-    assert [(one.shape.rows, one.shape.chunk) for one in halves.b] == [(1, 1), (1, 2)]
+    groups = [group(3, 1, [1, 1, 0]), group(1, 5, [4]), group(1, 1, [1])]
+    halves = MicroBatches.of(groups, 2)
+    a, b = halves.groups
+    assert [(one.shape.rows, one.shape.chunk) for one in a] == [(2, 1), (1, 3), (1, 1)]
+    assert [(one.shape.rows, one.shape.chunk) for one in b] == [(1, 1), (1, 2)]
     assert halves.places.tolist() == [0, 2, 3, 4, 5, 8, 1, 6, 7]
-    assert np.asarray(halves.b[1].start).item() == 7 + 3
-    assert np.asarray(halves.b[1].length).item() == 1
-    assert np.asarray(halves.a[1].length).item() == 3
+    assert halves.borders == [6]
+    assert np.asarray(b[1].start).item() == 7 + 3
+    assert np.asarray(b[1].length).item() == 1
+    assert np.asarray(a[1].length).item() == 3
+
+    four = MicroBatches.of(groups, 4)
+    assert [[(one.shape.rows, one.shape.chunk) for one in part] for part in four.groups] == [
+        [(1, 1), (1, 2), (1, 1)],
+        [(1, 1), (1, 1)],
+        [(1, 1), (1, 1)],
+        [(1, 1)],
+    ]
+    assert sorted(four.places.tolist()) == list(range(9))
+    assert four.borders == [4, 6, 8]
+    assert [np.asarray(part[-1].length).item() for part in four.groups[1:]] == [1, 1, 0]
+    assert count_micro_batches([one.shape for one in groups], 4) == 4
+    assert len(MicroBatches.of(groups[:1], 4).groups) == count_micro_batches([groups[0].shape], 4) == 3

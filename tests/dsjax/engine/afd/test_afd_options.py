@@ -50,6 +50,9 @@ def test_each_of_several_processes_has_its_own_run_of_the_expert_devices():
         (SIDES | SEVERAL | {"afd_server_rank": 2}, "names 2 processes, from 0 on"),
         (SIDES | SEVERAL | {"afd_role": "attention", "afd_server_rank": 1}, "leave it out"),
         (SIDES | SEVERAL | {"afd_address": "10.0.0.1:7000,10.0.0.1:7000"}, "names a process twice"),
+        ({"num_afd_stages": 3}, "no experts have devices of their own"),
+        (SIDES | {"num_afd_stages": 3}, "give --enable-dbo too"),
+        (SIDES | {"enable_dbo": True, "num_afd_stages": 1}, "expected an integer of at least 2"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, message):

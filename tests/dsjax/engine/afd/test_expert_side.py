@@ -27,7 +27,9 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.slow  # compiles two engines
-def test_prompts_in_chunks_decodes_drafts_halves_and_rounds_are_those_of_one_device_to_the_bit(checkpoint, monkeypatch):
+def test_prompts_in_chunks_decodes_drafts_micro_batches_and_rounds_are_those_of_one_device_to_the_bit(
+    checkpoint, monkeypatch
+):
     rounds = []
     own = Between.rounds
     monkeypatch.setattr(Between, "rounds", lambda self, counts: rounds.append(own(self, counts)) or rounds[-1])
@@ -36,7 +38,12 @@ def test_prompts_in_chunks_decodes_drafts_halves_and_rounds_are_those_of_one_dev
         "cache_tokens": 140
     }  # a third of what all take; in one form: what is computed again is a prompt
     one = answer(checkpoint, "dp=1", "auto", "CC", "CC", new_tokens=6, **options)
-    halved = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+    halved = {
+        "enable_dbo": True,
+        "dbo_decode_token_threshold": 2,
+        "dbo_prefill_token_threshold": 2,
+        "num_afd_stages": 3,
+    }
     apart = answer(checkpoint, "dp=2", "auto", "CC", "CC", new_tokens=6, **options, **SIDES, **halved)
     assert one.exact
     assert apart.exact
