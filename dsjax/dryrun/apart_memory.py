@@ -57,9 +57,9 @@ def attention_memory(compiled: ApartStep) -> SideMemory:
             if programs.further:  # terms of further rounds, and what they are before the first: held for every shape
                 of_pass += 2 * _local(between.described_kept)
         travelling = max(travelling, of_pass)
-    of_layers = [
-        run for _, made in compiled.passes for one in made.programs for run in (one.attend, one.share, one.receive)
-    ]
+    each = [programs for _, made in compiled.passes for programs in made.programs]
+    of_layers = [run for one in each for run in (one.attend, one.share, one.receive)]
+    of_layers += [run for one in each if one.further for run in (one.further.pack, one.further.keep, one.further.receive)]
     pieces = [program.compiled for _, program in compiled.pieces]
     return SideMemory(
         weights=device_bytes(compiled.params),

@@ -33,7 +33,7 @@ class EplbConfig(JsonOption):
         max_bytes_per_step: bytes that a device receives between two steps, at most; at least one expert is sent.
         payback: a layer is changed where what it is predicted to gain in `step_interval` steps is at least this many times what it costs;
             0: wherever it gains anything, as vLLM does.
-        policy: how experts are placed (`sharding.placement.rebalance`): `auto` is `hierarchical` where the mesh has several hosts.
+        policy: how experts are placed (`sharding.balancing.rebalance`): `auto` is `hierarchical` where the mesh has several hosts.
 
     Raises:
         UserError: a value that cannot be, with the field's name, what was found and what would fit.

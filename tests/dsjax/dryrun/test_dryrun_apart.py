@@ -65,6 +65,9 @@ def test_each_device_holds_its_sides_parameters_and_no_others(folder, whole):
     assert whole.attention.cache == one.memory.cache
     assert (whole.experts.cache, whole.experts.state) == (0, 0)
     assert whole.parameters == one.parameters
+    for side in ("attention", "experts"):  # further rounds among them
+        programs = [one.program.compiled.memory_analysis() for one in whole.programs if one.side == side]
+        assert getattr(whole, side).temporaries == max(memory.temp_size_in_bytes for memory in programs)
 
 
 def test_rows_and_answers_are_as_many_bytes_as_the_formula_says(whole):
