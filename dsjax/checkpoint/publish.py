@@ -30,12 +30,12 @@ def publish(destination: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     On an error or interrupt the folder is removed. A process that is killed leaves a hidden
     ``.NAME.PID.partial``, never ``destination``. With ``overwrite`` the old directory stays until the new one is
-    complete.
+    complete. A symbolic link stays too: the folder that it leads to is the destination.
 
     Raises:
         DestinationError: ``destination`` exists, and is not to be replaced, or is no directory.
     """
-    destination = Path(os.path.abspath(destination))
+    destination = Path(os.path.realpath(destination))
     check_destination(destination, overwrite=overwrite)
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")

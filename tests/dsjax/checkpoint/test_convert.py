@@ -18,6 +18,7 @@ from dsjax.checkpoint.convert import convert_checkpoint, save
 from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
 from dsjax.checkpoint.load import from_hf_tensors, load, to_hf_tensors
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME
+from dsjax.checkpoint.publish import publish
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.model.transformer import abstract_parameters
@@ -254,6 +255,19 @@ def test_an_existing_destination_is_kept_unless_told_otherwise_and_until_the_new
     convert_checkpoint(checkpoints("f32")[0], destination, to="hf", overwrite=True)
     assert open_checkpoint(destination).stored_weights == "f32"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_behind_a_link_the_folder_is_replaced_and_the_link_stays(tmp_path):
+    volume, link = tmp_path / "volume", tmp_path / "model"
+    (volume / "old").mkdir(parents=True)
+    link.symlink_to(volume / "old")
+    (volume / "old" / "weights").touch()
+    with publish(link, overwrite=True) as folder:
+        (folder / "new weights").touch()
+    assert link.readlink() == volume / "old"
+    assert [path.name for path in link.iterdir()] == ["new weights"]
+    assert [path.name for path in volume.iterdir()] == ["old"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()] == ["volume"]
 
 
 @pytest.mark.parametrize(
