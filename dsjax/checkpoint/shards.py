@@ -53,7 +53,7 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
             self._add_file(shard, names)
 
     def _add_file(self, shard: str, promised: list[str] | None) -> None:
-        if not (self.folder / shard).exists():
+        if promised is not None and not (self.folder / shard).exists():
             self.problems.append(f"{shard}: missing; {INDEX_NAME} places {len(promised)} tensors in it")
             self.unreadable.update(promised)
             return

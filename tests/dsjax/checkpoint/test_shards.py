@@ -90,3 +90,9 @@ def test_several_files_without_an_index_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="found 4 safetensors files and no index"):
         SafetensorsFolder(tmp_path)
     assert first
+
+
+def test_a_single_file_that_is_a_link_to_nothing_is_a_clear_error(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be used.*\n.*No such file"):
+        SafetensorsFolder(tmp_path)
