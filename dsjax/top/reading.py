@@ -111,7 +111,10 @@ class StatusClient:
         if not self.url.startswith(("http://", "https://")):
             raise NoAnswerError(f"--url is {url!r}, expected http://HOST:PORT")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=10.0)
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=10.0)
+        except httpx.InvalidURL as error:
+            raise NoAnswerError(f"--url is {url!r}, expected http://HOST:PORT ({error})") from error
 
     def read(self) -> StatusReading:
         """Ask all three.

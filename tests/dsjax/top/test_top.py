@@ -317,6 +317,7 @@ def test_nobody_there_is_an_error_that_names_the_address():
         ("", 404, None, "is it dsjax serve"),
         ("", 200, "secret", "give one with --api-key"),
         ("ftp://nowhere", 200, None, "expected http://HOST:PORT"),
+        ("http://127.0.0.1:80a0", 200, None, "expected http://HOST:PORT (Invalid port: '80a0')"),
     ],
 )
 def test_a_server_that_cannot_be_read_is_an_error_that_says_what_to_do(server, url, status, key, message):
