@@ -90,8 +90,9 @@ def _details(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def write_points_csv(path: Path, points: Sequence[dict[str, Any]]) -> None:
-    """One line a point: every number of `result_json`."""
-    rows = [{key: value for key, value in point.items() if not isinstance(value, dict | list)} for point in points]
+    """One line a point: every number of `result_json`. What has several values in one point is left out of all."""
+    several = {key for point in points for key, value in point.items() if isinstance(value, dict | list)}
+    rows = [{key: value for key, value in point.items() if key not in several} for point in points]
     _write_csv(path, list(rows[0]), rows)
 
 

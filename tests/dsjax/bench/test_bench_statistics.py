@@ -1,5 +1,6 @@
 """Answers read at known times give figures that can be computed in the head."""
 
+import csv
 import json
 
 import pytest
@@ -8,7 +9,15 @@ from dsjax.bench.serve.answer import AnswerError, AnswerReader
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.report import LoadPoint, report
-from dsjax.bench.serve.statistics import GoodputError, is_good, parse_goodput, summarise
+from dsjax.bench.serve.result_files import PointResult, result_json, write_points_csv
+from dsjax.bench.serve.statistics import (
+    DraftFigures,
+    GoodputError,
+    GoodputVerdict,
+    is_good,
+    parse_goodput,
+    summarise,
+)
 
 
 def event(body) -> bytes:
@@ -162,3 +171,20 @@ def test_no_success_is_no_crash():
     found = summarise(LoadResult([RequestRecord(0, 0, 1, error="no")] * 3, 0.0, True), [99], {"ttft": 1.0})
     assert (found.completed, found.failed, found.request_goodput) == (0, 3, 0.0)
     assert "3 × no" in report(LoadPoint(3, 1.0, 1.0, 2), found, ["ttft", "itl"], 4)
+
+
+def test_points_with_drafts_and_answers_and_without_are_lines_of_one_table(tmp_path):
+    limits, path = {"ttft": 1e6}, tmp_path / "points.csv"
+
+    def point(result: LoadResult, drafts: DraftFigures | None) -> dict:
+        goodput = GoodputVerdict.of(result.records, limits, 0.9)
+        one = PointResult(LoadPoint(1, 1.0, 1.0, 1), result, summarise(result, [99], limits), drafts, goodput)
+        return result_json({}, one, 1, detailed=False)
+
+    answered = point(LoadResult([answer(0.0, 0.1)], 1.0, False), DraftFigures(2, 4, 1, (1, 0)))
+    silent = point(LoadResult([RequestRecord(0, 0, 1, error="no")], 1.0, False), None)
+    write_points_csv(path, [answered, silent])
+    rows = list(csv.DictReader(path.open()))
+    assert [row["completed"] for row in rows] == ["1", "0"]
+    assert [row["spec_decode_num_drafts"] for row in rows] == ["2", ""]
+    assert not {"objective_shares", "spec_decode_per_position_acceptance_rates"} & set(rows[0])
