@@ -12,8 +12,8 @@ from dsjax.errors import UserError
 from dsjax.top.reading import Exposition
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
-
-_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_STARTING = (502, 503, 504)
+"""What a gateway answers while the server behind it starts."""
 
 
 class ServerError(UserError):
@@ -91,6 +91,9 @@ async def _models(session: aiohttp.ClientSession, url: str, model: str | None, d
                     raise ServerError(
                         f"{url} refuses the key ({response.status}); give --api-key or set OPENAI_API_KEY"
                     )
+                if response.status in _STARTING and time.monotonic() < deadline:
+                    await asyncio.sleep(0.5)
+                    continue
                 if model is not None:
                     return []
                 raise ServerError(f"{url}/v1/models answered {response.status}; name the model with --model")
@@ -98,20 +101,27 @@ async def _models(session: aiohttp.ClientSession, url: str, model: str | None, d
             if isinstance(error, UserError):
                 raise
             if time.monotonic() >= deadline:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                raise ServerError(f"no server at {url}: {reason}; start one, or give its --base-url") from error
+                raise ServerError(f"no server at {url}: {_reason(error)}; start one, or give its --base-url") from error
         await asyncio.sleep(0.5)
 
 
 async def _wait_until_ready(session: aiohttp.ClientSession, url: str, deadline: float) -> None:
     """Wait while `/ready` says 503; a server that has no such path is ready."""
     while True:
-        async with session.get(f"{url}/ready", timeout=_TIMEOUT) as response:
-            if response.status != 503:
-                return
+        why = ""
+        try:
+            async with session.get(f"{url}/ready", timeout=_TIMEOUT) as response:
+                if response.status != 503:
+                    return
+        except (aiohttp.ClientError, OSError) as error:  # a server that has just begun to start again
+            why = f" (/ready: {_reason(error)})"
         if time.monotonic() >= deadline:
-            raise ServerError(f"the server at {url} is not ready yet; wait for it with --ready-check-timeout-sec")
+            raise ServerError(f"the server at {url} is not ready yet{why}; wait for it with --ready-check-timeout-sec")
         await asyncio.sleep(0.5)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 async def _optional(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:

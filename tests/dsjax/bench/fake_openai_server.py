@@ -25,7 +25,8 @@ class Script:
         drop_after: chunks after which the connection is closed.
         hang: never answer.
         posts: path to what a JSON body posted there is answered with, a status and a text.
-        not_ready: times that `/ready` says 503 before it says that there is no such path.
+        not_ready: times that `/ready` says 503 before it says that there is no such path. ready_breaks: times that it ends the connection
+            before. models_not_there: times that `/v1/models` says 503, as a gateway whose server starts.
         metrics: what `/metrics` says, given the number of answered requests; None: there is no such path.
         info: what `/server_info` says; None: there is no such path.
     """
@@ -44,6 +45,8 @@ class Script:
     info: dict[str, Any] | None = None
     posts: dict[str, Callable[[dict[str, Any]], tuple[int, str]]] = field(default_factory=dict)
     not_ready: int = 0
+    ready_breaks: int = 0
+    models_not_there: int = 0
     root: str = "tiny"
     max_model_len: int = 4096
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -92,10 +95,17 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
 
     async def _models(self, request: web.Request) -> web.Response:
+        self.script.models_not_there -= 1
+        if self.script.models_not_there >= 0:
+            raise web.HTTPServiceUnavailable
         card = {"id": "tiny", "object": "model", "root": self.script.root, "max_model_len": self.script.max_model_len}
         return web.json_response({"object": "list", "data": [card]})
 
     async def _is_ready(self, request: web.Request) -> web.Response:
+        self.script.ready_breaks -= 1
+        if self.script.ready_breaks >= 0:
+            request.transport.close()
+            return web.Response()
         self.script.not_ready -= 1
         if self.script.not_ready >= 0:
             raise web.HTTPServiceUnavailable

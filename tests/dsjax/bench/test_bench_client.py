@@ -109,3 +109,15 @@ def test_a_server_that_warms_up_is_waited_for_or_named(start_fake):
     assert facts_of(start_fake(not_ready=2).url, wait_seconds=AGES).model == "tiny"
     with pytest.raises(ServerError, match="not ready yet"):
         facts_of(start_fake(not_ready=2).url)
+
+
+def test_a_gateway_whose_server_starts_is_waited_for_or_named(start_fake):
+    assert facts_of(start_fake(models_not_there=2).url, wait_seconds=AGES).model == "tiny"
+    with pytest.raises(ServerError, match=r"/v1/models answered 503"):
+        facts_of(start_fake(models_not_there=2).url)
+
+
+def test_a_server_that_breaks_off_when_it_is_asked_whether_it_is_ready_is_asked_again_or_named(start_fake):
+    assert facts_of(start_fake(ready_breaks=4).url, wait_seconds=AGES).model == "tiny"
+    with pytest.raises(ServerError, match=r"is not ready yet \(/ready: .*isconnected"):
+        facts_of(start_fake(ready_breaks=99).url)
