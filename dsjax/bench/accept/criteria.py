@@ -161,7 +161,7 @@ def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
 
 def _measurement(where: str, name: str, table: Any, quick: bool) -> Measurement:
     where = f"{where}: measurement {name}"
-    if not isinstance(table, dict) or table.get("kind") not in KINDS:
+    if not isinstance(table, dict) or table.get("kind") not in list(KINDS):
         found = table.get("kind") if isinstance(table, dict) else table
         raise UserError(f"{where}: kind is {found!r}, expected one of {', '.join(KINDS)}")
     kind = KINDS[table["kind"]]

@@ -51,6 +51,7 @@ class FaultMeasurement(RandomLengths):
     """
 
     UNITS: ClassVar = {"throughput_loss": "", "ttft_growth": "", "error_share": "", "silence": "s", "recovery": "s"}
+    ABOVE_ZERO: ClassVar = (*RandomLengths.ABOVE_ZERO, "sessions", "before", "hold")
 
     hook: str
     value: str = ""

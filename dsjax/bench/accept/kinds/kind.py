@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dsjax.bench.serve.options import WorkloadOptions
+from dsjax.errors import UserError
 
 if TYPE_CHECKING:
     from dsjax.bench.accept.test_bed import TestBed
@@ -54,9 +55,16 @@ class Measurement:
 
     UNITS: ClassVar[Mapping[str, str]] = {}
     """Name of each value that the kind gives to its unit; empty for a ratio."""
+    ABOVE_ZERO: ClassVar[tuple[str, ...]] = ()
+    """Fields of which 0 would be no measurement."""
 
     name: str
     title: str
+
+    def __post_init__(self):
+        for name in self.ABOVE_ZERO:
+            if not getattr(self, name) > 0:
+                raise UserError(f"measurement {self.name}: {name} is {getattr(self, name):g}, expected more than 0")
 
     def expected_seconds(self) -> float:
         """How long it takes, as far as that can be known before."""
@@ -90,11 +98,21 @@ class RandomLengths(Measurement):
     Attributes:
         input_tokens, output_tokens: mean lengths.
         spread: lengths lie evenly within mean × (1 ± spread).
+
+    Raises:
+        UserError: lengths of nothing, or a spread that begins below nothing.
     """
+
+    ABOVE_ZERO: ClassVar = ("input_tokens", "output_tokens")
 
     input_tokens: int = 220
     output_tokens: int = 200
     spread: float = 0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.spread < 1:
+            raise UserError(f"measurement {self.name}: spread is {self.spread:g}, expected at least 0 and less than 1")
 
     def workload(self, bed: TestBed) -> WorkloadOptions:
         """The load's requests: of a ShareGPT file where the user gave one."""

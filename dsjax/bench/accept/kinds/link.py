@@ -26,6 +26,8 @@ class LinkMeasurement(Measurement):
 
     UNITS: ClassVar = {"latency_us": "µs", "gb_per_s": "GB/s", "gbit_per_s": "Gbit/s", "aggregate_gbit_per_s": "Gbit/s"}
 
+    ABOVE_ZERO: ClassVar = ("bytes",)
+
     group: str
     collective: str
     between_hosts: bool

@@ -89,12 +89,15 @@ class LoadMeasurement(RandomLengths):
         "memory_drift": "",
     }
 
+    ABOVE_ZERO: ClassVar = (*RandomLengths.ABOVE_ZERO, "seconds", "windows")
+
     seconds: float
     sessions: int = 0
     request_rate: float = 0.0
     windows: int = 12
 
     def __post_init__(self):
+        super().__post_init__()
         if bool(self.sessions) == bool(self.request_rate):
             raise UserError(f"measurement {self.name}: found both or none, expected sessions or request_rate")
 

@@ -21,6 +21,8 @@ class TtftMeasurement(Measurement):
 
     UNITS: ClassVar = {**{f"ttft_p{p}": "s" for p in _PERCENTILES}, "ttft_mean": "s", "error_share": ""}
 
+    ABOVE_ZERO: ClassVar = ("input_tokens", "requests")
+
     input_tokens: int
     requests: int = 30
 
