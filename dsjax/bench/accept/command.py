@@ -90,11 +90,10 @@ async def _accept(
         )
         command = typed(sys.argv[1:])
         report = Report(checklist, results.by_name, ready.url, ready.facts.model, what.criteria, what.quick, command)
-        report.write(folder)  # so that a folder that cannot be written is known before an hour of load
+        # It is written first so that a folder that cannot be is known before an hour of load.
         await run_measurements(
             checklist, bed, results, fresh=what.fresh, say=say, on_result=lambda: report.write(folder)
         )
-        report.write(folder)
     return report
 
 

@@ -24,15 +24,21 @@ async def run_measurements(
 ) -> None:
     """Make every measurement of a checklist that `results` does not hold, and add it there.
 
+    What `results` holds of a measurement that was defined or asked otherwise is forgotten first: it says nothing of this checklist.
+
     Args:
         checklist: what is measured.
         bed: what with.
         results: what was measured before.
         fresh: measure again what `results` holds.
         say: called with each line that tells the user how far it is.
-        on_result: called after each measurement.
+        on_result: called before the first measurement, and after each.
     """
     marks = {name: fingerprint(_KIND_NAMES[type(one)], one, bed) for name, one in checklist.measurements.items()}
+    for name, mark in marks.items():
+        if name in results.by_name and results.by_name[name].fingerprint != mark:
+            del results.by_name[name]
+    on_result()
     todo = [name for name in checklist.measurements if fresh or not results.done(name, marks[name])]
     if len(todo) < len(marks):
         say(f"{len(marks) - len(todo)} of {len(marks)} measurements are done already; --fresh measures them again")

@@ -1,5 +1,7 @@
 """`dsjax accept` as a user meets it, against a plain OpenAI-compatible server: verdicts, exit statuses, reports, going on."""
 
+import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -8,12 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 from commands import run
 
 from dsjax.bench.accept.command import typed
+from dsjax.bench.accept.criteria import Checklist, Criterion
+from dsjax.bench.accept.kinds.kind import Measured
+from dsjax.bench.accept.kinds.ttft import TtftMeasurement
+from dsjax.bench.accept.options import TestBedOptions
+from dsjax.bench.accept.report import Report
+from dsjax.bench.accept.results import Result, Results
+from dsjax.bench.accept.run import run_measurements
+from dsjax.bench.serve.options import ServerOptions
+from dsjax.bench.serve.server_facts import ServerFacts
 
 CRITERIA = """
 name = "small"
@@ -184,6 +196,29 @@ def test_what_is_done_is_not_measured_again_unless_it_changed(start_fake, accept
     assert len(server.script.bodies) > sent + 2 * 3
     prompts = [tuple(body["prompt"]) for body in server.script.bodies]
     assert len(set(prompts)) >= len(prompts) - 3, "no run finds its prompts in the server's prefix cache"
+
+
+def test_what_was_measured_by_another_definition_is_in_no_report_of_a_run_that_was_ended(monkeypatch, tmp_path):
+    async def interrupted(self, bed):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TtftMeasurement, "measure", interrupted)
+    whole = TtftMeasurement(name="ttft", title="TTFT", input_tokens=6, requests=1000)
+    criterion = Criterion("quick", "ttft", "ttft_p99", "s", "below", 60.0, "§1")
+    short = Result("ttft", "TTFT", "of --quick", "2026-11-26T00:00:00+00:00", 1.0, Measured({"ttft_p99": 0.1}))
+    other = dataclasses.replace(short, title="Another")
+    results = Results({"ttft": short, "not asked for": other})
+    checklist = Checklist("small", "d", {"ttft": whole}, [criterion])
+    server = SimpleNamespace(options=ServerOptions(), url="http://here", facts=ServerFacts("tiny"))
+    bed = SimpleNamespace(server=server, options=TestBedOptions())
+    report = Report(checklist, results.by_name, "http://here", "tiny", "small", False, "dsjax accept")
+    measuring = run_measurements(
+        checklist, bed, results, fresh=False, say=lambda line: None, on_result=lambda: report.write(tmp_path)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(measuring)
+    body = json.loads((tmp_path / "report.json").read_text())
+    assert (body["verdict"], body["partial"], list(body["measurements"])) == ("not tested", True, ["not asked for"])
 
 
 def test_a_folder_of_another_server_is_refused(start_fake, accept):
