@@ -198,6 +198,15 @@ def test_what_is_done_is_not_measured_again_unless_it_changed(start_fake, accept
     assert len(set(prompts)) >= len(prompts) - 3, "no run finds its prompts in the server's prefix cache"
 
 
+def test_devices_that_were_missing_are_taken_when_the_same_command_names_them(start_fake, accept):
+    server, devices = start_fake(), ("devices", "server", "devices", "at_least = 4")
+    ended, body = accept(server.url, "--only", "devices", criteria=[devices])
+    assert ended.returncode == 4
+    assert "give --devices" in body["criteria"][0]["reason"]
+    ended, body = accept(server.url, "--only", "devices", "--devices", "4", criteria=[devices])
+    assert (ended.returncode, verdicts(body)) == (0, {"devices": "met"})
+
+
 def test_what_was_measured_by_another_definition_is_in_no_report_of_a_run_that_was_ended(monkeypatch, tmp_path):
     async def interrupted(self, bed):
         raise KeyboardInterrupt

@@ -19,6 +19,11 @@ class ServerMeasurement(Measurement):
         """Nothing: the server was asked already."""
         return 0.0
 
+    def depends_on(self, bed: "TestBed") -> tuple[str, ...]:
+        """What it says, and `--devices`: both were asked already, and a server may be started anew with others."""
+        facts = bed.server.facts
+        return tuple(map(str, (facts.max_model_len, bed.server.options.devices or facts.num_devices)))
+
     async def measure(self, bed: "TestBed") -> Measured:
         """Read the facts."""
         facts, found = bed.server.facts, Measured()
