@@ -1,6 +1,8 @@
 """The values of `dsjax accept`'s measurements, from records, counters and rows whose answers can be reckoned by hand."""
 
 import asyncio
+import dataclasses
+import time
 from types import SimpleNamespace
 
 import aiohttp
@@ -354,3 +356,21 @@ def test_hooks_that_are_missing_or_unknown_are_told():
     ):
         with pytest.raises(OptionError, match=message):
             parse_hooks([word], ["a"])
+
+
+def test_a_fault_whose_end_is_interrupted_is_ended_again(tmp_path):
+    said = tmp_path / "said"
+    end = f"if [ -e {said} ]; then echo ended >> {said}; else echo begun > {said}; sleep 60; fi"
+    bed = SimpleNamespace(hooks=Hooks({"h": "true", "h-end": end}, None))
+    fault = dataclasses.replace(FAULT, before=0.01, hold=0.01)
+
+    async def interrupt() -> None:
+        faulty = asyncio.create_task(fault._break_and_mend(bed, [], time.monotonic))
+        while not (said.exists() and said.read_text()):
+            await asyncio.sleep(0.01)
+        faulty.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await faulty
+
+    asyncio.run(interrupt())
+    assert said.read_text() == "begun\nended\n"

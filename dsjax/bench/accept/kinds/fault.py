@@ -108,7 +108,12 @@ class FaultMeasurement(RandomLengths):
                 await bed.hooks.run(f"{self.hook}-end", self.value)
             raise
         mending = now()
-        await bed.hooks.run(f"{self.hook}-end", self.value)
+        try:
+            await bed.hooks.run(f"{self.hook}-end", self.value)
+        except asyncio.CancelledError:  # Ctrl-C has killed it half-way
+            with contextlib.suppress(NotTestedError):
+                await bed.hooks.run(f"{self.hook}-end", self.value)
+            raise
         mended = now()
         base = self._rate(records, steady, begun)
         while now() - mended < self.watch and self._back_after(records, base, mended, now()) is None:
