@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from dsjax.bench.accept.results import FORMAT, REPORT, Judged, Result, exit_stat
 from dsjax.cli.output import writing
 from dsjax.versions import installed_version
 
+_NOT_OF_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML has no form for, such as those by which a command colours what it says."""
 _STYLES = {"met": "green", "missed": "bold red", "not tested": "yellow"}
 
 
@@ -168,7 +171,7 @@ class Report:
                 elif one.verdict == "not tested":
                     ElementTree.SubElement(case, "skipped", {"message": one.reason})
         ElementTree.indent(root)
-        return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+        return _NOT_OF_XML.sub("�", ElementTree.tostring(root, encoding="unicode", xml_declaration=True)) + "\n"
 
     def write(self, folder: Path) -> None:
         """Write all three; the JSON, from which a run goes on, is never half written.

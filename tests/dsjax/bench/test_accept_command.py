@@ -176,6 +176,18 @@ def test_the_junit_report_is_what_a_build_server_reads(start_fake, accept, tmp_p
     assert "dsjax_device_memory" in cases["memory"].find("skipped").get("message")
 
 
+def test_the_junit_report_is_xml_whatever_a_hook_has_said():
+    criterion = Criterion("lost", "fault", "silence", "s", "below", 1.0, "§1")
+    coloured = Result(
+        "fault", "F", "f", "2026-11-26T00:00:00+00:00", 1.0, None, "--hook x ended with 1: \x1b[31mno\x00"
+    )
+    report = Report(
+        Checklist("s", "d", {}, [criterion]), {"fault": coloured}, "http://a", "m", "s", False, "dsjax accept"
+    )
+    skipped = ElementTree.fromstring(report.junit()).find("testsuite/testcase/skipped")
+    assert skipped.get("message") == "--hook x ended with 1: �[31mno�"
+
+
 def test_what_is_done_is_not_measured_again_unless_it_changed(start_fake, accept):
     server = start_fake(first=0.001)
     _, first = accept(server.url, "--only", "quick", criteria=[MET, MISSED])
