@@ -22,6 +22,7 @@ from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.names import TensorNames, TensorPiece
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.config import ModelConfig
+from dsjax.errors import UserError
 from dsjax.model.parameters import ParameterInfo, Weights
 from dsjax.model.transformer import abstract_parameters
 
@@ -102,10 +103,15 @@ def read_manifest(folder: Path, config: ModelConfig) -> Manifest:
                     f"{MANIFEST_NAME} is {version_found[0]} version {version_found[1]}, expected {FORMAT} version {VERSION}"
                 ],
             )
+        for name, kind in (("copies", list), ("narrow", dict), ("parameters", dict)):
+            if not isinstance(fields[name], kind):
+                raise TypeError(f"{name} is a {type(fields[name]).__name__}, expected a {kind.__name__}")
         manifest = Manifest(fields["weights"], fields["config_sha256"], tuple(fields["copies"]), fields["narrow"])
         table = fields["parameters"]
         expected = abstract_parameters(config, weights=manifest.weights)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(folder, [f"{MANIFEST_NAME} is damaged ({type(error).__name__}: {error})"]) from None
     if config_hash(folder) != manifest.config_sha256:
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
             self._add_file(shard, names)
 
     def _add_file(self, shard: str, promised: list[str] | None) -> None:
-        if promised is not None and not (self.folder / shard).exists():
+        if promised is not None and not os.path.exists(self.folder / shard):  # `Path.exists` raises of a name too long
             self.problems.append(f"{shard}: missing; {INDEX_NAME} places {len(promised)} tensors in it")
             self.unreadable.update(promised)
             return
@@ -105,7 +106,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         valid = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(path, [f"is no index with a weight_map ({type(error).__name__}: {error})"]) from None
     if not valid:
         raise CheckpointError(path, ["weight_map must map tensor names to file names"])

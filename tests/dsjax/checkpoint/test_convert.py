@@ -41,6 +41,11 @@ def assert_same_tensors(directory, tensors):
         assert found[name].tobytes() == expected.tobytes(), name
 
 
+def edit_manifest(directory, **fields):
+    manifest = directory / MANIFEST_NAME
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | fields))
+
+
 @pytest.fixture(scope="module")
 def orbax(checkpoints, tmp_path_factory):
     """``orbax(weights)`` → the Orbax form of that checkpoint, made once."""
@@ -275,6 +280,8 @@ def test_behind_a_link_the_folder_is_replaced_and_the_link_stays(tmp_path):
     [
         (lambda d: (d / MANIFEST_NAME).write_text("{"), "dsjax.json is damaged"),
         (lambda d: (d / MANIFEST_NAME).write_text('{"format": "dsjax-orbax", "version": 9}'), "version 9, expected"),
+        (lambda d: edit_manifest(d, parameters=[1]), "dsjax.json is damaged .*parameters is a list, expected a dict"),
+        (lambda d: edit_manifest(d, copies="ab"), "dsjax.json is damaged .*copies is a str, expected a list"),
         (lambda d: (d / "config.json").write_text((d / "config.json").read_text() + " "), "config.json is not the one"),
         (lambda d: (d / MANIFEST_NAME).unlink(), "has a config.json but no weights"),
         (lambda d: (d / "params" / "manifest.ocdbt").unlink(), "cannot be read"),

@@ -77,7 +77,9 @@ def test_an_index_cannot_point_outside_its_folder(tmp_path):
         SafetensorsFolder(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "{}"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "{}", "9" * 5000, "[" * 100_000]
+)
 def test_an_index_that_is_none_is_a_clear_error(tmp_path, text):
     (tmp_path / INDEX_NAME).write_text(text)
     with pytest.raises(CheckpointError, match="weight_map"):
@@ -96,3 +98,9 @@ def test_a_single_file_that_is_a_link_to_nothing_is_a_clear_error(tmp_path):
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be used.*\n.*No such file"):
         SafetensorsFolder(tmp_path)
+
+
+def test_a_shard_whose_name_no_file_can_have_is_missing(tmp_path):
+    write(tmp_path)
+    edit_index(tmp_path, lambda weights: weights.update(t0="x" * 300))
+    assert SafetensorsFolder(tmp_path).problems == [f"{'x' * 300}: missing; {INDEX_NAME} places 1 tensors in it"]
