@@ -267,6 +267,12 @@ def test_a_link_s_values_are_those_of_its_row_the_slower_of_two():
     assert found.values["aggregate_gbit_per_s"] == pytest.approx(32 * 4.194176 * 24 / 31)
 
 
+def test_of_a_pair_one_sends_at_a_time():
+    rows = [row("send_receive", 1 << 20, 1e-3, ranks=2, hosts=2, group=("pair",))]
+    found = link(rows, group="pair", collective="send_receive")
+    assert found.values["aggregate_gbit_per_s"] == found.values["gbit_per_s"] == pytest.approx(8.388608)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dsjax.bench.accept.kinds.kind import Measured, Measurement, NotTestedError
+from dsjax.plan.measured_network import SEND_RECEIVE
 
 if TYPE_CHECKING:
     from dsjax.bench.accept.test_bed import TestBed
@@ -55,7 +56,9 @@ class LinkMeasurement(Measurement):
         away = None
         if row["hosts"] > 1:
             leave = (row["ranks"] - row["ranks"] / row["hosts"]) / (row["ranks"] - 1)
-            away = row["ranks"] * row["sent_bytes"] * leave / seconds * 8 / 1e9
+            # Of a message and its answer one is on its way at a time.
+            senders = 1 if row["collective"] == SEND_RECEIVE else row["ranks"]
+            away = senders * row["sent_bytes"] * leave / seconds * 8 / 1e9
         found.enter("aggregate_gbit_per_s", away, "the group is within one host")
         device = bed.network["device"]
         found.notes.append(f"{row['ranks']} devices ({device['name']}) of {row['hosts']} hosts, {bed.network['date']}.")
@@ -80,5 +83,5 @@ class LinkMeasurement(Measurement):
     def by_hand(self, bed: "TestBed") -> str:
         """`dsjax bench network` for this row, as on one host."""
         mesh = bed.network["mesh"] if bed.network else "MESH"
-        sizes = "--pair-sizes" if self.collective == "send_receive" else "--sizes"
+        sizes = "--pair-sizes" if self.collective == SEND_RECEIVE else "--sizes"
         return f"dsjax bench network --mesh {mesh} --only {self.collective} {sizes} {self.bytes}"
