@@ -130,8 +130,10 @@ def _write(benchmark: "Benchmark", points: list["PointResult"], facts: "ServerFa
         write_points_csv(Path(report.csv_points), bodies)
     if report.csv_requests:
         write_requests_csv(Path(report.csv_requests), points)
-    if report.plot:
+    if report.plot and any(one.statistics.completed for one in points):
         draw(Path(report.plot), bodies, f"{facts.model}, {workload.dataset_name}")
+    elif report.plot:
+        benchmark.say(f"no request was answered, so {report.plot} is not drawn")
 
 
 def _head(facts: "ServerFacts", server: ServerOptions, workload: WorkloadOptions) -> dict[str, Any]:

@@ -159,6 +159,20 @@ def test_chat(start_fake):
     assert all(body["messages"][0]["role"] == "user" for body in server.script.bodies)
 
 
+def test_where_nothing_was_answered_nothing_is_drawn_and_the_exit_status_says_so(start_fake, tmp_path):
+    pytest.importorskip("matplotlib")
+    calls = []
+
+    def refuse(body):
+        calls.append(body)
+        return (500, "it broke") if len(calls) > 1 else None
+
+    done = bench(start_fake(refuse=refuse).url, "--plot", str(tmp_path / "picture.png"), "--devices", "1")
+    assert done.returncode == 1, done.stderr
+    assert "no request was answered" in done.stderr
+    assert not (tmp_path / "picture.png").exists()
+
+
 def test_failures_are_counted_and_each_message_is_shown_once(start_fake):
     calls = []
 
