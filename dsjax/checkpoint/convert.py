@@ -194,12 +194,16 @@ def _hf_tensors(
 
 
 def _widened(checkpoint: Checkpoint, names: TensorNames) -> dict[str, str]:
-    """Path → source dtype of parameters that the source keeps in a narrower dtype than we do."""
-    narrow = {}
+    """Path → source dtype of parameters that the source keeps in one narrower dtype than we do."""
+    dtypes: dict[str, set[np.dtype]] = {}
     for name, (path, _) in names.places().items():
-        dtype = names.parameters[path].dtype
-        if name in checkpoint.specs and checkpoint.specs[name].dtype.itemsize < dtype.itemsize:
-            narrow[path] = checkpoint.specs[name].dtype.name
+        if name in checkpoint.specs:
+            dtypes.setdefault(path, set()).add(checkpoint.specs[name].dtype)
+    narrow = {
+        path: next(iter(found)).name
+        for path, found in dtypes.items()
+        if len(found) == 1 and next(iter(found)).itemsize < names.parameters[path].dtype.itemsize
+    }
     return {**narrow, **checkpoint.narrow}
 
 

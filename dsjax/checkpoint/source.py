@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from dsjax.checkpoint.assemble import Tensor
 from dsjax.checkpoint.check import settle_mtp
 from dsjax.checkpoint.errors import CheckpointError
@@ -52,12 +54,14 @@ class Checkpoint:
 
     @property
     def stored_weights(self) -> Weights:
-        """How the checkpoint itself keeps matrices."""
+        """How to keep matrices so that none loses a bit: as the checkpoint itself does, of float16 in float32."""
         fp4 = stored_format(self.specs)
         if fp4 is not None:
             return fp4
         if any(spec.dtype == FP8 for spec in self.specs.values()):
             return "fp8"
+        if any(spec.dtype == np.float16 for spec in self.specs.values()):
+            return "f32"
         return self.natural_weights
 
     def as_wanted(self, names: TensorNames) -> Checkpoint:

@@ -82,6 +82,23 @@ def test_a_parameter_that_the_source_keeps_narrower_comes_back_as_it_was(
     assert_same_tensors(convert_checkpoint(tmp_path / "orbax", tmp_path / "back", to="hf"), tensors)
 
 
+def test_float16_and_layers_of_different_dtypes_come_back_with_the_same_values(
+    tiny_config, checkpoints, tmp_path, make_checkpoint
+):
+    halves = {name: value.astype(np.float16) for name, value in checkpoints("f32")[1].items()}
+    source = make_checkpoint(tmp_path / "halves", tiny_config, halves)
+    assert_same_tensors(convert_checkpoint(source, tmp_path / "halves again", to="hf"), halves)
+    convert_checkpoint(source, tmp_path / "orbax", to="orbax")
+    assert_same_tensors(convert_checkpoint(tmp_path / "orbax", tmp_path / "back", to="hf"), halves)
+    mixed = dict(checkpoints("bf16")[1])
+    first = "model.layers.1.mlp.gate.e_score_correction_bias"
+    mixed[first] = mixed[first].astype(ml_dtypes.bfloat16)
+    source = make_checkpoint(tmp_path / "mixed", tiny_config, mixed)
+    written = open_checkpoint(convert_checkpoint(source, tmp_path / "mixed again", to="hf")).tensors
+    for name, value in mixed.items():
+        np.testing.assert_array_equal(written[name].astype(np.float32), value.astype(np.float32), err_msg=name)
+
+
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=8", "dp=2,tp=4", "tp=8,ep=1", "dp=8,ep=2"])
 def test_the_orbax_form_loads_on_any_mesh_like_the_original(checkpoints, orbax, mesh):
     original, restored = (place(source, mesh) for source in (checkpoints("bf16")[0], orbax("bf16")))
