@@ -16,10 +16,12 @@ def check_destination(destination: Path, *, overwrite: bool = False) -> None:
     """Whether ``publish`` can write there, which is worth knowing before a source is downloaded or read.
 
     Raises:
-        DestinationError: it exists, and is not to be replaced, or is no directory.
+        DestinationError: it exists, and is not to be replaced, or is no directory, or one that cannot be: a volume is mounted there.
     """
     if destination.exists() and not destination.is_dir():
         raise DestinationError(destination, "exists and is no directory; choose another destination")
+    if os.path.ismount(os.path.realpath(destination)):
+        raise DestinationError(destination, "is where a volume is mounted; choose a folder in it, which need not exist")
     if destination.exists() and any(destination.iterdir()) and not overwrite:
         raise DestinationError(destination, "exists already; choose another destination, or pass --overwrite")
 
@@ -33,14 +35,17 @@ def publish(destination: Path, *, overwrite: bool = False) -> Iterator[Path]:
     complete. A symbolic link stays too: the folder that it leads to is the destination.
 
     Raises:
-        DestinationError: ``destination`` exists, and is not to be replaced, or is no directory.
+        DestinationError: as ``check_destination``'s; or no folder can be made there.
     """
     destination = Path(os.path.realpath(destination))
     check_destination(destination, overwrite=overwrite)
-    destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    except OSError as error:
+        raise DestinationError(destination, f"cannot be made ({error.strerror}); choose another destination") from error
     try:
         yield partial
         sync_folder(partial)

@@ -293,6 +293,15 @@ def test_behind_a_link_the_folder_is_replaced_and_the_link_stays(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("destination", "message"),
+    [("/proc/none/model", "it cannot be made .No such file"), ("/proc", "it is where a volume is mounted")],
+)
+def test_where_no_folder_can_be_made_or_replaced_the_reason_is_said(destination, message):
+    with pytest.raises(CheckpointError, match=message), publish(Path(destination), overwrite=True):
+        raise AssertionError("nothing is written")
+
+
+@pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda d: (d / MANIFEST_NAME).write_text("{"), "dsjax.json is damaged"),
