@@ -39,7 +39,7 @@ def resolve(model: str | Path, *, revision: str | None = None, cache_dir: str | 
     _check_revision(text, revision)
     if text in bundled_models():
         return _bundled(text)
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if path.is_dir():
         return path
     if not _REPOSITORY.fullmatch(text) or text.startswith((".", "/", "~")):
@@ -58,7 +58,7 @@ def resolve_config(model: str, *, revision: str | None = None) -> str:
         ModelNotFoundError: a repository that cannot be had.
     """
     _check_revision(model, revision)
-    if model in bundled_models() or Path(model).expanduser().exists() or not _REPOSITORY.fullmatch(model):
+    if model in bundled_models() or Path(os.path.expanduser(model)).exists() or not _REPOSITORY.fullmatch(model):
         return model
     return str(_download(model, revision, None, ("config.json",)))
 
@@ -69,7 +69,7 @@ def _check_revision(model: str, revision: str | None) -> None:
         return
     if model in bundled_models():
         raise ModelNotFoundError(f"{model} is bundled, which has no revisions; leave --revision out")
-    if Path(model).expanduser().exists():
+    if Path(os.path.expanduser(model)).exists():
         raise ModelNotFoundError(f"{model} is on this machine, where it has no revisions; leave --revision out")
 
 

@@ -1,6 +1,7 @@
 """`dsjax info`: what a model is: its directory, its configuration, its parameters by component."""
 
 import importlib.resources
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,7 +104,7 @@ def _path(model: str | Path) -> Path:
 
     if str(model) in bundled_models():
         return Path(str(importlib.resources.files("configs") / "models" / str(model)))
-    path = Path(model).expanduser().resolve()
+    path = Path(os.path.expanduser(model)).resolve()
     return path if path.is_dir() else path.parent
 
 

@@ -8,6 +8,7 @@ transformers differ, transformers counts.
 import dataclasses
 import importlib.resources
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,7 @@ def load_config(name_or_path: str | Path) -> ModelConfig:
         source = importlib.resources.files("configs") / "models" / str(name_or_path) / "config.json"
         text = source.read_text(encoding="utf-8")
     else:
-        path = Path(name_or_path).expanduser()
+        path = Path(os.path.expanduser(name_or_path))
         source = path / "config.json" if path.is_dir() else path
         try:
             text = source.read_text(encoding="utf-8")

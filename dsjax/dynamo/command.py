@@ -164,7 +164,7 @@ def runtime_config(arguments: Sequence[str], component: str = "backend") -> Any:
         raise UserError(str(error)) from error
     template = config.custom_jinja_template
     if template is not None:
-        config.custom_jinja_template = str(Path(os.path.expandvars(template)).expanduser())
+        config.custom_jinja_template = str(Path(os.path.expanduser(os.path.expandvars(template))))
         if not Path(config.custom_jinja_template).is_file():
             raise UserError(f"--custom-jinja-template {template} is no file; give the file of a chat template")
     return config
@@ -192,7 +192,7 @@ def _prepare(
     directory = resolve(args.model, revision=args.revision)
     choose_parsers(runtime, Tokenizer.from_directory(directory))
     # Frontends read the tokenizer and the template: from the same path, or from the hub where the model came from there.
-    here = args.model in bundled_models() or Path(args.model).expanduser().is_dir() or args.revision is not None
+    here = args.model in bundled_models() or Path(os.path.expanduser(args.model)).is_dir() or args.revision is not None
     model = str(directory.resolve()) if here else args.model
     options = Options(args, names, model, step_timeout, shutdown_timeout, bootstrap)
     mode = DisaggregationMode(args.disaggregation_mode)

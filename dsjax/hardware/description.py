@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     if key in bundled_hardware():
         text = (importlib.resources.files("configs") / "hardware" / f"{key}.toml").read_text(encoding="utf-8")
     else:
-        path = Path(name_or_path).expanduser()
+        path = Path(os.path.expanduser(name_or_path))
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -194,7 +195,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         text = (importlib.resources.files("configs") / "clusters" / f"{key}.toml").read_text(encoding="utf-8")
     else:
         try:
-            text = Path(name_or_path).expanduser().read_text(encoding="utf-8")
+            text = Path(os.path.expanduser(name_or_path)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"no cluster {key!r} ({why_unreadable(error)}); expected a TOML file, or one of {', '.join(bundled_clusters())}"

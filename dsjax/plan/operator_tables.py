@@ -10,6 +10,7 @@ import csv
 import functools
 import importlib.resources
 import math
+import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -373,7 +374,7 @@ def operator_tables(folder: str | Path | None = None) -> OperatorTables:
     """
     if folder is None:
         return BUNDLED
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))
     if not any((path / f"{name}.csv").exists() for name in TABLES):
         raise UserError(
             f"--operators {folder}: no table there; expected a folder with one of {', '.join(f'{t}.csv' for t in TABLES)}"

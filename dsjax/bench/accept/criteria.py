@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import importlib.resources
 import math
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
         text = file.read_text(encoding="utf-8")
     else:
         try:
-            text = Path(name_or_path).expanduser().read_text(encoding="utf-8")
+            text = Path(os.path.expanduser(name_or_path)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"no criteria {name_or_path!r} ({why_unreadable(error)}); expected a TOML file, or one of "

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.resources
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def read_tokenizer(where: str) -> tokenizers.Tokenizer:
     Raises:
         PromptError: there is none.
     """
-    path = Path(where).expanduser()
+    path = Path(os.path.expanduser(where))
     if where in bundled_models():
         path = Path(str(importlib.resources.files("configs") / "models" / where))
     if path.is_dir():

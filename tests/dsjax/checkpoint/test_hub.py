@@ -13,6 +13,8 @@ from typing import ClassVar
 import pytest
 
 from dsjax.checkpoint.hub import ModelNotFoundError, resolve, resolve_config
+from dsjax.config import load_config
+from dsjax.errors import UserError
 
 COMMIT = "c0ffee" + "0" * 34
 
@@ -148,6 +150,12 @@ def test_a_bundled_model_has_no_revisions_either(find):
 def test_a_name_that_is_nothing_lists_what_there_is():
     with pytest.raises(ModelNotFoundError, match=r"not a bundled name \(.*deepseek-v3.*not a Hugging Face repository"):
         resolve("no such model")
+
+
+@pytest.mark.parametrize("find", [resolve, load_config])
+def test_the_home_of_a_user_that_there_is_not_is_no_directory(find):
+    with pytest.raises(UserError, match="no model"):
+        find("~nobody-of-this-name/model")
 
 
 def test_a_bundled_configuration_without_weights_says_what_it_is_good_for():
