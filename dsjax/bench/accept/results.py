@@ -96,11 +96,12 @@ class Results:
 
 def fingerprint(kind: str, measurement: Measurement, bed: TestBed) -> str:
     """What a measurement's values depend on: its fields, the server, how it is asked, hooks and files."""
-    options = bed.server.options
+    o = bed.server.options
+    asked = [o.endpoint, o.ignore_eos, o.extra_body, o.temperature, o.prompt_form, o.request_timeout]
     parts = {
         "kind": kind,
         "fields": dataclasses.asdict(measurement),
-        "server": [bed.server.url, bed.server.facts.model, options.endpoint, options.ignore_eos, options.extra_body],
+        "server": [bed.server.url, bed.server.facts.model, *asked],
         "others": measurement.depends_on(bed),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

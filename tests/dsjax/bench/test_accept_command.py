@@ -197,6 +197,8 @@ def test_what_is_done_is_not_measured_again_unless_it_changed(start_fake, accept
     assert "1 of 1 measurements are done already" in ended.stderr
     assert second["measurements"] == first["measurements"]
     assert verdicts(second) == {"quick": "met", "impossible": "missed"}, "a criterion of the same values"
+    accept(server.url, "--only", "ttft", "--temperature", "0.5", criteria=[MET])
+    assert server.script.bodies[-1]["temperature"] == 0.5, "asked otherwise"
     _, third = accept(
         server.url, "--only", "ttft", criteria=[MET], text=CRITERIA.replace("requests = 5", "requests = 3")
     )
