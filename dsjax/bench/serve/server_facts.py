@@ -68,13 +68,13 @@ async def ask_server(
     await _wait_until_ready(session, url, deadline)
     if model is None and not cards:
         raise ServerError(f"{url}/v1/models lists no model; name one with --model")
-    card: dict[str, Any] = next((c for c in cards if c.get("id") == model), {}) if model else cards[0]
+    card: dict[str, Any] = next((c for c in cards if c["id"] == model), {}) if model else cards[0]
     if cards and not card:
-        served = ", ".join(str(c.get("id")) for c in cards)
+        served = ", ".join(c["id"] for c in cards)
         raise ServerError(f"--model is {model!r}, but {url} serves {served}")
     info = await _optional(session, f"{url}/server_info")
     return ServerFacts(
-        model=model or str(card["id"]),
+        model=model or card["id"],
         root=card.get("root"),
         max_model_len=_integer(card, "max_model_len"),
         num_devices=_integer(info, "num_devices"),
@@ -86,7 +86,8 @@ async def _models(session: aiohttp.ClientSession, url: str, model: str | None, d
         try:
             async with session.get(f"{url}/v1/models", timeout=_TIMEOUT) as response:
                 if response.status == 200:
-                    return list((await response.json(content_type=None))["data"])
+                    cards = (await response.json(content_type=None))["data"]
+                    return [card | {"id": str(card["id"])} for card in cards]
                 if response.status in (401, 403):
                     raise ServerError(
                         f"{url} refuses the key ({response.status}); give --api-key or set OPENAI_API_KEY"

@@ -25,8 +25,10 @@ class Script:
         drop_after: chunks after which the connection is closed.
         hang: never answer.
         posts: path to what a JSON body posted there is answered with, a status and a text.
-        not_ready: times that `/ready` says 503 before it says that there is no such path. ready_breaks: times that it ends the connection
-            before. models_not_there: times that `/v1/models` says 503, as a gateway whose server starts.
+        not_ready: times that `/ready` says 503 before it says that there is no such path.
+        ready_breaks: times that `/ready` ends the connection before.
+        models: the whole answer of `/v1/models`, in place of one model's.
+        models_not_there: times that `/v1/models` says 503 before, as a gateway whose server starts.
         metrics: what `/metrics` says, given the number of answered requests; None: there is no such path.
         info: what `/server_info` says; None: there is no such path.
     """
@@ -47,6 +49,7 @@ class Script:
     not_ready: int = 0
     ready_breaks: int = 0
     models_not_there: int = 0
+    models: Any = None
     root: str = "tiny"
     max_model_len: int = 4096
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -98,6 +101,8 @@ class FakeServer:
         self.script.models_not_there -= 1
         if self.script.models_not_there >= 0:
             raise web.HTTPServiceUnavailable
+        if self.script.models is not None:
+            return web.json_response(self.script.models)
         card = {"id": "tiny", "object": "model", "root": self.script.root, "max_model_len": self.script.max_model_len}
         return web.json_response({"object": "list", "data": [card]})
 

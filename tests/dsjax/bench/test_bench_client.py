@@ -121,3 +121,9 @@ def test_a_server_that_breaks_off_when_it_is_asked_whether_it_is_ready_is_asked_
     assert facts_of(start_fake(ready_breaks=4).url, wait_seconds=AGES).model == "tiny"
     with pytest.raises(ServerError, match=r"is not ready yet \(/ready: .*isconnected"):
         facts_of(start_fake(ready_breaks=99).url)
+
+
+@pytest.mark.parametrize("models", [{"data": ["tiny"]}, {"data": [{"name": "tiny"}]}, {"data": None}, [], "tiny"])
+def test_models_that_are_not_listed_as_openai_s_are_no_server(start_fake, models):
+    with pytest.raises(ServerError, match="no server at http"):
+        facts_of(start_fake(models=models).url)
