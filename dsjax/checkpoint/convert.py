@@ -209,7 +209,7 @@ def _widened(checkpoint: Checkpoint, names: TensorNames) -> dict[str, str]:
 
 def _numeric(name: str) -> list[tuple[int, int, str]]:
     """A key that sorts layer 10 after layer 9."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
 def _companions(directory: Path) -> list[Path]:

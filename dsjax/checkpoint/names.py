@@ -201,7 +201,7 @@ class TensorNames:
         return (
             name.startswith("model.layers.")
             and len(parts) > 3
-            and parts[2].isdigit()
+            and parts[2].isdecimal()
             and int(parts[2]) >= self.config.num_hidden_layers
         )
 

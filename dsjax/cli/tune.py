@@ -93,6 +93,6 @@ def tune(
 
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"--tokens is {text!r}; expected whole numbers above 0, separated by commas")
     return sorted({int(part) for part in parts})

@@ -156,6 +156,6 @@ def split_address(address: str) -> tuple[str, int]:
         UserError: it is none.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"{address!r} is no address of a prefill engine, expected HOST:PORT")
     return host.strip("[]"), int(port)

@@ -78,7 +78,7 @@ class ModuleGrid(Checked):
         if unknown:
             raise OptionError(f"--forms names {', '.join(unknown)}; expected some of {', '.join(FORMS)}")
         self.token_counts, self.context_lengths  # noqa: B018 (checks both)
-        if self.layers != "auto" and not (self.layers.isdigit() and int(self.layers) >= 1):
+        if self.layers != "auto" and not (self.layers.isdecimal() and int(self.layers) >= 1):
             raise OptionError(f"--layers is {self.layers!r}, expected auto or a number of at least 1")
 
     @property

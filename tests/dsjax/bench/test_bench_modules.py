@@ -159,6 +159,7 @@ def test_ceilings_are_found_by_the_device_s_name(name, key):
         ({"tokens": "0"}, "at least 1"),
         ({"forms": "XX"}, "A_CC_ME"),
         ({"layers": "x"}, "auto"),
+        ({"layers": "²"}, "auto"),
     ],
 )
 def test_a_mistake_is_named_with_what_would_do(options, message):

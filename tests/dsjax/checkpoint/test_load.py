@@ -227,9 +227,9 @@ def test_an_mtp_copy_that_differs_from_the_main_models_is_reported(tiny_config, 
 
 def test_extras_are_named_in_one_warning_and_left_out(tiny_config, checkpoints):
     tensors = dict(checkpoints("f32")[1])
-    tensors["model.vision.weight"] = np.zeros(3, np.float32)
+    tensors["model.layers.².weight"] = tensors["model.vision.weight"] = np.zeros(3, np.float32)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, np.float32)
-    with pytest.warns(CheckpointWarning, match="1 tensors are not part of the model .* model.vision.weight"):
+    with pytest.warns(CheckpointWarning, match="2 tensors are not part of the model .* model.vision.weight"):
         from_hf_tensors(tiny_config, tensors)
 
 
