@@ -1,6 +1,7 @@
 """Options as dataclasses: fields that say what they are, which a command line shows and which are checked when one is made."""
 
 import dataclasses
+import os
 from typing import Any
 
 from dsjax.errors import UserError
@@ -43,3 +44,20 @@ class Checked:
 def flag_of(field: dataclasses.Field) -> str:
     """`--name-of-the-field`."""
     return field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"
+
+
+def check_place(flag: str, path: str | None) -> None:
+    """Make sure, before the work whose results it is to have, that a file can be written; None and `-` are none.
+
+    Raises:
+        OptionError: its folder is not there, or it may not be written.
+    """
+    if path is None or path == "-":
+        return
+    folder = os.path.dirname(path) or "."
+    if (
+        os.path.isdir(path)
+        or not os.path.isdir(folder)
+        or not os.access(path if os.path.exists(path) else folder, os.W_OK)
+    ):
+        raise OptionError(f"{flag} is {path!r}, where no file can be written; choose another")

@@ -14,6 +14,7 @@ from dsjax.bench.processes import GroupOptions, Processes, measuring_together
 from dsjax.cli.options import options_of
 from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
+from dsjax.options import check_place
 from dsjax.progress import in_turn
 
 
@@ -44,6 +45,8 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
     from dsjax.bench.modules.setting import make_setting
     from dsjax.bench.modules.timing import Budget
 
+    if processes.leads:  # before hours of work rather than after them
+        check_place("--json", run.json_file)
     setting = make_setting(model)
     if processes.members:
         processes.check_shares(spec, spec.build())

@@ -13,6 +13,7 @@ from dsjax.bench.processes import GroupOptions, Processes, measuring_together
 from dsjax.cli.options import options_of
 from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
+from dsjax.options import check_place
 from dsjax.progress import in_turn
 
 _EXIT_CODES = {None: 0, "as expected": 0, "warning": 3, "failing": 4}
@@ -49,6 +50,8 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     from dsjax.bench.network.report import show, to_json
     from dsjax.bench.network.run import cases, check_cluster, run_cases
 
+    if processes.leads:  # before the work rather than after it
+        check_place("--json", verdict.json_file)
     mesh = spec.build()
     processes.check_shares(spec, mesh)
     groups = [*device_groups(spec, mesh), *device_pairs(mesh)]

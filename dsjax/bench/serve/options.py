@@ -8,7 +8,7 @@ from typing import Any
 
 from dsjax.bench.serve.report import LATENCIES
 from dsjax.bench.serve.statistics import parse_goodput
-from dsjax.options import Checked, OptionError, option
+from dsjax.options import Checked, OptionError, check_place, option
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,13 @@ class ReportOptions(Checked):
     def __post_init__(self):
         super().__post_init__()
         _ = self.latencies, self.percentiles, self.objectives  # each raises for what cannot be
+        for flag, path in (
+            ("--json", self.json_file),
+            ("--csv-requests", self.csv_requests),
+            ("--csv-points", self.csv_points),
+            ("--plot", self.plot),
+        ):
+            check_place(flag, path)
         if self.plot and not self.plot.endswith((".png", ".svg", ".pdf")):
             raise OptionError(f"--plot is {self.plot!r}, expected a name that ends in .png, .svg or .pdf")
 

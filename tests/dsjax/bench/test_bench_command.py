@@ -199,6 +199,8 @@ def test_failures_are_counted_and_each_message_is_shown_once(start_fake):
         (("--dataset-name", "trace", "--dataset-path", __file__, "--request-rate", "1"), "--trace-speed"),
         (("--dataset-name", "trace", "--dataset-path", "no-such.jsonl"), "no-such.jsonl, which is no file"),
         (("--plot", "x.gif"), ".png, .svg or .pdf"),
+        (("--json", "no-such-folder/x.json"), "--json is 'no-such-folder/x.json', where no file can be written"),
+        (("--csv-points", "/"), "--csv-points is '/', where no file can be written"),
         (("--extra-body", "[1]"), "expected a JSON object"),
         ((), "no server at http://127.0.0.1:9"),
     ],
