@@ -69,7 +69,13 @@ def _write(client: StatusClient, before: StatusReading, interval: float, once: b
     with writing(json_file), standard if json_file == "-" else Path(json_file).open("w", encoding="utf-8") as file:
         while True:
             time.sleep(interval)
-            after = client.read()
+            try:
+                after = client.read()
+            except NoAnswerError as error:
+                if once:
+                    raise
+                print(error, file=sys.stderr, flush=True)
+                continue
             file.write(json.dumps(view(before, after)) + "\n")
             file.flush()
             before = after

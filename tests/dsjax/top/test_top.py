@@ -300,6 +300,20 @@ def test_once_writes_one_json_object(server):
     assert json.loads(result.output)["ranks"][3]["waiting"] == 3
 
 
+def test_lines_of_json_go_on_when_a_server_that_went_away_is_back(server, monkeypatch, tmp_path):
+    answers = iter([503, 200, None])
+
+    def sleep(seconds):
+        server.status = next(answers)
+        if server.status is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("dsjax.top.command.time", SimpleNamespace(sleep=sleep))
+    result = run("--url", server.url, "--json", str(tmp_path / "lines"))
+    assert result.exit_code == 0, result.exception
+    assert len((tmp_path / "lines").read_text().splitlines()) == 1
+
+
 def test_nobody_there_is_an_error_that_names_the_address():
     with contextlib.closing(socket.socket()) as unused:
         unused.bind(("127.0.0.1", 0))
