@@ -207,8 +207,8 @@ class ExpertBalancer(Attachment):
             self._enter(self._launched.popleft())
 
     def rebalance_now(self) -> dict[str, Any] | None:
-        """Decide now, for the window so far, and begin: every layer that gains anything is changed between the next steps. None where the
-        mesh of now is too small to move experts.
+        """Decide now, for the last window and what came since, and begin: every layer that gains anything is changed between the next
+        steps. None where the mesh of now is too small to move experts.
 
         Raises:
             RebalanceUnderWayError: another one is not done.
@@ -224,7 +224,12 @@ class ExpertBalancer(Attachment):
             )
         while self._launched:
             self._enter(self._launched.popleft(), decide=False)
-        self._windows.append(self._executor.collect(self._executor.launch(ReadLoads())))
+        since = self._executor.collect(self._executor.launch(ReadLoads()))
+        # Of a few steps alone, or of none, it would tell little, and the last reading would be forgotten for it.
+        if self._windows:
+            last = self._windows.pop()
+            since = LoadWindow(last.logical + since.logical, last.by_rank + since.by_rank)
+        self._windows.append(since)
         self._read_at = self._steps
         decision = self._decision(payback=0)()
         self._begin(decision)

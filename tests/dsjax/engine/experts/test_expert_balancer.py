@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from dsjax import LLM, SamplingParams
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError
 from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, Step
 from dsjax.engine.device.program_library import ProgramLibrary
-from dsjax.engine.experts.eplb import EplbConfig, ExpertMover, ExpertSlots, RebalanceUnderWayError
+from dsjax.engine.experts.eplb import EplbConfig, ExpertMover, ExpertSlots, LoadWindow, RebalanceUnderWayError
 from dsjax.engine.experts.expert_balancer import ExpertBalancer, LayerChange, decide
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
@@ -402,6 +403,23 @@ def test_a_layer_is_changed_only_where_that_gains_more_than_it_costs():
         assert change.gain > change.cost == pytest.approx(0.01 * len(change.rounds) + 0.02)
     forced = decide(load, slots_of(), "global", interval=1, step_seconds=0.01, payback=0)
     assert {change.layer for change in forced.changes} == {change.layer for change in (*few.changes, *few.left)}
+
+
+def test_who_asks_just_behind_a_window_has_experts_moved_by_that_window():
+    loads = [LoadWindow(share * np.array([[9, 9, 1, 1]]), share * np.array([[18, 2]])) for share in (1, 0)]
+    slots = ExpertSlots(np.array([[0, 1, 2, 3]], np.int32), 4, 2, 1, 1, 0.5, 8, 1, (1.0, 1.0))
+    executor = SimpleNamespace(
+        extension=lambda kind: SimpleNamespace(slots=slots),
+        launch=lambda command: command,
+        collect=lambda command: loads.pop(0),
+    )
+    balancer = ExpertBalancer(EplbConfig(window_size=1, step_interval=1000))
+    balancer.start(executor, None)
+    for _ in range(2):
+        balancer.before_launch(0)
+        balancer.after_step(0.1)
+    assert len(loads) == 1, "the window has been read"
+    assert balancer.rebalance_now()["balancedness"] == {"before": 10 / 18, "after": 1.0}
 
 
 def test_the_gain_is_the_busiest_ranks_share_of_the_time_in_experts():
