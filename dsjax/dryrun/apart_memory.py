@@ -59,7 +59,9 @@ def attention_memory(compiled: ApartStep) -> SideMemory:
         travelling = max(travelling, of_pass)
     each = [programs for _, made in compiled.passes for programs in made.programs]
     of_layers = [run for one in each for run in (one.attend, one.share, one.receive)]
-    of_layers += [run for one in each if one.further for run in (one.further.pack, one.further.keep, one.further.receive)]
+    of_layers += [
+        run for one in each if one.further for run in (one.further.pack, one.further.keep, one.further.receive)
+    ]
     pieces = [program.compiled for _, program in compiled.pieces]
     return SideMemory(
         weights=device_bytes(compiled.params),

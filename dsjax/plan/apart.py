@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,11 +182,12 @@ def apart_models(
     layout: InstanceLayout,
     precision: Precision,
     skew: Skew,
+    counts: Sequence[int],
     *,
     published: bool,
     **others: Any,
 ) -> list[ApartStep]:
-    """A step as a whole, and in as many micro-batches as there can be: two of dsjax (`--enable-dbo`), three as published."""
+    """A step in each of these numbers of micro-batches; 1: as a whole."""
     others["shared_beside"] = False  # they are computed while the rows are away
     return [
         ApartStep(
@@ -199,5 +201,5 @@ def apart_models(
             published=published,
             **others,
         )
-        for count in ((1, 2, 3) if published else (1, 2))
+        for count in counts
     ]

@@ -141,6 +141,11 @@ class PlanArgs:
         None, "With --expert-mesh, in place of --mesh: plan with these devices for attention, dp=8 or dp=4,tp=2."
     )
     expert_mesh: str | None = option(None, "With --attention-mesh: and these for the routed experts, ep=24.")
+    num_afd_stages: int = option(
+        2,
+        "With --afd and --engine dsjax: micro-batches that take turns on the two sides where that is faster than none.",
+        min=2,
+    )
     expert_device: str | None = option(
         None, "With --afd: the experts are on hosts of this device (configs/hardware) beside the cluster's."
     )
@@ -229,6 +234,11 @@ class PlanArgs:
             )
         if self.expert_hosts is not None and self.expert_device is None:
             raise UserError("--expert-hosts is of --expert-device; give it too")
+        if self.num_afd_stages != 2 and (self.plans_apart == "off" or self.engine != "dsjax"):
+            raise UserError(
+                f"--num-afd-stages is {self.num_afd_stages}, an option of dsjax with attention and experts apart; give --engine dsjax and "
+                "--afd auto or on, or leave it out"
+            )
         if self.plans_apart == "off":
             if self.expert_device is not None:
                 raise UserError(
@@ -424,6 +434,7 @@ class PlanArgs:
             widest=self.max_devices_per_instance,
             fused=self.enable_shared_experts_fusion,
             afd=self.plans_apart,
+            afd_stages=self.num_afd_stages,
             stages=(1, *(self.stages or ())),
         )
 

@@ -138,7 +138,8 @@ class Instance:
             }
             if self.layout.experts:
                 published = options.engine.name != "dsjax"
-                self.steps["models"] = apart_models(*arguments, published=published, **alike)
+                counts = (1, 2, 3) if published else (1, options.afd_stages)
+                self.steps["models"] = apart_models(*arguments, counts, published=published, **alike)
                 return self.steps["models"]
             self.steps["models"] = [
                 make(*arguments, overlap=overlap, dry_runs=() if overlap else programs, **alike) for overlap in choices
@@ -208,7 +209,7 @@ class Instance:
         return self.batches_in_turn(batch) > 1
 
     def batches_in_turn(self, batch: float) -> int:
-        """Micro-batches that `decode_step` has: 1, 2, or where attention and experts are apart up to 3."""
+        """Micro-batches that `decode_step` has: 1, 2, or where attention and experts are apart up to 3, and `--num-afd-stages` of dsjax."""
         if self.stage is not None:
             return self.stage.batches_in_turn(batch)
         self.decode_step(batch)

@@ -110,6 +110,8 @@ def serve_options(
     decodes, prompts = instance.halved_from(seqs), instance.halved(prefill_tokens)
     if prompts or (decodes is not None and not prefill_only):
         chosen["--enable-dbo"] = ""
+        if instance.layout.experts and options.afd_stages != EngineArgs.num_afd_stages:
+            chosen["--num-afd-stages"] = str(options.afd_stages)
         never = max(seqs * (1 + options.drafts), tokens) + 1
         chosen["--dbo-decode-token-threshold"] = str(never if decodes is None else decodes)
         chosen["--dbo-prefill-token-threshold"] = str(

@@ -171,7 +171,7 @@ PARTS = (
     ),
     Part(
         "attention and experts on devices of their own",
-        ("afd", "attention_mesh", "expert_mesh", "expert_device", "expert_hosts"),
+        ("afd", "attention_mesh", "expert_mesh", "expert_device", "expert_hosts", "num_afd_stages"),
         ("attention_mesh", "expert_mesh", "afd_role", "afd_address", "afd_server_rank", "num_afd_stages"),
         "looked for with `--afd` ([below](#attention-and-experts-apart))",
     ),

@@ -219,7 +219,7 @@ class PlanOptions:
     tables of operations. host: `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of
     separated services. widest: most devices of an instance, None for all. fused: the shared expert is a routed one, with a copy on
     each device. afd: attention and experts on devices of their own are looked at beside the other layouts (`auto`), alone (`on`), or not.
-    stages: numbers of pipeline stages that are looked at.
+    afd_stages: micro-batches that dsjax has in turn then, where that is faster. stages: numbers of pipeline stages that are looked at.
     """
 
     precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
@@ -242,6 +242,7 @@ class PlanOptions:
     widest: int | None = None
     fused: bool = False
     afd: str = "off"
+    afd_stages: int = 2
     stages: tuple[int, ...] = (1,)
 
     def __post_init__(self):

@@ -160,13 +160,15 @@ def test_nodes_of_two_kinds_are_told_apart(one_kind, two_kinds):
 
 
 def test_both_sides_on_one_host_are_one_process(tmp_path):
-    words = ["plan", "--cluster", "h200-8", "--afd", "on", "--mode", "aggregated", "--recipe", str(tmp_path / "mine")]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    words = "plan --cluster h200-8 --mode aggregated --attention-mesh dp=2 --expert-mesh ep=6 --redundant-experts 2 --num-afd-stages 3 "
+    words += f"--concurrency 1024 --input 512 --output 512 --recipe {tmp_path / 'mine'}"
+    assert CliRunner().invoke(app, words.split()).exit_code == 0
     found = {one["kind"]: one for one in render(tmp_path / "mine")}
     assert "StatefulSet" not in found
     pod = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
     args, _ = read(pod, {})
     assert (args.afd_role, args.num_devices) == ("both", 8)
+    assert (args.enable_dbo, args.num_afd_stages) == (True, 3)
     assert json.loads((tmp_path / "mine" / "recipe.json").read_text())["services"][0]["devices_each"] == 8
 
 

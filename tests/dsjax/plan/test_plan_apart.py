@@ -108,6 +108,8 @@ def test_micro_batches_in_turn_gain_where_the_batch_is_large_and_lose_where_it_i
     assert (one.micro_batches, two.micro_batches, three.micro_batches) == (1, 2, 3)
     assert one.decode(8, 4096).value < two.decode(8, 4096).value < three.decode(8, 4096).value
     assert two.decode(160, 4096).value < one.decode(160, 4096).value
+    ours = [decoding(ask, "dp=2", 6, dsjax_engine(), afd_stages=count).step_models() for count in (2, 3)]
+    assert [[model.micro_batches for model in models] for models in ours] == [[1, 2], [1, 3]]
 
 
 def test_turns_that_repeat_are_not_all_played():
@@ -193,6 +195,7 @@ def test_commands_of_all_processes_are_options_that_the_engine_takes():
         (["--afd", "on", "--engine", "vllm"], "vllm has no released option"),
         (["--attention-mesh", "dp=8"], "give both"),
         (["--expert-device", "h20"], "give --afd auto or on"),
+        (["--num-afd-stages", "3"], "give --engine dsjax and --afd auto or on"),
         (["--afd", "on", "--simulate"], "--simulate knows layouts of one mesh"),
         (["--afd", "on", "--mesh", "dp=8"], "--mesh is of one mesh"),
         (["--attention-mesh", "dp=8", "--expert-mesh", "dp=8"], "such as ep=24"),
