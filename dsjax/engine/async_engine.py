@@ -187,7 +187,7 @@ class ThreadedEngine:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError(
-                "the mesh of this engine cannot change while it runs: it has stages (--mesh pp=…), or it was given its executor"
+                "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
             )
         wanted = await asyncio.to_thread(generations.ask, mesh, expert_mesh)
         try:

@@ -85,6 +85,7 @@ class EngineCore:
             page_events=any(part.wants_page_events for part in self.attachments),
         )
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
+        self._is_async = async_scheduling
         self._most_under_way = max(2, scheduler_config.num_batches) if async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
         self.generations: Generations | None = None
@@ -288,6 +289,7 @@ class EngineCore:
         for part in self.attachments:
             part.start(new.executor, new.config)
         limits = new.executor.limits
+        self._most_under_way = max(2, new.config.num_batches) if self._is_async else 1
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._reported = _Totals(0, 0, 0)

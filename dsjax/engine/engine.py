@@ -199,7 +199,7 @@ class LLMEngine:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:
             raise UserError(
-                "the mesh of this engine cannot change while it runs: it has stages (--mesh pp=…), or it was given its executor"
+                "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
             )
         return self.core.generations
 

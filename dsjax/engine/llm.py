@@ -131,7 +131,7 @@ class LLM:
         )
         self.engine = LLMEngine(self.parts)
         self._facts = loaded.facts
-        fixed = self.args.separated or stages > 1
+        fixed = self.args.separated or (stages > 1 and group is not None)
         self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
         self._experts: ExpertScaling | None = None

@@ -29,6 +29,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.facts import EngineFacts
 from dsjax.engine.setup.loading import LoadedEngine, load_model
+from dsjax.engine.setup.stages import load_stages
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
 from dsjax.errors import ChangeUnderWayError, UserError
@@ -137,8 +138,8 @@ class Generations:
         self._asked, self._lock = False, threading.Lock()
         self._used_up: set[MeshSpec] = set()  # of which somebody has been told
         self._orders = DeviceOrders({device.id: device.process_index for device in jax.devices()})
-        self._orders.choose([device.id for device in self._devices()[: self.spec.num_devices]], self.spec.shape)
         if group is not None:
+            self._orders.choose([device.id for device in self._devices()[: self.spec.num_devices]], self.spec.shape)
             group.on_change = lambda error: self.wake()
 
     @property
@@ -216,7 +217,10 @@ class Generations:
         self.reserve()
         try:
             wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), expert_mesh)
-            check_mesh(wanted.changed(self._args), self._config, self._weights, wanted.spec, self._devices())
+            args, several = wanted.changed(self._args), self._group is not None
+            check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), several)
+            if wanted.spec.pp_size > 1:  # which not all options go with
+                replace(args, **changed_options(args, self._config, wanted.spec))
         except BaseException:
             self.forget()
             raise
@@ -344,7 +348,9 @@ class Generations:
         self.spec = self._fit()
         options = changed_options(self._args, self._config, self.spec)
         chosen = self._devices()[: self.spec.num_devices]
-        order = self._orders.choose([device.id for device in chosen], self.spec.shape)
+        order = [device.id for device in chosen]
+        if self._group is not None:
+            order = self._orders.choose(order, self.spec.shape)
         self.number += 1
         processes = sorted({device.process_index for device in chosen})
         _log.info("Generation %d begins, with %s on processes %s: %s.", self.number, self.spec, processes, reason)
@@ -384,7 +390,7 @@ class Generations:
             except NoMeshError as error:
                 raise UserError(f"{error}; start all processes again") from error
             chosen = devices[: spec.num_devices]
-            if self._orders.find([device.id for device in chosen], spec.shape) is not None:
+            if self._group is None or self._orders.find([device.id for device in chosen], spec.shape) is not None:
                 return spec
             if spec not in self._used_up:
                 self._used_up.add(spec)
@@ -448,6 +454,9 @@ def load_generation(
     args: with which the process was started. held: weights of the generation before it, on this process's devices.
     """
     options = replace(args, **announcement.options, record_steps=None)
+    if MeshSpec.parse(options.mesh).pp_size > 1:
+        held.clear()  # a stage's parameters are parts of the whole model's, which are read
+        return replace(load_stages(options, is_later=True), held=held)
     shared = {"mesh": mesh_of(announcement), "is_later": True, "library": library, "held": held}
     if group is None:
         return load_model(options, None, **shared)

@@ -15,6 +15,7 @@ from dsjax.engine.setup.assembly import check_layout
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.errors import UserError
 from dsjax.model.parameters import Weights
+from dsjax.model.stage import stages_of
 from sharding import MeshError, MeshSpec
 
 _log = logging.getLogger(__name__)
@@ -65,19 +66,28 @@ def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
     return dataclasses.replace(args, **options)
 
 
-def check_mesh(args: EngineArgs, config: ModelConfig, weights: Weights, spec: MeshSpec, devices: Sequence[Any]) -> None:
+def check_mesh(
+    args: EngineArgs,
+    config: ModelConfig,
+    weights: Weights,
+    spec: MeshSpec,
+    devices: Sequence[Any],
+    several_processes: bool = False,
+) -> None:
     """Refuse a mesh that a running engine cannot change to.
 
-    devices: that there are.
+    devices: that there are. several_processes: whether the engine has some, though none may be left now.
 
     Raises:
         UserError, MeshError: saying what was found, and what would do.
     """
     if spec.pp_size > 1:
-        raise MeshError(
-            f"mesh {spec} has stages, and a running engine changes to a mesh without them alone; leave pp out, or start the engine with "
-            f"--mesh {spec}"
-        )
+        if several_processes:
+            raise MeshError(
+                f"mesh {spec} has stages, and an engine of several processes changes to a mesh without them alone; leave pp out, or start "
+                f"it with --mesh {spec}"
+            )
+        stages_of(config, spec.pp_size, given=_partition(args, spec), mtp=args.speculation is not None)
     experts, beside = expert_spec(args), devices_beside(args)
     if experts is not None and spec.ep_size != spec.stage_devices:
         raise MeshError(f"mesh {spec} has ep, and its devices have no routed experts (--expert-mesh); leave ep out")
@@ -96,9 +106,15 @@ def largest_mesh(
 ) -> MeshSpec:
     """Find the wanted mesh, or with fewer DP ranks what these devices have room for: `tp` stays, `ep` where it divides.
 
+    Stages stay as they are wanted.
+
     Raises:
         NoMeshError: the devices are too few for one DP rank.
     """
+    if wanted.pp_size > 1:
+        if len(devices) < wanted.num_devices:
+            raise NoMeshError(f"{len(devices)} devices are left, too few for mesh {wanted}")
+        return wanted
     most = len(devices) - devices_beside(args)
     for spec in _smaller(wanted, most // wanted.tp_size):
         try:
@@ -117,6 +133,9 @@ def changed_options(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> di
     experts, redundant = expert_spec(args), redundant_experts(args, config, spec)
     if experts is not None:
         options |= {"attention_mesh": str(spec), "expert_mesh": args.expert_mesh, "afd_address": args.afd_address}
+    if args.pp_layer_partition is not None and _partition(args, spec) is None:
+        _log.warning("--pp-layer-partition is of another number of stages; on %s layers are divided evenly.", spec)
+        options["pp_layer_partition"] = None
     if args.eplb is None:
         options["redundant_experts"] = redundant
     elif (experts or spec).ep_size == 1:
@@ -137,10 +156,16 @@ def changed_options(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> di
     return options
 
 
+def _partition(args: EngineArgs, spec: MeshSpec) -> str | None:
+    """`--pp-layer-partition`, where it divides the layers among as many stages as this mesh has."""
+    given = args.pp_layer_partition
+    return given if given is not None and len(given.split(",")) == spec.pp_size > 1 else None
+
+
 def _check_layout(args: EngineArgs, config: ModelConfig, weights: Weights, spec: MeshSpec) -> None:
     """Check that a mesh divides the model, and the experts' devices what they have of it."""
     redundant = redundant_experts(args, config, spec)
-    check_layout(config, spec, redundant, weights, expert_spec(args), args.moe_dense_tp_size)
+    check_layout(config, spec.stage, redundant, weights, expert_spec(args), args.moe_dense_tp_size)
 
 
 def _smaller(wanted: MeshSpec, most: int) -> Iterator[MeshSpec]:

@@ -49,10 +49,13 @@ from sharding import MeshError, MeshSpec
 from sharding.layer_placement import LayerPlacements
 
 
-def load_stages(args: EngineArgs, group: HostGroup | None = None, *, show_progress: bool = False) -> LoadedEngine:
+def load_stages(
+    args: EngineArgs, group: HostGroup | None = None, *, show_progress: bool = False, is_later: bool = False
+) -> LoadedEngine:
     """Check everything, then load the model that ``args`` names onto the meshes of its stages.
 
     group: the processes that share the stages, which all call this and load their own; process 0's executor then leads the others.
+    is_later: as of ``load_model``.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -113,7 +116,8 @@ def load_stages(args: EngineArgs, group: HostGroup | None = None, *, show_progre
             executor = LeaderExecutor(executor, group)
     if group is None or group.is_leader:
         executor = record_if_wanted(args, executor, meshes[0], directory)
-    tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+    has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
+    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
     return LoadedEngine(
         executor,
         tokenizer,

@@ -262,6 +262,44 @@ def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_an
     llm.shutdown()
 
 
+@pytest.mark.slow
+def test_stages_come_and_go_in_the_middle_of_requests_and_change_no_bit(checkpoint, kernels):
+    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, detokenize=False, logprobs=0)
+    prompts = [{"prompt_token_ids": list(range(3 + i, 9 + 2 * i))} for i in range(3)]
+    options = FEW_SHAPES | {"kernels": "native", "batch_invariant": True}
+    llm = LLM(str(checkpoint), mesh="dp=1", **options)
+    expected = [answer(llm.generate([prompt], params)[0]) for prompt in prompts]
+    for index, prompt in enumerate(prompts):
+        llm.engine.add_request(str(index), prompt, params)
+    found = {}
+
+    def step():
+        found.update({output.request_id: answer(output) for output in llm.engine.step() if output.finished})
+
+    for mesh in ("pp=2,dp=2", "pp=3", "tp=2"):
+        for _ in range(2):
+            step()
+        assert len(found) < len(prompts)
+        llm.scale(mesh)
+        assert llm.facts.mesh == mesh
+    while llm.engine.has_unfinished():
+        step()
+    assert [found[str(index)] for index in range(3)] == expected
+    with pytest.raises(UserError, match="more stages than the model has layers"):
+        llm.scale("pp=64")
+    assert llm.facts.mesh == "tp=2"
+    llm.shutdown()
+
+
+def test_stages_are_refused_beside_what_does_not_go_with_them_before_anything_is_given_up(checkpoint):
+    llm = LLM(str(checkpoint), mesh="dp=1", host_cache_bytes=200_000, **FEW_SHAPES)
+    before = llm.executor
+    with pytest.raises(UserError, match="--host-cache-bytes does not go with stages"):
+        llm.scale("pp=2")
+    assert llm.executor is before
+    llm.shutdown()
+
+
 def test_an_engine_whose_experts_are_on_its_mesh_has_no_mesh_of_experts(checkpoint):
     llm = LLM(str(checkpoint), mesh="dp=1", **FEW_SHAPES)
     with pytest.raises(UserError, match="the experts of this engine are on the devices of its --mesh dp=1"):

@@ -13,6 +13,7 @@ class Args(SimpleNamespace):
 
     def __init__(self, num_redundant=0, eplb=None, **others):
         others = {"init_expert_location": None, "mesh": "dp=4", "moe_dense_tp_size": None, "expert_mesh": None} | others
+        others = {"pp_layer_partition": None, "speculation": None} | others
         super().__init__(num_redundant=num_redundant, eplb=eplb, **others)
 
 
@@ -48,9 +49,18 @@ def test_too_few_devices_for_one_dp_rank_are_named():
         largest_mesh(Args(), config(), "f32", MeshSpec(2, 4), [None] * 3)
 
 
-def test_a_mesh_with_stages_is_refused_and_not_taken_for_one_without():
-    with pytest.raises(MeshError, match="leave pp out, or start the engine with --mesh pp=2,dp=2"):
-        check_mesh(Args(), config(), "f32", MeshSpec.parse("pp=2,dp=2"), [None] * 4)
+def test_a_mesh_with_stages_is_refused_by_several_processes_and_not_taken_for_one_without():
+    with pytest.raises(MeshError, match="leave pp out, or start it with --mesh pp=2,dp=2"):
+        check_mesh(Args(), config(), "f32", MeshSpec.parse("pp=2,dp=2"), [None] * 4, several_processes=True)
+
+
+def test_stages_stay_as_they_are_wanted_and_their_layers_as_they_were_given_for_so_many():
+    spec, args = MeshSpec.parse("pp=2,dp=2"), Args(pp_layer_partition="3,2")
+    assert largest_mesh(args, config(), "f32", spec, [None] * 5) == spec
+    with pytest.raises(NoMeshError, match="3 devices are left, too few for mesh pp=2,dp=2"):
+        largest_mesh(args, config(), "f32", spec, [None] * 3)
+    given = [changed_options(args, config(), MeshSpec.parse(mesh)) for mesh in ("pp=2,dp=2", "pp=3,dp=2", "dp=4")]
+    assert [one.get("pp_layer_partition", "as it was") for one in given] == ["as it was", None, None]
 
 
 @pytest.mark.parametrize(

@@ -227,11 +227,6 @@ def test_experts_loads_are_counted_at_all_stages(stages):
     assert len(set(counts.tokens_per_expert.sum(axis=1).tolist())) == 1  # each layer has had all tokens
 
 
-def test_the_mesh_of_stages_does_not_change_while_they_serve(stages):
-    with pytest.raises(UserError, match="it has stages"):
-        stages.scale("dp=1")
-
-
 @pytest.mark.slow
 def test_warm_up_compiles_all_that_requests_can_ask_for(checkpoint):
     llm = LLM(str(checkpoint), mesh="pp=2", max_model_len=32, **SMALL | {"max_num_seqs": 1}, **DRAFTS)
