@@ -50,7 +50,7 @@ def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
     """
     if args.expert_mesh is None:
         raise UserError(
-            f"expert_mesh is {expert_mesh}, and the experts of this engine are on the devices of its --mesh {args.mesh}; give mesh alone"
+            f"expert_mesh is {expert_mesh}, and the experts of this engine are on the devices of its mesh; give mesh alone"
         )
     if args.afd_role == "attention":
         raise UserError(

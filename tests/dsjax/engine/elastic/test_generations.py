@@ -302,7 +302,7 @@ def test_stages_are_refused_beside_what_does_not_go_with_them_before_anything_is
 
 def test_an_engine_whose_experts_are_on_its_mesh_has_no_mesh_of_experts(checkpoint):
     llm = LLM(str(checkpoint), mesh="dp=1", **FEW_SHAPES)
-    with pytest.raises(UserError, match="the experts of this engine are on the devices of its --mesh dp=1"):
+    with pytest.raises(UserError, match="the experts of this engine are on the devices of its mesh; give mesh alone"):
         llm.scale(expert_mesh="ep=2")
     llm.shutdown()
 
