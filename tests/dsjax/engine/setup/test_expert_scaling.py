@@ -8,6 +8,20 @@ import pytest
 from dsjax.engine.setup.expert_scaling import ExpertScaling, _Prepared
 
 
+class Engine:
+    """What changes the other side: no two changes are made at once."""
+
+    def __init__(self, executor):
+        self.args, self.executor, self.facts, self.busy = None, executor, None, False
+
+    def reserve(self):
+        assert not self.busy
+        self.busy = True
+
+    def forget(self):
+        self.busy = False
+
+
 class Side:
     """A side that was connected, and that has gone since."""
 
@@ -26,10 +40,13 @@ def test_a_side_that_cannot_place_experts_is_closed_and_another_change_may_be_ma
     now, new = Side(rows), Side(np.roll(rows, 1, axis=1))
     device = SimpleNamespace(placements=SimpleNamespace(physical_to_logical=rows))
     executor = SimpleNamespace(model=SimpleNamespace(apart=now), device=device)
-    scaling = ExpertScaling(None, executor, None)
+    engine = Engine(executor)
+    scaling = ExpertScaling(engine)
     scaling._prepare = lambda *_: _Prepared(None, SimpleNamespace(apart=new), None, 0.0)
     with pytest.raises(RuntimeError, match="it has gone"):
-        scaling.apply(scaling.prepare(None, None))
+        prepared = scaling.prepare(None, None)
+        assert engine.busy
+        scaling.apply(prepared)
     assert (now.closed, new.closed, scaling.number) == (False, True, 0)
     assert executor.model.apart is now
     assert scaling.prepare(None, None)
