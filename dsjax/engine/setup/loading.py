@@ -172,11 +172,10 @@ def _load_model(
         fixed = {"placement": placement, "weights": weights, "mtp": step.has_module}
         if step.apart is None:
             return load(config, source, mesh, step.rules, **fixed, **options)
-        side, progress = step.apart, options["progress"]
+        side, fixed = step.apart, fixed | options
         if expert_mesh is not None:
-            own = {"only": side.infos, "progress": progress, "held": options.get("held")}
-            side.params = load(config, source, side.mesh, side.rules, **fixed, **own)
-        return load(config, source, mesh, step.rules, only=step.table.infos, progress=progress, **fixed)
+            side.params = load(config, source, side.mesh, side.rules, only=side.infos, **fixed)
+        return load(config, source, mesh, step.rules, only=step.table.infos, **fixed)
 
     def read_all() -> dict[str, Array]:
         try:

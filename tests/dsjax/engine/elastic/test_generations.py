@@ -300,6 +300,17 @@ def test_stages_are_refused_beside_what_does_not_go_with_them_before_anything_is
     llm.shutdown()
 
 
+def test_nothing_of_either_side_is_read_again_where_attention_goes_on_on_another_mesh(checkpoint):
+    llm = LLM(str(checkpoint), attention_mesh="dp=2", expert_mesh="ep=2", **FEW_SHAPES)
+    llm.scale("dp=1")
+    device = llm.executor.device
+    arrays = [*device.params.values(), *device.model.apart.params.values()]
+    counts = llm._generations.counts.weight_bytes
+    assert counts["kept"] + counts["moved"] == sum(array.nbytes for array in arrays)
+    assert counts["read"] == 0
+    llm.shutdown()
+
+
 def test_an_engine_whose_experts_are_on_its_mesh_has_no_mesh_of_experts(checkpoint):
     llm = LLM(str(checkpoint), mesh="dp=1", **FEW_SHAPES)
     with pytest.raises(UserError, match="the experts of this engine are on the devices of its mesh; give mesh alone"):
