@@ -182,23 +182,24 @@ class ThreadedEngine:
             UserError, MeshError: the mesh cannot be, or another change is under way; everything is as it was.
             EngineDeadError: the engine has failed, before or in this.
         """
-        thread, generations = self._thread, self.core.generations
+        generations = self.core.generations
         if self.core.part(PrefillLinks) is not None and generations is None:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if generations is None:
             raise UserError(
                 "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
             )
+        # A change that has begun ends, whether or not somebody still waits for it; while the mesh is checked too it keeps others out.
+        await asyncio.shield(asyncio.ensure_future(self._change_to(generations, mesh, expert_mesh)))
+        return generations
+
+    async def _change_to(self, generations: "Generations", mesh: str | None, expert_mesh: str | None) -> None:
         wanted = await asyncio.to_thread(generations.ask, mesh, expert_mesh)
         try:
-            # A change that has begun ends, whether or not somebody still waits for it.
-            await asyncio.shield(
-                asyncio.ensure_future(self.call(lambda core: thread.change(lambda: generations.to(wanted))))
-            )
+            await self.call(lambda core: self._thread.change(lambda: generations.to(wanted)))
         except EngineDeadError:
             generations.forget()
             raise
-        return generations
 
     async def scale_experts(self, expert_mesh: str | None, afd_address: str | None) -> "ExpertScaling":
         """Go on with other processes of experts, or other numbers of their devices; steps go on until these are ready. None: as now.

@@ -380,3 +380,33 @@ def test_streams_of_requests_that_wait_for_a_larger_mesh_stay_open_until_they_ar
         await engine.shutdown()
 
     run(main())
+
+
+def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_checked_keeps_nobody_else_out():
+    checked, go_on, made = threading.Event(), threading.Event(), []
+
+    def ask(mesh, expert_mesh):
+        checked.set()
+        assert go_on.wait(10)
+        return mesh
+
+    def to(wanted):
+        made.append(wanted)
+        executor = FakeExecutor()
+        config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+        return SimpleNamespace(executor=executor, config=config, facts=None, larger_is_wanted=False)
+
+    async def main():
+        engine, _ = make()
+        engine.core.generations = SimpleNamespace(patience=600, due=False, phase=None, ask=ask, to=to)
+        engine.start()
+        task = asyncio.ensure_future(engine.scale("dp=1"))
+        await until(checked.is_set)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        await until(lambda: made == ["dp=1"])
+        await engine.shutdown()
+
+    run(main())
