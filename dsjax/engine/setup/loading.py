@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -123,18 +124,20 @@ def load_model(
     if args.record_steps is not None:
         check_writable(args.record_steps)
     lock = lock_disk(args, group)
-    try:
-        return _load_model(args, group, lock, mesh, is_later, library, show_progress, held, peers)
-    except BaseException:  # whoever keeps the error, as a notebook does, must not keep the folder too
+    # Whoever keeps the error, as a notebook does, must not keep the folder and connections too.
+    with contextlib.ExitStack() as opened:
         if lock is not None:
-            lock.close()
-        raise
+            opened.callback(lock.close)
+        loaded = _load_model(args, group, lock, opened, mesh, is_later, library, show_progress, held, peers)
+        opened.pop_all()  # the executor closes them
+        return loaded
 
 
 def _load_model(
     args: EngineArgs,
     group: HostGroup | None,
     lock: PageFolder | None,
+    opened: contextlib.ExitStack,
     mesh: Mesh | None,
     is_later: bool,
     library: ProgramLibrary | None,
@@ -142,7 +145,7 @@ def _load_model(
     held: HeldWeights | None,
     peers: GenerationPeers | None,
 ) -> LoadedEngine:
-    """Do what `load_model` says. lock: the folder of `--disk-cache`, which is this engine's."""
+    """Do what `load_model` says. lock: the folder of `--disk-cache`, which is this engine's. opened: what is closed where it fails."""
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -166,6 +169,7 @@ def _load_model(
     if of_experts is not None and expert_mesh is None:
         step.apart.space = expert_space(args, step, directory)
         step.apart.placement, step.apart.name = step.placement.physical_to_logical, held.name
+        opened.callback(step.apart.close)
         step.apart.connect()
 
     def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:

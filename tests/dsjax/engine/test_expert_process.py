@@ -17,6 +17,7 @@ from dsjax.engine.afd import expert_link
 from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.afd.messages import VERSION, Hello
 from dsjax.engine.expert_process import load_experts
+from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
@@ -82,6 +83,24 @@ def expected(checkpoint):
         return made(one)
     finally:
         one.shutdown()
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_connection_to_the_experts_open(checkpoint, monkeypatch):
+    def fail(*args, **options):
+        raise UserError("the weights cannot be read")
+
+    address = free_address()
+    process = experts(checkpoint, address)
+    try:
+        monkeypatch.setattr(loading, "load", fail)
+        with pytest.raises(UserError, match="the weights cannot be read") as kept:
+            attention(checkpoint, address)
+        deadline = time.monotonic() + 10
+        while process.num_connections and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.num_connections == 0, kept.value
+    finally:
+        process.close()
 
 
 def test_what_the_attention_side_says_of_its_dense_mlps_keeps_no_experts_from_starting(checkpoint):
