@@ -237,7 +237,7 @@ class Generations:
     def to(self, wanted: Wanted) -> Generation:
         """Change to a mesh that was asked for. Where it cannot be had, ``failure`` says why, and the one before is made again."""
         before, args = self.wanted, self._args
-        self.wanted, self._args = wanted.spec, wanted.changed(args)
+        self.wanted, self._args, self.failure = wanted.spec, wanted.changed(args), None
         try:
             return self._make("scale", f"{wanted} was asked for")
         except GroupError:
@@ -257,6 +257,8 @@ class Generations:
         Raises:
             the error itself, where no process is gone, and it was no collective that had worked before.
         """
+        if self._asked:  # the steps under way were waited for
+            self.failure = UserError("a step failed before the mesh could be changed to it; ask again")
         worked = isinstance(error, RuntimeError) and self._has_worked
         lost = self._lost_by(error, _TELL_SECONDS if worked else None)
         if lost is None and worked:

@@ -16,7 +16,8 @@ from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import ChangeUnderWayError, UserError
-from sharding import MeshError
+from dsjax.hosts.group import GroupError
+from sharding import MeshError, MeshSpec
 from sharding.host_memory import on_device
 
 
@@ -38,6 +39,29 @@ class FakeGenerations:
     def after(self, error):
         self.errors.append(error)
         return self.to(None)
+
+
+class AfterALoss(generations.Generations):
+    """Whose process is lost while another mesh is asked for, and which then gets that mesh."""
+
+    def __init__(self):
+        self._asked, self.failure, self._executor = True, None, None
+        self.wanted = self._args = None
+
+    def _lost_by(self, error, seconds=None):
+        return error
+
+    def _make(self, kind, reason):
+        self._asked = False
+        return kind
+
+
+def test_who_asks_for_a_mesh_before_a_process_is_lost_hears_that_it_was_not_changed_to():
+    asked = AfterALoss()
+    assert asked.after(GroupError("it is gone")) == "loss"
+    assert "ask again" in str(asked.failure)
+    assert asked.to(generations.Wanted(MeshSpec(2))) == "scale"
+    assert asked.failure is None
 
 
 def config_of(executor: FakeExecutor) -> SchedulerConfig:

@@ -43,9 +43,9 @@ def test_a_side_that_cannot_place_experts_is_closed_and_another_change_may_be_ma
     engine = Engine(executor)
     scaling = ExpertScaling(engine)
     scaling._prepare = lambda *_: _Prepared(None, SimpleNamespace(apart=new), None, 0.0)
+    prepared = scaling.prepare(None, None)
+    assert engine.busy
     with pytest.raises(RuntimeError, match="it has gone"):
-        prepared = scaling.prepare(None, None)
-        assert engine.busy
         scaling.apply(prepared)
     assert (now.closed, new.closed, scaling.number) == (False, True, 0)
     assert executor.model.apart is now
