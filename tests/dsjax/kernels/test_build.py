@@ -313,22 +313,6 @@ def test_another_users_library_is_not_loaded(kernels, give_away, monkeypatch, tm
         choose("native", prebuilt=path.parent)
 
 
-@pytest.mark.parametrize(
-    ("defines", "takes"),
-    [("#define __GNUC__ 12", True), ("#define __GNUC__ 4\n#define __clang__ 1", False), ("unknown option -dM", False)],
-)
-def test_a_compiler_that_is_not_gcc_is_not_given_the_flags_that_gcc_alone_knows(monkeypatch, tmp_path, defines, takes):
-    status = 0 if "GNUC" in defines else 1
-    broken_compiler(
-        monkeypatch, tmp_path, f'case "$*" in *-dM*) printf "{defines}"; exit {status};; esac; echo "$*"; exit 1'
-    )
-    monkeypatch.setattr(build, "run_together", lambda commands, *_: given.extend(commands) or [(1, "error: enough")])
-    given = []
-    assert "enough" in build.compile_library(build.compiler(), tmp_path / "library.so", "native")
-    assert given
-    assert all((flag in command) is takes for command in given for flag in build.GCC_FLAGS)
-
-
 def test_what_builds_have_left_that_were_killed_goes_with_the_next_one(monkeypatch, tmp_path):
     old, new = tmp_path / "building-old", tmp_path / "building-new"
     old.mkdir()
