@@ -86,7 +86,7 @@ class EngineCore:
         )
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._is_async = async_scheduling
-        self._most_under_way = max(2, scheduler_config.num_batches) if async_scheduling else 1
+        self._most_under_way = self._most_of(scheduler_config)
         self._under_way: deque[_UnderWay] = deque()
         self.generations: Generations | None = None
         self.expert_scaling: ExpertScaling | None = None
@@ -289,7 +289,7 @@ class EngineCore:
         for part in self.attachments:
             part.start(new.executor, new.config)
         limits = new.executor.limits
-        self._most_under_way = max(2, new.config.num_batches) if self._is_async else 1
+        self._most_under_way = self._most_of(new.config)
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._reported = _Totals(0, 0, 0)
@@ -299,6 +299,10 @@ class EngineCore:
         self.parked.larger_is_wanted = new.larger_is_wanted
         self.parked.resume_but(request for request, _ in refused)
         return self._take_owed() + self._refuse(self.parked.park(refused, time.monotonic()))
+
+    def _most_of(self, config: SchedulerConfig) -> int:
+        """Say how many steps may be under way together."""
+        return max(2, config.num_batches) if self._is_async else 1
 
     def _refuse(self, ended: Sequence[ParkedRequest]) -> list[Update]:
         """End requests that the mesh of now cannot hold, and that wait no longer."""

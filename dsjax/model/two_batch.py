@@ -98,7 +98,7 @@ class MicroBatches:
                     first, end = -(-C * part // parts), -(-C * (part + 1) // parts)
                     made[part].append(_columns(group, first, end))
                     places_of[part].append(places[:, first:end])
-        filled = max(_pieces(group.shape, most) for group in groups)
+        filled = count_micro_batches([group.shape for group in groups], most)
         return cls(made[:filled], np.concatenate([one.reshape(-1) for part in places_of for one in part]))
 
 

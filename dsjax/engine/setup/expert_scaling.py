@@ -33,7 +33,7 @@ class _Prepared:
 
 
 class Engine(Protocol):
-    """What is asked of ``Generations``, which change the attention side.
+    """Says what is asked of ``Generations``, which change the attention side.
 
     Attributes:
         args, executor, facts: of now.
@@ -69,7 +69,7 @@ class ExpertScaling:
 
     @property
     def facts(self) -> EngineFacts:
-        """Of the engine as it is now."""
+        """Give the facts of the engine as it is now."""
         return self._engine.facts
 
     def prepare(self, expert_mesh: str | None, afd_address: str | None) -> _Prepared:

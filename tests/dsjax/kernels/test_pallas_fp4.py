@@ -100,7 +100,7 @@ def test_one_layer_is_copied_of_scales_that_pallas_does_not_address(form, monkey
 
 
 def test_no_kernel_is_given_scales_whose_offsets_would_turn_negative():
-    """Of DeepSeek-V3 on eight devices a device has 32 experts of each layer: 27.2 GB of gate and up in NVFP4, and 3.4 GB of scales."""
+    """A device of eight with DeepSeek-V3 has 32 experts of each layer: 27.2 GB of gate and up in NVFP4, and 3.4 GB of scales."""
     sized = jax.ShapeDtypeStruct
     stack = {"weight": sized((58, 32, 3584, 2, 2048), BYTES), "scale": sized((58, 32, 448, 2, 2048), E4M3)}
     stack["global_scale"] = sized((58, 32, 2, 1), jnp.float32)
