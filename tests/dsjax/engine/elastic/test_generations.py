@@ -193,6 +193,18 @@ def answer(output):
     return list(made.token_ids), [one[token].logprob for token, one in zip(made.token_ids, made.logprobs, strict=True)]
 
 
+def begin(llm, prompts, params):
+    """Add requests; give the answers of those that have ended, by number, and a function that computes a step."""
+    for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        llm.engine.add_request(str(index), prompt, param)
+    found = {}
+
+    def step():
+        found.update({output.request_id: answer(output) for output in llm.engine.step() if output.finished})
+
+    return found, step
+
+
 @pytest.mark.slow
 def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_of_each_alone_on_one_device(
     checkpoint, tmp_path, kernels
@@ -213,13 +225,7 @@ def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_o
     llm.scale("dp=1")
     expected = [answer(llm.generate([prompt], [param])[0]) for prompt, param in zip(prompts, params, strict=True)]
     llm.engine.flush_prefix_cache()
-    for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        llm.engine.add_request(str(index), prompt, param)
-    found = {}
-
-    def step():
-        found.update({output.request_id: answer(output) for output in llm.engine.step() if output.finished})
-
+    found, step = begin(llm, prompts, params)
     for mesh in ("dp=2", "dp=1", "dp=2"):
         for _ in range(3):
             step()
@@ -251,13 +257,7 @@ def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_an
     one.shutdown()
     moving = {name: FEATURES[name] for name in ("enable_eplb", "eplb_config")}
     llm = LLM(str(checkpoint), attention_mesh="dp=2", expert_mesh="ep=4", **options | moving)
-    for index, prompt in enumerate(prompts):
-        llm.engine.add_request(str(index), prompt, params)
-    found, kept = {}, 0
-
-    def step():
-        found.update({output.request_id: answer(output) for output in llm.engine.step() if output.finished})
-
+    (found, step), kept = begin(llm, prompts, [params] * 3), 0
     for mesh, experts in (("dp=1", None), (None, "ep=2"), ("tp=2", "ep=3")):
         for _ in range(2):
             step()
@@ -293,13 +293,7 @@ def test_stages_come_and_go_in_the_middle_of_requests_and_change_no_bit(checkpoi
     options = FEW_SHAPES | {"kernels": "native", "batch_invariant": True}
     llm = LLM(str(checkpoint), mesh="dp=1", **options)
     expected = [answer(llm.generate([prompt], params)[0]) for prompt in prompts]
-    for index, prompt in enumerate(prompts):
-        llm.engine.add_request(str(index), prompt, params)
-    found = {}
-
-    def step():
-        found.update({output.request_id: answer(output) for output in llm.engine.step() if output.finished})
-
+    found, step = begin(llm, prompts, [params] * 3)
     for mesh in ("pp=2,dp=2", "pp=3", "tp=2"):
         for _ in range(2):
             step()
