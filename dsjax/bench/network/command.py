@@ -72,8 +72,11 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
                 verdict.json_file, to_json(results, grid, dtype, cluster, Device.of(first), processes.members, command)
             )
 
-    if results.interrupted and processes.members:
-        raise KeyboardInterrupt  # the others wait for this process: the group ends
+    if results.partial and processes.members:
+        # The others wait for this process, or have gone: the group ends. What there is is not lost.
+        if processes.leads:
+            report()
+        raise results.failure or KeyboardInterrupt
     processes.report(report)
     if results.interrupted:
         print("interrupted: the figures are of what was done until then", file=sys.stderr)

@@ -84,7 +84,7 @@ def to_json(
         "dtype": str(dtype),
         "repeats": options.repeats,
         "verdict": results.verdict,
-        "partial": results.interrupted,
+        "partial": results.partial,
         "skipped": [
             {"group": list(c.group.uses), "collective": c.collective, "bytes": c.size, "reason": r}
             for c, r in results.skipped

@@ -17,8 +17,9 @@ from dsjax.bench.modules.setting import free_memory
 from dsjax.bench.modules.timing import DROWNED, LEAST_SAMPLE, LONGER, LOOP_LENGTHS, seconds_of
 from dsjax.bench.network.options import CollectiveGrid
 from dsjax.bench.network.programs import CollectiveProgram, DeviceGroup
-from dsjax.bench.processes import Agree
+from dsjax.bench.processes import Agree, alone
 from dsjax.errors import UserError
+from dsjax.hosts.rendezvous import GroupError
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import exact
 from dsjax.plan.measured_network import SEND_RECEIVE
@@ -113,11 +114,20 @@ class CollectiveRow:
 
 @dataclass
 class NetworkResults:
-    """The rows of a run, and the cases that were left out, each with the reason."""
+    """The rows of a run, and the cases that were left out, each with the reason.
+
+    failure: what went wrong in another process, or on the way to it, and ended the run.
+    """
 
     rows: list[CollectiveRow] = field(default_factory=list)
     skipped: list[tuple[CollectiveCase, str]] = field(default_factory=list)
     interrupted: bool = False
+    failure: Exception | None = None
+
+    @property
+    def partial(self) -> bool:
+        """Whether the run ended before its last case."""
+        return self.interrupted or self.failure is not None
 
     @property
     def verdict(self) -> str | None:
@@ -139,7 +149,7 @@ def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[Co
 def run_cases(
     todo: Iterable[CollectiveCase], options: CollectiveGrid, dtype: np.dtype, cluster: Cluster | None, agree: Agree
 ) -> NetworkResults:
-    """Time each case in turn. Ctrl-C in a process that is alone ends the run; what was done is returned."""
+    """Time each case in turn. Ctrl-C ends the run, and so does the loss of another process; what was done is returned."""
     results = NetworkResults()
     before: dict[tuple, list[CollectiveRow]] = {}
     try:
@@ -163,6 +173,10 @@ def run_cases(
             before.setdefault(key, []).append(row)
     except KeyboardInterrupt:
         results.interrupted = True
+    except (GroupError, jax.errors.JaxRuntimeError) as error:
+        if agree is alone:
+            raise
+        results.failure = error
     return results
 
 

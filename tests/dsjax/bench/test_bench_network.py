@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dsjax.bench.network import programs
-from dsjax.bench.network.options import CollectiveGrid
+from dsjax.bench.network import command, programs
+from dsjax.bench.network.options import CollectiveGrid, VerdictOptions
 from dsjax.bench.network.programs import CollectiveProgram, device_groups, device_pairs
 from dsjax.bench.network.run import CollectiveCase, cases, check_cluster, expect, run_cases, sample
 from dsjax.cli import app
 from dsjax.errors import UserError
+from dsjax.hosts.rendezvous import GroupError
 from dsjax.options import OptionError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.measured_network import read_network
@@ -144,6 +145,30 @@ def test_a_process_without_a_device_in_a_pair_waits_for_the_others(monkeypatch):
     told = {"samples": [[0.0], [6.0]], "correct": [True, True], "each": [1.0], "free": [1e12]}
     found = run_cases(cases([pair], grid), grid, jnp.dtype("float32"), None, lambda stage, own: told[stage])
     assert found.rows[0].samples == (3.0,)
+
+
+@pytest.mark.parametrize("what", [KeyboardInterrupt(), GroupError("process 1 has gone away")])
+def test_what_was_timed_before_the_run_ended_is_written(what, monkeypatch, tmp_path):
+    asked = iter(range(100))
+
+    def agree(stage, own):
+        if next(asked) == 7:
+            raise what
+        return [own]
+
+    monkeypatch.setattr("dsjax.bench.network.run.sample", lambda run, repeats, agree: (agree("samples", 4.0)[0],))
+    members = [{"process_id": 0, "host": "a"}, {"process_id": 1, "host": "b"}]
+    report = lambda write: pytest.fail("the others do not wait for it any more")  # noqa: E731
+    processes = SimpleNamespace(
+        leads=True, agree=agree, members=members, check_shares=lambda spec, mesh: None, report=report
+    )
+    file, spec = tmp_path / "network.json", MeshSpec.parse("dp=2")
+    grid = CollectiveGrid(mesh="dp=2", only="send_receive", pair_sizes="64,128,256", repeats=1)
+    with pytest.raises(type(what)):
+        command._measure(grid, VerdictOptions(json_file=str(file), progress=False), spec, None, processes)
+    body = json.loads(file.read_text())
+    assert body["partial"]
+    assert [row["sent_bytes"] for row in body["rows"]] == [64, 128]
 
 
 def test_one_of_each_host_reaches_the_others_over_the_network_unless_a_rack_is_one_domain():
