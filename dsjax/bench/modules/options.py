@@ -72,6 +72,10 @@ class ModuleGrid(Checked):
         unknown = [name for name in self.modules if name not in MODULES]
         if unknown:
             raise OptionError(f"--only names {', '.join(unknown)}; expected some of {', '.join(MODULES)}")
+        if self.only and self.one_rank_of:
+            raise OptionError(
+                "--only chooses modules, and --one-rank-of times a step's layers instead; give one of them"
+            )
         from dsjax.model.forms import FORMS
 
         unknown = [form for form in self.form_names if form not in FORMS]

@@ -160,6 +160,7 @@ def test_ceilings_are_found_by_the_device_s_name(name, key):
         ({"forms": "XX"}, "A_CC_ME"),
         ({"layers": "x"}, "auto"),
         ({"layers": "²"}, "auto"),
+        ({"only": "norms", "one_rank_of": 32}, "give one of them"),
     ],
 )
 def test_a_mistake_is_named_with_what_would_do(options, message):
