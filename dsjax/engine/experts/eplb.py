@@ -80,7 +80,8 @@ class BalanceStats:
         rank_tokens: that each rank of an EP group computed in the last window, over all layers.
         rebalances: that were carried out to their end; failures: that were given up.
         layers_changed, experts_moved, bytes_moved: bytes of experts that reached another slot, on all devices of an EP group.
-        exchanges: commands that moved something; exchange_seconds: in them. rebalance_seconds: from decisions to ends; steps go on.
+        exchanges: commands that moved something; exchange_seconds: in them. rebalance_seconds: from decisions to ends of those carried
+            out; steps go on.
         layers_left: of the rebalance under way.
     """
 

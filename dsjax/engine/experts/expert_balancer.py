@@ -263,7 +263,7 @@ class ExpertBalancer(Attachment):
             )
             self._waiting.clear()
             self._count(failures=1)
-            self._end()
+            self._began, self._sizes = None, {}
         elif isinstance(one.command, PlaceExperts):
             experts = self._sizes.pop(one.command.layer, 0)
             self._count(layers_changed=1, experts_moved=experts, bytes_moved=experts * self._mover.slots.expert_bytes)
@@ -275,10 +275,8 @@ class ExpertBalancer(Attachment):
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + value for name, value in more.items()})
 
     def _end(self) -> None:
-        began, self._began, self._sizes = self._began, None, {}
-        if began is None:
-            return
-        seconds = self._clock() - began
+        seconds = self._clock() - self._began
+        self._began = None
         self._count(rebalance_seconds=seconds)
         _log.info("Rebalancing experts took %.3f s, in which steps went on.", seconds)
 
