@@ -50,13 +50,17 @@ class TestBedOptions(Checked):
         None, "further /metrics with devices' memory: of followers, of a dcgm-exporter; give it several times"
     )
     without_eplb_url: str | None = option(None, "a server like this one without --enable-eplb, to compare with")
+    without_eplb_device_metrics: list[str] | None = option(
+        None, "/metrics of that server's devices, to compare how busy they are; give it several times"
+    )
     dataset_path: str | None = option(
         None, "ShareGPT file for the loads; default: random prompts of the file's lengths"
     )
 
     def __post_init__(self):
         super().__post_init__()
-        for url in (*self.metrics_urls, *([self.without_eplb_url] if self.without_eplb_url else [])):
+        others = [self.without_eplb_url] if self.without_eplb_url else []
+        for url in (*self.metrics_urls, *others, *(self.without_eplb_device_metrics or ())):
             if not url.startswith(("http://", "https://")):
                 raise OptionError(f"found {url!r}, expected an address such as http://HOST:PORT/metrics")
         if self.dataset_path is not None and not Path(self.dataset_path).is_file():

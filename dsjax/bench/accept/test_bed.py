@@ -90,11 +90,12 @@ class TestBed:
         return ServerWatch(self.server.session, self.server.url, self.options.metrics_urls, interval)
 
     @contextlib.asynccontextmanager
-    async def other(self, url: str) -> AsyncIterator["TestBed"]:
-        """Open a test bed for another server, which is asked in the same way."""
-        options = replace(self.server.options, base_url=url, model=None)
-        async with open_session(options.api_key) as session:
-            yield replace(self, server=await ReadyServer.connect(session, options))
+    async def other(self, url: str, device_metrics: Sequence[str]) -> AsyncIterator["TestBed"]:
+        """Open a test bed for another server with devices of its own, which is asked in the same way."""
+        how = replace(self.server.options, base_url=url, model=None)
+        options = replace(self.options, device_metrics=list(device_metrics))
+        async with open_session(how.api_key) as session:
+            yield replace(self, server=await ReadyServer.connect(session, how), options=options)
 
     async def admin(self, path: str, body: Mapping[str, Any] | None = None) -> str | None:
         """Post to one of dsjax's endpoints for administrators; what was wrong, or None."""

@@ -402,6 +402,27 @@ def test_a_server_with_balancing_is_compared_with_one_without(start_fake, accept
     assert verdicts(body)["faster"] == "missed"
 
 
+def test_each_of_two_servers_has_its_own_devices_utilisation(start_fake, accept):
+    text = CRITERIA + (
+        '[measurements.gain]\nkind = "eplb_gain"\ntitle = "Gain"\nsessions = 2\nseconds = 1\ninput_tokens = 6\n'
+        "output_tokens = 8\nspread = 0.0\n"
+    )
+
+    def exporter(percent):
+        return start_fake(metrics=lambda answered: f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",Hostname="a"}} {percent}\n').url
+
+    server, other = start_fake(), start_fake()
+    given = ["--only", "gain", "--without-eplb-url", other.url, "--device-metrics", f"{exporter(70)}/metrics"]
+    criteria = [("busy", "gain", "utilisation_gain", "at_least = 0.03")]
+    _, body = accept(server.url, *given, criteria=criteria, text=text)
+    assert verdicts(body) == {"busy": "not tested"}, "nobody says how busy the other server's devices are"
+    assert "--without-eplb-device-metrics" in body["criteria"][0]["reason"]
+    given += ["--without-eplb-device-metrics", f"{exporter(60)}/metrics"]
+    _, body = accept(server.url, *given, criteria=criteria, text=text)
+    assert verdicts(body) == {"busy": "met"}
+    assert body["criteria"][0]["value"] == pytest.approx(0.1)
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_the_fault_and_the_same_command_goes_on(start_fake, tmp_path):
     criteria, out, said = tmp_path / "c.toml", tmp_path / "out", tmp_path / "said"

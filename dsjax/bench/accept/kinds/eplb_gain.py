@@ -28,12 +28,13 @@ class EplbGainMeasurement(LoadMeasurement):
 
     def depends_on(self, bed: "TestBed") -> tuple[str, ...]:
         """The other server."""
-        return (*super().depends_on(bed), bed.options.without_eplb_url or "")
+        options = bed.options
+        return (*super().depends_on(bed), options.without_eplb_url or "", *(options.without_eplb_device_metrics or ()))
 
     async def measure(self, bed: "TestBed") -> Measured:
         """Put the load on the server without balancing first, then on the one with it."""
         figures = []
-        async with bed.other(bed.options.without_eplb_url) as other:
+        async with bed.other(bed.options.without_eplb_url, bed.options.without_eplb_device_metrics or ()) as other:
             for one in (other, bed):
                 run = await self.put_load(one)
                 good = [record for record in run.counted if record.succeeded]
@@ -53,5 +54,8 @@ class EplbGainMeasurement(LoadMeasurement):
         reduced = None if slow is None or slow_with is None or not slow else 1 - slow_with / slow
         found.enter("generation_p99_reduction", reduced, "one of the servers answered nothing", "missed")
         gained = None if idle is None or busy is None or not idle else busy - idle
-        found.enter("utilisation_gain", gained, "give --device-metrics URL of a dcgm-exporter, which tells utilisation")
+        where = "URL of the dcgm-exporter beside that server, which tells how busy its devices are"
+        found.enter(
+            "utilisation_gain", gained, f"give --device-metrics and --without-eplb-device-metrics, each the {where}"
+        )
         return found
