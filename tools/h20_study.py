@@ -407,7 +407,7 @@ experts, and `+32` adds 32 redundant experts. `python tools/h20_study.py` writes
 |---|---|---|---|
 | weights a GPU | 42.1 GB "in bf16" | 75.1 GB in bf16, 39.5 GB in FP8 (exact) | 42.1 GB is what **FP8 with 32 redundant experts** takes: 9 experts a layer and GPU instead of 8. In bf16 the same placement is {gb(sum(weight_bytes(CONFIG, parse_layout("dp=32", 32, CONFIG), PRECISIONS["bf16"]).values()))} |
 | cache a GPU | 25.6 GB | {gb(total / DEVICES)} on average, {gb(full * CONTEXT * token)} on the fullest (exact) | 25.6 GB is 200 × 32,768 × 61 × (2 × 512) × 2 B ÷ 32 = {gb(SESSIONS * CONTEXT * wrong / DEVICES)}; MLA keeps one latent of 512 and 64 rotary values: {token:,} B a token, not {wrong:,}. 200 sessions on 32 replicas are 6.25: some hold 7 |
-| operations a token | 69.5 TFLOP | {(linear + attention) / 1e9:,.0f} GFLOP at 32 K context (exact): {linear / 1e9:.2f} linear and head, {attention / 1e9:,.0f} attention | its terms are one to six thousand times too large. Attention over the context, {attention / linear:.1f} times the linear part at this length, is missing |
+| operations a token | 69.5 TFLOP | {(linear + attention) / 1e9:,.0f} GFLOP at 32 K context (exact): {linear / 1e9:.2f} linear and head, {attention / 1e9:,.0f} attention | its terms are 13 (attention) to 6,000 times (shared expert) too large. Attention over the context, {attention / linear:.1f} times the linear part at this length, is missing |
 | TTFT | 0.21 – 0.37 s, for 512 tokens | for 512 tokens see [below](#the-plan-as-it-is-written); for 32 K not below {least:.2f} s, with all 32 GPUs on one prompt at their peak (exact) | a 32 K prompt is {(prompt + naive) / 1e15:.2f} PFLOP, of which attention {naive / (prompt + naive):.0%}; 32 H20 have {DEVICES * CHIP.fp8_flops / 1e15:.1f} PFLOP/s in FP8 and half in bf16 |
 | tokens/s | 35,000 – 45,000, goal 50,000 | at most {ceiling:,.0f} (exact bound), about {best:,.0f} (estimate) | attention in bf16 alone: {attention / 1e9:,.0f} GFLOP a token, {DEVICES * CHIP.bf16_flops / 1e12:,.0f} TFLOP/s in all. No batch, layout or network changes this |
 
@@ -481,7 +481,7 @@ An `aggregated` service that also prefills a fresh 32 K prompt for every 1,000 o
 
 ## How it depends on the network, and on losing hosts
 
-For that workload, with `--sweep latency=1,5,20,100,1000,10000,100000 --sweep bandwidth=1,5,10,25,100,200,400,800 --sweep loss-of-hosts --sweep concurrency=1,10,50,200,500 --plots FOLDER`; and with the sessions that the plan gives to 32, 64 and 128 GPUs, `--sweep hosts=4:200,8:400,16:800`.
+For that workload, with `--sweep latency=1,5,20,100,1000,10000,100000 --sweep bandwidth=1,5,10,25,100,200,400,800 --sweep loss-of-hosts --sweep concurrency=1,10,50,200,500 --plots FOLDER`; and with as many requests in flight, of these lengths, as the plan gives sessions to 32, 64 and 128 GPUs, `--sweep hosts=4:200,8:400,16:800`.
 Up to 100 µs and from 10 to 25 Gb/s the winner stays. Pictures: [latency](h20-32/latency.png), [bandwidth](h20-32/bandwidth.png), [hosts lost](h20-32/loss-of-hosts.png), [hosts](h20-32/hosts.png), [requests in flight](h20-32/concurrency.png).
 
 {sweeps}
