@@ -8,6 +8,7 @@ not planned.
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -123,11 +124,24 @@ def options_of(name: str, role: str) -> dict[str, str]:
 
 
 def pods_of(name: str) -> dict[str, str]:
-    """What a file gives its pods, beside the engine's options: their `/dev/shm`, and the volume that all read the model from."""
+    """What a file gives its pods, beside the engine's options, and its benchmark.
+
+    The pods' `/dev/shm` and resources, the volume that all read the model from, nodes of a ComputeDomain, lengths and concurrency.
+    """
     text = graph(name)
-    (volume,) = set(re.findall(r"storage: (\S+)", text))
-    (shared,) = set(re.findall(r"sharedMemorySize: (\S+)", text))
-    return {"sharedMemorySize": shared, "storage": volume}
+    (asked,) = set(re.findall(r"resources: (\{\"requests.*?\}), \"limits", text))
+    pods = json.loads(asked + "}")["requests"]
+    alone = {
+        "sharedMemorySize": r"sharedMemorySize: (\S+)",
+        "storage": r"storage: (\S+)",
+        "accessModes": r"accessModes: \[(\w+)\]",
+        "numNodes": r"numNodes: (\d+)",
+        "benchmark input": r"--random-input-len (\d+)",
+        "benchmark output": r"--random-output-len (\d+)",
+        "benchmark concurrency": r"--sweep-concurrency (\S+)",
+    }
+    found = {key: set(re.findall(pattern, text)) for key, pattern in alone.items()}
+    return {key: next(iter(values)) for key, values in found.items() if len(values) == 1} | pods
 
 
 def command(name: str) -> list[str]:

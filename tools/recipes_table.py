@@ -2,13 +2,18 @@
 
     python tools/recipes_table.py
 
-The recipes are `configs/recipes/*.toml`: their options, names that the engine has since changed, and the reason wherever ours differ.
+The recipes are `configs/recipes/*.toml`: their options, names that the engine has since changed, the arguments of the `dsjax plan`
+that writes them, and the reason wherever ours differ. That command is run, and what it writes is what is compared.
 An option that differs without a reason, or has a reason and does not differ, is an error.
 """
 
 import argparse
+import functools
 import json
+import re
+import shlex
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,28 +23,26 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dsjax.config import load_config
-from dsjax.plan.cluster import load_cluster
-from dsjax.plan.engine import find_engine
-from dsjax.plan.launch import LaunchCommand
-from dsjax.plan.launch_flags import launch
-from dsjax.plan.layout import parse_layout
-from dsjax.plan.precision import precision
-from dsjax.plan.question import Question
-from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
-from tools.make_deploy import MODEL, options_of, pods_of
+from dsjax.cli.main import app
+from dsjax.plan.launch import documented
+from tools.make_deploy import options_of, pods_of
 
 PAGE, RECIPES = ROOT / "docs" / "recipes.md", ROOT / "configs" / "recipes"
 ABSENT = "—"
+UNVALUED = "?"
+"""In a recipe's file: an option that its source names without saying its value."""
 _HEAD = """# The published recipes, option by option
 
-Each table has every option of a published recipe, its value there, what `dsjax plan --engine …` writes for the same layout, batch and
-lengths, and what our own deployment (`deploy/dynamo`) gives `dsjax dynamo`. Where a value differs, the reason stands behind it. `python
-tools/recipes_table.py` writes this page from [configs/recipes](../configs/recipes), and a test holds both to what is written today. Names
+Each table has every option of a published recipe, its value there, what the `dsjax plan --engine …` above it writes, and what our own
+deployment (`deploy/dynamo`) gives `dsjax dynamo`. Where a value differs, the reason stands behind it. `python tools/recipes_table.py`
+runs the commands and writes this page from [configs/recipes](../configs/recipes), and a test holds both to what is written today. Names
 and values are also held against the argument parsers of the engines' newest releases
-([configs/engines/options](../configs/engines/options)). Nobody has run these commands here.
+([configs/engines/options](../configs/engines/options)). Nobody has run the engines' commands here.
 
-{ABSENT} means that the option is not written. The engines' commands are those that `dsjax plan --engine … --recipe FILE.sh` writes.
+{ABSENT} means that the option is not written. **← `--mesh`** names the argument of the command that a value is passed on from: the recipe
+was asked for there, so that the two agree by construction. All other values are the planner's own: which kernels and buffers a layout
+takes, how much of the memory, and, where the command has no `--concurrency`, how many requests.
+`--recipe FILE.sh` writes each host's command whole.
 `sharedMemorySize` and `storage` are of the pods: the size of /dev/shm, and of the volume that they read the model from.
 """.replace("{ABSENT}", ABSENT)
 
@@ -48,7 +51,8 @@ and values are also held against the argument parsers of the engines' newest rel
 class Row:
     """One option of one side: its value in the recipe, ours for the same engine, dsjax's own, and the reasons where they differ.
 
-    Values are as commands have them; None where an option is not written. An option without a value is "".
+    Values are as commands have them; None where an option is not written. An option without a value is "". passed: the argument of
+    the planner's command that ours is passed on from. where: the section that names it, where that is not the recipe's own.
     """
 
     side: str
@@ -58,6 +62,8 @@ class Row:
     why: str
     own: str | None
     why_own: str
+    passed: str = ""
+    where: str = ""
 
     @property
     def problems(self) -> Iterator[str]:
@@ -74,19 +80,61 @@ def recipes() -> dict[str, dict[str, Any]]:
     return {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(RECIPES.glob("*.toml"))}
 
 
-def planned(recipe: dict, side: dict) -> LaunchCommand:
-    """What `dsjax plan --engine` writes for a side's layout, batch and lengths."""
-    engine = find_engine(recipe["engine"])
-    options = PlanOptions(
-        engine=engine, precision=precision(recipe.get("precision", "fp8"), recipe.get("cache", "auto"))
-    )
-    if engine.overlaps and "--enable-dbo" in side["options"]:
-        options = PlanOptions(engine=engine, precision=options.precision, overlap="on")
-    config, load = load_config("deepseek-v3"), Workload(Lengths(recipe["input"]), Lengths(recipe["output"]))
-    question = Question(config, load_cluster(recipe["cluster"]), load, Objective(), options)
-    instance = question.instance(parse_layout(side["mesh"], side["redundant"], config), {})
-    model = side["options"].get("--model") or side["options"].get("--model-path") or MODEL
-    return launch(recipe["engine"], model, instance, side["batch"], side["tokens"], side["role"], 1)
+def arguments(recipe: dict) -> dict[str, str]:
+    """The last value of each argument of a recipe's `dsjax plan`."""
+    words = shlex.split(recipe["plan"])
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def command(recipe: dict) -> str:
+    """The `dsjax plan` that writes a recipe, without its `--recipe`."""
+    return f"dsjax plan --engine {recipe['engine']} {recipe['plan']}"
+
+
+def mesh(recipe: dict, role: str) -> str:
+    """The mesh that the command asks for a side."""
+    return arguments(recipe)["--mesh" if role == "prefill and decode" else f"--{role}-mesh"]
+
+
+@functools.cache
+def planned(engine: str, line: str) -> dict[str, dict[str, str]]:
+    """Role to option to value, as a `dsjax plan` writes them for an engine.
+
+    Options that only some hosts have are among them; where a value differs between hosts, the first that has it stands.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "recipe.json")
+        app(
+            [*shlex.split(line)[1:], "--recipe", str(path), "--json", str(Path(folder, "plan.json"))],
+            standalone_mode=False,
+        )
+        services = json.loads(path.read_text(encoding="utf-8"))["services"]
+    found = {}
+    for service in services:
+        launch = service["launches"][engine]
+        values: dict[str, str] = {}
+        for text in reversed(launch["commands"]):
+            values = values | read_command(engine, text)
+        found[service["role"]] = values | flat(next(iter(launch["config"].values()), {}))
+    return found
+
+
+def read_command(engine: str, line: str) -> dict[str, str]:
+    """Options and environment variables of one line for a shell; the model, where it is no option, as MODEL."""
+    words, found = shlex.split(line), {}
+    program = shlex.split(documented(engine)["program"])
+    start = next(at for at in range(len(words)) if words[at : at + len(program)] == program)
+    found |= dict(word.split("=", 1) for word in words[:start] if re.match("[A-Z_]+=", word))
+    words = words[start + len(program) :]
+    if not words[0].startswith("--"):
+        found["MODEL"] = words.pop(0)
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, found[word] = word, ""
+        else:
+            found[name] = word
+    return found
 
 
 def alike(there: str, value: str) -> bool:
@@ -125,24 +173,24 @@ def _text(value: object) -> str:
 
 def rows(recipe: dict) -> list[Row]:
     """Every option of every side."""
-    made = []
+    made, written_by = [], planned(recipe["engine"], command(recipe))
     for side in recipe["sides"]:
-        command = planned(recipe, side)
-        ours = {"MODEL": command.model} | command.flags | command.environment | flat(command.config)
-        for host in reversed(command.each_host):  # the first host's stand, and those that only others have
-            ours = ours | host
-        own = options_of(recipe["graph"], side["role"]) | pods_of(recipe["graph"])
+        role, ours = side["role"], written_by[side["role"]]
+        own = options_of(recipe["graph"], role) | pods_of(recipe["graph"])
         for option, there in side["options"].items():
-            say = [
-                recipe[table].get(f"{side['role']} {option}", recipe[table].get(option, ""))
-                for table in ("why", "why_dsjax")
-            ]
+            why, why_own, passed, where = (
+                recipe[table].get(f"{role} {option}", recipe[table].get(option, "")) for table in _SAYS
+            )
             name, own_name = recipe["renamed"].get(option, option), recipe["dsjax"].get(option)
             value = written(own, own_name) if own_name else None
-            if own_name in ("--mesh", "--disaggregation-mode") and value is not None and not say[1]:
+            if own_name in ("--mesh", "--disaggregation-mode") and value is not None and not why_own:
                 value = there if _means_mesh(option, there, own) else value
-            made.append(Row(side["role"], option, there, written(ours, name), say[0], value, say[1]))
+            made.append(Row(role, option, there, written(ours, name), why, value, why_own, passed, where))
     return made
+
+
+_SAYS = ("why", "why_dsjax", "passed", "elsewhere")
+"""Tables of a recipe's file: option to what is said of it."""
 
 
 def _means_mesh(option: str, there: str, own: dict[str, str]) -> bool:
@@ -170,16 +218,23 @@ def problems() -> list[str]:
         every = rows(recipe)
         found += [f"{name}: {text}" for row in every for text in row.problems]
         used = {key for row in every for key in (row.option, f"{row.side} {row.option}")}
-        for table in ("renamed", "why", "dsjax", "why_dsjax"):
+        for table in ("renamed", "dsjax", *_SAYS):
             found += [
                 f"{name}: [{table}] has {key}, which the recipe has not" for key in recipe[table] if key not in used
             ]
+        found += [
+            f"{name}: {row.side} {row.option} is passed on from {row.passed}, which the command has not"
+            for row in every
+            if row.passed and row.passed not in arguments(recipe)
+        ]
     return found
 
 
 def _cell(value: str | None) -> str:
     if value is None:
         return ABSENT
+    if value == UNVALUED:
+        return "named, without a value"
     return f"`{value}`".replace("|", "\\|") if value else "given"
 
 
@@ -188,18 +243,19 @@ def page() -> str:
     parts = [_HEAD]
     for recipe in recipes().values():
         parts.append(f"## {recipe['title']}\n\n{recipe['source']}. Ours: `deploy/dynamo/{recipe['graph']}.yaml`.\n")
+        parts.append(f"```\n{command(recipe)}\n```\n")
         every = rows(recipe)
         for side in recipe["sides"]:
-            parts.append(
-                f"**{side['role'].capitalize()}**, `{side['mesh']}`, {side['batch']} requests and {side['tokens']:,} tokens a step\n"
-            )
+            parts.append(f"**{side['role'].capitalize()}**, `{mesh(recipe, side['role'])}`\n")
             lines = [
                 "| option | there | planned | why it differs | dsjax | why it differs |",
                 "|---|---|---|---|---|---|",
             ]
             for row in every:
                 if row.side == side["role"]:
-                    cells = (f"`{row.option}`", _cell(row.there), _cell(row.ours), row.why, _cell(row.own), row.why_own)
+                    named = f"`{row.option}`" + (f" ({row.where})" if row.where else "")
+                    ours = _cell(row.ours) + (f" ← `{row.passed}`" if row.passed else "")
+                    cells = (named, _cell(row.there), ours, row.why, _cell(row.own), row.why_own)
                     lines.append(f"| {' | '.join(cells)} |")
             parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
