@@ -303,11 +303,11 @@ def _cold():
 
 
 def _given() -> dict[str, str]:
-    """The options of the plan's command, as `configs/recipes` has them."""
+    """The options of the plan's commands (6.1), as `configs/recipes` has them; those that only other sections name are left out."""
     found = tomllib.loads(
         (Path(str(resources.files("configs"))) / "recipes" / "vllm-h20-32.toml").read_text(encoding="utf-8")
     )
-    return found["sides"][0]["options"]
+    return {name: value for name, value in found["sides"][0]["options"].items() if name not in found["elsewhere"]}
 
 
 def _not_accepted() -> int:
@@ -318,13 +318,21 @@ def _not_accepted() -> int:
     return sum(name not in names for name in _given() if name.startswith(("--", "VLLM_")))
 
 
+def _room() -> int:
+    """Sessions of the plan's lengths that a rank has room for beside bf16 weights with 32 redundant experts."""
+    layout, work = parse_layout("dp=32", 32, CONFIG), Workload(Lengths(CONTEXT - OUTPUT / 2), Lengths(OUTPUT))
+    return Instance(CONFIG, CLUSTER, layout, PlanOptions(PRECISIONS["bf16"]), work).max_batch
+
+
 def _commands() -> list[Claim]:
+    fp8 = sum(weight_bytes(CONFIG, parse_layout("dp=32", 32, CONFIG), PRECISIONS["fp8"]).values()) / 1e9
     return [
         Claim("5.1", "vLLM with EPLB", "from 0.6.0", REFUTED, "0.6.0 is of September 2024; EPLB is pull request 18343 of June 2025"),
         Claim("5.1", "CUDA 12.1, PyTorch 2.1, NCCL 2.18, OFED 5.8", "at least", OPEN, "older than what an engine with EPLB asks for: vLLM 0.33 brings its own"),
         Claim("5.2", "`--eplb-rebalance-freq`", "100 steps", REFUTED, "no vLLM has had it; `--eplb-config` has step_interval, 3,000 by default"),
         Claim("6.1", "the commands", f"{len(_given())} options and variables", REFUTED, f"{_not_accepted()} of them are not accepted by vLLM 0.33, and nodes 1 to 3 have no address: [recipes.md](recipes.md), option by option"),
-        Claim("6.1", "`--max-num-seqs`", "200", REFUTED, f"of a DP rank: 32 × 200 = {32 * 200:,} sessions; 7 are meant", (200, 7)),
+        Claim("6.1", "no quantisation (1), bf16 (3.3.2)", "`vllm serve deepseek-ai/DeepSeek-V3` without a dtype", REFUTED, f"that checkpoint is FP8 and stays so, and VLLM_USE_DEEP_GEMM is for FP8 weights: {fp8:.1f} GB a GPU with 32 redundant experts, 3.3.2's figure; in bf16 another checkpoint is needed"),
+        Claim("6.1", "`--max-num-seqs`", "200", REFUTED, f"of a DP rank: 32 × 200 = {32 * 200:,} sessions; 7 are meant, and with 32 redundant experts in bf16 there is room for {_room()}", (200, 7)),
         Claim("6.2.4", "EPLB", "+3 – 12 % tokens/s", REPRODUCED, f"{balanced(ONE_PORT):+.0%}, as in 3.4.3"),
         Claim("6.2.4", "EPLB: P99, utilisation", "-10 – 20 %, +3 – 8 %", OPEN, "needs the service's own routing: `dsjax bench serve` with and without measures it"),
         Claim("7.1", "thresholds", "35,000 tokens/s, P99 below 3 s, …", OPEN, "criteria, which a running cluster meets or misses; the first is above the bound of section 2"),
