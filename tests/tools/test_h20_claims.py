@@ -52,10 +52,43 @@ def test_the_throughput_chain_is_a_thousandfold_slip(every):
         ("8.1", "routing of 200", "2.80 GB"),
         ("4.6.5", "return", "7.5"),
         ("6.1", "the commands", "5 of them"),
+        ("3.3.5", "memory left", "-1.2"),
+        ("3.4.2", "32 GPUs", "34.1"),
+        ("4.5.2", "all-to-all", "80%, 60%, 40%, 20%"),
+        ("4.6.1", "latency", "+400 %"),
+        ("4.6.2", "a routing exchange", "1.38 ms"),
+        ("4.6.4", "all-to-all", "2.01 ms"),
+        ("8.2", "operations", "7.48"),
+        ("end", "64 and 128", "896"),
     ],
 )
 def test_figures_that_were_asked_about_have_their_arithmetic(every, section, start, text):
     assert text in of(every, section, start).why
+
+
+def test_every_section_with_figures_is_there(every):
+    chapters = {claim.section for claim in every}
+    assert {
+        "3.1.3",
+        "3.3.5",
+        "3.4.4",
+        "4.1.4",
+        "4.4.1",
+        "4.5.2",
+        "4.5.4",
+        "4.6.3",
+        "4.6.4",
+        "5.1",
+        "6.2.1",
+        "A.6",
+    } <= chapters
+
+
+def test_a_prompts_exchanges_wait_twice_and_a_decode_steps_once(every):
+    for more in (5, 100):
+        why = of(every, "4.5.1", f"+ {more} ms").why
+        assert f"{116 * more / 1e3:.2f} s" in why
+        assert f"{232 * more / 1e3 * 1.03:.2f} s" in why
 
 
 def test_a_worse_network_is_never_better():

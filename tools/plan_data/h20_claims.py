@@ -120,6 +120,7 @@ def _targets() -> list[Claim]:
         Claim("3.1.2", "parameters", "671 B, 37 B active, 685 B with MTP", REPRODUCED, f"{whole:.1f} B; {counts['active'] / 1e9:.1f} B; with the MTP module and its copies of embedding and head {whole + 11.610068224 + 2 * embedding:.1f} B"),
         Claim("3.1.2", "layers and experts", "61 = 58 + 3; 58 × 257 = 14,906", REPRODUCED, f"{CONFIG.num_hidden_layers} layers, {CONFIG.num_moe_layers} of them with {CONFIG.n_routed_experts} + {CONFIG.n_shared_experts} experts: {CONFIG.num_moe_layers * 257:,}"),
         Claim("3.1.3", "an H20", "96 GB, 4.0 TB/s, 148 TFLOP/s", REPRODUCED, "the vendor's figures; configs/hardware/h20.toml"),
+        Claim("3.1.3", "an H20 in FP8 or INT8", "296 TFLOP/s", REPRODUCED, f"the vendor's {CLUSTER.hardware.fp8_flops / 1e12:.0f}, twice bf16's 148"),
         Claim("3.1.4", "NVLink", "900 GB/s", REFUTED, "both directions together; 450 GB/s each way", (900, 450)),
         Claim("3.2.2", "kernels of an exchange", "low latency for decode, high throughput for prompts", REPRODUCED, "as vLLM's and DeepEP's documentation; 6.1 then takes the first for both"),
         Claim("3.2.4", "experts of a GPU", "256 ÷ 32 = 8 a layer, 464 in all", REPRODUCED, f"{CONFIG.num_moe_layers} × 8 = {CONFIG.num_moe_layers * 8}"),
@@ -168,6 +169,7 @@ def _memory() -> list[Claim]:
         Claim("3.3.3", "sessions of a GPU", "6.25", REPRODUCED, "200 ÷ 32; some replicas hold 7"),
         Claim("3.3.3", "FP8 cache", "half as large", REPRODUCED, f"vLLM's: {fp8 / 61:.0f} B instead of {token / 61:,.0f} a token and layer; dsjax keeps scales and rotary keys in bf16: 656 B"),
         Claim("3.3.5", "a GPU needs", "83.9 – 92.3 GB of 96", REFUTED, f"{total:.1f} + {reserve.value / 1e9:.1f} + {cache:.1f} = {need:.1f} GB: 160 of the 200 sessions fit", (88.1, need)),
+        Claim("3.3.5", "memory left", "3.7 – 12.1 GB", REFUTED, f"96 less its needs, 96 - 92.3 and 96 - 83.9, is right; less {need:.1f} it is {96 - need:.1f}"),
     ]  # fmt: skip
 
 
@@ -202,13 +204,17 @@ def _rates() -> list[Claim]:
     own = [math.prod(ends) for ends in ((1.10, 1.08, 1.03), (1.20, 1.12, 1.08))]
     return [
         *rows,
+        Claim("3.4.2", "32 GPUs", "20,443, 34,072, 47,701, 57,922 tokens/s", REFUTED, f"32 × 44.4 ÷ 69.5 and so on: {', '.join(f'{148 * share / 69.5 * 32:.1f}' for share, *_ in chain)}, the same thousandfold slip", (34_072, 148 * 0.5 / 69.5 * 32)),
         Claim("3.4.3", "after optimising", "20,698, 42,250, 45,412, 56,300 tokens/s", REFUTED, f"the products are right (15,332 × 1.35 = {15_332 * 1.35:,.0f}, …), of rates that are a thousandfold too high"),
+        Claim("3.4.3", "share of the goal", "41.4, 84.5, 90.8, 112.6 %", REFUTED, f"÷ 50,000 is right, of these rates; of the bound of section 2 it is {100 * GPUS * 148e12 / _attention() / 50_000:.0f} % at most"),
         Claim("3.4.3", "multipliers", "1.35, 1.55, 1.12, 1.08", REFUTED, f"its own ranges give {own[0]:.2f} – {own[1]:.2f} without and {own[0] * 1.05:.2f} – {own[1] * 1.15:.2f} with EPLB: all optimisations together (1.12) would be less than three"),
         Claim("3.4.3", "continuous batching", "+10 – 20 %", OPEN, "vLLM has no other way to run; a share of the peak that was reached with it has it in already"),
         Claim("3.4.3", "paged attention", "+8 – 12 %", OPEN, "the same; it raises how many sessions fit, which 3.3.5 counts"),
         Claim("3.4.3", "CUDA graphs", "+3 – 8 %", OPEN, "hangs on the host; a decode step as written takes " f"{written()[1] * 1e3:,.0f} ms, of which launches are a few"),
         Claim("3.4.3", "EPLB", "+5 – 15 %", REPRODUCED, f"{one_port:+.0%} over one port, with routing as skewed as published and the sessions that still fit beside 32 redundant experts; {one_card:+.0%} with a card a GPU, as fewer fit (estimates)"),
         Claim("3.4.4", "10 % more MoE efficiency, or utilisation", "+2,500 – 4,800, +1,400 – 4,800 tokens/s", REFUTED, f"10 % of its own rates is {1533:,} – {5213:,} either way"),
+        Claim("3.4.4", "10 % more of vLLM's multiplier", "of 1.15 – 1.74, +1,400 – 3,800 tokens/s", REFUTED, "3.4.3 multiplies by 1.08 – 1.55 and A.5 by 1.18 – 1.48; 10 % of a factor is 10 % of the rate, 1,533 – 5,213 of its own"),
+        Claim("3.4.4", "10 % more of the network's efficiency", "of 85 – 95 %, +700 – 2,400 tokens/s", REFUTED, f"links 10 % faster: {change('network', 1.1)[0]:+.0%} of {written()[0]:,.0f}, {change('network', 1.1)[0] * written()[0]:,.0f} tokens/s (estimate); from 95 % there are no 10 to gain", (1550, change("network", 1.1)[0] * written()[0])),
         Claim("3.4.5", "best case", "45,076 tokens/s, 87 – 90 %, probability 85 %", REFUTED, f"its table says 45,412; 45,076 ÷ 50,000 = {45_076 / 50_000:.1%}; the bound of section 2 is below both", (45_076, 8_507)),
     ]  # fmt: skip
 
@@ -236,14 +242,32 @@ def _network() -> list[Claim]:
         Claim("4.1.3", "ports of a host", "1, 25 and 10 Gb/s, each once; direct to three hosts, behind a switch", REFUTED, f"one port is {PORT / 1e9:.3f} GB/s and reaches one switch; direct links to three hosts are three ports, as 4.1.4 then counts"),
         Claim("4.1.4", "pairs", "992 = 224 + 768; 192 a host, 64 a link", REPRODUCED, "32 × 31; 8 × 7 × 4; 8 × 24; 192 ÷ 3"),
         Claim("4.1.4", "links between hosts", "6 × 25 Gb/s = 18.75 GB/s", REFUTED, f"4.1.3 gives a host one port: 4 × 3.125 = {4 * PORT / 1e9:.1f} GB/s", (18.75, 4 * PORT / 1e9)),
+        Claim("4.1.4", "what a port carries", "22 – 23 of 25 Gb/s, and 95 % or more", REFUTED, f"22 ÷ 25 and 23 ÷ 25 are 88 and 92 %; a packet of RoCE v2 has 82 B beside its rows: {25 * 1024 / 1106:.1f} Gb/s with 1,024 B of them, {25 * 4096 / 4178:.1f} with 4,096"),
+        Claim("4.1.4", "processor time of RDMA", "below 5 %", OPEN, "hangs on the host and on how the rows are handed to the card; DeepEP's low-latency kernels do it from the GPU"),
         Claim("4.1.4", "NVLink in all", "900 × 4 = 3,600 GB/s", REFUTED, f"900 is of a GPU, both ways: 32 × 450 = {32 * 450:,} GB/s each way", (3600, 14400)),
         Claim("4.1.4", "all-to-all", "2,896, 2,027, 1,620, 1,448 GB/s", REFUTED, f"the sums are right (2,027 - 20 % = {2027 * 0.8:,.0f}; 1,448 is -29 %, not -30); but an exchange ends with its slowest link: {slowest:.1f} GB/s in all over one port a host", (2027, slowest)),
         Claim("4.3.1", "latency between hosts", "below 5 µs; elsewhere 5 – 10, below 10, below 100", REFUTED, "four thresholds of one thing (3.1.4, 4.3.1, 4.6.1, A.7); the cluster file assumes 5 (3 – 20)"),
         Claim("4.4.1", "RDMA of 1 MB", "below 100 µs at more than 20 Gb/s", REFUTED, f"1 MB in 100 µs is {8e6 / 100:,.0f} Mb/s ÷ 1,000 = 80 Gb/s over a 25 Gb/s port; {8e6 / 25e9 * 1e6:.0f} µs at best", (100, 320)),
         Claim("4.4.1", "all-to-all of 1 KB and 1 MB", "50 µs and 5 GB/s; 500 µs and 15 GB/s", REFUTED, f"1 KB ÷ 50 µs = {1024 / 50e-6 / 1e9:.2f} GB/s, 1 MB ÷ 500 µs = {1e6 / 500e-6 / 1e9:.0f} GB/s: one of each pair can hold; and `all_reduce_perf -g 8` is neither all-to-all nor between hosts", (5, 1024 / 50e-6 / 1e9)),
         Claim("4.4.1", "NVLink of 1 MB", "below 10 µs, above 400 GB/s", REFUTED, f"1 MB at 400 GB/s is 2.5 µs, so both can hold; the second is {400 / 450:.0%} of the link for one MB, which no table reaches"),
+        Claim("4.4.1", "NVLink of 64 B", "below 2 µs, as in 3.1.4", OPEN, "a criterion: `dsjax bench network` times pairs inside a host; 3.5.4 has it as 2 ms"),
         Claim("4.4.2", "between hosts", "100 Gb/s; all-to-all 80 – 90, experts 70 – 80", OPEN, "4 × 25 is right for one port a host; shares reached hang on the switch: `dsjax bench network` measures them"),
     ]  # fmt: skip
+
+
+def _exchange() -> float:
+    """Seconds in which the rows of the plan's 200 tokens leave a host for one layer, one way, through one port."""
+    return SESSIONS / 4 * 8 * 2 * 7168 * 0.75 / PORT
+
+
+def _busy() -> float:
+    """Share of a decode step's time in which a host's one port sends, at its full rate."""
+    return 116 * _exchange() * written()[0] / SESSIONS
+
+
+def _mebibytes() -> float:
+    """Seconds in which a host's eight GPUs send three quarters of a MiB each through one port."""
+    return 8 * 0.75 * 2**20 / PORT
 
 
 def _topology() -> list[Claim]:
@@ -257,10 +281,16 @@ def _topology() -> list[Claim]:
         Claim("4.6.2", "a batch inside and between hosts", "167.8 and 503.3 MB", REFUTED, f"1,024 × 8,192 × 0.25 × 8 = {pairs * 0.25 / 1e6:.1f} MB, × 0.75 = {pairs * 0.75 / 1e6:.1f}: ten times too large; the hidden size is 7,168 and not 4,096: {row * 0.75 / 1e6:.1f} MB a layer and way", (503.3, row * 0.75 / 1e6)),
         Claim("4.6.2", "bandwidth of a GPU", "75 ÷ 8 = 9.375 Gb/s", REPRODUCED, f"with three ports a host; with one {25 / 8:.3f}"),
         Claim("4.6.2", "rows that leave a host", "75 %", REPRODUCED, f"24 of 32 GPUs; sent once to each host, {hosts_of_a_token(CONFIG, 4) * 3 / 4:.2f} rows of a token's 8"),
+        Claim("4.6.2", "a routing exchange", "20 – 50 µs", REFUTED, f"its 5 – 10 µs are one message's; 200 tokens' rows of a layer and way take {_exchange() * 1e3:.2f} ms over one port a host, {_exchange() / 3 * 1e6:.0f} µs over three (exact), without computing", (35e-6, _exchange())),
         Claim("4.6.2", "TTFT by synchronisation", "+15 – 25 %", REFUTED, f"without a limit between hosts the 512-token prompt takes {written(CLUSTER.scaled('network', 1000))[2]:.2f} s instead of {written()[2]:.1f}", (1.2, written()[2] / written(CLUSTER.scaled("network", 1000))[2])),
         Claim("4.6.3", "twice the links", "+20 – 30 % for +40 % of the network's cost", REFUTED, f"{double:+.0%} tokens/s from one port to two (estimate); the cost is not given", (1.25, 1 + double)),
         Claim("4.6.3", "NVLink of tier 1", "600 GB/s", REFUTED, "900 in 3.1.4"),
+        Claim("4.6.3", "tiers 2 and 3", "100 G × 4 and 25 G × 8", OPEN, f"no gain is said; four hosts are one rack, whose 400 Gb/s a host would give {change('network', 16)[0]:+.0%} tokens/s and 200 {change('network', 8)[0]:+.0%} (estimates)"),
         Claim("4.6.3", "experts placed by their use together", "-30 % between hosts, +15 %", OPEN, "needs a recording of this service's routing: `tools/coactivation.py` measures what one gives"),
+        Claim("4.6.4", "latency between hosts", "below 10, to 20, above 20 µs", REFUTED, "4.4.1 warns above 15 and fails above 25, for the same; and `ping` measures both hosts' kernels, there and back"),
+        Claim("4.6.4", "use of a link", "below 70, to 85, above 85 %", OPEN, f"a criterion, of seconds (`sar`): a decode step as written uses its port for {_busy():.0%} of its time (exact bytes ÷ 25 Gb/s ÷ estimate), in bursts that take all of it"),
+        Claim("4.6.4", "all-to-all", "below 50, to 100, above 100 µs", REFUTED, f"by `all_to_all_perf -b 1M -g 32`, in which each GPU sends 1 MiB: 8 × 0.75 MiB ÷ 3.125 GB/s = {_mebibytes() * 1e3:.2f} ms at best; 4.4.1 has these thresholds for 1 KB", (50e-6, _mebibytes())),
+        Claim("4.6.4", "packets lost", "below 0.01, to 0.1, above 0.1 %", OPEN, f"a criterion: a lost packet has RoCE send again what follows it, {25e9 / 8 * 10e-6 / 4096:.0f} packets in 10 µs, so that 0.01 % cost 0.08 % of the bandwidth; configs/observability/alerts-h20-32.yml has these thresholds"),
         Claim("4.6.5", "before and after", "120 → 95 ms, 8,500 → 11,000 tokens/s, 45 → 32 µs, 75 → 52 %", REFUTED, "-21, +29, -29 and -31 % are right; 120 ms and 8,500 tokens/s are neither 3.5.5's 288 nor 2's 35,000"),
         Claim("4.6.5", "return on investment", "50,000, 80,000 a year, 7.5 months", OPEN, f"50,000 ÷ 80,000 × 12 = {50_000 / 80_000 * 12:.1f} is right; both amounts are without a source"),
     ]  # fmt: skip
@@ -282,12 +312,18 @@ def _sensitivity() -> list[Claim]:
     for speed, rate in ((20, "-5 – 10 %"), (15, "-15 – 25 %"), (10, "-25 – 40 %"), (5, "-50 – 65 %")):
         found = change("network", speed / 25)
         rows.append(Claim("4.5.2", f"{speed} Gb/s", f"{rate} tokens/s", REFUTED, f"the links are what limits: {found[0]:+.0%} tokens/s, TTFT of 512 tokens {found[1]:+.0%}"))  # fmt: skip
+    speeds = (20, 15, 10, 5)
+    port = ", ".join(f"{speed / 25:.0%}" for speed in speeds)
+    longer = ", ".join(f"{25 / speed - 1:+.0%}" for speed in speeds)
     congested = ", ".join(f"{load} %: {change('network', 1 - load / 100)[0]:+.0%}" for load in (10, 25, 50, 75, 90))
     return [
         *rows,
+        Claim("4.5.2", "all-to-all at 20, 15, 10, 5 Gb/s", "85 – 90, 70 – 80, 50 – 65, 25 – 40 %", REFUTED, f"an exchange between hosts is as fast as the port that it goes through: {port}", (0.32, 0.2)),
+        Claim("4.5.2", "routing at 20, 15, 10, 5 Gb/s", "+10 – 15, 20 – 30, 40 – 60, 80 – 120 %", REFUTED, f"its rows take 25 ÷ 20 and so on as long: {longer}", (1, 4)),
         Claim("4.5.3", "congestion of 10 – 90 %", "no figure", OPEN, f"a link that others use by so much: {congested} tokens/s (estimate, fair shares; queues and loss come on top)"),
         Claim("4.5.4", "one link lost", "-20 – 30 %", REFUTED, f"with three links of a host, the lost pair's rows go over another link: half the bandwidth there, {(1 + change('network', 1.5)[0]) / (1 + change('network', 3)[0]) - 1:+.0%}; with one port (4.1.3) the host is cut off"),
         Claim("4.5.4", "one host lost", "-25 %, 24 GPUs go on", REFUTED, f"64 of a layer's 256 experts are gone with it; 24 GPUs need 264 slots and {sum(weight_bytes(CONFIG, parse_layout('dp=24', 8, CONFIG), PRECISIONS['bf16']).values()) / 1e9:.1f} GB of weights each; `--tensor-parallel-size 24` does not divide 128 heads"),
+        Claim("4.5.4", "hosts lost until it stops", "more than half", REFUTED, "one: experts that only it had are gone; 32 redundant ones are copies of 32 of the 64 at most, and vLLM's ranks wait for each other"),
         Claim("4.5.4", "recovery", "30 s", REFUTED, f"a host reads its weights again: {_cold().value:,.0f} s ({_cold().low:,.0f} – {_cold().high:,.0f}) at an assumed 3 GB/s (1 – 7)", (30, _cold().value)),
         Claim("4.5.5", "rules of thumb", "10 ms: TTFT +5 – 10 %; -20 % bandwidth: -10 – 15 %", REFUTED, f"{slower(10)[1]:+.0%} and {change('network', 0.8)[0]:+.0%}"),
         Claim("4.5.5", "all-to-all", "+50 %: routing +30 – 40 %", REFUTED, f"links a third slower (25 ÷ 1.5 Gb/s) are {change('network', 1 / 1.5)[0]:+.0%} tokens/s, as the exchanges are nearly all of a step"),
@@ -328,11 +364,16 @@ def _commands() -> list[Claim]:
     fp8 = sum(weight_bytes(CONFIG, parse_layout("dp=32", 32, CONFIG), PRECISIONS["fp8"]).values()) / 1e9
     return [
         Claim("5.1", "vLLM with EPLB", "from 0.6.0", REFUTED, "0.6.0 is of September 2024; EPLB is pull request 18343 of June 2025"),
-        Claim("5.1", "CUDA 12.1, PyTorch 2.1, NCCL 2.18, OFED 5.8", "at least", OPEN, "older than what an engine with EPLB asks for: vLLM 0.33 brings its own"),
+        Claim("5.1", "CUDA 12.1, PyTorch 2.1, NCCL 2.18, OFED 5.8", "at least", OPEN, "older than what an engine with EPLB asks for: vLLM 0.33 brings PyTorch 2.14 and its own NCCL"),
+        Claim("5.1", "Python, transformers", "3.9 – 3.11, best 3.10; from 4.40", REFUTED, "vLLM 0.33, which is one from 0.6.0 on, asks in its package for Python from 3.11 and transformers from 5.16.1"),
         Claim("5.2", "`--eplb-rebalance-freq`", "100 steps", REFUTED, "no vLLM has had it; `--eplb-config` has step_interval, 3,000 by default"),
         Claim("6.1", "the commands", f"{len(_given())} options and variables", REFUTED, f"{_not_accepted()} of them are not accepted by vLLM 0.33, and nodes 1 to 3 have no address: [recipes.md](recipes.md), option by option"),
         Claim("6.1", "no quantisation (1), bf16 (3.3.2)", "`vllm serve deepseek-ai/DeepSeek-V3` without a dtype", REFUTED, f"that checkpoint is FP8 and stays so, and VLLM_USE_DEEP_GEMM is for FP8 weights: {fp8:.1f} GB a GPU with 32 redundant experts, 3.3.2's figure; in bf16 another checkpoint is needed"),
         Claim("6.1", "`--max-num-seqs`", "200", REFUTED, f"of a DP rank: 32 × 200 = {32 * 200:,} sessions; 7 are meant, and with 32 redundant experts in bf16 there is room for {_room()}", (200, 7)),
+        Claim("6.2.1", "`--tensor-parallel-size`, `--pipeline-parallel-size`", "from 0.1.0 and 0.2.0", OPEN, "both are in 0.6.0; older packages are of models before DeepSeek-V3 and were not read"),
+        Claim("6.2.1", "the other seven options", "from 0.1.0, 0.5.0 and 0.6.0", REFUTED, "0.6.0's package has none of them (`--data-parallel-size`, `--enable-expert-parallel`, `--enable-eplb`, `--num-redundant-experts`, `--eplb-…`), and no DeepSeek-V3"),
+        Claim("6.2.2", "EP size", "TP × DP = 1 × 32", REPRODUCED, "vLLM's rule; that TP is fixed at 1 is refuted in section 2"),
+        Claim("6.2.3", "VLLM_USE_DEEP_GEMM, VLLM_ALL2ALL_BACKEND, VLLM_ENABLE_V1_MULTIPROCESSING", "from 0.6.0, 0.5.0, 0.6.0", REFUTED, "0.6.0's package has none of them, and 0.33 no longer the second: `--all2all-backend` says it"),
         Claim("6.2.4", "EPLB", "+3 – 12 % tokens/s", REPRODUCED, f"{balanced(ONE_PORT):+.0%}, as in 3.4.3"),
         Claim("6.2.4", "EPLB: P99, utilisation", "-10 – 20 %, +3 – 8 %", OPEN, "needs the service's own routing: `dsjax bench serve` with and without measures it"),
         Claim("7.1", "thresholds", "35,000 tokens/s, P99 below 3 s, …", OPEN, "criteria, which a running cluster meets or misses; the first is above the bound of section 2"),
@@ -390,6 +431,7 @@ def _conclusions() -> list[Claim]:
         Claim("A.4", "EPLB", "0.6 – 0.8 + 3.5 – 6 + 2.3 – 3.2 = 6.4 – 9.8 GB", REFUTED, f"the terms give {0.6 + 3.5 + 2.3:.1f} – {0.8 + 6 + 3.2:.1f}"),
         Claim("A.4", "activations", "6 – 10 GB", REFUTED, "8 – 12 in 3.3.2"),
         Claim("A.5", "all gains", "1.15 × 1.10 × 1.05 × 1.08 = 1.43; 1.18, 1.32, 1.48", REFUTED, f"{1.15 * 1.10 * 1.05 * 1.08:.2f} is right; 3.4.3 uses 1.35, 1.55, 1.12 and 1.08 instead"),
+        Claim("A.6", "overhead of parallel prompts", "40 – 80 %", REFUTED, "3.5.1's factors 1.4 and 1.8, of a quotient that TP=1 does not have"),
         Claim("A.6", "routing, scheduling, network", "30 – 45, 35 – 50, 82 – 164 ms", REFUTED, "the same as 3.5.2 to 3.5.4"),
         Claim("A.7", "NVLink, all-to-all", "above 400 GB/s, below 50 µs", OPEN, "criteria; 7.1.3 has 20 µs"),
         Claim("A.8", "confidence", "± 5, ± 15, ± 25 %", REFUTED, "of its figures that can be compared with one worked out, more than half are off by more than a factor of two"),
