@@ -136,9 +136,9 @@ def pods_of(name: str) -> dict[str, str]:
         "storage": r"storage: (\S+)",
         "accessModes": r"accessModes: \[(\w+)\]",
         "numNodes": r"numNodes: (\d+)",
-        "benchmark input": r"--random-input-len (\d+)",
-        "benchmark output": r"--random-output-len (\d+)",
-        "benchmark concurrency": r"--sweep-concurrency (\S+)",
+        "benchmark.input": r"--random-input-len (\d+)",
+        "benchmark.output": r"--random-output-len (\d+)",
+        "benchmark.concurrency": r"--sweep-concurrency (\S+)",
     }
     found = {key: set(re.findall(pattern, text)) for key, pattern in alone.items()}
     return {key: next(iter(values)) for key, values in found.items() if len(values) == 1} | pods

@@ -43,7 +43,9 @@ and values are also held against the argument parsers of the engines' newest rel
 was asked for there, so that the two agree by construction. All other values are the planner's own: which kernels and buffers a layout
 takes, how much of the memory, and, where the command has no `--concurrency`, how many requests.
 `--recipe FILE.sh` writes each host's command whole.
-`sharedMemorySize` and `storage` are of the pods: the size of /dev/shm, and of the volume that they read the model from.
+`sharedMemorySize` (/dev/shm), `cpu`, `memory` and `rdma/ib` (network cards) are of the pods, `storage` and `accessModes` of the volume
+that they read the model from, `numNodes` of the ComputeDomain, and `benchmark` of 001's one call of `perf.sh`, which is of every recipe.
+What a recipe's own file does not have is followed by the place that names it.
 """.replace("{ABSENT}", ABSENT)
 
 

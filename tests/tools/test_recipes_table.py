@@ -87,17 +87,35 @@ def test_a_line_for_a_shell_is_read_as_options_variables_and_a_model():
 
 
 def test_what_a_recipe_gives_its_pods_is_there_and_what_ours_have():
+    asked = ("sharedMemorySize", "storage", "accessModes", "rdma/ib", "cpu", "memory", "numNodes")
     found = {
         (name, row.option): (row.there, row.own)
         for name, recipe in recipes().items()
         for row in rows(recipe)
-        if row.option in ("sharedMemorySize", "storage")
+        if row.option in asked
     }
     published = ["sglang-tep16-dep16", "sglang-tep8-dep8", "tensorrt-llm-gb200-36", "vllm-dep16"]
-    assert found == {
-        **{(name, "sharedMemorySize"): ("80Gi", "16Gi") for name in published[:2]},
-        **{(name, "storage"): ("1500Gi", "810Gi") for name in published},
+    gb200 = {
+        "sharedMemorySize": ("800Gi", "16Gi"),
+        "cpu": ("130", "12"),
+        "memory": ("850Gi", "32Gi"),
+        "numNodes": ("9", "8"),
     }
+    assert found == {
+        **{(name, "sharedMemorySize"): ("80Gi", "16Gi") for name in published},
+        **{(name, "storage"): ("1500Gi", "810Gi") for name in published},
+        **{(name, "accessModes"): ("ReadWriteMany", "ReadWriteMany") for name in published},
+        **{("tensorrt-llm-gb200-36", option): values for option, values in gb200.items()},
+        ("vllm-dep16", "rdma/ib"): ("8", "1"),
+    }
+
+
+def test_options_that_another_section_names_are_there_with_the_place():
+    found = {(name, row.option): row.where for name, recipe in recipes().items() for row in rows(recipe) if row.where}
+    assert found["vllm-h20-32", "NCCL_NET_GDR_LEVEL"] == "5.2"
+    assert found["vllm-h20-32", "--eplb-rebalance-freq"] == "5.2"
+    assert "perf.sh" in found["vllm-dep16", "benchmark.concurrency"]
+    assert ("vllm-h20-32", "--num-redundant-experts") not in found
 
 
 def test_no_reason_denies_an_option_that_the_engine_has():
