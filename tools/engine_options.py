@@ -5,7 +5,8 @@
 
 Nothing of the engine is imported or run: its argument parser is read as syntax. `tests/dsjax/plan/test_engine_options.py` holds every
 option that `dsjax plan` writes for an engine against these files. TensorRT-LLM's wheel is not on PyPI; its file was written from
-the two files of its repository that it names, and this tool writes it again from a checkout.
+the files of its repository that are named here, and this tool writes it again from a checkout. Variables of NCCL, which TensorRT-LLM's
+processes read too, are from a checkout of NCCL in its folder `nccl`; `environment_from` says which commits were read.
 """
 
 import argparse
@@ -27,6 +28,14 @@ _TENSORRT_OBJECTS = {
     "attention_dp_config": ("AttentionDpConfig",),
 }
 """Part of the configuration file to the classes whose fields it may have."""
+
+
+_TENSORRT_READS = (
+    "cpp/tensorrt_llm/common/envUtils.cpp",
+    "tensorrt_llm/logger.py",
+    "tensorrt_llm/_torch/modules/fused_moe/communication/communication_factory.py",
+)
+"""Where TensorRT-LLM reads its environment: its C++ runtime, the level of its log, and the choice of an exchange for experts."""
 
 
 def read(path: Path) -> ast.Module:
@@ -160,7 +169,19 @@ def tensorrt_llm(source: Path) -> dict:
         key: [name for kind in kinds for name, _ in fields(arguments, kind)] for key, kinds in _TENSORRT_OBJECTS.items()
     }
     objects[""] = sorted({name for kind in ("BaseLlmArgs", "TorchLlmArgs") for name, _ in fields(arguments, kind)})
-    return {"options": options, "objects": objects, "environment": []}
+    texts = [(source / path).read_text(encoding="utf-8") for path in _TENSORRT_READS]
+    names = {name for one in texts for name in re.findall(r"(?:[eE]nv\w*|environ\.get)\(\"([A-Z0-9_]+)\"", one)}
+    return {"options": options, "objects": objects, "environment": sorted(names | nccl(source / "nccl"))}
+
+
+def nccl(source: Path) -> set[str]:
+    """The variables that NCCL reads."""
+    found = set()
+    for path in sorted((source / "src").rglob("*.cc")) + sorted((source / "src").rglob("*.h")):
+        one = path.read_text(encoding="utf-8")
+        found |= {f"NCCL_{name}" for name in re.findall(r'NCCL_PARAM\(\w+,\s*"([A-Z0-9_]+)"', one)}
+        found |= set(re.findall(r'(?:[eE]nv\w*|Level)\([^"();]*"(NCCL_[A-Z0-9_]+)"', one))
+    return found
 
 
 READERS = {"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm}
@@ -178,6 +199,8 @@ def text(engine: str, version: str, found: dict) -> str:
         rows = ",\n".join(f"    {json.dumps(key)}: {json.dumps(found[name][key])}" for key in sorted(found[name]))
         blocks.append(f'"{name}": {{\n{rows}\n  }}')
     blocks.append(f'"deprecated": {json.dumps(found.get("deprecated", {}))}')
+    if found.get("environment_from"):
+        blocks.append(f'"environment_from": {json.dumps(found["environment_from"])}')
     blocks.append(f'"environment": {json.dumps(found["environment"])}')
     return "{\n  " + ",\n  ".join(blocks) + "\n}\n"
 
@@ -187,7 +210,11 @@ if __name__ == "__main__":
     parser.add_argument("engine", choices=READERS)
     parser.add_argument("folder", type=Path, help="what holds the engine's package")
     parser.add_argument("version", help="of the engine, to be written beside its options")
+    parser.add_argument(
+        "--environment-from", nargs="*", help="commits of files with variables, to be written beside them"
+    )
     given = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
-    made = text(given.engine, given.version, READERS[given.engine](given.folder))
+    found = READERS[given.engine](given.folder) | {"environment_from": given.environment_from}
+    made = text(given.engine, given.version, found)
     (FOLDER / f"{given.engine}.json").write_text(made, encoding="utf-8")

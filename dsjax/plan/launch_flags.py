@@ -270,7 +270,5 @@ def _tensorrt(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
     if hardware.links_hosts and mesh.ep_size > 1:
         for name in ("NCCL_MNNVL_ENABLE", "NCCL_CUMEM_ENABLE", "TRTLLM_ENABLE_PDL"):
             made.put_variable(name, 1)
-        if wide:
-            made.put_variable("TRTLLM_MOE_ENABLE_ALLTOALL_WITHOUT_ALLGATHER", 1)
     if made.role == "prefill":
         made.key("disable_overlap_scheduler", True)

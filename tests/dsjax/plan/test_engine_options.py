@@ -72,8 +72,7 @@ def test_today_s_engine_accepts_every_option_and_value_that_is_written(ask, engi
                 assert not choices or not value or value in choices, f"{flag} {value}: not among {choices}"
                 if value.startswith("{") and flag in known["objects"]:
                     assert set(json.loads(value)) <= set(known["objects"][flag])
-        if known["environment"]:
-            assert set(one.environment) <= set(known["environment"])
+        assert set(one.environment) <= set(known["environment"])
         for path in leaves(one.config):
             above, _, name = path.rpartition(".")
             assert name in known["objects"][above], f"{engine} {known['version']} has no {path}"
@@ -87,11 +86,28 @@ def test_today_s_engine_accepts_every_option_and_value_that_is_written(ask, engi
     [
         ("vllm", ("--eplb-window-size", "--num-redundant-experts", "--eplb-log-balancedness")),
         ("sglang", ("--cuda-graph-max-bs", "--prefill-round-robin-balance", "--enable-speed")),
-        ("tensorrt-llm", ("--enable_attention_dp",)),
+        ("tensorrt-llm", ("--enable_attention_dp", "TRTLLM_MOE_ENABLE_ALLTOALL_WITHOUT_ALLGATHER")),
     ],
 )
 def test_a_name_that_an_engine_has_dropped_is_not_in_its_list(engine, gone):
-    assert not set(gone) & set(accepted(engine)["options"])
+    assert not set(gone) & {*accepted(engine)["options"], *accepted(engine)["environment"]}
+
+
+@pytest.mark.parametrize("engine", LAUNCHED)
+def test_every_documented_variable_is_one_that_the_engine_reads(engine):
+    assert accepted(engine)["environment"], "a list without names would let every name pass"
+    assert set(documented(engine).get("environment", {})) <= set(accepted(engine)["environment"])
+
+
+def test_variables_of_nccl_are_read_from_its_parameters_and_from_what_asks_the_environment(tmp_path):
+    from tools.engine_options import nccl
+
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.cc").write_text(
+        'NCCL_PARAM(IbDisable, "IB_DISABLE", 0);\nncclTopoGetLevel(&level, NULL, "NCCL_NET_GDR_LEVEL");\n'
+        'char* file = getenv("NCCL_CONF_FILE"); WARN("set NCCL_HINT=1");\n'
+    )
+    assert nccl(tmp_path) == {"NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_CONF_FILE"}
 
 
 @pytest.mark.parametrize("engine", LAUNCHED)
