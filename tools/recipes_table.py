@@ -41,7 +41,8 @@ and values are also held against the argument parsers of the engines' newest rel
 
 {ABSENT} means that the option is not written. **← `--mesh`** names the argument of the command that a value is passed on from: the recipe
 was asked for there, so that the two agree by construction. All other values are the planner's own: which kernels and buffers a layout
-takes, how much of the memory, and, where the command has no `--concurrency`, how many requests.
+takes, how much of the memory, and, where the command has no `--concurrency`, how many requests. A few of its constants were taken from
+these recipes in the first place: SGLang's bootstrap port, TensorRT-LLM's stream interval and variables, the window of vLLM's balancer.
 `--recipe FILE.sh` writes each host's command whole.
 `sharedMemorySize` (/dev/shm), `cpu`, `memory` and `rdma/ib` (network cards) are of the pods, `storage` and `accessModes` of the volume
 that they read the model from, `numNodes` of the ComputeDomain, and `benchmark` of 001's one call of `perf.sh`, which is of every recipe.
