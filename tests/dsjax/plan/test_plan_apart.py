@@ -19,6 +19,7 @@ from dsjax.plan.pools import most_instances, pairs
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.search import search
 from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM
+from dsjax.plan.step import StepModel
 from dsjax.plan.turns import Turn, play_turns
 from dsjax.plan.workload import Pins, PlanOptions
 from sharding import MeshSpec
@@ -101,6 +102,15 @@ def test_the_experts_of_a_step_work_for_the_tokens_of_all_attention_devices(ask)
     apart = step.parts(64, 64 * 4096, 4096, True)["experts"]
     alike = dataclasses.replace(step.expert_side).parts(32, 32 * 4096, 4096, True)["experts"]
     assert apart.value == pytest.approx(alike.value)
+
+
+def test_experts_apart_are_placed_on_any_device_and_those_of_a_whole_mesh_by_host(ask):
+    """Rows come from other devices, to which no expert's is nearer; prices of the two kinds of layouts are not mixed up."""
+    side = decoding(ask, "dp=16", 16, redundant=32).step_models()[0].expert_side
+    whole = StepModel(side.config, side.cluster, side.layout, FP8, side.skew, shared=side.shared)
+    assert (side.expert_slots.hosts, whole.expert_slots.hosts) == (1, 2)
+    alone, together = (one.parts(64, 64 * 4096, 4096, True)["experts"].value for one in (side, whole))
+    assert alone < together
 
 
 def test_micro_batches_in_turn_gain_where_the_batch_is_large_and_lose_where_it_is_small(ask):
