@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dsjax.plan.layout import InstanceLayout, apart_layouts, instance_sizes
 
 if TYPE_CHECKING:
+    from dsjax.plan.instance import Instance
     from dsjax.plan.question import Question
 
 WIDEST = 128
@@ -59,6 +60,17 @@ def most_instances(question: Question, layout: InstanceLayout) -> int:
     if layout.devices <= here:
         return _room(question.devices, here, layout.devices)
     return question.devices // (_whole_hosts(attention, here) + _whole_hosts(experts, here))
+
+
+def devices_kept(question: Question, instance: Instance) -> int:
+    """Devices that an instance keeps from all others: an even part of a host, or whole hosts.
+
+    A layout with attention and experts apart that fits into no host has whole hosts for either side.
+    """
+    layout, here = instance.layout, min(instance.cluster.devices_per_host, question.devices)
+    if layout.devices <= here:
+        return here // (here // layout.devices)
+    return _whole_hosts(layout.mesh.num_devices, here) + _whole_hosts(layout.experts, here)
 
 
 def _room(devices: int, per_host: int, size: int) -> int:

@@ -81,7 +81,7 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
         for layout in named_layouts(
             question.config, wanted_meshes(question.options), redundant=question.options.redundant, **blocks
         )
-        if layout.devices <= question.devices
+        if most_instances(question, layout)
     ]
     if question.options.afd == "on":
         runnable = []

@@ -345,6 +345,30 @@ def test_meshes_and_numbers_of_a_separated_service_can_be_given(ask):
         search(ask("h200-16", options=PlanOptions(pins=Pins(decode_mesh=MeshSpec.parse("dp=5")))))
 
 
+OVER_TWO_HOSTS = Pins(prefill_mesh=MeshSpec.parse("dp=8"), decode_mesh=MeshSpec.parse("dp=12,ep=6,etp=2"))
+OVER_THREE_HOSTS = Pins(attention_mesh=MeshSpec.parse("dp=4"), expert_mesh=MeshSpec.parse("dp=12"))
+
+
+@pytest.mark.parametrize(("pins", "afd", "hosts_of_decode"), [(OVER_TWO_HOSTS, "off", 2), (OVER_THREE_HOSTS, "on", 3)])
+def test_decode_instances_that_do_not_divide_a_host_leave_whole_ones_to_prefill(ask, pins, afd, hosts_of_decode):
+    found = search(ask("h200-32", options=PlanOptions(modes=("separated",), pins=pins, afd=afd)))
+    assert found.ranked
+    hosts = [c.prefill_count * c.prefill.layout.devices / 8 + c.count * hosts_of_decode for c in found.ranked]
+    assert max(hosts) <= 4
+
+
+def test_a_mesh_that_needs_more_hosts_than_there_may_be_is_no_layout(ask):
+    wanted = MeshSpec.parse("dp=12,ep=6,etp=2")
+    with pytest.raises(UserError, match="12 devices wanted, 12 at hand in hosts of 8"):
+        search(ask("h200-32", options=PlanOptions(modes=("aggregated",), mesh=wanted, max_devices=12)))
+
+
+def test_instances_that_would_need_more_hosts_are_too_many_devices(ask):
+    found = search(ask("h200-16", options=PlanOptions(modes=("separated",), pins=OVER_TWO_HOSTS)))
+    (reason,) = forbidden(found)
+    assert (reason.bound, reason.wanted, reason.best) == ("devices", 24, 16)
+
+
 @pytest.mark.parametrize(
     ("cluster", "pins", "own", "other", "most"),
     [
