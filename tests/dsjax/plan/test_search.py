@@ -333,6 +333,21 @@ def test_a_side_of_a_separated_service_of_dsjax_may_be_on_several_hosts(ask):
     assert (winner.prefill.layout.devices, winner.decode.layout.devices) == (8, 16)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh": MeshSpec.parse("pp=2,tp=8")},
+        {"afd": "on", "engine": dsjax_engine(), "dispatch": "auto", "redundant": 0},
+    ],
+)
+def test_what_hands_no_pages_over_is_no_separated_service_and_may_be_an_aggregated_one(ask, changes):
+    question = ask("h200-16", options=PlanOptions(modes=("separated",), **changes))
+    with pytest.raises(UserError, match="take no pages of prompts from one another; give --mode aggregated"):
+        search(question)
+    both = dataclasses.replace(question.options, modes=("aggregated", "separated"))
+    assert search(dataclasses.replace(question, options=both)).winner.mode == "aggregated"
+
+
 def test_meshes_and_numbers_of_a_separated_service_can_be_given(ask):
     pins = Pins(MeshSpec.parse("tp=8,ep=1"), MeshSpec.parse("dp=8"), 1, 3)
     plan = search(ask("h200-32", options=PlanOptions(pins=pins)))
