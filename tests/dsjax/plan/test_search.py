@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from dsjax.errors import UserError
+from dsjax.hardware import load_hardware
 from dsjax.plan import relief
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.explain import widening
@@ -248,6 +249,29 @@ def test_losing_hosts_never_gains(ask):
     best = [p.best.throughput.value for p in found.points]
     assert [p.value for p in found.points] == [0, 1]
     assert best[0] >= best[1]
+
+
+@pytest.mark.parametrize("pins", [Pins(), Pins(MeshSpec.parse("dp=8"), MeshSpec.parse("dp=8"))])
+def test_a_mesh_that_was_given_runs_on_no_fewer_hosts_than_it_has(ask, pins):
+    """The points of a sweep say so, where the plan itself was answered."""
+    mesh, modes = (None, ("separated",)) if pins else (MeshSpec.parse("dp=16"), ("aggregated",))
+    question = ask("h200-16", options=dataclasses.replace(FEW, modes=modes, mesh=mesh, pins=pins))
+    whole, lost = sweep(question, search(question).winner, "loss-of-hosts").points
+    assert whole.same.throughput.value == whole.best.throughput.value
+    assert (lost.same, lost.best, lost.met) == (None, None, False)
+
+
+def test_of_attention_and_experts_apart_as_many_remain_as_hosts_have_room_for(ask):
+    pins = Pins(attention_mesh=MeshSpec.parse("dp=4"), expert_mesh=MeshSpec.parse("dp=8"))
+    options = PlanOptions(modes=("aggregated",), redundant=0, pins=pins, afd="on")
+    question = ask("h200-32", options=options)
+    whole, lost = sweep(question, search(question).winner, "loss-of-hosts", (1,)).points
+    assert (whole.same.count, lost.same.count, lost.best.count) == (2, 1, 1)
+    beside = question.cluster.with_experts_on(load_hardware("h20"), 2)
+    pins = Pins(attention_mesh=MeshSpec.parse("dp=32"), expert_mesh=MeshSpec.parse("dp=16"))
+    question = dataclasses.replace(question, cluster=beside, options=dataclasses.replace(options, pins=pins))
+    (here,) = sweep(question, search(question).winner, "latency", (2,)).points
+    assert here.same.throughput.value == here.best.throughput.value
 
 
 def test_a_sweep_over_users_shows_the_winner_as_it_is_where_prefill_leaves_room_in_it(ask):
