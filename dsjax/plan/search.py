@@ -28,6 +28,10 @@ _NO_PAGES = (
     "prefill and decode on instances of their own are asked for, and all layouts of this plan have stages, or attention and experts apart "
     "as dsjax has it or on hosts of two kinds: these take no pages of prompts from one another; give --mode aggregated, or other meshes"
 )
+NO_LAYOUT = (
+    "no layout of the model is left to look at: the devices at hand and their hosts, and the meshes, redundant experts and widest instance "
+    "that were given, allow none"
+)
 _TYPICAL_BATCH = 64
 """At which the size of a step's prompts is chosen on many devices."""
 

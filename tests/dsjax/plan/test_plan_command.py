@@ -349,6 +349,12 @@ def test_static_modes_say_what_is_missing_and_refuse_what_is_of_a_service():
         run("--mode", "static", "--explain", "tpot")
 
 
+def test_where_no_layout_is_left_a_plan_and_a_static_mode_say_so():
+    too_wide = ("--attention-mesh", "dp=8", "--expert-mesh", "ep=8")
+    assert "No layout of the model is left to look at: the devices at hand" in run(*too_wide)
+    assert "no layout of the model is left to look at: the devices at hand" in run(*too_wide, "--mode", "static_gen")
+
+
 def test_the_header_repeats_the_question_and_a_narrow_terminal_keeps_the_deployment(monkeypatch):
     assert "1000 tokens in, 200 out; no objectives" in " ".join(run().split())
     assert "meet the objectives" not in run()
