@@ -118,6 +118,10 @@ def given_by(command):
         (["--json", "-", "--explain", "tpot"], "give one of them"),
         (["--class", "a=1,100,100"], "--class has lengths of its own"),
         (["--cluster", "h800-16-h20-16", "--price-per-hour", "2"], "h800-16-h20-16 has two"),
+        (
+            ["--price-per-hour", "2", "--afd", "on", "--expert-device", "h20"],
+            "of one kind of device, and --expert-device is another",
+        ),
         (["--price-per-hour", "inf"], "--price-per-hour is inf, expected a number above 0"),
         (["--concurrency", "inf"], "--concurrency is inf, expected a number above 0"),
         (["--concurrency", "4", "--burstiness", "0.5"], "--burstiness is of arrivals at a rate"),
