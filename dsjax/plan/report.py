@@ -155,9 +155,12 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
     )
 
 
+_WORDS = {2: "two", 3: "three"}
+
+
 def _in_batches(candidate: Candidate) -> str:
     batches = candidate.decode.batches_in_turn(candidate.batch)
-    return "" if batches == 1 else f", {'two' if batches == 2 else 'three'} batches"
+    return "" if batches == 1 else f", {_WORDS.get(batches, batches)} batches"
 
 
 def _bounded(plan: Plan) -> bool:

@@ -183,6 +183,12 @@ def test_the_published_gain_is_met_between_its_bounds_and_not_below_them(ask):
     assert best("on", 0.03) < best("off", 0.03)
 
 
+def test_the_table_says_how_many_micro_batches_take_turns():
+    meshes = ["--attention-mesh", "dp=2", "--expert-mesh", "ep=6", "--num-afd-stages", "4"]
+    shown = CliRunner().invoke(app, ["plan", "--cluster", "h200-8", "--mode", "aggregated", "--rows", "1", *meshes])
+    assert "attention on 2, experts on 6, 4 batches" in shown.output
+
+
 def test_commands_of_all_processes_are_options_that_the_engine_takes():
     meshes = ["--attention-mesh", "dp=8", "--expert-mesh", "ep=16"]
     arguments = ["plan", "--cluster", "h200-32", *meshes, "--mode", "aggregated", "--json", "-"]
