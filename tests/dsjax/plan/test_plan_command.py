@@ -278,6 +278,14 @@ def test_what_a_host_has_no_room_for_is_no_process(ask):
         overlay("deepseek-v3", question, winner, "base", "dsjax plan")
 
 
+def test_an_engine_that_was_priced_for_one_of_two_kinds_of_hosts_is_placed_there(ask):
+    options = PlanOptions(modes=("aggregated",), engine=dsjax_engine(), dispatch="auto", redundant=0)
+    question = ask("h800-16-h20-16", options=options)
+    text = overlay("deepseek-v3", question, search(question).winner, "base", "a plan")
+    assert '"value": {"dsjax-device": "h20"}' in text
+    assert "Nodes with H20 SXM must say so: kubectl label node NAME dsjax-device=h20" in text
+
+
 def test_several_engines_of_a_kind_are_processes_of_their_own_behind_dynamo(ask):
     question, winner = separated(ask, "deepseek-v2-lite", "dp=1", "dp=2", 0, counts=(2, 3))
     made = recipe("deepseek-v2-lite", question, winner)
