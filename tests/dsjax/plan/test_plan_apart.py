@@ -11,12 +11,14 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.apart import IN_TURN, ApartStep, _seconds
+from dsjax.plan.candidate import aggregated
 from dsjax.plan.engine import PUBLISHED, dsjax_engine
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
 from dsjax.plan.moves import moves
 from dsjax.plan.pools import most_instances, pairs
 from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.recipe import published_beside
 from dsjax.plan.search import search
 from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM
 from dsjax.plan.step import StepModel
@@ -161,6 +163,13 @@ def test_a_plan_says_what_ours_would_gain_and_lose_and_how_it_is_started(ask):
     both = search(ask("h200-8", options=options(dsjax_engine(), afd="auto")))
     assert both.winner.decode.layout == whole.decode.layout
     assert any(c.decode.layout.experts for c in search(ask("h200-8", options=options())).ranked)
+
+
+def test_what_engines_would_gain_by_names_the_micro_batches_that_take_turns(ask):
+    decode = decoding(ask, "dp=16", 16)
+    other = aggregated(decode, 1, 160.0, 4096.0)
+    assert decode.batches_in_turn(160.0) == 2
+    assert "rows that go from device to device, 2 micro-batches in turn" in published_beside(None, other)
 
 
 def test_the_published_gain_is_met_between_its_bounds_and_not_below_them(ask):
