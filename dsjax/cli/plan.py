@@ -58,7 +58,7 @@ def plan(args: PlanArgs) -> None:
         write_json(args.json_file, {**body, "published": beside, "percentiles": [one.to_json(slos) for one in kept]})
         return
     console = report_console()
-    if slos:
+    if kept:
         show_within(console, kept, slos)
     show(console, answer, args.model, args.rows)
     if found:

@@ -95,7 +95,7 @@ class ApartTimeline:
         for thread, name, layer, half, begin, end in self.played[0].spans:
             events.append(
                 {
-                    "ph": "X", "pid": 1, "tid": THREADS.index(thread), "name": f"{name}, half {'ab'[half]}" if half else name,
+                    "ph": "X", "pid": 1, "tid": THREADS.index(thread), "name": f"{name}, micro-batch {half}" if half else name,
                     "ts": round(begin * 1e6, 3), "dur": round((end - begin) * 1e6, 3), "args": {"layer": layer, "micro-batch": half},
                 }
             )  # fmt: skip

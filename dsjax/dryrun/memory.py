@@ -12,10 +12,14 @@ import jax
 from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs, TooLarge
 from dsjax.dryrun.compilation import CompiledExchange, CompiledStep, compile_step
+from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.device.expert_programs import staging_bytes
 from dsjax.model.parameters import component, device_bytes
 from dsjax.model.step import ModelStep
 from sharding.host_memory import on_device
+
+_MOST_ROWS = 1 << 16
+"""Rows of a DP rank that a search for the largest batch goes up to."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +152,22 @@ def fit(
     pages, positions = -(-args.row_tokens // page), config.max_position_embeddings
     needed = args.rows * pages
     shortest = -(-max(rectangle.chunk for rectangle in (args.decode, args.prefill) if rectangle) // page)
-    batch = largest(lambda rows: total(dataclasses.replace(args, batch=rows)), room, args.rows, most=1 << 16)
+    fitting = (
+        largest(lambda rows: total(dataclasses.replace(args, batch=rows)), room, args.rows, most=most, least=least)
+        for least, most in reversed(_alike(args.engine.speculation))
+    )
+    batch = next(filter(None, fitting), 0)
     context = largest(with_context, room, max(pages, shortest), least=shortest, most=positions // page)
     cache = largest(with_cache, room, needed, most=1 << 28)
     return Fit(room, batch, context * page, cache * page, compilations)
+
+
+def _alike(speculation: SpeculativeConfig | None) -> list[tuple[int, int]]:
+    """Ranges of batches whose rows draft as many tokens, ascending. A step can be smaller than one of fewer rows that draft more."""
+    ranges = speculation.num_speculative_tokens_per_batch_size if speculation else None
+    if ranges is None:
+        return [(1, _MOST_ROWS)]
+    return [(low, high) for low, high, _ in ranges[:-1]] + [(ranges[-1][0], _MOST_ROWS)]
 
 
 def largest(size: Callable[[int], float], room: float, start: int, *, most: int, least: int = 1) -> int:

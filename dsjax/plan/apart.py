@@ -11,9 +11,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from dsjax.config import ModelConfig
+from dsjax.plan.balancing import Slots
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind, Middle, exact, total
 from dsjax.plan.layout import InstanceLayout
@@ -28,6 +30,15 @@ IN_TURN = "layers, attention and experts in turn"
 """The part of a step that says that it was priced so."""
 _AHEAD = 3, 6
 """Layers after which turns repeat, and so many are played: the rest is as long as between the two."""
+
+
+class ExpertStep(StepModel):
+    """What a step of the devices with experts costs."""
+
+    @cached_property
+    def expert_slots(self) -> Slots:
+        """Where the experts may lie: on any of the devices, as in the engine. Rows come from others, to which none is nearer."""
+        return super().expert_slots._replace(hosts=1)
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class ApartStep(StepModel):
             if one.init and one.name not in ("config", "cluster", "layout", "shared", "overlap", "dry_runs")
         }
         layout = InstanceLayout(self.layout.expert_mesh, self.layout.redundant)
-        object.__setattr__(self, "expert_side", StepModel(self.config, there, layout, shared=known, **others))
+        object.__setattr__(self, "expert_side", ExpertStep(self.config, there, layout, shared=known, **others))
 
     @property
     def expert_cluster(self) -> Cluster:

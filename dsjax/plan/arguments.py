@@ -388,9 +388,10 @@ class PlanArgs:
             return cluster
         if not 0 < price < math.inf:
             raise UserError(f"--price-per-hour is {price:g}, expected a number above 0")
-        if cluster.prefill is not None:
+        if cluster.prefill is not None or self.expert_device is not None:
+            two = f"{cluster.name} has two" if self.expert_device is None else "--expert-device is another"
             raise UserError(
-                f"--price-per-hour is of one kind of device, and {cluster.name} has two; give price_per_hour in the file of each of them"
+                f"--price-per-hour is of one kind of device, and {two}; give price_per_hour in the file of each of them"
             )
         return dataclasses.replace(cluster, hardware=dataclasses.replace(cluster.hardware, price_per_hour=price))
 

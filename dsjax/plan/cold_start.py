@@ -32,6 +32,8 @@ def host_bytes(instance: Instance) -> int:
     devices = min(mesh.stage_devices, per_host)
     parts = {"experts": min(devices, mesh.stage_devices // mesh.expert_copies)}
     parts |= dict.fromkeys(_DIVIDED_BY_TP, min(mesh.tp_size, devices))
+    if layout.fused:  # each device has it whole, or as many parts of it as an expert has
+        parts["shared experts"] = min(mesh.expert_width_shards, devices)
     weights = weight_bytes(instance.config, layout, precision, drafts)
     beside = 0
     if layout.experts and in_one_process(

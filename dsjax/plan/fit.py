@@ -165,10 +165,11 @@ def asked(question: Question, mesh: str, fraction: float | None, longest: int | 
     """Judge the layout that `dsjax plan --fit` is asked about.
 
     Raises:
-        UserError: more devices than the cluster has, or a fraction out of range.
+        UserError: more devices than the cluster has, a fraction out of range, or what the engine or the model lacks.
         MeshError: a mesh that does not parse, or does not fit the model.
     """
     options, cluster = question.options, question.cluster
+    options.check_launch(question.config, question.workload)
     layout = parse_layout(mesh, options.redundant, question.config)
     layout = dataclasses.replace(layout, fused=options.fused)
     if layout.devices > cluster.num_devices:

@@ -188,8 +188,8 @@ def expert_pods(question: Question, made: Mapping[str, Any]) -> ExpertPods:
 
 
 def _own_hosts(side: Cluster, cluster: Cluster) -> dict[str, str]:
-    """The label that tells nodes of one kind from those of the other, where attention and experts are on two kinds of GPUs."""
-    both = {one.hardware.key for one in (cluster, cluster.experts) if one is not None}
+    """The label that tells nodes of one kind from those of the other, where a cluster has two kinds of GPUs."""
+    both = {one.hardware.key for one in (cluster, cluster.experts, cluster.prefill) if one is not None}
     return {"dsjax-device": side.hardware.key} if len(both) > 1 else {}
 
 

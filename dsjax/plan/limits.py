@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dsjax.plan.candidate import Candidate, in_full
 from dsjax.plan.cluster import RESOURCES, Cluster
 from dsjax.plan.instance import Instance
-from dsjax.plan.pools import most_instances
+from dsjax.plan.pools import devices_kept, most_instances
 from dsjax.plan.question import Question
 from dsjax.plan.search import Plan, of_prefill, search
 from dsjax.plan.separated import most_decode_instances
@@ -221,10 +221,10 @@ def _prefilling(question: Question, fitting: list[Instance]) -> list[Instance]:
 
 
 def _least_prefill(question: Question, fitting: list[Instance]) -> tuple[Instance | None, int]:
-    """(the smallest instance that may compute prompts, devices of so many as there must be)."""
+    """(the smallest instance that may compute prompts, devices that so many as there must be keep)."""
     pins = question.options.pins
-    least = min(_prefilling(question, fitting), key=lambda i: i.layout.devices, default=None)
-    return least, (pins.prefill_count or 1) * least.layout.devices if least else 0
+    least = min(_prefilling(question, fitting), key=lambda i: devices_kept(question, i), default=None)
+    return least, (pins.prefill_count or 1) * devices_kept(question, least) if least else 0
 
 
 def _too_few_devices(question: Question, fitting: list[Instance]) -> Forbidden | None:
@@ -233,8 +233,8 @@ def _too_few_devices(question: Question, fitting: list[Instance]) -> Forbidden |
     first, needed = _least_prefill(question, fitting)
     if first is None:
         return Forbidden("devices", 0, cluster.prefill.num_devices, "", [])
-    smallest = min(_decoding(question, fitting), key=lambda i: i.layout.devices)
-    decode = (pins.decode_count or 1) * smallest.layout.devices
+    smallest = min(_decoding(question, fitting), key=lambda i: devices_kept(question, i))
+    decode = (pins.decode_count or 1) * devices_kept(question, smallest)
     pairs = [(needed + decode, question.devices)]
     if cluster.prefill is not None:
         pairs = [(needed, cluster.prefill.num_devices), (decode, question.devices)]

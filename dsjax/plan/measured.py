@@ -234,8 +234,33 @@ def read_measured(path: str | Path, config: ModelConfig) -> Measured:
 def _check_rows(path: str | Path, body: Mapping[str, Any]) -> None:
     needed = {"date", "device", "model", "widths", "weights", "dtype", "kv_cache_dtype", "rows", "ceilings"}
     missing = sorted(needed - body.keys())
-    fields = {"module", "variant", "sizes", "median_s", "low_s", "high_s", "once_s"}
-    bad = [number for number, row in enumerate(body.get("rows", ())) if fields - row.keys() or not row["median_s"] > 0]
-    if missing or bad:
-        what = f"no {', '.join(missing)}" if missing else f"row {bad[0]} has not all of {', '.join(sorted(fields))}"
+    kinds = {"device": dict, "widths": dict, "ceilings": dict, "rows": list}
+    wrong = [name for name, kind in kinds.items() if not isinstance(body.get(name, kind()), kind)]
+    rows = [] if "rows" in wrong else body.get("rows", [])
+    bad = [number for number, row in enumerate(rows) if not _is_row(row)]
+    if missing or wrong or bad:
+        fields = ", ".join(sorted({*_ROW, "sizes"}))
+        what = (
+            f"no {', '.join(missing)}"
+            if missing
+            else f"{wrong[0]} is {body[wrong[0]]!r}"
+            if wrong
+            else f"row {bad[0]} has not all of {fields}"
+        )
         raise UserError(f"--measured {path}: {what}; write it anew with dsjax bench modules --json")
+
+
+_ROW = {
+    "module": str,
+    "variant": str,
+    "median_s": int | float,
+    "low_s": int | float,
+    "high_s": int | float,
+    "once_s": int | float,
+}
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("sizes"), dict):
+        return False
+    return all(isinstance(row.get(name), kind) for name, kind in _ROW.items()) and row["median_s"] > 0

@@ -20,6 +20,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ragged_all_to_all"
 SEND_RECEIVE = "send_receive"
 """A message from one device to another, which no step sends; `dsjax bench network` times it beside the collectives."""
 _FIELDS = {"collective", "between_hosts", "ranks", "sent_bytes", "median_s", "low_s", "high_s"}
+_NUMBERS = ("ranks", "sent_bytes", "median_s", "low_s", "high_s")
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,15 @@ class MeasuredNetwork:
         )
 
 
+def _is_row(row: Any) -> bool:
+    """Whether it has all that a curve is made of."""
+    if not isinstance(row, dict) or _FIELDS - row.keys():
+        return False
+    if not all(isinstance(row[name], int | float) for name in _NUMBERS) or row["ranks"] < 1:
+        return False
+    return 0 < row["low_s"] <= row["median_s"] <= row["high_s"]
+
+
 def read_network(path: str | Path, option: str = "--network") -> MeasuredNetwork:
     """A file of `dsjax bench network --json`, which was given with `option`.
 
@@ -134,13 +144,18 @@ def read_network(path: str | Path, option: str = "--network") -> MeasuredNetwork
     body = opened(path, option, "dsjax bench network", FORMAT)
     rows = body.get("rows")
     missing = sorted({"date", "device", "rows"} - body.keys())
-    bad = [
-        k
-        for k, row in enumerate(rows if isinstance(rows, list) else ())
-        if not isinstance(row, dict) or _FIELDS - row.keys() or not 0 < row["low_s"] <= row["median_s"] <= row["high_s"]
-    ]
-    if missing or bad or not rows:
-        what = f"no {', '.join(missing)}" if missing else f"row {bad[0]} is incomplete" if bad else "it has no rows"
+    bad = [k for k, row in enumerate(rows if isinstance(rows, list) else ()) if not _is_row(row)]
+    wrong = [name for name, kind in (("device", dict), ("rows", list)) if not isinstance(body.get(name), kind)]
+    if missing or wrong or bad or not rows:
+        what = (
+            f"no {', '.join(missing)}"
+            if missing
+            else f"{wrong[0]} is {body[wrong[0]]!r}"
+            if wrong
+            else f"row {bad[0]} is incomplete"
+            if bad
+            else "it has no rows"
+        )
         raise UserError(f"{option} {path}: {what}; write it anew with dsjax bench network --json")
     if any(row.get("correct") is False for row in rows):
         raise UserError(f"{option} {path}: data arrived wrong in that run (correct: false); repair the network first")

@@ -60,6 +60,10 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
     if cluster.prefill is not None:
         first, tables = with_tables(cluster.prefill, tables)
         cluster = dataclasses.replace(cluster, prefill=first)
+    if cluster.experts is not None:
+        beside, tables = with_tables(cluster.experts, tables)
+        if beside is not cluster.experts:
+            cluster = dataclasses.replace(cluster, experts=beside)
     chip = cluster.hardware
     if chip.operators and chip.operators not in tables.devices:
         raise UserError(

@@ -120,8 +120,10 @@ def within(
     """The plan with deployments that keep every bound before the others, and what was played, most tokens a second first.
 
     The first `played` of the plan are played: at the question's own rate or concurrency, or else at the largest share of the rate that
-    they promise with which the bounds hold, found by bisection.
+    they promise with which the bounds hold, found by bisection. Where none meets the bounds on means, nothing is played.
     """
+    if not plan.ranked:
+        return plan, []
     kept = [_kept(candidate, slos, num_requests, seed, burstiness) for candidate in plan.ranked[:played]]
     kept.sort(key=lambda one: (bool(one.broken), -one.outcome.tokens_per_s))
     good = [one.candidate for one in kept if not one.broken]

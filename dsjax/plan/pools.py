@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dsjax.errors import UserError
 from dsjax.plan.layout import InstanceLayout, apart_layouts, instance_sizes
 
 if TYPE_CHECKING:
+    from dsjax.plan.instance import Instance
     from dsjax.plan.question import Question
 
 WIDEST = 128
@@ -29,12 +31,21 @@ def pairs(question: Question) -> list[tuple[int, int]]:
 
     Attention is one process of dsjax, of one host, and experts are a process for each host: or both are one process of one host. Others
     have whole hosts on either side, or one host.
+
+    Raises:
+        UserError: dsjax cannot have the attention that was given in one process.
     """
     cluster, beside, pins = question.cluster, question.cluster.experts, question.options.pins
-    if pins.attention_mesh is not None:
-        return [(pins.attention_mesh.num_devices, pins.expert_mesh.ep_size)]
     most, own = min(question.devices, WIDEST), question.options.engine.name == "dsjax"
     here, there = cluster.devices_per_host, (beside or cluster).devices_per_host
+    if pins.attention_mesh is not None:
+        attention = pins.attention_mesh.num_devices
+        if own and attention > here:
+            raise UserError(
+                f"--attention-mesh {pins.attention_mesh} has {attention} devices, on hosts of {here}, and dsjax has attention apart from "
+                "experts in one process of one host; give a smaller one, or --engine published"
+            )
+        return [(attention, pins.expert_mesh.ep_size)]
     if beside is not None:
         hosts = range(1, 2 if own else most // here + 1), range(1, min(beside.num_devices, WIDEST) // there + 1)
         return [(a * here, e * there) for a in hosts[0] for e in hosts[1]]
@@ -59,6 +70,17 @@ def most_instances(question: Question, layout: InstanceLayout) -> int:
     if layout.devices <= here:
         return _room(question.devices, here, layout.devices)
     return question.devices // (_whole_hosts(attention, here) + _whole_hosts(experts, here))
+
+
+def devices_kept(question: Question, instance: Instance) -> int:
+    """Devices that an instance keeps from all others: an even part of a host, or whole hosts.
+
+    A layout with attention and experts apart that fits into no host has whole hosts for either side.
+    """
+    layout, here = instance.layout, min(instance.cluster.devices_per_host, question.devices)
+    if layout.devices <= here:
+        return here // (here // layout.devices)
+    return _whole_hosts(layout.mesh.num_devices, here) + _whole_hosts(layout.experts, here)
 
 
 def _room(devices: int, per_host: int, size: int) -> int:

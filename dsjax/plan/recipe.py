@@ -193,8 +193,9 @@ def published_beside(candidate: Candidate | None, other: Candidate | None) -> st
         reasons = ["rows that go from device to device"]
     if other.mode == "separated":
         reasons.append("prefill and decode on instances of their own")
-    if other.decode.overlapped(other.batch):
-        reasons.append("two half batches that overlap")
+    if (batches := other.decode.batches_in_turn(other.batch)) > 1:
+        apart = other.decode.layout.experts > 0
+        reasons.append(f"{batches} micro-batches in turn" if apart else "two half batches that overlap")
     if other.decode.layout.redundant:
         reasons.append("experts placed by their load")
     rate = other.throughput

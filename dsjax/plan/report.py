@@ -17,7 +17,7 @@ from dsjax.plan.dry_runs import DryRunUsage
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
 from dsjax.plan.recipe import recipe
-from dsjax.plan.search import Plan
+from dsjax.plan.search import NO_LAYOUT, Plan
 from dsjax.plan.sweep import Sweep
 
 if TYPE_CHECKING:  # brings the engine's scheduler in, which a plan that plays nothing does without
@@ -155,9 +155,12 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
     )
 
 
+_WORDS = {2: "two", 3: "three"}
+
+
 def _in_batches(candidate: Candidate) -> str:
     batches = candidate.decode.batches_in_turn(candidate.batch)
-    return "" if batches == 1 else f", {'two' if batches == 2 else 'three'} batches"
+    return "" if batches == 1 else f", {_WORDS.get(batches, batches)} batches"
 
 
 def _bounded(plan: Plan) -> bool:
@@ -265,6 +268,8 @@ def sentence(reason: Forbidden) -> str:
     if not remedies and reason.floor is not None:
         left = f"{reason.floor:,.0f} tokens/s" if reason.bound == "throughput" else f"{reason.floor * 1e3:,.1f} ms"
         would += f" With 64 × everything it is {left}: launches, host and other fixed costs remain."
+    if reason.bound == "memory" and not reason.wanted:
+        return NO_LAYOUT[0].upper() + NO_LAYOUT[1:] + "."
     if reason.bound == "memory":
         return (
             f"memory forbids it: the smallest layout ({reason.by}) needs {reason.wanted / 1e9:.1f} GB a device for weights, one "

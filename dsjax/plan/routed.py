@@ -38,13 +38,13 @@ def routed_experts(
     split = mesh.expert_width_shards
     balanced = step.places_by_load
     fused = step.layout.fused
+    places = step.expert_slots
     key = (
         "experts",
         rank_tokens,
         devices,
-        mesh.ep_size,
+        places,
         split,
-        step.layout.redundant,
         balanced,
         decode,
         layers,
@@ -57,7 +57,6 @@ def routed_experts(
     )
     if key in step.shared and not step.dry_runs:
         return step.shared[key]
-    places = step.expert_slots
     slots = places.physical // mesh.ep_size
     rows = rank_tokens * busy * top_k * mesh.expert_width_shards
     slowest = step.skew.slowest(places, config.n_routed_experts, rows, balanced, step.middle)

@@ -24,6 +24,14 @@ from dsjax.plan.stages import cut_stage
 from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
 
+_NO_PAGES = (
+    "prefill and decode on instances of their own are asked for, and all layouts of this plan have stages, or attention and experts apart "
+    "as dsjax has it or on hosts of two kinds: these take no pages of prompts from one another; give --mode aggregated, or other meshes"
+)
+NO_LAYOUT = (
+    "no layout of the model is left to look at: the devices at hand and their hosts, and the meshes, redundant experts and widest instance "
+    "that were given, allow none"
+)
 _TYPICAL_BATCH = 64
 """At which the size of a step's prompts is chosen on many devices."""
 
@@ -81,7 +89,7 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
         for layout in named_layouts(
             question.config, wanted_meshes(question.options), redundant=question.options.redundant, **blocks
         )
-        if layout.devices <= question.devices
+        if most_instances(question, layout)
     ]
     if question.options.afd == "on":
         runnable = []
@@ -183,10 +191,9 @@ def _search(question: Question) -> Plan:
     if "aggregated" in question.options.possible_modes:
         candidates += _aggregated(question, fitting)
     if "separated" in question.options.possible_modes:
-        # Pages are not handed over between engines with stages. Where a cluster has hosts for experts, how many of them are left beside
-        # prefill is not reckoned, and dsjax refuses prefill apart from decode with experts apart.
-        both = question.options.engine.name != "dsjax" and question.cluster.experts is None
-        decoding = [one for one in fitting if one.stage is None and (both or not one.layout.experts)]
+        decoding = _taking_pages(question, fitting)
+        if fitting and not decoding and "aggregated" not in question.options.possible_modes:
+            raise UserError(_NO_PAGES)
         first = [one for one in of_prefill(question, fitting) if one.stage is None] if decoding else []
         candidates += separated_candidates(question, decoding, first, candidates) if decoding else []
     objective = question.bounds
@@ -203,6 +210,16 @@ def _search(question: Question) -> Plan:
     late = [] if bound is None else [c for c in frontier(candidates) if c.ttft.value > bound]
     full = ([in_full(c) for c in some] for some in (front, late))
     return Plan(question, ranked, missed, *full, layouts, fitting, too_large, every)
+
+
+def _taking_pages(question: Question, fitting: list[Instance]) -> list[Instance]:
+    """Instances that may decode what others have computed the prompts of.
+
+    Pages are not handed over between engines with stages. Where a cluster has hosts for experts, how many of them are left beside prefill
+    is not reckoned, and dsjax refuses prefill apart from decode with experts apart.
+    """
+    both = question.options.engine.name != "dsjax" and question.cluster.experts is None
+    return [one for one in fitting if one.stage is None and (both or not one.layout.experts)]
 
 
 def of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate, PrefillPool, quick_pool, quick_separated
 from dsjax.plan.instance import Instance
+from dsjax.plan.pools import devices_kept
 from dsjax.plan.question import FEW_DEVICES, Question, users_told_apart
 from dsjax.plan.relief import Busy, relieved
 from sharding.mesh import MeshSpec
@@ -162,7 +163,7 @@ def _best(items: list, rate, group, most: int) -> list:
 
 def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: float) -> list[tuple[int, int]]:
     """(prefill instances, decode instances) that balance both sides, rounded both ways, on the devices at hand."""
-    prefill_devices, other = pool.instance.layout.devices, instance.layout.devices
+    prefill_devices, other = (devices_kept(question, one) for one in (pool.instance, instance))
     devices, work = question.devices, question.workload
     if question.cluster.prefill is not None:
         return _both_kinds(question, pool, instance, batch)
@@ -185,7 +186,7 @@ def _shares(devices: int, first_devices: int) -> set[int]:
 def _beside_each_other(question: Question, first_devices: int, other: int, lefts: set[int]) -> list[tuple[int, int]]:
     """(prefill instances, decode instances) for these numbers of prefill instances and a few more, as far as they fit and are not pinned.
 
-    first_devices, other: devices of a prefill instance, and of a decode instance.
+    first_devices, other: devices that a prefill instance keeps, and a decode instance.
     """
     devices, pins = question.devices, question.options.pins
     # Where the TTFT forbids prefill to be as busy, one or two more instances of it relieve the rest.
@@ -208,15 +209,15 @@ def most_decode_instances(question: Question, prefilling: Sequence[Instance], in
 
     0 where none may: they do not fit, or not in the numbers that are pinned.
     """
-    other, pins, first = instance.layout.devices, question.options.pins, question.cluster.prefill
+    other, pins, first = devices_kept(question, instance), question.options.pins, question.cluster.prefill
     if first is not None:
-        room = max((first.num_devices // i.layout.devices for i in prefilling), default=0)
+        room = max((first.num_devices // devices_kept(question, i) for i in prefilling), default=0)
         most = question.devices // other if room >= (pins.prefill_count or 1) else 0
         return most if pins.decode_count is None else pins.decode_count * (pins.decode_count <= most)
     return max(
         (
             right
-            for prefill_devices in {i.layout.devices for i in prefilling}
+            for prefill_devices in {devices_kept(question, i) for i in prefilling}
             for _, right in _beside_each_other(
                 question, prefill_devices, other, _shares(question.devices, prefill_devices)
             )
@@ -228,8 +229,8 @@ def most_decode_instances(question: Question, prefilling: Sequence[Instance], in
 def _both_kinds(question: Question, pool: PrefillPool, instance: Instance, batch: float) -> list[tuple[int, int]]:
     """Splits where each side has hosts of its own: all decode instances that fit, or fewer where a load is given, and of prefill
     instances those that keep up with them, one more, and all."""
-    prefill_devices, other, pins = pool.instance.layout.devices, instance.layout.devices, question.options.pins
-    first = question.cluster.prefill
+    prefill_devices, other = (devices_kept(question, one) for one in (pool.instance, instance))
+    first, pins = question.cluster.prefill, question.options.pins
     most_left, most_right = first.num_devices // prefill_devices, question.devices // other
     work = question.workload
     if not most_left or not most_right:

@@ -60,7 +60,10 @@ def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: 
     else:
         far = cluster.between(mesh.num_devices)
         each = size / (share * far.network_bandwidth) + network_latency(far)
-        time = (each + fixed) * (mesh.pp_size - 1)
+        # Whole stages lie beside each other in a domain, or each is as wide as one.
+        shared = cluster.domain % mesh.stage_devices == 0
+        between = cluster.domains_of(mesh.num_devices) - 1 if shared else mesh.pp_size - 1
+        time = inside * (mesh.pp_size - 1 - between) + (each + fixed) * between
     return time.named("hidden states between stages", "s")
 
 

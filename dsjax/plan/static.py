@@ -11,7 +11,7 @@ from rich.table import Table
 from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.question import Question
-from dsjax.plan.search import instances
+from dsjax.plan.search import NO_LAYOUT, instances
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
 
 def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | None) -> str:
     """How much is missing where no layout holds the batch, and what would fit."""
+    if not fitting and not too_large:
+        return NO_LAYOUT
     if not fitting:
         least = min(too_large, key=lambda i: i.memory.weights_total)
         missing = -least.memory.cache.value + least.workload.held * least.memory.cache_per_token

@@ -166,7 +166,7 @@ class StepModel:
         """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
         if not (self.places_by_load and self.layout.mesh.ep_size > 1 and self.config.is_moe):
             return {}
-        key = ("moving", self.layout.mesh, self.layout.redundant, self.middle)
+        key = ("moving", self.layout.mesh, self.expert_slots, self.middle)
         if key not in self.shared:
             config, mesh, places = self.config, self.layout.mesh, self.expert_slots
             slots = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)

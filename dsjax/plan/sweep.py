@@ -12,6 +12,7 @@ from typing import Any
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.limits import on
+from dsjax.plan.pools import devices_kept, most_instances
 from dsjax.plan.question import Question
 from dsjax.plan.search import search
 
@@ -174,10 +175,16 @@ def _with_users(question: Question, users: float) -> Question:
 
 
 def _point(question: Question, winner: Candidate, point: Point, there: Question) -> SweepPoint:
-    plan = search(there)
-    best = plan.winner or (plan.missed[0] if plan.missed else None)
     value, users = point if isinstance(point, tuple) else (point, None)
-    return SweepPoint(value, _same(question, winner, there), best, plan.winner is not None, users)
+    same = _same(question, winner, there)
+    try:
+        plan = search(there)
+    except (
+        UserError
+    ):  # the question itself was answered: it is the mesh that was given that is no layout of fewer hosts
+        return SweepPoint(value, same, None, False, users)
+    best = plan.winner or (plan.missed[0] if plan.missed else None)
+    return SweepPoint(value, same, best, plan.winner is not None, users)
 
 
 def _same(question: Question, winner: Candidate, there: Question) -> Candidate | None:
@@ -187,12 +194,15 @@ def _same(question: Question, winner: Candidate, there: Question) -> Candidate |
     times = 1 if cluster.prefill is not None else max(1, there.devices // question.devices)
     if times > 1:
         winner = dataclasses.replace(winner, count=winner.count * times, prefill_count=winner.prefill_count * times)
-    devices = winner.decode.layout.devices
-    taken = devices * winner.count if cluster.prefill is not None else winner.devices
-    if taken > cluster.num_devices:
-        if winner.mode == "separated" or devices > cluster.num_devices:
+    if winner.mode == "separated":
+        sides = [(winner.decode, winner.count)]
+        sides += [(winner.prefill, winner.prefill_count)] if cluster.prefill is None else []
+        if sum(count * devices_kept(there, side) for side, count in sides) > there.devices:
             return None
-        winner = dataclasses.replace(winner, count=cluster.num_devices // devices)
+    elif (most := most_instances(there, winner.decode.layout)) < winner.count:
+        if not most:
+            return None
+        winner = dataclasses.replace(winner, count=most)
     if users is None or (users == question.workload.concurrency and times == 1):
         return on(winner, cluster)
     batch = users / (winner.decode.replicas * winner.count)

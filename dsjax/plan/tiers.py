@@ -103,14 +103,16 @@ def _tier(where: str, given: Any) -> Tier:
     }
     latency = numbers["latency_us"]
     ends: Sequence[Any] = given.get("latency_us_range", [latency, latency])
-    for name, value in {**numbers, "low": ends[0] if ends else None, "high": ends[-1] if ends else None}.items():
+    if not isinstance(ends, list) or len(ends) != 2:
+        raise UserError(f"{where}: latency_us_range is {ends!r}, expected two numbers around latency_us")
+    for name, value in {**numbers, "low": ends[0], "high": ends[1]}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(f"{where}: {name} is {value!r}, expected a number above 0")
-    if not isinstance(numbers["hosts"], int) or numbers["oversubscription"] < 1 or not ends[0] <= latency <= ends[-1]:
+    if not isinstance(numbers["hosts"], int) or numbers["oversubscription"] < 1 or not ends[0] <= latency <= ends[1]:
         raise UserError(
             f"{where}: expected a whole number of hosts, an oversubscription of 1 or more, and a range around latency_us"
         )
     name = str(given.get("name", "tier"))
     return Tier(
-        name, numbers["hosts"], float(numbers["oversubscription"]), latency * 1e-6, ends[0] * 1e-6, ends[-1] * 1e-6
+        name, numbers["hosts"], float(numbers["oversubscription"]), latency * 1e-6, ends[0] * 1e-6, ends[1] * 1e-6
     )

@@ -306,6 +306,16 @@ class PlanOptions:
 
     def check(self, config: ModelConfig, workload: Workload) -> None:
         """Raise `UserError` where the model has no MTP module for drafts, no positions for the mean request, or the engine lacks it."""
+        self.check_launch(config, workload)
+        longest = max(one.input.mean + one.output.mean for one in workload.kinds)
+        if longest > config.max_position_embeddings:
+            raise UserError(
+                f"--input and --output are {longest:g} tokens together, but the model has positions for "
+                f"{config.max_position_embeddings}; give shorter ones"
+            )
+
+    def check_launch(self, config: ModelConfig, workload: Workload) -> None:
+        """Raise `UserError` where the engine lacks it, or the model has no MTP module for drafts, or no positions for `--context`."""
         self.engine.check(
             separated=self.modes == ("separated",) or bool(self.pins),
             overlap=self.overlap == "on",
@@ -320,12 +330,6 @@ class PlanOptions:
             raise UserError(
                 f"--enable-shared-experts-fusion makes the shared expert a routed one, which --precision {self.precision.name} packs into "
                 "four bits, and dsjax serve keeps shared experts in more; leave one of the two out"
-            )
-        longest = max(one.input.mean + one.output.mean for one in workload.kinds)
-        if longest > config.max_position_embeddings:
-            raise UserError(
-                f"--input and --output are {longest:g} tokens together, but the model has positions for "
-                f"{config.max_position_embeddings}; give shorter ones"
             )
         if (workload.decoding_at or 0) > config.max_position_embeddings:
             raise UserError(

@@ -148,6 +148,8 @@ class ProcessLinks:
 
     def _connect(self, address: tuple[str, int], ticket: bytes, role: str) -> SecureChannel:
         channel = connect(address, SERVICE, self._group.credentials)
+        # What is being sent to a host that has gone would be waited for by `close`.
+        channel.keep_alive(self._group.options.heartbeat_timeout, unacknowledged=True)
         channel.send(msgspec.msgpack.encode(Opening(role, ticket)))
         return channel
 

@@ -25,11 +25,20 @@ from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.compiled import read_dry_run
 from dsjax.plan.figure import Figure
+from dsjax.plan.turns import Turn, play_turns
 from sharding import MeshSpec
 from sharding.dispatch import default_capacity
 
 DEVICES, EXPERTS, ROWS = 2, 4, 8
 """With attention; with experts; decodes of a DP rank."""
+
+
+def test_a_trace_names_as_many_micro_batches_as_take_turns(tmp_path):
+    played = play_turns([Turn(1.0, 0.0, 0.0, 1.0, 0.0, 0.0)] * 3, 1)
+    ApartTimeline(Figure(4.0), Figure(0.0), (played,), ()).write(tmp_path / "trace.json", "a step")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    attended = [event["name"] for event in events if event["name"].startswith("attend")]
+    assert attended == ["attend", "attend, micro-batch 1", "attend, micro-batch 2"]
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,19 @@ def test_no_context_is_tried_that_has_no_room_for_the_prompts_of_a_mixed_step(mo
     assert fit(args, load_config("demo"), None, room).context == context
 
 
+@pytest.mark.parametrize(("room", "batch"), [(2, 0), (40, 13), (60, 60), (100_000, 65_536)])
+def test_a_larger_batch_that_drafts_less_is_found_behind_one_that_does_not_fit(monkeypatch, room, batch):
+    by_load = {
+        "method": "mtp",
+        "num_speculative_tokens": 2,
+        "num_speculative_tokens_per_batch_size": [[1, 40, 2], [41, 64, 0]],
+    }
+    engine = EngineArgs(model="demo", page_size=4, gpu_memory_utilization=1.0, speculative_config=by_load)
+    monkeypatch.setattr("dsjax.dryrun.memory.compile_step", lambda asked, *_: asked)
+    monkeypatch.setattr(DeviceMemory, "of", lambda asked: SimpleNamespace(total=asked.rows * (1 + asked.drafts)))
+    assert fit(DryRunArgs(engine=engine, batch=8, context=16), load_config("demo"), None, room).batch == batch
+
+
 @pytest.mark.slow
 def test_one_more_row_or_page_would_not_fit(tmp_path, monkeypatch):
     """Both neighbours of each answer are among the programs that were compiled."""

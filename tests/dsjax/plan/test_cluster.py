@@ -121,6 +121,15 @@ def test_operators_of_a_device_without_tables_are_refused(written):
         device_of(written, operators='"h900"')
 
 
+def test_a_device_of_the_users_own_for_experts_is_known_like_that_of_a_cluster():
+    copy = dataclasses.replace(load_hardware("h20"), key="own")
+    cluster = load_cluster("h200-8").with_experts_on(copy, 1)
+    assert with_tables(cluster, BUNDLED)[0].experts.hardware.key == "h20"
+    other = load_cluster("h200-8").with_experts_on(dataclasses.replace(copy, operators="h900"), 1)
+    with pytest.raises(UserError, match="operators is 'h900'"):
+        with_tables(other, BUNDLED)
+
+
 def test_tables_of_the_users_own_device_are_read_with_its_own_figures(written, tmp_path):
     (tmp_path / "gemm.csv").write_text("device,gemm_dtype,m,n,k,latency_ms\nown,bfloat16,1,256,7168,0.1\n")
     hardware = dataclasses.replace(load_hardware("h200"), key="own", operators="")

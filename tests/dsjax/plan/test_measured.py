@@ -225,6 +225,10 @@ def test_the_precision_is_the_file_s(body):
         (lambda body: "{", "expected a file that dsjax bench modules"),
         (lambda body: json.dumps(body | {"format": "another"}), "'another'"),
         (lambda body: json.dumps(body | {"rows": [{"module": "head"}]}), "row 0"),
+        (lambda body: json.dumps(body | {"rows": ["head"]}), "row 0"),
+        (lambda body: json.dumps(body | {"rows": [body["rows"][0] | {"median_s": "1"}]}), "row 0"),
+        (lambda body: json.dumps(body | {"rows": 5}), "rows is 5"),
+        (lambda body: json.dumps(body | {"device": "this"}), "device is 'this'"),
         (lambda body: json.dumps({k: v for k, v in body.items() if k != "device"}), "no device"),
         (
             lambda body: json.dumps(body | {"widths": body["widths"] | {"hidden_size": 7168}}),

@@ -152,7 +152,10 @@ def test_a_plan_with_a_slow_network_is_slower_and_says_what_it_was_made_of(writt
     [
         ({"format": "dsjax modules 1"}, "its format is 'dsjax modules 1', expected 'dsjax network 1'"),
         ({"rows": []}, "it has no rows"),
+        ({"rows": 5}, "rows is 5"),
+        ({"device": 5}, "device is 5"),
         ({"rows": [{"collective": "all_gather"}]}, "row 0 is incomplete"),
+        ({"rows": [row("all_gather", False, 8, 1, 1e-3) | {"median_s": "1"}]}, "row 0 is incomplete"),
         ({"rows": [row("all_gather", False, 8, 1, 1e-3, correct=False)]}, "data arrived wrong"),
     ],
 )

@@ -1,5 +1,6 @@
 """Objectives as percentiles, and workloads of several classes of requests."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.limits import forbidden
 from dsjax.plan.percentiles import Slo, guide, within
 from dsjax.plan.question import Question
 from dsjax.plan.search import search
@@ -80,6 +82,14 @@ def test_what_no_load_keeps_leaves_no_winner_and_says_what_breaks(plan):
     assert answer.winner is None
     assert kept[0].broken == tuple(slos)
     assert answer.missed[0] is kept[0].candidate
+
+
+def test_what_breaks_the_bounds_on_means_is_not_played_and_is_named(plan):
+    slos = [Slo.parse("ttft-p95=1", TWO)]
+    question = dataclasses.replace(plan.question, objective=guide(Objective(), slos, TWO))
+    answer, kept = within(search(question), slos, num_requests=30, seed=0, played=1)
+    assert kept == []
+    assert [reason.bound for reason in forbidden(answer)] == ["ttft"]
 
 
 def test_the_command_plays_what_it_plans():

@@ -11,14 +11,17 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.apart import IN_TURN, ApartStep, _seconds
+from dsjax.plan.candidate import aggregated
 from dsjax.plan.engine import PUBLISHED, dsjax_engine
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
 from dsjax.plan.moves import moves
 from dsjax.plan.pools import most_instances, pairs
 from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.recipe import published_beside
 from dsjax.plan.search import search
 from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM
+from dsjax.plan.step import StepModel
 from dsjax.plan.turns import Turn, play_turns
 from dsjax.plan.workload import Pins, PlanOptions
 from sharding import MeshSpec
@@ -103,6 +106,15 @@ def test_the_experts_of_a_step_work_for_the_tokens_of_all_attention_devices(ask)
     assert apart.value == pytest.approx(alike.value)
 
 
+def test_experts_apart_are_placed_on_any_device_and_those_of_a_whole_mesh_by_host(ask):
+    """Rows come from other devices, to which no expert's is nearer; prices of the two kinds of layouts are not mixed up."""
+    side = decoding(ask, "dp=16", 16, redundant=32).step_models()[0].expert_side
+    whole = StepModel(side.config, side.cluster, side.layout, FP8, side.skew, shared=side.shared)
+    assert (side.expert_slots.hosts, whole.expert_slots.hosts) == (1, 2)
+    alone, together = (one.parts(64, 64 * 4096, 4096, True)["experts"].value for one in (side, whole))
+    assert alone < together
+
+
 def test_micro_batches_in_turn_gain_where_the_batch_is_large_and_lose_where_it_is_small(ask):
     one, two, three = decoding(ask, "dp=16", 16).step_models()
     assert (one.micro_batches, two.micro_batches, three.micro_batches) == (1, 2, 3)
@@ -153,6 +165,13 @@ def test_a_plan_says_what_ours_would_gain_and_lose_and_how_it_is_started(ask):
     assert any(c.decode.layout.experts for c in search(ask("h200-8", options=options())).ranked)
 
 
+def test_what_engines_would_gain_by_names_the_micro_batches_that_take_turns(ask):
+    decode = decoding(ask, "dp=16", 16)
+    other = aggregated(decode, 1, 160.0, 4096.0)
+    assert decode.batches_in_turn(160.0) == 2
+    assert "rows that go from device to device, 2 micro-batches in turn" in published_beside(None, other)
+
+
 def test_the_published_gain_is_met_between_its_bounds_and_not_below_them(ask):
     """+19 % is the most that Baidu publishes, at 100 ms; its paper has a dead zone (docs/layout-plans.md). 32 H800, context 4,096."""
 
@@ -171,6 +190,12 @@ def test_the_published_gain_is_met_between_its_bounds_and_not_below_them(ask):
 
     assert 1.0 < best("on", 0.1) / best("off", 0.1) < 1.25
     assert best("on", 0.03) < best("off", 0.03)
+
+
+def test_the_table_says_how_many_micro_batches_take_turns():
+    meshes = ["--attention-mesh", "dp=2", "--expert-mesh", "ep=6", "--num-afd-stages", "4"]
+    shown = CliRunner().invoke(app, ["plan", "--cluster", "h200-8", "--mode", "aggregated", "--rows", "1", *meshes])
+    assert "attention on 2, experts on 6, 4 batches" in shown.output
 
 
 def test_commands_of_all_processes_are_options_that_the_engine_takes():
@@ -194,6 +219,10 @@ def test_commands_of_all_processes_are_options_that_the_engine_takes():
     [
         (["--afd", "on", "--engine", "vllm"], "vllm has no released option"),
         (["--attention-mesh", "dp=8"], "give both"),
+        (
+            ["--attention-mesh", "dp=16", "--expert-mesh", "ep=16"],
+            "dsjax has attention apart from experts in one process",
+        ),
         (["--expert-device", "h20"], "give --afd auto or on"),
         (["--num-afd-stages", "3"], "give --engine dsjax and --afd auto or on"),
         (["--afd", "on", "--simulate"], "--simulate knows layouts of one mesh"),

@@ -118,6 +118,10 @@ def given_by(command):
         (["--json", "-", "--explain", "tpot"], "give one of them"),
         (["--class", "a=1,100,100"], "--class has lengths of its own"),
         (["--cluster", "h800-16-h20-16", "--price-per-hour", "2"], "h800-16-h20-16 has two"),
+        (
+            ["--price-per-hour", "2", "--afd", "on", "--expert-device", "h20"],
+            "of one kind of device, and --expert-device is another",
+        ),
         (["--price-per-hour", "inf"], "--price-per-hour is inf, expected a number above 0"),
         (["--concurrency", "inf"], "--concurrency is inf, expected a number above 0"),
         (["--concurrency", "4", "--burstiness", "0.5"], "--burstiness is of arrivals at a rate"),
@@ -274,6 +278,14 @@ def test_what_a_host_has_no_room_for_is_no_process(ask):
         overlay("deepseek-v3", question, winner, "base", "dsjax plan")
 
 
+def test_an_engine_that_was_priced_for_one_of_two_kinds_of_hosts_is_placed_there(ask):
+    options = PlanOptions(modes=("aggregated",), engine=dsjax_engine(), dispatch="auto", redundant=0)
+    question = ask("h800-16-h20-16", options=options)
+    text = overlay("deepseek-v3", question, search(question).winner, "base", "a plan")
+    assert '"value": {"dsjax-device": "h20"}' in text
+    assert "Nodes with H20 SXM must say so: kubectl label node NAME dsjax-device=h20" in text
+
+
 def test_several_engines_of_a_kind_are_processes_of_their_own_behind_dynamo(ask):
     question, winner = separated(ask, "deepseek-v2-lite", "dp=1", "dp=2", 0, counts=(2, 3))
     made = recipe("deepseek-v2-lite", question, winner)
@@ -347,6 +359,12 @@ def test_static_modes_say_what_is_missing_and_refuse_what_is_of_a_service():
     assert "GB a device; give --batch" in " ".join(run("--mode", "static_gen", "--batch", "100000").split())
     with pytest.raises(UserError, match="--explain is of a service"):
         run("--mode", "static", "--explain", "tpot")
+
+
+def test_where_no_layout_is_left_a_plan_and_a_static_mode_say_so():
+    too_wide = ("--attention-mesh", "dp=8", "--expert-mesh", "ep=8")
+    assert "No layout of the model is left to look at: the devices at hand" in run(*too_wide)
+    assert "no layout of the model is left to look at: the devices at hand" in run(*too_wide, "--mode", "static_gen")
 
 
 def test_the_header_repeats_the_question_and_a_narrow_terminal_keeps_the_deployment(monkeypatch):

@@ -136,6 +136,9 @@ def test_the_command_says_what_lacks_and_ends_with_3():
         (["--memory-fraction", "0.8"], "--memory-fraction is of --fit; give it too"),
         (["--fit", "--mesh", "tp=8", "--rate", "3"], "--rate asks for a plan, --fit about the memory of one layout"),
         (["--fit", "--mesh", "tp=8", "--mode", "static"], "--mode static asks for a plan"),
+        (["--fit", "--mesh", "tp=8", "--mtp", "1", "--model", "moonlight"], "the model has no MTP module"),
+        (["--fit", "--mesh", "tp=8", "--context", "163841"], "the model has positions for 163840"),
+        (["--fit", "--mesh", "tp=8", "--engine", "vllm", "--precision", "int8"], "vllm does not load block-wise INT8"),
         (["--fit", "--mesh", "dp=64"], "--mesh dp=64 has 64 devices, and h100-32 has 32"),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from dsjax.errors import UserError
+from dsjax.hardware import load_hardware
 from dsjax.plan import relief
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.explain import widening
@@ -250,6 +251,29 @@ def test_losing_hosts_never_gains(ask):
     assert best[0] >= best[1]
 
 
+@pytest.mark.parametrize("pins", [Pins(), Pins(MeshSpec.parse("dp=8"), MeshSpec.parse("dp=8"))])
+def test_a_mesh_that_was_given_runs_on_no_fewer_hosts_than_it_has(ask, pins):
+    """The points of a sweep say so, where the plan itself was answered."""
+    mesh, modes = (None, ("separated",)) if pins else (MeshSpec.parse("dp=16"), ("aggregated",))
+    question = ask("h200-16", options=dataclasses.replace(FEW, modes=modes, mesh=mesh, pins=pins))
+    whole, lost = sweep(question, search(question).winner, "loss-of-hosts").points
+    assert whole.same.throughput.value == whole.best.throughput.value
+    assert (lost.same, lost.best, lost.met) == (None, None, False)
+
+
+def test_of_attention_and_experts_apart_as_many_remain_as_hosts_have_room_for(ask):
+    pins = Pins(attention_mesh=MeshSpec.parse("dp=4"), expert_mesh=MeshSpec.parse("dp=8"))
+    options = PlanOptions(modes=("aggregated",), redundant=0, pins=pins, afd="on")
+    question = ask("h200-32", options=options)
+    whole, lost = sweep(question, search(question).winner, "loss-of-hosts", (1,)).points
+    assert (whole.same.count, lost.same.count, lost.best.count) == (2, 1, 1)
+    beside = question.cluster.with_experts_on(load_hardware("h20"), 2)
+    pins = Pins(attention_mesh=MeshSpec.parse("dp=32"), expert_mesh=MeshSpec.parse("dp=16"))
+    question = dataclasses.replace(question, cluster=beside, options=dataclasses.replace(options, pins=pins))
+    (here,) = sweep(question, search(question).winner, "latency", (2,)).points
+    assert here.same.throughput.value == here.best.throughput.value
+
+
 def test_a_sweep_over_users_shows_the_winner_as_it_is_where_prefill_leaves_room_in_it(ask):
     wide = MeshSpec.parse("dp=8")
     question = ask("h200-16", 4000, options=PlanOptions(redundant=0, overlap="off", pins=Pins(wide, wide, 1, 1)))
@@ -333,6 +357,21 @@ def test_a_side_of_a_separated_service_of_dsjax_may_be_on_several_hosts(ask):
     assert (winner.prefill.layout.devices, winner.decode.layout.devices) == (8, 16)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh": MeshSpec.parse("pp=2,tp=8")},
+        {"afd": "on", "engine": dsjax_engine(), "dispatch": "auto", "redundant": 0},
+    ],
+)
+def test_what_hands_no_pages_over_is_no_separated_service_and_may_be_an_aggregated_one(ask, changes):
+    question = ask("h200-16", options=PlanOptions(modes=("separated",), **changes))
+    with pytest.raises(UserError, match="take no pages of prompts from one another; give --mode aggregated"):
+        search(question)
+    both = dataclasses.replace(question.options, modes=("aggregated", "separated"))
+    assert search(dataclasses.replace(question, options=both)).winner.mode == "aggregated"
+
+
 def test_meshes_and_numbers_of_a_separated_service_can_be_given(ask):
     pins = Pins(MeshSpec.parse("tp=8,ep=1"), MeshSpec.parse("dp=8"), 1, 3)
     plan = search(ask("h200-32", options=PlanOptions(pins=pins)))
@@ -343,6 +382,30 @@ def test_meshes_and_numbers_of_a_separated_service_can_be_given(ask):
     assert plan.winner.devices == 32
     with pytest.raises(UserError, match=r"--decode-mesh dp=5 is no layout that fits here; nearest are"):
         search(ask("h200-16", options=PlanOptions(pins=Pins(decode_mesh=MeshSpec.parse("dp=5")))))
+
+
+OVER_TWO_HOSTS = Pins(prefill_mesh=MeshSpec.parse("dp=8"), decode_mesh=MeshSpec.parse("dp=12,ep=6,etp=2"))
+OVER_THREE_HOSTS = Pins(attention_mesh=MeshSpec.parse("dp=4"), expert_mesh=MeshSpec.parse("dp=12"))
+
+
+@pytest.mark.parametrize(("pins", "afd", "hosts_of_decode"), [(OVER_TWO_HOSTS, "off", 2), (OVER_THREE_HOSTS, "on", 3)])
+def test_decode_instances_that_do_not_divide_a_host_leave_whole_ones_to_prefill(ask, pins, afd, hosts_of_decode):
+    found = search(ask("h200-32", options=PlanOptions(modes=("separated",), pins=pins, afd=afd)))
+    assert found.ranked
+    hosts = [c.prefill_count * c.prefill.layout.devices / 8 + c.count * hosts_of_decode for c in found.ranked]
+    assert max(hosts) <= 4
+
+
+def test_a_mesh_that_needs_more_hosts_than_there_may_be_is_no_layout(ask):
+    wanted = MeshSpec.parse("dp=12,ep=6,etp=2")
+    with pytest.raises(UserError, match="12 devices wanted, 12 at hand in hosts of 8"):
+        search(ask("h200-32", options=PlanOptions(modes=("aggregated",), mesh=wanted, max_devices=12)))
+
+
+def test_instances_that_would_need_more_hosts_are_too_many_devices(ask):
+    found = search(ask("h200-16", options=PlanOptions(modes=("separated",), pins=OVER_TWO_HOSTS)))
+    (reason,) = forbidden(found)
+    assert (reason.bound, reason.wanted, reason.best) == ("devices", 24, 16)
 
 
 @pytest.mark.parametrize(

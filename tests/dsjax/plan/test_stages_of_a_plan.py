@@ -70,6 +70,10 @@ def test_hidden_states_cross_the_network_where_stages_have_hosts_of_their_own():
     assert inside.num_devices == H20.domain
     here, there = (hand_over(H20, mesh, 512, V3.hidden_size).value for mesh in (inside, STAGED.mesh))
     assert there > here
+    quarters, halves = (hand_over(H20, MeshSpec.parse(f"pp={n},tp=4"), 512, V3.hidden_size).value for n in (4, 2))
+    assert quarters == pytest.approx(there + 2 * halves), "two stages lie on each host"
+    wide = hand_over(H20, MeshSpec.parse("pp=4,tp=8"), 512, V3.hidden_size).value
+    assert wide == pytest.approx(3 * there)
 
 
 def test_between_processes_of_dsjax_all_hidden_states_of_a_stage_go_over_one_connection():

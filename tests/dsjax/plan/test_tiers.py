@@ -52,6 +52,11 @@ def test_an_exchange_takes_as_long_as_the_tiers_that_it_crosses(v3):
         ({"tiers": [{"hosts": 2, "latency_us": 2}]}, "joins 2 of 4 hosts"),
         ({"tiers": [{"hosts": 3, "latency_us": 2}, {"hosts": 4, "latency_us": 2}]}, "expected a multiple of it"),
         ({"tiers": [{"hosts": 4, "latency_us": 2, "speed": 1}]}, "expected a table of name, hosts"),
+        (
+            {"tiers": [{"hosts": 4, "latency_us": 2, "latency_us_range": 5}]},
+            "latency_us_range is 5, expected two numbers",
+        ),
+        ({"tiers": [{"hosts": 4, "latency_us": 2, "latency_us_range": [1]}]}, "latency_us_range is .1., expected two"),
         ({"tiers": [{"hosts": 4, "latency_us": 2, "oversubscription": 0.5}]}, "an oversubscription of 1 or more"),
         ({"tiers": [{"hosts": 4, "latency_us": 0}]}, "expected a number above 0"),
     ],

@@ -23,7 +23,7 @@ def links_of(order: Sequence[int]) -> list[ProcessLinks]:
             return [told[member.process_id] for member in present]
 
         return SimpleNamespace(
-            options=SimpleNamespace(process_id=number, address="127.0.0.1"),
+            options=SimpleNamespace(process_id=number, address="127.0.0.1", heartbeat_timeout=10),
             credentials=CREDENTIALS,
             agreement=SimpleNamespace(ask=ask),
             present=present,

@@ -1,5 +1,6 @@
 """What passes between the processes of stages, here between threads: the tests of `pipeline/process_links.py`."""
 
+import socket
 import threading
 
 import jax.numpy as jnp
@@ -67,6 +68,11 @@ def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it(links):
     last.close()
     with pytest.raises(GroupError, match="connection between two stages has ended"):
         first.hear()
+
+
+def test_a_host_that_is_gone_is_not_sent_to_for_ever(links):
+    for channel in (channel for one in links for channel in one._channels):
+        assert channel._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
 
 
 @pytest.mark.parametrize(
