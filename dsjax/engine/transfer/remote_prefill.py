@@ -366,7 +366,7 @@ class RemotePrefills(PageSource):
         before = self._of.get(request)
         if before is not transfer:
             if before is not None:
-                self.release(transfer.rank, request)
+                self._leave(request)
             self._of[request] = transfer
             transfer.requests.add(request)
 

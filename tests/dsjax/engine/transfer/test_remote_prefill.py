@@ -346,6 +346,31 @@ def test_a_request_that_needs_nothing_of_what_is_computed_for_it_names_the_last_
     assert source.take_messages() == [(1, CancelTransfer("room-7", extend_hashes(same, 4)[1]))]
 
 
+def handed_request(source, name, tokens, transfer="room-7"):
+    """A request whose prompt another prefill engine computes already, under the name of this transfer."""
+    source.connect = lambda address: source.add_link()
+    options = RequestOptions(prefill={"address": "127.0.0.1:1", "transfer": transfer})
+    request = Request(name, tokens, len(tokens), SamplingParams(temperature=0), 1, 0, options=options)
+    source.added(request)
+    return request
+
+
+def test_what_is_computed_for_a_request_goes_on_while_it_waits_for_pages_that_others_have_asked_for():
+    source, names = decode_source(), [b"%d" % page * 32 for page in range(5)]
+    request = handed_request(source, "handed", list(range(21)))
+    for number, end in enumerate((1, 2)):  # one after the other: each brings a page of its prompt
+        _, asked = waiting(source, f"other {number}", list(range(4 * end + 1)), names[:end], cached=range(end - 1))
+        assert source.awaits(0, request, names[end - 1])
+        source.receive(0, ChunkReady(asked.transfer, number, end - 1, 1, names=names[end - 1]), now=1.0)
+        source.begin_rank(0, now=1.0)
+        source.landed(0, number, True, now=1.0)
+    assert source.transfer_counts.completed == 2
+    assert [message for _, message in source.take_messages()] == []
+    assert source.lookup(0, request, names, [1, 2], 8, now=1.0) is Lookup.WAIT
+    [(link, asked)] = source.take_messages()
+    assert (link, asked.transfer, asked.first, asked.end) == (1, "room-7", 2, 5)
+
+
 def test_what_an_executor_has_pulled_does_not_land_on_the_one_that_replaces_it():
     pair, landed = Pair(), []
     pair.decode.scheduled(SimpleNamespace(landed=lambda *arguments: landed.append(arguments)))
