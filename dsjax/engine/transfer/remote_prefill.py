@@ -296,6 +296,7 @@ class RemotePrefills(PageSource):
         """Forget a request."""
         self._computed_here.discard(request)
         self._links_of.pop(request, None)
+        self._names_of.pop(request, None)
 
     def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
         """Count the pages that have come for a request and that its prefill engine had not cached."""

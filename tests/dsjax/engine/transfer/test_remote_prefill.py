@@ -371,6 +371,14 @@ def test_what_is_computed_for_a_request_goes_on_while_it_waits_for_pages_that_ot
     assert (link, asked.transfer, asked.first, asked.end) == (1, "room-7", 2, 5)
 
 
+def test_nothing_is_kept_of_a_request_that_ends_before_its_prompt_was_asked_for():
+    source = decode_source()
+    request = handed_request(source, "refused", list(range(21)))
+    source.ended(request)  # a smaller mesh cannot hold it: it was not released before
+    assert not source._names_of
+    assert not source._links_of
+
+
 def test_what_an_executor_has_pulled_does_not_land_on_the_one_that_replaces_it():
     pair, landed = Pair(), []
     pair.decode.scheduled(SimpleNamespace(landed=lambda *arguments: landed.append(arguments)))
