@@ -218,7 +218,8 @@ def _form(
     request: Mapping[str, Any], guided: Mapping[str, Any], token_ids: list[int], thinking: ThinkingTokens | None
 ) -> StructuredOutputs | None:
     """`guided_decoding`: one of the forms. `backend` and `whitespace_pattern` choose among vLLM's libraries."""
-    forms = {name: guided[name] for name in _FORMS if guided.get(name)}
+    # An empty schema is a form too: any JSON.
+    forms = {name: guided[name] for name in _FORMS if guided.get(name) not in (None, "", [])}
     if "structural_tag" in guided:
         raise SamplingError(
             "structural_tag", "not supported; start the worker without --dyn-structural-tag, or give a JSON schema"
