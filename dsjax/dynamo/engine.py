@@ -99,10 +99,13 @@ class DsjaxEngine(Worker):
                 self._streams.pop(context.id(), None)
 
     async def _submit(self, request: dict[str, Any], context: Any) -> tuple[OutputStream, Chunks]:
+        engine = self._engine
+        if engine is None:
+            raise EngineShutdown("this worker ends")
         try:
             read = translate(request, self._thinking)
             self._count += 1
-            stream = await self._engine.submit(
+            stream = await engine.submit(
                 f"{context.id()}~{self._count}",  # a request that comes back after a migration has its old id
                 [{"prompt_token_ids": read.token_ids}],
                 read.params,

@@ -59,7 +59,9 @@ class DsjaxPrefillEngine(Worker):
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
         """Begin to compute a prompt, and say where its pages can be had."""
         server = self._server
-        if server is None or server.engine.error is not None:
+        if server is None:
+            raise EngineShutdown("this worker ends")
+        if server.engine.error is not None:
             self._die()
             raise EngineShutdown("the engine has failed")
         try:
