@@ -79,6 +79,7 @@ class DsjaxEngine(Worker):
         stream, chunks = await self._submit(request, context)
         streams = self._streams[context.id()]
         streams.add(stream)
+        stopped = self._watch(context, stream)
         try:
             if context.is_stopped():
                 raise Cancelled
@@ -93,6 +94,8 @@ class DsjaxEngine(Worker):
         except (EngineDeadError, EngineClosingError) as error:
             raise EngineShutdown(str(error)) from error  # the frontend may go on with another worker
         finally:
+            if stopped is not None:
+                stopped.cancel()
             stream.close()
             streams.discard(stream)
             if not streams:
@@ -116,6 +119,17 @@ class DsjaxEngine(Worker):
         except (EngineDeadError, EngineClosingError) as error:
             raise EngineShutdown(str(error)) from error
         return stream, Chunks(len(read.token_ids))
+
+    def _watch(self, context: Any, stream: OutputStream) -> asyncio.Future | None:
+        """End a decode worker's request as soon as nobody waits for it any more.
+
+        Dynamo calls `abort` there only when it has seen a token, lest pages come to memory that was given back, which here they never do.
+        """
+        if self._args.disaggregation_mode != "decode":
+            return None
+        stopped: asyncio.Future = context.async_killed_or_stopped()
+        stopped.add_done_callback(lambda _: stopped.cancelled() or stream.fail(Cancelled("the request was cancelled")))
+        return stopped
 
     async def abort(self, context: Any) -> None:
         """End a request that nobody waits for any more; its pages are free before the next step."""

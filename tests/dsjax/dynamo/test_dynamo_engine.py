@@ -2,10 +2,21 @@
 
 import asyncio
 import importlib.metadata
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.engine import EngineParts
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+from fake_executor import FakeExecutor
+from tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [
     pytest.mark.dynamo,
@@ -22,6 +33,16 @@ def options(mode=None):
 
     args = EngineArgs() if mode is None else EngineArgs(disaggregation_mode=mode)
     return Options(args, ("tiny",), "tiny", step_timeout=0.0, shutdown_timeout=0.0)
+
+
+def decode_worker():
+    """A decode worker whose engine has a thread that is not started: nothing makes a token."""
+    from dsjax.dynamo.engine import DsjaxEngine
+
+    executor, worker = FakeExecutor(), DsjaxEngine(options("decode"))
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    worker._engine = AsyncEngine(EngineParts(executor, tiny_tokenizer(), config))
+    return worker
 
 
 def run(coroutine):
@@ -42,5 +63,40 @@ def test_a_request_that_comes_while_a_worker_ends_goes_to_another_one(kind, monk
         await worker.cleanup()
         with pytest.raises(EngineShutdown, match="this worker ends"):  # the frontend goes on with another
             await anext(worker.generate(PROMPT, Context("late")))
+
+    run(main())
+
+
+def test_a_request_of_a_decode_worker_is_aborted_before_its_first_token():
+    """Dynamo itself calls `abort` of a decode worker only when it has seen a token."""
+    from dynamo._core import Context
+
+    async def main():
+        worker, context = decode_worker(), Context("left")
+        answer = worker.generate(PROMPT, context)
+        first = asyncio.ensure_future(anext(answer))
+        while not worker._engine.num_unfinished:
+            await asyncio.sleep(0.001)
+        context.stop_generating()
+        chunk = await first
+        assert (chunk["token_ids"], chunk["finish_reason"]) == ([], "cancelled")
+        assert worker._engine.num_unfinished == 0
+        with pytest.raises(StopAsyncIteration):
+            await anext(answer)
+        assert not worker._streams
+
+    run(main())
+
+
+def test_a_decode_worker_waits_no_longer_for_the_end_of_a_request_that_has_ended():
+    async def main():
+        worker, stopped = decode_worker(), asyncio.get_running_loop().create_future()
+        worker._engine.start()
+        context = SimpleNamespace(id=lambda: "whole", is_stopped=lambda: False, async_killed_or_stopped=lambda: stopped)
+        chunks = [chunk async for chunk in worker.generate(PROMPT | {"stop_conditions": {"max_tokens": 3}}, context)]
+        assert sum(len(chunk["token_ids"]) for chunk in chunks) == 3
+        assert chunks[-1]["finish_reason"] == "length"
+        assert stopped.cancelled()
+        await worker._engine.shutdown()
 
     run(main())
