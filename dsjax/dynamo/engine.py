@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from dynamo.common.backend import EngineConfig
@@ -14,11 +14,10 @@ from rich.console import Console
 
 from dsjax.background import contained
 from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTokens, translate
-from dsjax.dynamo.worker import Options, Worker, registration, snapshot
+from dsjax.dynamo.worker import LoadReports, Options, Worker, registration
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.llm import LLM
 from dsjax.engine.request_streams import OutputStream
-from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
@@ -160,7 +159,7 @@ class DsjaxEngine(Worker):
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
         """Tell this publisher of each rank's pages."""
-        self._loads.connect(publisher)
+        self._loads.publisher = publisher
 
     async def register_prometheus(self, metrics: Any) -> None:
         """Show the metrics of `dsjax serve` beside Dynamo's own."""
@@ -172,7 +171,7 @@ class DsjaxEngine(Worker):
         return build_health_check_payload((tokenizer and tokenizer.bos_id) or 0)
 
 
-class LoadPublisher(EngineObserver):
+class LoadPublisher(LoadReports, EngineObserver):
     """Tells Dynamo how many pages each DP rank's requests hold.
 
     Steps tell it. When they end while pages are held, by a request that is then aborted, it asks once a second until none are: a router
@@ -180,14 +179,9 @@ class LoadPublisher(EngineObserver):
     """
 
     def __init__(self, num_ranks: int, engine: AsyncEngine):
-        self._published: list[tuple | None] = [None] * num_ranks
+        super().__init__(num_ranks)
         self._engine = engine
-        self._publisher: Any = None
         self._task: asyncio.Task | None = None
-
-    def connect(self, publisher: Any) -> None:
-        """Tell this publisher, Dynamo's `SnapshotPublisher`, from now on. From any thread."""
-        self._publisher = publisher
 
     def start(self) -> None:
         """Begin to ask while no step tells."""
@@ -195,31 +189,21 @@ class LoadPublisher(EngineObserver):
 
     def stop(self) -> None:
         """Tell nobody any more."""
-        self._publisher = None
+        self.publisher = None
         if self._task is not None:
             self._task.cancel()
 
     def on_step(self, stats: StepStats) -> None:
         """Tell what a step has changed."""
-        self._publish(stats.ranks)
-
-    def _publish(self, loads: Sequence[RankLoad]) -> None:
-        if self._publisher is None:
-            return
-        for load in loads[: len(self._published)]:
-            published = (load.used_pages, load.usable_pages, load.queried)
-            if published != self._published[load.rank]:
-                with contained("load reports", "Dynamo's router goes by the load that it was told last."):
-                    self._publisher.publish(load.rank, snapshot(load))
-                    self._published[load.rank] = published
+        self.publish(stats.ranks)
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
-            if any(published and published[0] for published in self._published) and not self._engine.num_unfinished:
+            if self.holds_pages and not self._engine.num_unfinished:
                 with contained("load reports"):
                     try:
-                        self._publish(await self._engine.call(lambda core: core.loads()))
+                        self.publish(await self._engine.call(lambda core: core.loads()))
                     except EngineDeadError:
                         return
 

@@ -10,11 +10,14 @@ import pytest
 
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import EngineParts
+from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.transfer.messages import ChunkReady, ReleaseChunk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
+from engine_pair import prefill_request
 from fake_executor import FakeExecutor
 from tiny_tokenizer import tiny_tokenizer
 
@@ -43,6 +46,27 @@ def decode_worker():
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     worker._engine = AsyncEngine(EngineParts(executor, tiny_tokenizer(), config))
     return worker
+
+
+def prefill_worker():
+    """A prefill worker that has begun, whose engine has a thread that is not started, and what Dynamo is told of its ranks' pages."""
+    from dsjax.dynamo.prefill import DsjaxPrefillEngine
+
+    executor, worker = FakeExecutor(transfers=True), DsjaxPrefillEngine(options("prefill"))
+    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    engine, used = PrefillEngine(executor, config, timeout=1000.0), {}
+    worker._server = SimpleNamespace(engine=engine, address="127.0.0.1:1", shutdown=engine.shutdown)
+    worker._begin()
+    worker.attach_snapshot_publisher(
+        SimpleNamespace(publish=lambda rank, snapshot: used.update({rank: snapshot.kv_used_blocks}))
+    )
+    return engine, used
+
+
+def turns(engine):
+    for _ in range(20):
+        engine.core.executor.move_chunks()
+        engine.turn(wait=False)
 
 
 def run(coroutine):
@@ -100,3 +124,21 @@ def test_a_decode_worker_waits_no_longer_for_the_end_of_a_request_that_has_ended
         await worker._engine.shutdown()
 
     run(main())
+
+
+def test_the_router_hears_that_a_prefill_worker_has_sent_the_pages_that_found_no_room_at_first():
+    engine, used = prefill_worker()
+    engine.buffers._room = [6]
+    heard = []
+    engine.post(prefill_request("a", range(49)), heard.append)
+    turns(engine)
+    assert used == {0: 6}, "of 12 pages"
+    steps = engine.core.executor.steps
+    for _ in range(2):
+        for message in heard:
+            if isinstance(message, ChunkReady):
+                engine.post(ReleaseChunk(message.number), heard.append)
+        turns(engine)
+    assert engine.num_jobs == 0
+    assert engine.core.executor.steps == steps, "nothing more was computed"
+    assert used == {0: 0}
