@@ -81,8 +81,10 @@ class DsjaxPrefillEngine(Worker):
         if context.is_stopped():
             yield {**last, "finish_reason": "cancelled"}
             return
-        salt, priority = read.options.cache_salt, read.options.priority
-        params = server.prefill(read.token_ids, salt=salt, priority=priority, room=read.room)
+        given = read.options
+        params = server.prefill(
+            read.token_ids, salt=given.cache_salt, priority=given.priority, room=read.room, dp_rank=given.dp_rank
+        )
         yield {**last, "disaggregated_params": params}
 
     def _check(self, token_ids: list[int]) -> None:

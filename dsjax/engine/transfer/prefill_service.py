@@ -245,7 +245,7 @@ class PrefillService(Attachment):
             max_tokens=1,
             seed=0,
             arrival_time=time.monotonic(),
-            options=RequestOptions(ask.priority, ask.salt),
+            options=RequestOptions(ask.priority, ask.salt, dp_rank=ask.dp_rank),
         )
 
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:

@@ -60,7 +60,7 @@ def prefill_worker():
     worker.attach_snapshot_publisher(
         SimpleNamespace(publish=lambda rank, snapshot: used.update({rank: snapshot.kv_used_blocks}))
     )
-    return engine, used
+    return worker, engine, used
 
 
 def turns(engine):
@@ -127,7 +127,7 @@ def test_a_decode_worker_waits_no_longer_for_the_end_of_a_request_that_has_ended
 
 
 def test_the_router_hears_that_a_prefill_worker_has_sent_the_pages_that_found_no_room_at_first():
-    engine, used = prefill_worker()
+    _, engine, used = prefill_worker()
     engine.buffers._room = [6]
     heard = []
     engine.post(prefill_request("a", range(49)), heard.append)
@@ -142,3 +142,21 @@ def test_the_router_hears_that_a_prefill_worker_has_sent_the_pages_that_found_no
     assert engine.num_jobs == 0
     assert engine.core.executor.steps == steps, "nothing more was computed"
     assert used == {0: 0}
+
+
+def test_a_prefill_worker_hands_on_what_the_frontend_says_of_a_prompt():
+    from dynamo._core import Context
+
+    worker, _, _ = prefill_worker()
+    handed = []
+    worker._server.prefill = lambda token_ids, **given: handed.append((token_ids, given)) or {"address": "here"}
+    routing = {"dp_rank": 1, "cache_salt": "mine", "priority": 3}
+    both = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 7}
+
+    async def main():
+        request = PROMPT | {"routing": routing, "bootstrap_info": both}
+        return [chunk async for chunk in worker.generate(request, Context("a"))]
+
+    [chunk] = run(main())
+    assert (chunk["finish_reason"], chunk["disaggregated_params"]) == ("length", {"address": "here"})
+    assert handed == [([1, 2, 3], {"salt": "mine", "priority": -3, "room": 7, "dp_rank": 1})]
