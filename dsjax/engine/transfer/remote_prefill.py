@@ -16,6 +16,7 @@ from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, R
 from dsjax.engine.schedule.pages import NAME_BYTES, extend_hashes
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.transfer.messages import (
+    CHUNK_PAGES,
     CancelTransfer,
     ChunkReady,
     PrefillRequest,
@@ -82,7 +83,12 @@ class Transfer:
     seen: set[int] = field(default_factory=set)
 
     def is_offered(self, offer: ChunkReady) -> bool:
-        """Say whether an offer's pages are those asked for, as far as it has any of them: each bears the name that was asked for."""
+        """Say whether an offer's pages are those asked for, as far as it has any of them: each bears the name that was asked for.
+
+        What no chunk can have would end the engine's thread, or the executor's, which write numbers and places as they are.
+        """
+        if not (0 <= offer.number < 2**31 and offer.count <= CHUNK_PAGES):
+            return False
         if len(offer.names) != NAME_BYTES * offer.count:
             return False
         for place in range(offer.count):

@@ -18,6 +18,7 @@ from dsjax.engine.schedule.pages import PagePool, extend_hashes
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import (
+    CHUNK_PAGES,
     CancelTransfer,
     ChunkReady,
     PrefillRequest,
@@ -318,6 +319,17 @@ def test_pages_that_are_not_those_asked_for_are_never_pulled_and_their_request_c
     assert not request.is_loading
     assert (source.transfer_counts.refused, source.transfer_counts.given_up) == (1, 1)
     assert "not those asked for" in caplog.text
+
+
+@pytest.mark.parametrize(("number", "count"), [(2**31, 2), (7, CHUNK_PAGES + 1)])
+def test_an_offer_that_no_chunk_can_be_ends_no_decode_engine(number, count):
+    source, names = decode_source(), [bytes([page]) * 32 for page in range(18)]
+    request, asked = waiting(source, "a", list(range(73)), names)
+    source.receive(0, ChunkReady(asked.transfer, number, 0, count, names=b"".join(names[:count])), now=1.0)
+    source.begin_rank(0, now=1.0)
+    assert list(source.commands()) == []
+    assert not request.is_loading
+    assert source.transfer_counts.refused == 1
 
 
 def test_a_prefill_engine_has_nothing_to_say_of_what_another_one_was_asked_for():
