@@ -45,7 +45,7 @@ class DsjaxEngine(Worker):
         self._metrics: Any = None
         self._thinking: ThinkingTokens | None = None
         self._loads: LoadPublisher | None = None
-        self._streams: dict[str, set[OutputStream]] = defaultdict(set)  # by the context's id
+        self._streams: dict[str, dict[OutputStream, Any]] = defaultdict(dict)  # by the context's id, with the context
         self._count = 0
 
     def _begin(self) -> EngineConfig:
@@ -77,7 +77,7 @@ class DsjaxEngine(Worker):
         """Answer one request, chunk by chunk."""
         stream, chunks = await self._submit(request, context)
         streams = self._streams[context.id()]
-        streams.add(stream)
+        streams[stream] = context
         stopped = self._watch(context, stream)
         try:
             if context.is_stopped():
@@ -96,7 +96,7 @@ class DsjaxEngine(Worker):
             if stopped is not None:
                 stopped.cancel()
             stream.close()
-            streams.discard(stream)
+            del streams[stream]
             if not streams:
                 self._streams.pop(context.id(), None)
 
@@ -131,9 +131,13 @@ class DsjaxEngine(Worker):
         return stopped
 
     async def abort(self, context: Any) -> None:
-        """End a request that nobody waits for any more; its pages are free before the next step."""
-        for stream in list(self._streams.get(context.id(), ())):
-            stream.fail(Cancelled("the request was cancelled"))
+        """End a request that nobody waits for any more; its pages are free before the next step.
+
+        It may have come back after a migration, under the same id: the new one goes on.
+        """
+        for stream, own in list(self._streams.get(context.id(), {}).items()):
+            if own.is_stopped() or own.is_killed():
+                stream.fail(Cancelled("the request was cancelled"))
 
     async def is_quiescent(self) -> bool:
         """Say whether no request is left."""

@@ -31,18 +31,17 @@ pytestmark = [
 PROMPT = {"token_ids": [1, 2, 3]}
 
 
-def options(mode=None):
+def options(mode):
     from dsjax.dynamo.worker import Options
 
-    args = EngineArgs() if mode is None else EngineArgs(disaggregation_mode=mode)
-    return Options(args, ("tiny",), "tiny", step_timeout=0.0, shutdown_timeout=0.0)
+    return Options(EngineArgs(disaggregation_mode=mode), ("tiny",), "tiny", step_timeout=0.0, shutdown_timeout=0.0)
 
 
-def decode_worker():
-    """A decode worker whose engine has a thread that is not started: nothing makes a token."""
+def decode_worker(mode="decode"):
+    """A worker whose engine has a thread that is not started: nothing makes a token."""
     from dsjax.dynamo.engine import DsjaxEngine
 
-    executor, worker = FakeExecutor(), DsjaxEngine(options("decode"))
+    executor, worker = FakeExecutor(), DsjaxEngine(options(mode))
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     worker._engine = AsyncEngine(EngineParts(executor, tiny_tokenizer(), config))
     return worker
@@ -108,6 +107,30 @@ def test_a_request_of_a_decode_worker_is_aborted_before_its_first_token():
         with pytest.raises(StopAsyncIteration):
             await anext(answer)
         assert not worker._streams
+
+    run(main())
+
+
+def test_a_request_that_comes_back_after_a_migration_is_not_aborted_with_the_one_before():
+    """Both have one id; Dynamo sees the connection of the first one end when the second has begun."""
+    from dynamo._core import Context
+
+    async def main():
+        worker, contexts = decode_worker("agg"), [Context("moved"), Context("moved")]
+        answers = [worker.generate(PROMPT | {"stop_conditions": {"max_tokens": 3}}, context) for context in contexts]
+        before, again = (asyncio.ensure_future(anext(answer)) for answer in answers)
+        while worker._engine.num_unfinished < 2:
+            await asyncio.sleep(0.001)
+        contexts[0].stop_generating()
+        await worker.abort(contexts[0])
+        assert (await before)["finish_reason"] == "cancelled"
+        await worker.abort(contexts[0])
+        assert worker._engine.num_unfinished == 1
+        worker._engine.start()
+        chunks = [await again, *[chunk async for chunk in answers[1]]]
+        assert sum(len(chunk["token_ids"]) for chunk in chunks) == 3
+        assert chunks[-1]["finish_reason"] == "length"
+        await worker._engine.shutdown()
 
     run(main())
 
