@@ -182,14 +182,14 @@ def chunks():
 
 
 def fail_chunk_offer(monkeypatch):
-    """Who waits for the chunk is told of it, and finds it gone; the next one is offered, and the next are dropped."""
+    """Who waits for the chunk is told of it, and finds it gone, as it is dropped too; the next one is offered, and the next are dropped."""
     made, offered, dropped = chunks(), [], []
     made.send_chunks(once(BROKEN, lambda *offer: offered.append(offer)), once(BROKEN, dropped.append))
-    for task in ((1, {}, True), [7], [8], (2, {}, True)):
+    for task in ([7], (1, {}, True), [8], (2, {}, True)):
         made._leaving.put(task)
     until(lambda: len(offered) == 2)
     assert offered == [(1, None), (2, {})]
-    assert dropped == [[8]]
+    assert dropped == [[1], [8]]
     made.close()
 
 

@@ -1,6 +1,9 @@
 """Chunks that other processes of a prefill side keep: offered by process 0, pulled from where they lie, and dropped there."""
 
+import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from engine_pair import prefill_request
@@ -14,6 +17,7 @@ from dsjax.engine.transfer.messages import (
     ChunkReady,
     ReleaseChunk,
 )
+from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
 
 
@@ -29,6 +33,25 @@ def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_ea
         with pytest.raises(ChunkGoneError):
             kept.open(number, tickets.ticket(number))
     assert len(kept) == 0
+
+
+def test_a_chunk_that_another_process_has_offered_and_this_one_could_not_compute_is_waited_for_no_longer():
+    tickets = ChunkTickets()
+    kept, made = FollowerSendBuffers(60, tickets), object.__new__(PageChunks)
+    made._leaving, made._threads = queue.SimpleQueue(), []
+    made.send_chunks(kept.ready, kept.drop)
+
+    def fail():
+        raise RuntimeError("the step that made it has failed")
+
+    with ThreadPoolExecutor(1) as thread:
+        pull = thread.submit(kept.open, 3, tickets.ticket(3))
+        made._leaving.put((3, {"tokens": SimpleNamespace(block_until_ready=fail)}, True))
+        with pytest.raises(ChunkGoneError, match="is not kept any more"):
+            pull.result(30)
+    made._leaving.put((4, {"tokens": 1}, True))
+    assert kept.open(4, tickets.ticket(4)) == {"tokens": 1}
+    made._leaving.put(None)
 
 
 def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():
