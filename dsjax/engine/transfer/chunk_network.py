@@ -127,13 +127,13 @@ class _PullingPeer:
         self._published: dict[int, tuple[float, Chunk]] = {}
 
     def receive(self, message: Any) -> None:
-        """Publish a chunk, or withdraw one that was pulled."""
+        """Publish a chunk, or withdraw one that was pulled, or could not be."""
         self._withdraw(time.monotonic() - self._server.timeout)
         if isinstance(message, PullRequest):
             self._channel.send(self._publish(message.number, message.ticket))
         elif isinstance(message, PullDone) and message.pull in self._published:
             _, chunk = self._published.pop(message.pull)
-            self._end_pull(message.pull, chunk, pulled=True)
+            self._end_pull(message.pull, chunk, pulled=message.ok)
 
     def _publish(self, number: int, ticket: str) -> PullResponse:
         server = self._server
@@ -199,14 +199,17 @@ class RemoteChunks:
         response = connection.request(number, chunk_ticket, self._timeout)
         pulled: Future[Chunk] = Future()
         arguments = connection.transport, response, device, pulled
-        threading.Thread(target=self._pull, args=arguments, name="dsjax-pull", daemon=True).start()
+        ok = False
         try:
+            threading.Thread(target=self._pull, args=arguments, name="dsjax-pull", daemon=True).start()
             chunk = pulled.result(self._timeout)
+            ok = True
         except FutureTimeoutError:
             raise ChunkGoneError(f"{address} does not send chunk {number}") from None
         except Exception as error:  # the transport's
             raise ChunkGoneError(f"chunk {number} could not be pulled from {address}: {error}") from error
-        connection.channel.send(PullDone(response.pull))
+        finally:
+            connection.channel.send(PullDone(response.pull, ok))
         return chunk
 
     def close(self) -> None:

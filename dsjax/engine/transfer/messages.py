@@ -116,9 +116,10 @@ class PullResponse(msgspec.Struct, frozen=True, array_like=True, tag="pull_respo
 
 
 class PullDone(msgspec.Struct, frozen=True, array_like=True, tag="pull_done"):
-    """The pull of this number is over: the chunk has come."""
+    """The pull of this number is over. ok: the chunk has come."""
 
     pull: int
+    ok: bool = True
 
 
 ToPrefill = PrefillRequest | CancelTransfer | ReleaseChunk | FlushPages
