@@ -173,7 +173,7 @@ def _given(holder: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Keep of a group of options what has a value: the frontend writes null for all others.
 
     Raises:
-        SamplingError: it is no object; what is in `extra_args` comes as the client has written it.
+        SamplingError: it is no object; what is in `extra_args` may come as a client has written it.
     """
     options = holder.get(name)
     if not isinstance(options, Mapping | None):
