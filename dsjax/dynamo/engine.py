@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from dynamo.common.backend import EngineConfig
@@ -14,11 +14,10 @@ from rich.console import Console
 
 from dsjax.background import contained
 from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTokens, translate
-from dsjax.dynamo.worker import Options, Worker, registration, snapshot
+from dsjax.dynamo.worker import LoadReports, Options, Worker, registration
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.llm import LLM
 from dsjax.engine.request_streams import OutputStream
-from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
@@ -46,7 +45,7 @@ class DsjaxEngine(Worker):
         self._metrics: Any = None
         self._thinking: ThinkingTokens | None = None
         self._loads: LoadPublisher | None = None
-        self._streams: dict[str, set[OutputStream]] = defaultdict(set)  # by the context's id
+        self._streams: dict[str, dict[OutputStream, Any]] = defaultdict(dict)  # by the context's id, with the context
         self._count = 0
 
     def _begin(self) -> EngineConfig:
@@ -78,7 +77,8 @@ class DsjaxEngine(Worker):
         """Answer one request, chunk by chunk."""
         stream, chunks = await self._submit(request, context)
         streams = self._streams[context.id()]
-        streams.add(stream)
+        streams[stream] = context
+        stopped = self._watch(context, stream)
         try:
             if context.is_stopped():
                 raise Cancelled
@@ -93,16 +93,21 @@ class DsjaxEngine(Worker):
         except (EngineDeadError, EngineClosingError) as error:
             raise EngineShutdown(str(error)) from error  # the frontend may go on with another worker
         finally:
+            if stopped is not None:
+                stopped.cancel()
             stream.close()
-            streams.discard(stream)
+            del streams[stream]
             if not streams:
                 self._streams.pop(context.id(), None)
 
     async def _submit(self, request: dict[str, Any], context: Any) -> tuple[OutputStream, Chunks]:
+        engine = self._engine
+        if engine is None:
+            raise EngineShutdown("this worker ends")
         try:
             read = translate(request, self._thinking)
             self._count += 1
-            stream = await self._engine.submit(
+            stream = await engine.submit(
                 f"{context.id()}~{self._count}",  # a request that comes back after a migration has its old id
                 [{"prompt_token_ids": read.token_ids}],
                 read.params,
@@ -114,10 +119,25 @@ class DsjaxEngine(Worker):
             raise EngineShutdown(str(error)) from error
         return stream, Chunks(len(read.token_ids))
 
+    def _watch(self, context: Any, stream: OutputStream) -> asyncio.Future | None:
+        """End a decode worker's request as soon as nobody waits for it any more.
+
+        Dynamo calls `abort` there only when it has seen a token, lest pages come to memory that was given back, which here they never do.
+        """
+        if self._args.disaggregation_mode != "decode":
+            return None
+        stopped: asyncio.Future = context.async_killed_or_stopped()
+        stopped.add_done_callback(lambda _: stopped.cancelled() or stream.fail(Cancelled("the request was cancelled")))
+        return stopped
+
     async def abort(self, context: Any) -> None:
-        """End a request that nobody waits for any more; its pages are free before the next step."""
-        for stream in list(self._streams.get(context.id(), ())):
-            stream.fail(Cancelled("the request was cancelled"))
+        """End a request that nobody waits for any more; its pages are free before the next step.
+
+        It may have come back after a migration, under the same id: the new one goes on.
+        """
+        for stream, own in list(self._streams.get(context.id(), {}).items()):
+            if own.is_stopped() or own.is_killed():
+                stream.fail(Cancelled("the request was cancelled"))
 
     async def is_quiescent(self) -> bool:
         """Say whether no request is left."""
@@ -143,7 +163,7 @@ class DsjaxEngine(Worker):
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
         """Tell this publisher of each rank's pages."""
-        self._loads.connect(publisher)
+        self._loads.publisher = publisher
 
     async def register_prometheus(self, metrics: Any) -> None:
         """Show the metrics of `dsjax serve` beside Dynamo's own."""
@@ -155,7 +175,7 @@ class DsjaxEngine(Worker):
         return build_health_check_payload((tokenizer and tokenizer.bos_id) or 0)
 
 
-class LoadPublisher(EngineObserver):
+class LoadPublisher(LoadReports, EngineObserver):
     """Tells Dynamo how many pages each DP rank's requests hold.
 
     Steps tell it. When they end while pages are held, by a request that is then aborted, it asks once a second until none are: a router
@@ -163,14 +183,9 @@ class LoadPublisher(EngineObserver):
     """
 
     def __init__(self, num_ranks: int, engine: AsyncEngine):
-        self._published: list[tuple | None] = [None] * num_ranks
+        super().__init__(num_ranks)
         self._engine = engine
-        self._publisher: Any = None
         self._task: asyncio.Task | None = None
-
-    def connect(self, publisher: Any) -> None:
-        """Tell this publisher, Dynamo's `SnapshotPublisher`, from now on. From any thread."""
-        self._publisher = publisher
 
     def start(self) -> None:
         """Begin to ask while no step tells."""
@@ -178,31 +193,21 @@ class LoadPublisher(EngineObserver):
 
     def stop(self) -> None:
         """Tell nobody any more."""
-        self._publisher = None
+        self.publisher = None
         if self._task is not None:
             self._task.cancel()
 
     def on_step(self, stats: StepStats) -> None:
         """Tell what a step has changed."""
-        self._publish(stats.ranks)
-
-    def _publish(self, loads: Sequence[RankLoad]) -> None:
-        if self._publisher is None:
-            return
-        for load in loads[: len(self._published)]:
-            published = (load.used_pages, load.usable_pages, load.queried)
-            if published != self._published[load.rank]:
-                with contained("load reports", "Dynamo's router goes by the load that it was told last."):
-                    self._publisher.publish(load.rank, snapshot(load))
-                    self._published[load.rank] = published
+        self.publish(stats.ranks)
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
-            if any(published and published[0] for published in self._published) and not self._engine.num_unfinished:
+            if self.holds_pages and not self._engine.num_unfinished:
                 with contained("load reports"):
                     try:
-                        self._publish(await self._engine.call(lambda core: core.loads()))
+                        self.publish(await self._engine.call(lambda core: core.loads()))
                     except EngineDeadError:
                         return
 

@@ -10,10 +10,12 @@ from dynamo.common.backend.health_check import build_health_check_payload, is_pr
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 from rich.console import Console
 
-from dsjax.background import contained
 from dsjax.dynamo.translation import Chunk, Chunks, translate
-from dsjax.dynamo.worker import Options, Worker, registration, snapshot
+from dsjax.dynamo.worker import LoadReports, Options, Worker, registration
 from dsjax.engine.core import EngineCore
+from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.request import StepPlan
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.transfer.page_network import PrefillServer
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import is_loopback
@@ -32,11 +34,13 @@ class DsjaxPrefillEngine(Worker):
     def __init__(self, options: Options):
         super().__init__(options)
         self._server: PrefillServer | None = None
-        self._publisher: Any = None
+        self._loads: PrefillLoads | None = None
 
     def _begin(self) -> EngineConfig:
         engine = self._server.engine
-        engine.on_step, engine.on_death = self._publish, self._die
+        self._loads = PrefillLoads(engine.core)
+        engine.core.attachments.append(self._loads)
+        engine.on_death = self._die
         # Decode workers see the connection end: nobody else is to be told.
         self._watchdog = Watchdog(self._options.step_timeout, {"the engine": engine}, notify_clients=lambda: None)
         self._watchdog.start()
@@ -59,7 +63,9 @@ class DsjaxPrefillEngine(Worker):
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
         """Begin to compute a prompt, and say where its pages can be had."""
         server = self._server
-        if server is None or server.engine.error is not None:
+        if server is None:
+            raise EngineShutdown("this worker ends")
+        if server.engine.error is not None:
             self._die()
             raise EngineShutdown("the engine has failed")
         try:
@@ -75,8 +81,10 @@ class DsjaxPrefillEngine(Worker):
         if context.is_stopped():
             yield {**last, "finish_reason": "cancelled"}
             return
-        salt, priority = read.options.cache_salt, read.options.priority
-        params = server.prefill(read.token_ids, salt=salt, priority=priority, room=read.room)
+        given = read.options
+        params = server.prefill(
+            read.token_ids, salt=given.cache_salt, priority=given.priority, room=read.room, dp_rank=given.dp_rank
+        )
         yield {**last, "disaggregated_params": params}
 
     def _check(self, token_ids: list[int]) -> None:
@@ -97,7 +105,9 @@ class DsjaxPrefillEngine(Worker):
         server = self._server
         if server is None:
             return
-        self._server = self._publisher = None
+        self._server = None
+        if self._loads is not None:
+            self._loads.publisher = None
         self._events.close()
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -112,23 +122,35 @@ class DsjaxPrefillEngine(Worker):
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
         """Tell this publisher of each rank's pages."""
-        self._publisher = publisher
+        self._loads.publisher = publisher
 
     async def health_check_payload(self) -> dict[str, Any]:
         """Send a prompt of one token, for which nothing is computed."""
         return build_health_check_payload(0)
 
-    def _publish(self, core: EngineCore) -> None:
-        publisher = self._publisher
-        if publisher is None:
-            return
-        with contained("load reports", "Dynamo's router goes by the load that it was told last."):
-            for load in core.loads():
-                publisher.publish(load.rank, snapshot(load))
-
     def _die(self) -> None:
         _log.error("the prefill engine has failed: %s", self._server and self._server.engine.error)
         self._end_process()
+
+
+class PrefillLoads(LoadReports, Attachment):
+    """Tells Dynamo how many pages each DP rank holds, before and after each step, and when something was said to the engine.
+
+    Pages that found no room in send buffers go there without a step, when decode has taken others: a router would avoid a worker for ever
+    that seems to be full.
+    """
+
+    def __init__(self, core: EngineCore):
+        super().__init__(core.executor.limits.num_ranks)
+        self.scheduled(core.scheduler)
+
+    def begin_step(self, now: float) -> None:
+        """Tell what has changed without a step."""
+        self.publish(self.scheduler.loads())
+
+    def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
+        """Tell what a step has changed."""
+        self.publish(self.scheduler.loads())
 
 
 def _reached_at(address: str) -> str:

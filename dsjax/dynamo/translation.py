@@ -66,12 +66,12 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
         SamplingError: a value that cannot be, or an option that this engine has not; none is silently ignored.
     """
     token_ids = _token_ids(request.get("token_ids"))
-    options = _given(request.get("sampling_options"))
-    extra = _given(request.get("extra_args"))
-    passed = _given(extra.get("sampling_options"))
-    stops = _given(request.get("stop_conditions"))
-    wanted = _given(request.get("output_options"))
-    routing = _given(request.get("routing"))
+    options = _given(request, "sampling_options")
+    extra = _given(request, "extra_args")
+    passed = _given(extra, "sampling_options")
+    stops = _given(request, "stop_conditions")
+    wanted = _given(request, "output_options")
+    routing = _given(request, "routing")
     _refuse_unknown(options | passed, stops)
     options = options | passed
     hidden = stops.get("stop_token_ids_hidden") or ()
@@ -86,15 +86,18 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
         min_tokens=stops.get("min_tokens", 0),
         logprobs=wanted.get("logprobs"),
         prompt_logprobs=wanted.get("prompt_logprobs"),
-        structured_outputs=_form(request, _given(options.get("guided_decoding")), token_ids, thinking),
+        structured_outputs=_form(request, _given(options, "guided_decoding"), token_ids, thinking),
         detokenize=False,
         output_kind=OutputKind.DELTA,
     )
-    salt = routing.get("cache_salt") or _given(extra.get("nvext")).get("cache_salt")
+    salt = routing.get("cache_salt") or _given(extra, "nvext").get("cache_salt")
+    # The engine's thread hashes it, and an error there would end all requests.
+    if not isinstance(salt, str | None):
+        raise SamplingError("cache_salt", f"found {salt!r}, expected text")
     rank = routing.get("dp_rank")
     # Dynamo runs the highest first, and dsjax, like vLLM, the lowest.
     priority, rank = -int(routing.get("priority", 0)), None if rank is None else int(rank)
-    bootstrap = _given(request.get("bootstrap_info"))
+    bootstrap = _given(request, "bootstrap_info")
     return Translated(
         token_ids,
         params,
@@ -166,9 +169,16 @@ class CompletionError(Exception):
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "cancelled"}
 
 
-def _given(options: Any) -> dict[str, Any]:
-    """Keep what has a value: the frontend writes null for all others."""
-    return {name: value for name, value in (options or {}).items() if value is not None}
+def _given(holder: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Keep of a group of options what has a value: the frontend writes null for all others.
+
+    Raises:
+        SamplingError: it is no object; what is in `extra_args` may come as a client has written it.
+    """
+    options = holder.get(name)
+    if not isinstance(options, Mapping | None):
+        raise SamplingError(name, f"found {options!r}, expected an object")
+    return {option: value for option, value in (options or {}).items() if value is not None}
 
 
 def _token_ids(given: Any) -> list[int]:
@@ -208,7 +218,8 @@ def _form(
     request: Mapping[str, Any], guided: Mapping[str, Any], token_ids: list[int], thinking: ThinkingTokens | None
 ) -> StructuredOutputs | None:
     """`guided_decoding`: one of the forms. `backend` and `whitespace_pattern` choose among vLLM's libraries."""
-    forms = {name: guided[name] for name in _FORMS if guided.get(name)}
+    # An empty schema is a form too: any JSON.
+    forms = {name: guided[name] for name in _FORMS if guided.get(name) not in (None, "", [])}
     if "structural_tag" in guided:
         raise SamplingError(
             "structural_tag", "not supported; start the worker without --dyn-structural-tag, or give a JSON schema"
@@ -221,7 +232,7 @@ def _form(
 
 def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[str, str] | None:
     """Read where a prompt is computed: as its prefill worker has said, or as the frontend has told both sides."""
-    params = _given(_given(request.get("prefill_result")).get("disaggregated_params"))
+    params = _given(_given(request, "prefill_result"), "disaggregated_params")
     if {"address", "transfer"} <= params.keys():
         return {"address": params["address"], "transfer": params["transfer"]}
     if {"bootstrap_host", "bootstrap_port", "bootstrap_room"} <= bootstrap.keys():

@@ -6,14 +6,17 @@ import signal
 import sys
 import threading
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import typer
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
 from dynamo.llm.exceptions import InvalidArgument
 
+from dsjax.background import contained
 from dsjax.dynamo.kv_events import KvEvents
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.elastic.joining import host_options, join_group
@@ -170,6 +173,35 @@ class Worker(LLMEngine):
         timer = threading.Timer(_FLUSH_SECONDS, os._exit, (1,))
         timer.daemon = True
         timer.start()
+
+
+class LoadReports:
+    """Tells Dynamo how many pages each DP rank holds, where that has changed.
+
+    Attributes:
+        publisher: Dynamo's `SnapshotPublisher`, which is told from now on; None: nobody is.
+    """
+
+    def __init__(self, num_ranks: int):
+        self.publisher: Any = None
+        self._published: list[tuple | None] = [None] * num_ranks
+
+    @property
+    def holds_pages(self) -> bool:
+        """Whether a rank held pages when Dynamo was told of it last."""
+        return any(published and published[0] for published in self._published)
+
+    def publish(self, loads: Sequence[RankLoad]) -> None:
+        """Tell what has changed of the ranks that were registered."""
+        publisher = self.publisher
+        if publisher is None:
+            return
+        for load in loads[: len(self._published)]:
+            published = (load.used_pages, load.usable_pages, load.queried)
+            if published != self._published[load.rank]:
+                with contained("load reports", "Dynamo's router goes by the load that it was told last."):
+                    publisher.publish(load.rank, snapshot(load))
+                    self._published[load.rank] = published
 
 
 def snapshot(load: RankLoad) -> ComponentSnapshot:

@@ -36,7 +36,7 @@ class PrefillEngine:
 
     Attributes:
         core: scheduler and executor. service: the transfers. error: why the thread has ended.
-        on_step: called after each step, in the engine's thread. on_death: called when the thread has ended by an error.
+        on_death: called when the thread has ended by an error.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class PrefillEngine:
         )
         self.service.flush_core = self.core.flush_prefix_cache
         self.error: BaseException | None = None
-        self.on_step: Callable[[EngineCore], None] = lambda core: None
         self.on_death: Callable[[], None] = lambda: None
         self._inbox: queue.SimpleQueue[tuple[ToPrefill, Receive | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -157,13 +156,11 @@ class _StepListener:
         self._engine = engine
 
     def wants_stats(self) -> bool:
-        """Ask for the statistics of every step, so that each is told of."""
-        return True
+        """Ask for no statistics."""
+        return False
 
     def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
-        """Pass on that a step has ended."""
-        if stats is not None:
-            self._engine.on_step(self._engine.core)
+        """Do nothing: the service has entered what a step did."""
 
     def on_change(self) -> None:
         """Do nothing: the service has failed the transfers of the mesh before."""

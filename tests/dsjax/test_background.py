@@ -182,14 +182,14 @@ def chunks():
 
 
 def fail_chunk_offer(monkeypatch):
-    """Who waits for the chunk is told of it, and finds it gone; the next one is offered, and the next are dropped."""
+    """Who waits for the chunk is told of it, and finds it gone, as it is dropped too; the next one is offered, and the next are dropped."""
     made, offered, dropped = chunks(), [], []
     made.send_chunks(once(BROKEN, lambda *offer: offered.append(offer)), once(BROKEN, dropped.append))
-    for task in ((1, {}, True), [7], [8], (2, {}, True)):
+    for task in ([7], (1, {}, True), [8], (2, {}, True)):
         made._leaving.put(task)
     until(lambda: len(offered) == 2)
     assert offered == [(1, None), (2, {})]
-    assert dropped == [[8]]
+    assert dropped == [[1], [8]]
     made.close()
 
 
@@ -550,7 +550,7 @@ def fail_headless_server(monkeypatch):
 def fail_load_reports(monkeypatch):
     """Neither the task that asks while nothing is computed ends, nor the engine's thread that tells of a step."""
     dynamo = pytest.importorskip("dsjax.dynamo.engine")
-    monkeypatch.setattr(dynamo, "snapshot", lambda load: load)
+    monkeypatch.setattr("dsjax.dynamo.worker.snapshot", lambda load: load)
     monkeypatch.setattr(dynamo, "_IDLE_SECONDS", 0.001)
     load, told = SimpleNamespace(rank=0, used_pages=1, usable_pages=8, queried=0), []
 
@@ -559,7 +559,7 @@ def fail_load_reports(monkeypatch):
             return [SimpleNamespace(rank=0, used_pages=0, usable_pages=8, queried=0)]
 
         publisher = dynamo.LoadPublisher(1, SimpleNamespace(num_unfinished=0, call=once(BROKEN, call)))
-        publisher.connect(SimpleNamespace(publish=once(BROKEN, lambda rank, load: told.append(load.used_pages))))
+        publisher.publisher = SimpleNamespace(publish=once(BROKEN, lambda rank, load: told.append(load.used_pages)))
         for _ in range(2):
             publisher.on_step(SimpleNamespace(ranks=[load]))
         publisher.start()

@@ -48,6 +48,8 @@ class FollowerTransfers:
         process_id = group.options.process_id
         if args.disaggregation_mode == "prefill":
             self._tickets = self._tickets or tickets_of(group)
+            if self._kept is not None:
+                self._kept.end()
             self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2, self._tickets)
             if self._server is None:
                 host = host_of(args, group)

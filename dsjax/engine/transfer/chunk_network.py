@@ -33,6 +33,7 @@ class FollowerSendBuffers:
         self._chunks: dict[int, Chunk] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
         self._changed = threading.Condition()
+        self._has_ended = False
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -41,7 +42,8 @@ class FollowerSendBuffers:
         """Hold a chunk that is complete. None: another process holds it."""
         if chunk is not None:
             with self._changed:
-                self._chunks[number] = chunk
+                if not self._has_ended:
+                    self._chunks[number] = chunk
                 self._changed.notify_all()
 
     def drop(self, numbers: Sequence[int]) -> None:
@@ -54,6 +56,13 @@ class FollowerSendBuffers:
                 self._dropped.popitem(last=False)
             self._changed.notify_all()
 
+    def end(self) -> None:
+        """Hold nothing any longer: the generation has ended, and what this process has not computed will not come."""
+        with self._changed:
+            self._has_ended = True
+            self._chunks.clear()
+            self._changed.notify_all()
+
     def open(self, number: int, ticket: str) -> Chunk:
         """Return a chunk that was offered.
 
@@ -62,7 +71,9 @@ class FollowerSendBuffers:
         """
         self._tickets.check(number, ticket)
         with self._changed:
-            self._changed.wait_for(lambda: number in self._chunks or number in self._dropped, self._timeout)
+            self._changed.wait_for(
+                lambda: number in self._chunks or number in self._dropped or self._has_ended, self._timeout
+            )
             if number not in self._chunks:
                 raise ChunkGoneError(f"chunk {number} is not kept any more")
             return self._chunks[number]
@@ -116,13 +127,13 @@ class _PullingPeer:
         self._published: dict[int, tuple[float, Chunk]] = {}
 
     def receive(self, message: Any) -> None:
-        """Publish a chunk, or withdraw one that was pulled."""
+        """Publish a chunk, or withdraw one that was pulled, or could not be."""
         self._withdraw(time.monotonic() - self._server.timeout)
         if isinstance(message, PullRequest):
             self._channel.send(self._publish(message.number, message.ticket))
         elif isinstance(message, PullDone) and message.pull in self._published:
             _, chunk = self._published.pop(message.pull)
-            self._end_pull(message.pull, chunk, pulled=True)
+            self._end_pull(message.pull, chunk, pulled=message.ok)
 
     def _publish(self, number: int, ticket: str) -> PullResponse:
         server = self._server
@@ -188,14 +199,17 @@ class RemoteChunks:
         response = connection.request(number, chunk_ticket, self._timeout)
         pulled: Future[Chunk] = Future()
         arguments = connection.transport, response, device, pulled
-        threading.Thread(target=self._pull, args=arguments, name="dsjax-pull", daemon=True).start()
+        ok = False
         try:
+            threading.Thread(target=self._pull, args=arguments, name="dsjax-pull", daemon=True).start()
             chunk = pulled.result(self._timeout)
+            ok = True
         except FutureTimeoutError:
             raise ChunkGoneError(f"{address} does not send chunk {number}") from None
         except Exception as error:  # the transport's
             raise ChunkGoneError(f"chunk {number} could not be pulled from {address}: {error}") from error
-        connection.channel.send(PullDone(response.pull))
+        finally:
+            connection.channel.send(PullDone(response.pull, ok))
         return chunk
 
     def close(self) -> None:

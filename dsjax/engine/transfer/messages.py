@@ -28,6 +28,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_
         priority: of the request; it orders prefill's queue too.
         page: the name of the last page wanted (`extend_hashes`), which stands for all tokens up to its end and for the salt. Whoever asks
             from another engine gives it: pages that have another name are never sent.
+        dp_rank: number of the DP rank that a router outside has chosen to compute them; None: prefill chooses.
     """
 
     transfer: str
@@ -37,6 +38,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_
     salt: str | None = None
     priority: int = 0
     page: bytes = b""
+    dp_rank: int | None = None
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel_transfer"):
@@ -114,9 +116,10 @@ class PullResponse(msgspec.Struct, frozen=True, array_like=True, tag="pull_respo
 
 
 class PullDone(msgspec.Struct, frozen=True, array_like=True, tag="pull_done"):
-    """The pull of this number is over: the chunk has come."""
+    """The pull of this number is over. ok: the chunk has come."""
 
     pull: int
+    ok: bool = True
 
 
 ToPrefill = PrefillRequest | CancelTransfer | ReleaseChunk | FlushPages

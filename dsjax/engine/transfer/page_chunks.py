@@ -263,6 +263,9 @@ class PageChunks(DevicePart, PageStore):
                 )
                 with contained("chunk offer"):
                     self._offer(number, None)
+                if kept:  # who pulls it may have heard of it from process 0, and wait for it here
+                    with contained("chunk offer"):
+                        self._drop([number])
 
     def _pull_on(self) -> None:
         while (landing := self._wanted.get()) is not None:

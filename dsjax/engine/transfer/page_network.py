@@ -63,18 +63,25 @@ class PrefillServer:
         return self.listener.address
 
     def prefill(
-        self, token_ids: Sequence[int], *, salt: str | None = None, priority: int = 0, room: int | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        salt: str | None = None,
+        priority: int = 0,
+        room: int | None = None,
+        dp_rank: int | None = None,
     ) -> dict[str, str]:
         """Begin to compute a prompt, and give at once what its decode engine has to be told.
 
-        room: where the decode engine is told beforehand (`bootstrap_room`); it may have asked already.
+        room: where the decode engine is told beforehand (`bootstrap_room`); it may have asked already, and the prompt is then where this
+            engine has put it. dp_rank: as of `RequestOptions`.
         """
         params = handoff(self.address, room)
         page_size = self.engine.page_size
         end = (len(token_ids) - 1) // page_size
         if end:
             tokens = int32s(token_ids[: end * page_size + 1])
-            self.engine.post(PrefillRequest(params["transfer"], tokens, 0, end, salt, priority), None)
+            self.engine.post(PrefillRequest(params["transfer"], tokens, 0, end, salt, priority, dp_rank=dp_rank), None)
         return params
 
     def cancel(self, transfer: str) -> None:

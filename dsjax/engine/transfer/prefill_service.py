@@ -6,7 +6,7 @@ Plain Python.
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dsjax.engine.contract.commands import DropChunks, from_int32s, int32s
@@ -138,12 +138,17 @@ class PrefillService(Attachment):
         """End requests whose pages are all sent or about to be: their last token is decode's to compute."""
         tokens, before = self.counts
         self.counts = PrefillCounts(tokens + plan.num_prompt_tokens, before + seconds)
+        ended = []
         for update in updates:
             if update.finish_reason is FinishReason.ERROR:
                 self._fail(update.request.request_id, "its values are not finite")
-        for send in self._sends.values():
-            if send.is_complete:
+            elif update.finish_reason is not None:
+                ended.append(update.request.request_id)
+        for name, send in self._sends.items():
+            if send.is_complete and send.request.status is not Status.FINISHED:
                 self._abort(send)
+                ended.append(name)
+        self._forget_done(ended)  # decode may have released the last chunk before this step was entered
 
     def close(self, failed: bool) -> None:
         """Fail every transfer."""
@@ -163,8 +168,7 @@ class PrefillService(Attachment):
             if send is None or not _is_of(send, receive):
                 return
             self.buffers.release(message.number)
-            for name in [name for name, send in self._sends.items() if self._is_done(send)]:
-                self._forget(name)
+            self._forget_done(list(self._sends))
 
     def leave(self, receive: Receive) -> None:
         """Cancel everything that was asked for with this `receive`: who asked is there no more."""
@@ -241,7 +245,7 @@ class PrefillService(Attachment):
             max_tokens=1,
             seed=0,
             arrival_time=time.monotonic(),
-            options=RequestOptions(ask.priority, ask.salt),
+            options=RequestOptions(ask.priority, ask.salt, dp_rank=ask.dp_rank),
         )
 
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
@@ -265,6 +269,13 @@ class PrefillService(Attachment):
                 under_way.setdefault(send.receive, []).append(name)
         for receive, names in under_way.items():
             receive(TransfersUnderWay(names))
+
+    def _forget_done(self, names: Iterable[str]) -> None:
+        """Forget those of these transfers of which every page is computed, sent, and released."""
+        for name in names:
+            send = self._sends.get(name)
+            if send is not None and self._is_done(send):
+                self._forget(name)
 
     def _is_done(self, send: PageSend) -> bool:
         is_finished = send.request.status is Status.FINISHED

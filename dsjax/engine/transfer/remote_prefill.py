@@ -16,6 +16,7 @@ from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, R
 from dsjax.engine.schedule.pages import NAME_BYTES, extend_hashes
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.transfer.messages import (
+    CHUNK_PAGES,
     CancelTransfer,
     ChunkReady,
     PrefillRequest,
@@ -82,7 +83,12 @@ class Transfer:
     seen: set[int] = field(default_factory=set)
 
     def is_offered(self, offer: ChunkReady) -> bool:
-        """Say whether an offer's pages are those asked for, as far as it has any of them: each bears the name that was asked for."""
+        """Say whether an offer's pages are those asked for, as far as it has any of them: each bears the name that was asked for.
+
+        What no chunk can have would end the engine's thread, or the executor's, which write numbers and places as they are.
+        """
+        if not (0 <= offer.number < 2**31 and offer.count <= CHUNK_PAGES):
+            return False
         if len(offer.names) != NAME_BYTES * offer.count:
             return False
         for place in range(offer.count):
@@ -296,6 +302,7 @@ class RemotePrefills(PageSource):
         """Forget a request."""
         self._computed_here.discard(request)
         self._links_of.pop(request, None)
+        self._names_of.pop(request, None)
 
     def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
         """Count the pages that have come for a request and that its prefill engine had not cached."""
@@ -366,7 +373,7 @@ class RemotePrefills(PageSource):
         before = self._of.get(request)
         if before is not transfer:
             if before is not None:
-                self.release(transfer.rank, request)
+                self._leave(request)
             self._of[request] = transfer
             transfer.requests.add(request)
 

@@ -112,6 +112,12 @@ def test_packed_token_ids_are_little_endian_integers_of_32_bits():
         ({"sampling_options": {"dry_multiplier": 1}}, "dry_multiplier"),
         ({"extra_args": {"sampling_options": {"xtc_probability": 0.1}}}, "xtc_probability"),
         ({"extra_args": {"sampling_options": {"logit_bias": [3]}}}, "logit_bias"),
+        ({"extra_args": {"sampling_options": [3]}}, "sampling_options"),
+        ({"extra_args": {"sampling_options": {"guided_decoding": "json"}}}, "guided_decoding"),
+        ({"extra_args": "text"}, "extra_args"),
+        ({"extra_args": {"nvext": 5}}, "nvext"),
+        ({"extra_args": {"nvext": {"cache_salt": 5}}}, "cache_salt"),
+        ({"sampling_options": {"guided_decoding": {"json": False}}}, "structured_outputs.json"),
         ({"stop_conditions": {"max_thinking_tokens": 5}}, "max_thinking_tokens"),
         ({"sampling_options": {"temperature": -1}}, "temperature"),
         ({"sampling_options": {"guided_decoding": {"structural_tag": {"type": "structural_tag"}}}}, "structural_tag"),
@@ -141,6 +147,12 @@ def test_a_form_binds_behind_reasoning_where_the_prompt_ends_within_it(token_ids
     guided = {"sampling_options": {"guided_decoding": {"regex": "[0-9]+", "json": None}}}
     read = translate(request(token_ids=token_ids, require_reasoning=required, **guided), THINKING)
     assert read.params.structured_outputs == StructuredOutputs(regex="[0-9]+", structured_after=after)
+
+
+@pytest.mark.parametrize("given", [{"json": {}, "choice": []}, {"json": True}], ids=["no schema", "true"])
+def test_a_schema_that_allows_any_json_is_a_form_too(given):
+    read = translate(request(sampling_options={"guided_decoding": given}))
+    assert read.params.structured_outputs == StructuredOutputs(json={})
 
 
 def output(token_ids: list[int], reason: FinishReason | None = None, **changes) -> RequestOutput:

@@ -204,6 +204,33 @@ def test_a_transfer_and_its_chunks_obey_the_engine_that_asked_for_them_alone():
     pair.settle()
 
 
+def test_a_transfer_ends_whose_last_chunk_is_released_before_the_step_is_entered_that_ends_its_request():
+    pair = Pair()
+    engine, executor = pair.engines[0], pair.engines[0].core.executor
+
+    def receive(message):
+        if isinstance(message, ChunkReady):
+            engine.post(ReleaseChunk(message.number), receive)
+
+    def meanwhile():  # the devices and decode are faster than this process
+        while executor._queue:
+            executor.wait(executor._queue[0])
+        executor.move_chunks()
+        engine._take()
+
+    for name in ("computed", "cached"):
+        engine.post(prefill_request(name, range(9)), receive)
+        engine._take()
+        while engine.core.has_unfinished:
+            engine.core.step(meanwhile)
+        executor.move_chunks()
+        engine._take()
+        assert engine.num_jobs == engine.buffers.num_kept == 0
+    assert engine.buffers.pages_sent == 4
+    assert engine.core.rest_seconds is None
+    pair.settle()
+
+
 def test_a_transfer_that_nobody_has_asked_for_yet_is_cancelled_by_who_knows_its_prompt():
     pair = Pair()
     engine = pair.engines[0]

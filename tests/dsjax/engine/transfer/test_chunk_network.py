@@ -1,19 +1,25 @@
 """Chunks that other processes of a prefill side keep: offered by process 0, pulled from where they lie, and dropped there."""
 
+import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from engine_pair import prefill_request
 from fake_executor import FakeExecutor
 
+from dsjax.engine.elastic.transfer_processes import FollowerTransfers
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.chunk_network import FollowerSendBuffers
 from dsjax.engine.transfer.messages import (
     ChunkGoneError,
     ChunkReady,
     ReleaseChunk,
 )
+from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
 
 
@@ -29,6 +35,43 @@ def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_ea
         with pytest.raises(ChunkGoneError):
             kept.open(number, tickets.ticket(number))
     assert len(kept) == 0
+
+
+def test_a_chunk_that_another_process_has_offered_and_this_one_could_not_compute_is_waited_for_no_longer():
+    tickets = ChunkTickets()
+    kept, made = FollowerSendBuffers(60, tickets), object.__new__(PageChunks)
+    made._leaving, made._threads = queue.SimpleQueue(), []
+    made.send_chunks(kept.ready, kept.drop)
+
+    def fail():
+        raise RuntimeError("the step that made it has failed")
+
+    with ThreadPoolExecutor(1) as thread:
+        pull = thread.submit(kept.open, 3, tickets.ticket(3))
+        made._leaving.put((3, {"tokens": SimpleNamespace(block_until_ready=fail)}, True))
+        with pytest.raises(ChunkGoneError, match="is not kept any more"):
+            pull.result(30)
+    made._leaving.put((4, {"tokens": 1}, True))
+    assert kept.open(4, tickets.ticket(4)) == {"tokens": 1}
+    made._leaving.put(None)
+
+
+def test_chunks_of_a_generation_that_has_ended_are_waited_for_no_longer():
+    group = SimpleNamespace(options=SimpleNamespace(process_id=1))
+    transfers = FollowerTransfers(EngineArgs(disaggregation_mode="prefill", transfer_timeout=120), group)
+    transfers._tickets, transfers._server = ChunkTickets(), "started with the first generation"
+    executor = FakeExecutor(transfers=True)
+    transfers.join(SimpleNamespace(executor=executor))
+    before = transfers._kept
+    with ThreadPoolExecutor(1) as thread:
+        pull = thread.submit(
+            before.open, 3, transfers._tickets.ticket(3)
+        )  # offered by process 0, and never computed here
+        transfers.join(SimpleNamespace(executor=executor))
+        with pytest.raises(ChunkGoneError, match="is not kept any more"):
+            pull.result(30)
+    executor._offer(4, {"tokens": 1})
+    assert transfers._kept.open(4, transfers._tickets.ticket(4)) == {"tokens": 1}
 
 
 def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():

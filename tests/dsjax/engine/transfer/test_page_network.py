@@ -320,6 +320,35 @@ def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes()
     server.shutdown()
 
 
+@pytest.mark.parametrize("fault", ["fails", "hangs"])
+def test_a_chunk_that_could_not_be_pulled_is_taken_back_though_decode_says_nothing_more(fault):
+    server, transport = served()
+    server.engine.buffers.timeout = server._chunks.timeout = 60
+    link, messages = linked(server, transport, page_size=4)
+    link.send(prefill_request("a", range(33)))
+    until(lambda: sum(message.count for message in messages) == 8)
+    first, *_ = messages
+    ended = threading.Event()
+    transport.pulls, pull = fault == "hangs", transport.pull
+    transport.pull = lambda *arguments: pull(*arguments) if fault == "fails" else ended.wait(20)
+    chunks = RemoteChunks(transport, {"page_size": 4}, {}, 20 if fault == "fails" else 0.5)
+    with pytest.raises(ChunkGoneError, match="the link is down" if fault == "fails" else "does not send chunk"):
+        chunks.pull(first.address, first.number, None)
+    until(lambda: (transport.pulled, transport.withdrawn, transport.published) == ([], [1], {}))
+    ended.set()
+    transport.pulls, transport.pull = True, pull
+    assert chunks.pull(first.address, first.number, None)["tokens"][0] == [
+        0,
+        1,
+        2,
+        3,
+    ]  # it is kept until it is released
+    until(lambda: (transport.pulled, transport.published) == ([2], {}))
+    chunks.close()
+    link.close()
+    server.shutdown()
+
+
 def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again():
     server, transport = served()
     buffers, told = server.engine.buffers, []
@@ -333,6 +362,20 @@ def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again():
     assert not any(isinstance(message, TransferFailed) for message in told)
     link.close()
     server.shutdown()
+
+
+@pytest.mark.parametrize(("chosen", "computes"), [(0, [3, 0]), (1, [0, 3]), (2, [2, 1]), (None, [2, 1])])
+def test_a_prompt_is_computed_by_the_rank_that_a_router_has_chosen(chosen, computes):
+    executor = FakeExecutor(num_ranks=2, transfers=True)
+    engine = PrefillEngine(
+        executor, SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16), timeout=60
+    )
+    server = PrefillServer(engine, None, {}, "127.0.0.1")
+    for number in range(3):
+        server.prefill([number] * 33, dp_rank=chosen)
+    engine.turn(wait=False)
+    assert [load.running + load.waiting for load in engine.core.loads()] == computes
+    server.listener.close()
 
 
 def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():

@@ -18,6 +18,7 @@ from dsjax.engine.schedule.pages import PagePool, extend_hashes
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import (
+    CHUNK_PAGES,
     CancelTransfer,
     ChunkReady,
     PrefillRequest,
@@ -320,6 +321,17 @@ def test_pages_that_are_not_those_asked_for_are_never_pulled_and_their_request_c
     assert "not those asked for" in caplog.text
 
 
+@pytest.mark.parametrize(("number", "count"), [(2**31, 2), (7, CHUNK_PAGES + 1)])
+def test_an_offer_that_no_chunk_can_be_ends_no_decode_engine(number, count):
+    source, names = decode_source(), [bytes([page]) * 32 for page in range(18)]
+    request, asked = waiting(source, "a", list(range(73)), names)
+    source.receive(0, ChunkReady(asked.transfer, number, 0, count, names=b"".join(names[:count])), now=1.0)
+    source.begin_rank(0, now=1.0)
+    assert list(source.commands()) == []
+    assert not request.is_loading
+    assert source.transfer_counts.refused == 1
+
+
 def test_a_prefill_engine_has_nothing_to_say_of_what_another_one_was_asked_for():
     source, names = decode_source(), [b"0" * 32, b"1" * 32]
     _, asked = waiting(source, "a", list(range(9)), names)
@@ -344,6 +356,39 @@ def test_a_request_that_needs_nothing_of_what_is_computed_for_it_names_the_last_
     source.release(0, request)
     same = Request("b", tokens[:8], 8, SamplingParams(temperature=0), 1, 0, options=RequestOptions(cache_salt="mine"))
     assert source.take_messages() == [(1, CancelTransfer("room-7", extend_hashes(same, 4)[1]))]
+
+
+def handed_request(source, name, tokens, transfer="room-7"):
+    """A request whose prompt another prefill engine computes already, under the name of this transfer."""
+    source.connect = lambda address: source.add_link()
+    options = RequestOptions(prefill={"address": "127.0.0.1:1", "transfer": transfer})
+    request = Request(name, tokens, len(tokens), SamplingParams(temperature=0), 1, 0, options=options)
+    source.added(request)
+    return request
+
+
+def test_what_is_computed_for_a_request_goes_on_while_it_waits_for_pages_that_others_have_asked_for():
+    source, names = decode_source(), [b"%d" % page * 32 for page in range(5)]
+    request = handed_request(source, "handed", list(range(21)))
+    for number, end in enumerate((1, 2)):  # one after the other: each brings a page of its prompt
+        _, asked = waiting(source, f"other {number}", list(range(4 * end + 1)), names[:end], cached=range(end - 1))
+        assert source.awaits(0, request, names[end - 1])
+        source.receive(0, ChunkReady(asked.transfer, number, end - 1, 1, names=names[end - 1]), now=1.0)
+        source.begin_rank(0, now=1.0)
+        source.landed(0, number, True, now=1.0)
+    assert source.transfer_counts.completed == 2
+    assert [message for _, message in source.take_messages()] == []
+    assert source.lookup(0, request, names, [1, 2], 8, now=1.0) is Lookup.WAIT
+    [(link, asked)] = source.take_messages()
+    assert (link, asked.transfer, asked.first, asked.end) == (1, "room-7", 2, 5)
+
+
+def test_nothing_is_kept_of_a_request_that_ends_before_its_prompt_was_asked_for():
+    source = decode_source()
+    request = handed_request(source, "refused", list(range(21)))
+    source.ended(request)  # a smaller mesh cannot hold it: it was not released before
+    assert not source._names_of
+    assert not source._links_of
 
 
 def test_what_an_executor_has_pulled_does_not_land_on_the_one_that_replaces_it():
