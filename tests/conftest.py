@@ -16,8 +16,13 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import httpx._transports.default as _http
+import hypothesis
 import pytest
 from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
+
+# How long an example takes says something of the machine, which others may use as well.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # The number of emulated devices, and a stuck collective that aborts in a minute instead of hanging the suite.
 _XLA_FLAGS = (
