@@ -18,7 +18,7 @@ tokens; and one device with native kernels keeps it against one with the plain f
     python tools/check_layouts.py --weights nvfp4-bf16 --eplb               # with experts in FP4, held to one device with them
     python tools/check_layouts.py --kv-cache-dtype fp8 dp=8 dp=2,tp=4       # with an FP8 cache, held to one device with such a cache
     python tools/check_layouts.py --model v3.2 dp=8 tp=8   # a model with sparse attention, of which only form CD is left out
-    python tools/check_layouts.py --kernels native     # each run with native kernels, held to one device with the plain forms
+    python tools/check_layouts.py --kernels native     # with native kernels, held to one device with them, and that to plain forms
     python tools/check_layouts.py --weights fp8 --activation-scheme dynamic dp=1 dp=2,tp=2   # with FP8 activations, on one device too
     python tools/check_layouts.py --speculative --no-async-scheduling --every 19   # each 19th of these runs
     python tools/check_layouts.py --all-options --every 467   # each 467th of all combinations of layout, dispatch, forms and these options

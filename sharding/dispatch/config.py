@@ -70,8 +70,9 @@ def default_capacity(tokens: int, top_k: int, ranks: int, overlapped: bool = Fal
 
     tokens: tokens of the sending rank; ranks: size of the EP group. With even routing a token has an expert on a given
     rank with probability ``p = 1 - (1 - 1/ranks)^top_k``; the rule takes the mean ``tokens * p`` plus four standard
-    deviations, so that a further round (two more collectives for the whole group) is rare under even routing, rounds
-    it up to a multiple of 8, or 4 where exchanges are ``overlapped``, and never exceeds ``tokens``, at which no second round is possible.
+    deviations, rounds it up to a multiple of 8, or 4 where exchanges are ``overlapped``, and never exceeds ``tokens``, at which no second
+    round is possible. A further round (two more collectives for the whole group) is then rare under even routing, though not where few
+    rows go to each of many ranks: with 64 choices on each of 32 ranks some pair has more than its 8 rows in one layer of six.
     """
     return _with_margin(tokens, 1.0 - (1.0 - 1.0 / ranks) ** top_k, overlapped)
 
