@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sharding.dispatch.config import default_capacity, even_routing_rows, host_capacity
 
-CPU_GATHER_TOKENS = 256
+CPU_GATHER_TOKENS, IN_MEMORY_GATHER_TOKENS = 256, 16
 PADDED_TOKENS = 512
 INSIDE_PER_BETWEEN = 4
 """Rows that a device sends over its fast link in the time of one to another host, at the least: 200 and 50 GB/s of an H800, 450 and 50 of
@@ -21,6 +21,7 @@ def choose_method(
     overlapped: bool = False,
     on_host: int = 1,
     routed_groups: tuple[int, int] | None = None,
+    in_memory: bool = False,
 ) -> str:
     """``gather``, ``padded``, ``ragged`` or ``hierarchical``: the one that ``dispatch`` takes where ``method`` was asked for.
 
@@ -29,14 +30,17 @@ def choose_method(
 
     tokens: tokens of one rank (per chunk); top_k: experts a token uses; ranks: over which whole experts
     are spread (1 where only their width is split: then ``gather`` is all there is to do); overlapped, routed_groups: as in
-    ``DispatchConfig``; on_host: how many of the ranks share each host, 1 where nothing is known of hosts.
+    ``DispatchConfig``; in_memory: whether rows pass so, as there; on_host: how many of the ranks share each host, 1 where nothing is
+    known of hosts.
 
     - ``gather`` where no method could move fewer rows: when ``padded``'s capacity is all of a rank's tokens (few tokens, or
       few ranks, so that a token has an expert nearly everywhere). Two collectives, no queues. Between hosts a ring brings each row to a
       host once, as ``hierarchical`` does.
     - On emulated CPU devices ``gather`` was the fastest at every size measured (``docs/dispatch.md``): an all-to-all there
       copies each pair's block by itself, and ``ragged`` is emulated by padding. But each device then holds every token of the
-      group, in one memory: past ``CPU_GATHER_TOKENS`` tokens ``padded``, whose buffers are smaller (a third, on 32 ranks).
+      group, in one memory: past ``CPU_GATHER_TOKENS`` tokens ``padded``, whose buffers are smaller (a third, on 32 ranks). Where rows
+      pass in memory an all-to-all costs no more than other exchanges, and every row that is not copied is time saved: there past
+      ``IN_MEMORY_GATHER_TOKENS``.
     - On accelerators ``hierarchical`` where the ranks are on several hosts, several on each, and what is sent between hosts and
       inside them takes less time so (``crosses_cheaper``). Many hosts have hardly two experts of a token on one of them.
       Not where exchanges are ``overlapped``: by the timeline a half batch is faster straight (``docs/dispatch.md``).
@@ -50,7 +54,7 @@ def choose_method(
     if default_capacity(tokens, top_k, ranks, overlapped) >= tokens:
         return "gather"
     if platform == "cpu":
-        return "gather" if tokens <= CPU_GATHER_TOKENS else "padded"
+        return "gather" if tokens <= (IN_MEMORY_GATHER_TOKENS if in_memory else CPU_GATHER_TOKENS) else "padded"
     direct = "padded" if overlapped or tokens <= PADDED_TOKENS else "ragged"
     if overlapped or not in_two_stages:
         return direct

@@ -20,6 +20,9 @@ from sharding.dispatch.transit import NoRoundsApart, Transit
 from sharding.dispatch.wire import PackedRows, WireFormat
 from sharding.sums import add_as_tree, add_in_order
 
+IN_MEMORY_COLUMNS = 4
+"""Times a queue's length up to which terms come back as columns between devices that share a memory (``docs/dispatch.md``)."""
+
 
 class _Kept(NamedTuple):
     """What a rank keeps while its tokens are on their way.
@@ -112,7 +115,9 @@ class GatherByChoice(NoRoundsApart):
 
     @property
     def _in_columns(self) -> bool:
-        return self.tokens * self._columns <= self.capacity
+        # In one memory bytes cost less than queues do, which every rank plans for all, and a second round.
+        most = self.capacity * (IN_MEMORY_COLUMNS if self.group.in_memory is not None else 1)
+        return self.tokens * self._columns <= most
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
         """Pack this rank's tokens."""

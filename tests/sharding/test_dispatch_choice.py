@@ -54,6 +54,11 @@ def test_auto_goes_by_tokens_ranks_and_platform(tokens, ranks, platform, method)
     assert choose_method("auto", tokens, 8, ranks, platform) == method
 
 
+def test_in_one_memory_auto_gathers_few_tokens_alone():
+    found = {tokens: choose_method("auto", tokens, 8, 32, "cpu", in_memory=True) for tokens in (8, 16, 32, 256)}
+    assert found == {8: "gather", 16: "gather", 32: "padded", 256: "padded"}
+
+
 @pytest.mark.parametrize(
     ("tokens", "ranks", "on_host", "method"),
     [
