@@ -117,7 +117,8 @@ def assign_copies(
     logical_TK: Int[Array, "T K"],
     active_T: Bool[Array, "T"],
     ranks: int = 1,
-    distance: Int[np.ndarray, "R P"] | None = None,
+    distance: Int[np.ndarray, "R P"] | Int[Array, "R P"] | None = None,
+    first_rank: int | Int[Array, ""] = 0,
 ) -> Int[Array, "T K"]:
     """Physical expert ids ``[T, K]`` of each token's logical ones, -1 for tokens that are not active; jit-able.
 
@@ -125,7 +126,7 @@ def assign_copies(
     starts at copy r: on each rank, and over ranks that have one token each, no two copies' counts differ by more than 1.
 
     ranks: the T tokens are this many equal runs, one per DP rank. distance: of each run to each physical slot, as ``slot_distances``
-        gives it: only the nearest copies take turns, and counts are even among these alone.
+        gives it: only the nearest copies take turns, and counts are even among these alone. first_rank: of which rank the first run is.
 
     Tables of width 1, without a redundant copy, cost one look-up.
     """
@@ -134,7 +135,10 @@ def assign_copies(
         return jnp.where(active_TK, jnp.asarray(tables.physical_EC)[logical_TK, 0], -1)
     experts = tables.copies_E.shape[0]
     groups_RP = jnp.where(active_TK, logical_TK, experts).reshape(ranks, -1)
-    turn_RP = jax.vmap(lambda group_P: _running_count(group_P, experts + 1))(groups_RP) + jnp.arange(ranks)[:, None]
+    turn_RP = (
+        jax.vmap(lambda group_P: _running_count(group_P, experts + 1))(groups_RP)
+        + (first_rank + jnp.arange(ranks))[:, None]
+    )
     if distance is None:
         copies_TK = jnp.asarray(tables.copies_E)[logical_TK]
         physical_TK = jnp.asarray(tables.physical_EC)[logical_TK, turn_RP.reshape(logical_TK.shape) % copies_TK]

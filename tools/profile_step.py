@@ -2,6 +2,7 @@
 
     python tools/profile_step.py --mesh dp=1 --rows 32 --context 160
     python tools/profile_step.py --mesh dp=32 --rows 8 --context 160
+    python tools/profile_step.py --mesh dp=32 --rows 1 --ranks 1     # one user
     python tools/profile_step.py --mesh dp=1 --rows 32 --constant-placement      # what tables of places that are data cost
     python tools/profile_step.py --mesh dp=1 --rows 32 --compiler-options        # what the engine's options of the compiler save and cost
 
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rows", type=int, default=32, help="requests of each DP rank")
     parser.add_argument("--context", type=int, default=160, help="tokens before the one that is decoded")
+    parser.add_argument("--ranks", type=int, help="DP ranks that have requests; default: all")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--dispatch", default="auto")
     parser.add_argument(
@@ -68,7 +70,7 @@ def main() -> None:
         args.model, mesh=args.mesh, dispatch=args.dispatch, max_num_seqs=args.rows, cache_tokens=args.rows * pages * 16
     )
     llm.executor.buckets = dataclasses.replace(llm.executor.buckets, decode=(args.rows,))
-    run, text = decode_step(llm, args.rows, args.context, pages)
+    run, text = decode_step(llm, args.rows, args.context, pages, args.ranks)
     if args.constant_placement:
         compare_placements(llm, run, args.rows, args.steps)
         return
@@ -83,8 +85,8 @@ def main() -> None:
     print_table(trace(run), scopes_of(text))
 
 
-def decode_step(llm, rows: int, context: int, pages: int):
-    """A function that runs one decode step of full rows, and the program's text."""
+def decode_step(llm, rows: int, context: int, pages: int, ranks: int | None):
+    """A function that runs one decode step of full rows on so many ranks, and the program's text."""
     from dsjax.engine.contract.commands import Admission, PageChange, RankStep, Sampling, Step, int32s
     from dsjax.engine.device.buckets import Rectangle
 
@@ -94,7 +96,9 @@ def decode_step(llm, rows: int, context: int, pages: int):
     admissions = [Admission(slot, context, token, sampling) for slot, token in enumerate(tokens)]
     tables = [PageChange(slot, 0, list(range(1 + slot * pages, 1 + (slot + 1) * pages))) for slot in range(rows)]
     admitted, following = RankStep(admissions, tables, decodes, [], []), RankStep([], [], decodes, [], [])
-    commands = [Step([rank] * executor.limits.num_ranks) for rank in (admitted, following)]
+    busy = executor.limits.num_ranks if ranks is None else ranks
+    idle = [RankStep([], [], int32s(()), [], [])] * (executor.limits.num_ranks - busy)
+    commands = [Step([rank] * busy + idle) for rank in (admitted, following)]
 
     def run() -> None:
         executor.collect(executor.launch(commands.pop(0) if len(commands) > 1 else commands[0]))

@@ -33,6 +33,7 @@ from dsjax.model.parameters import reinterpret, store, value_of
 from dsjax.model.softmax import attend_in_blocks
 from dsjax.model.sparse import IndexScores, attend_to_chosen, unpack
 from sharding import MeshSpec, fp8
+from sharding.on_ranks import on_ranks
 from sharding.sums import pieces_here, tree_sum
 
 Cache = dict[str, Array]
@@ -389,7 +390,7 @@ class PagedAttention:
         )
 
     def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return on_ranks(function, self.mesh, in_specs, out_specs)
 
 
 def widen(values: Float[Array, "*n W"], width: int) -> Float[Array, "*n V"]:

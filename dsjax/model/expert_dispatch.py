@@ -19,6 +19,7 @@ from dsjax.model.router import Routing
 from dsjax.model.token_sharding import TokenSharding
 from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh
 from sharding.layer_placement import LayerPlacements
+from sharding.on_ranks import on_one_rank
 from sharding.placement import assign_copies, slot_distances
 
 
@@ -48,20 +49,25 @@ class ExpertDispatch:
         logical, active = spread(routing.ids).reshape(B * T, K), spread(of.tokens.active).reshape(B * T)
         # Copies take turns on each DP rank, or on each device where the tokens are split already.
         runs = spec.tp_size if by_data else 1
-        slots = assign_copies(of.copies, logical, active, B * runs, self._slot_distances(runs))
+        distances, first = self._slot_distances(runs), 0
+        if on_one_rank():
+            first = jax.lax.axis_index(spec.batch_axes)
+            distances = None if distances is None else jnp.asarray(distances)[first][None]
+        slots = assign_copies(of.copies, logical, active, B * runs, distances, first)
         return sharding.constrain(slots, axes), sharding.constrain(spread(routing.weights).reshape(B * T, K), axes)
 
     def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""
         products, spec, mesh = self.products, self.sharding.spec, self.sharding.mesh
-        (B, T, D), K = x.shape, products.config.num_experts_per_tok
+        (_, T, D), K = x.shape, products.config.num_experts_per_tok
+        tokens = spec.dp_size * T
         experts = of.block.moe.experts
         stack = experts.stored()
         specs = {name: self._expert_spec(experts, name) for name in stack}
         product = ExpertProduct(
             weight_dtype=experts.down.weight.info.dtype,
             platform=mesh.devices.flat[0].platform,
-            mean_load=self.mean_load(B * T),
+            mean_load=self.mean_load(tokens),
             kernels=products.kernels,
             scheme=products.scheme,
             width_shares=spec.expert_width_shards,
@@ -69,17 +75,19 @@ class ExpertDispatch:
         exchange = Exchange.of(
             spec,
             mesh,
-            replace(
-                self.dispatch,
-                by_choice=self.dispatch.by_choice or products.ordered,
-                in_memory=self._in_memory,
-            ),
-            jax.ShapeDtypeStruct((B * T, D), x.dtype),
-            jax.ShapeDtypeStruct((B * T, K), jnp.int32),
+            self.config,
+            jax.ShapeDtypeStruct((tokens, D), x.dtype),
+            jax.ShapeDtypeStruct((tokens, K), jnp.int32),
             experts=self.placement.n_physical,
             home=self.shared_experts_fusion,
         )
         return exchange, ExpertsOfMesh(product, stack | {"layer": of.index}, specs | {"layer": P()})
+
+    @property
+    def config(self) -> DispatchConfig:
+        """``dispatch`` as this step's kernels carry it out."""
+        by_choice = self.dispatch.by_choice or self.products.ordered
+        return replace(self.dispatch, by_choice=by_choice, in_memory=self._in_memory)
 
     def mean_load(self, tokens: int) -> float:
         """Pairs of one physical expert in one product, if all ``tokens`` of the mesh are routed evenly."""

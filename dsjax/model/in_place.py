@@ -28,6 +28,7 @@ from dsjax.model.norm import LayerNorm, RMSNorm
 from dsjax.model.parameters import Matrix, Multiply, ParameterInfo, reinterpret, value_of
 from dsjax.model.transformer import Transformer
 from sharding import MeshSpec, Rules, fp8
+from sharding.on_ranks import on_ranks
 from sharding.sums import pieces_here, tree_sum
 
 SHARED_DEPTHS = ("heads", "mlp_width", "shared_width", "expert_width")
@@ -172,8 +173,8 @@ class MatricesInPlace:
             tokens = self.spec.head_axes if by_data else None
             specs = (dict.fromkeys(arrays, spec), P(), P(batch, tokens, depth))
             out_specs = P(batch, depth if split else tokens, *columns)
-            run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-            out = run(arrays, layer, x.reshape(self.spec.dp_size, -1, x.shape[-1]))
+            run = on_ranks(local, self.mesh, specs, out_specs)
+            out = run(arrays, layer, x.reshape(x.shape[0], -1, x.shape[-1]))
             return out.reshape(*x.shape[:-1], *out.shape[2:])
 
         return in_stack
@@ -186,8 +187,7 @@ class MatricesInPlace:
 
         by_rank = self.spec.batch_axes
         in_specs, out_specs = (P(*spec[1:]), P(by_rank, None, spec[1])), P(by_rank, spec[1])
-        run = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return run(matrix.value(x.dtype), x)
+        return on_ranks(local, self.mesh, in_specs, out_specs)(matrix.value(x.dtype), x)
 
     def _ordered(self, matrix: Matrix, index: Int[Array, ""] | None, x: Array, **tokens: bool) -> Array:
         """``Matrix.product`` by ``ordered_product``; index: of the layer, where ``matrix`` is the stack's; tokens: as of ``multiply``."""
@@ -214,7 +214,7 @@ class MatricesInPlace:
         by_data: bool = False,
         transposed: bool = False,
     ) -> Array:
-        """``x [..., K]`` times layer ``layer`` of ``weight [L, K, *columns]`` with logical ``axes``; transposed it lies as ``[L, J, K]``.
+        """``x [B, ..., K]`` times layer ``layer`` of ``weight [L, K, *columns]`` with logical ``axes``; transposed it is ``[L, J, K]``.
 
         Where K can be cut over devices, its sum is the tree of ``sharding.sums`` on every mesh, and devices that share it add its branches.
         Pallas kernels take stored weights alone that do not lie transposed; stored: what their bits mean, if not what their dtype says.
@@ -244,14 +244,8 @@ class MatricesInPlace:
         own = P(spec[0], *columns, depth) if transposed else spec  # as the weight lies
         rows = self.spec.head_axes if by_data else None
         out_specs = P(batch, depth if split else rows, *columns)
-        run = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(dict.fromkeys(arrays, own), P(), P(batch, rows, depth)),
-            out_specs=out_specs,
-            check_vma=False,
-        )
-        out = run(dict(arrays), layer, x.reshape(self.spec.dp_size, -1, x.shape[-1]))
+        run = on_ranks(local, self.mesh, (dict.fromkeys(arrays, own), P(), P(batch, rows, depth)), out_specs)
+        out = run(dict(arrays), layer, x.reshape(x.shape[0], -1, x.shape[-1]))
         return out.reshape(*x.shape[:-1], *out.shape[2:])
 
     def _pieces(self, depth: int, shares: int, shared: bool, scaled: bool) -> int:
@@ -309,7 +303,7 @@ class MatricesInPlace:
             return rms_norm(x[0], scale, norm.eps, self.kernels.pallas)[None]
 
         by_rank = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
-        run = jax.shard_map(local, mesh=self.mesh, in_specs=(by_rank, P(), P()), out_specs=by_rank, check_vma=False)
+        run = on_ranks(local, self.mesh, (by_rank, P(), P()), by_rank)
         scale = value_of(norm.scale).astype(x.dtype)
         bias = value_of(norm.bias).astype(x.dtype) if isinstance(norm, LayerNorm) else None
-        return run(x.reshape(self.spec.dp_size, -1, x.shape[-1]), scale, bias).reshape(x.shape)
+        return run(x.reshape(x.shape[0], -1, x.shape[-1]), scale, bias).reshape(x.shape)

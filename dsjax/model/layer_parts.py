@@ -21,6 +21,7 @@ from dsjax.model.layer_values import Computed, Layer, Sent
 from dsjax.model.mla import Projections
 from dsjax.model.router import Routing
 from dsjax.model.token_sharding import TokenSharding
+from sharding.on_ranks import if_any
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,22 +56,26 @@ class LayerParts:
     def attend(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
         """Attention, and the entries that it writes to the cache."""
         x = self.sharding.whole(x)
-        normed = self.sharding.whole(self.products.normalise(of.block.attn_norm, x))
-        attended, cache = self._attention(of, normed, cache)
-        return (self.sharding.split(x + attended) if self.by_data(of, x) else x + attended), cache
+        project = partial(self._project, of, x)
+        p = if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
+        cache = self.attention.write(of.block.attn, cache, of.layer, of.tokens.slots, p)
+        return if_any(of.tokens.active, lambda: self._add_attention(of, x, cache, p), lambda: x), cache
 
-    def _attention(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+    def _project(self, of: Layer, x: Float[Array, "B T D"]) -> Projections:
+        of, tokens, normalise = of.here(), of.tokens, self.products.normalise
+        normed = self.sharding.whole(normalise(of.block.attn_norm, x))
+        query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups) or self.products.native
+        options = {"query_heads": query_heads, "multiply": self.products.multiply(of.index), "normalise": normalise}
+        return self._spread_heads(of.block.attn.project(normed, tokens.rotation, **options))
+
+    def _add_attention(
+        self, of: Layer, x: Float[Array, "B T D"], cache: Cache, p: Projections
+    ) -> Float[Array, "B T D"]:
+        of = of.here()
         index, layer, tokens, by_data = of.index, of.layer, of.tokens, self.by_data(of, x)
         attention, mla, multiply = self.attention, of.block.attn, self.products.multiply(index)
         in_stack = mla.kv_b.weight[...].ndim == len(mla.kv_b.weight.info.shape)
         by_head = index if in_stack else None
-        query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups) or self.products.native
-        p = self._spread_heads(
-            mla.project(
-                x, tokens.rotation, query_heads=query_heads, multiply=multiply, normalise=self.products.normalise
-            )
-        )
-        cache = attention.write(mla, cache, layer, tokens.slots, p)
         outs, start = [], 0
         for group in tokens.groups:
             B, R, C = group.tokens.shape
@@ -86,7 +91,8 @@ class LayerParts:
             outs.append(out.reshape(B, R * C, -1))
             start += R * C
         attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
-        return (self.sharding.split if by_data else self.sharding.whole)(attended), cache
+        attended = (self.sharding.split if by_data else self.sharding.whole)(attended)
+        return self.sharding.split(x + attended) if by_data else x + attended
 
     def _spread_heads(self, p: Projections) -> Projections:
         """Projections with their heads spread over ``tp``, and what all heads share whole on each device."""
@@ -100,9 +106,13 @@ class LayerParts:
 
     def multiply_dense(self, of: Layer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The tokens after a dense layer's MLP: what follows attention there in place of the other three parts."""
-        normed, multiply = self._normed(of, x), self.products.multiply(of.index, by_data=self.by_data(of, x))
-        y = of.block.mlp(normed, multiply)
-        return self.sharding.whole(x + y)
+
+        def multiplied() -> Float[Array, "B T D"]:
+            here, multiply = of.here(), self.products.multiply(of.index, by_data=self.by_data(of, x))
+            y = here.block.mlp(self._normed(here, x), multiply)
+            return self.sharding.whole(x + y)
+
+        return if_any(of.tokens.active, multiplied, lambda: x)
 
     def _normed(self, of: Layer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What attention left, normalised for the MLP or the experts."""
@@ -118,13 +128,23 @@ class LayerParts:
 
     def route(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
         """``send`` without the exchange: active tokens are packed for the physical copies of their experts."""
-        normed, routing = self.choose(of, x)
-        (B, T, D), by_data, spec = normed.shape, self.by_data(of, normed), self.sharding.spec
-        with jax.named_scope("experts"):
-            axes = spec.token_axes if by_data else spec.batch_axes
-            rows = self.sharding.constrain(normed.reshape(B * T, D), axes)
-            exchange, _ = self.experts.exchange(of, normed)
-            return Sent(x, normed, exchange.prepare(rows, *self.experts.assign(of, routing, by_data=by_data)))
+        (B, T, D), by_data, spec = x.shape, self.by_data(of, x), self.sharding.spec
+        exchange, _ = self.experts.exchange(of, x)
+
+        def routed() -> Sent:
+            here = of.here()
+            normed, routing = self.choose(here, x)
+            with jax.named_scope("experts"):
+                axes = spec.token_axes if by_data else spec.batch_axes
+                rows = self.sharding.constrain(normed.reshape(B * T, D), axes)
+                return Sent(x, normed, exchange.prepare(rows, *self.experts.assign(here, routing, by_data=by_data)))
+
+        def nowhere() -> Sent:
+            choices, zeros = (B * T, self.products.config.num_experts_per_tok), jnp.zeros_like(x)
+            transit = exchange.prepare(zeros.reshape(B * T, D), jnp.full(choices, -1), jnp.zeros(choices))
+            return Sent(x, zeros, transit)
+
+        return if_any(of.tokens.active, routed, nowhere)
 
     def choose(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Routing]:
         """The tokens as experts read them, and the experts of each."""
@@ -152,7 +172,8 @@ class LayerParts:
         if not hasattr(of.block.moe, "shared"):
             return None
         multiply = self.products.multiply(of.index, split_tokens=True, by_data=self.by_data(of, normed))
-        return of.block.moe.shared(normed, multiply)
+        share = lambda: of.here().block.moe.shared(normed, multiply)  # noqa: E731
+        return if_any(of.tokens.active, share, lambda: jnp.zeros_like(normed)) if of.tokens is not None else share()
 
     # The fourth part.
 
@@ -189,3 +210,7 @@ class LayerParts:
         if shared is not None:
             y += shared
         return self.sharding.whole(x + y)
+
+
+def _zeros(described: Projections) -> Projections:
+    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -33,6 +33,7 @@ class Layer:
     """One decoder layer and the tokens that pass through it.
 
     block: its modules. index: its number in their stack; layer: in the cache. copies: where the copies of its experts are.
+    bind: makes the modules anew from the stack; None where a scan has sliced them.
     """
 
     block: DecoderLayer
@@ -40,6 +41,11 @@ class Layer:
     layer: Int[Array, ""]
     tokens: Tokens
     copies: CopyTables | None
+    bind: Callable[[], DecoderLayer] | None = None
+
+    def here(self) -> Layer:
+        """This layer for the branch that is being traced, so that what it reads of the stack is sliced in that branch alone."""
+        return self if self.bind is None else replace(self, block=self.bind())
 
 
 @jax.tree_util.register_dataclass

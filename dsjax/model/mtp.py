@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dsjax.model import paging
 from dsjax.model.apart import run_apart
 from dsjax.model.attention import Cache
+from dsjax.model.layer_values import Layer
 from dsjax.model.rows import RowGroup
 from dsjax.model.transformer import MTP, Transformer
 from sharding.placement import CopyTables
@@ -73,8 +74,8 @@ def further(
             x, cache, reports = run_apart(step, "mtp.layers", params, x, cache, layers, tokens, own_copies)
             return normalise(module.final_norm, x), cache, filled, reports
         own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers], copies)
-        layer = jnp.int32(layers)
-        x, cache, report = step.run_layer(module.layers, x, cache, layer, layer, tokens, own_copies)
+        of = Layer(module.layers, jnp.int32(0), jnp.int32(layers), tokens, own_copies)
+        x, cache, report = step.run_layer(of, x, cache)
         return normalise(module.final_norm, x), cache, filled, jax.tree.map(lambda array: array[None], report)
 
 

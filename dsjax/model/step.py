@@ -44,6 +44,7 @@ from sharding.cut import CutLowered, lower_cut
 from sharding.dispatch import DispatchConfig
 from sharding.host_memory import rows_from_host
 from sharding.layer_placement import LayerPlacements
+from sharding.on_ranks import on_ranks
 from sharding.placement import CopyTables
 
 
@@ -276,7 +277,6 @@ class ModelStep:
         graph, whole, weights = nnx.split(
             stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...
         )
-        first = layer
         own_copies = None if hasattr(stack, "mlp") else copies
 
         def merge(weights) -> DecoderLayer:
@@ -286,14 +286,54 @@ class ModelStep:
             x, cache, reports = run_in_halves(self, merge, weights, x, cache, layer, tokens, own_copies)
             return x, cache, layer + self.config.num_moe_layers, reports
 
+        if self.rank_by_rank:
+            x, cache, reports = self._rank_by_rank(graph, whole, weights, x, cache, layer, tokens, own_copies)
+            return x, cache, layer + jax.tree.leaves(weights)[0].shape[0], reports
+        first = layer
+
         def body(carry, xs):
             x, cache, layer = carry
             weights, copies = xs
-            x, cache, report = self.run_layer(merge(weights), x, cache, layer, first, tokens, copies)
+            of = Layer(merge(weights), layer - first, layer, tokens, copies)
+            x, cache, report = self.run_layer(of, x, cache)
             return (x, cache, layer + 1), report
 
         (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), (weights, own_copies))
         return x, cache, layer, reports
+
+    @property
+    def rank_by_rank(self) -> bool:
+        """Whether each rank computes a stack of layers in a region of its own, where it leaves out what it has no token for.
+
+        On the emulated devices of CPUs, which share a few cores, and where no sum goes over ``tp``.
+        """
+        alone = self.spec.tp_size * self.spec.expert_width_shards == 1 and self.apart is None
+        return self.in_place.native and alone and self.spec.num_devices > 1
+
+    def _rank_by_rank(self, graph, whole, weights, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
+        """``_run_stack`` as one region of each rank. A layer's arrays are sliced in the branches that read them."""
+        layers = jax.tree.leaves(weights)[0].shape[0]
+
+        def run(whole, weights, x, cache, first, tokens, copies):
+            def body(carry, index):
+                x, cache = carry
+                own = lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # noqa: E731
+                bind = lambda: nnx.merge(graph, whole, jax.tree.map(own, weights))  # noqa: E731
+                of = Layer(bind(), index, first + index, tokens, jax.tree.map(own, copies), bind)
+                x, cache, report = self.run_layer(of, x, cache)
+                return (x, cache), report
+
+            (x, cache), reports = jax.lax.scan(body, (x, cache), jnp.arange(layers))
+            return x, cache, reports
+
+        def laid_out(state: nnx.State) -> nnx.State:
+            specs = [self.rules.spec(leaf.info.logical_axes) for _, leaf in nnx.to_flat_state(state)]
+            return jax.tree.unflatten(jax.tree.structure(state), specs)
+
+        by_rank, of_cache = P(self.spec.batch_axes), P(None, self.spec.batch_axes)
+        in_specs = (laid_out(whole), laid_out(weights), by_rank, of_cache, P(), by_rank, P())
+        out_specs = by_rank, of_cache, P(None, self.spec.token_axes)
+        return on_ranks(run, self.mesh, in_specs, out_specs)(whole, weights, x, cache, layer, tokens, copies)
 
     def in_halves(self, shapes: Sequence[GroupShape]) -> bool:
         """Whether a step of these groups is computed in two halves (``dsjax/model/two_batch.py``): where it is wanted and rows travel."""
@@ -307,11 +347,11 @@ class ModelStep:
             return 1
         return count_micro_batches(shapes, 2 if self.apart is None else self.overlap.stages)
 
-    def run_layer(self, block: DecoderLayer, x, cache: Cache, layer, first, tokens: Tokens, copies: CopyTables | None):
-        """The decoder layer that is ``layer`` of the cache, of a stack whose first layer is ``first``."""
-        of, parts = Layer(block, layer - first, layer, tokens, copies), self.parts
+    def run_layer(self, of: Layer, x: Float[Array, "B T D"], cache: Cache):
+        """All parts of a decoder layer, one after the other; gives the tokens, the cache, and the dispatch's report."""
+        parts = self.parts
         x, cache = parts.attend(of, x, cache)
-        if hasattr(block, "mlp"):
+        if hasattr(of.block, "mlp"):
             return parts.multiply_dense(of, x), cache, {}
         x, report = parts.receive(of, parts.compute(of, parts.send(of, x)))
         return x, cache, report

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from sharding import MeshSpec
+from sharding.on_ranks import constrain, on_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +34,9 @@ class TokenSharding:
 
     def constrain(self, array: Array, *axes) -> Array:
         """Spread the array's leading axes over these mesh axes, each a name, some names, or None."""
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, P(*axes)))
+        return constrain(array, self.mesh, P(*axes))
 
     def on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
         """``choose(logits, bias)`` for each DP rank's tokens by itself. by_data: they are split over ``tp``."""
         tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
-        return jax.shard_map(choose, mesh=self.mesh, in_specs=(tokens, P()), out_specs=tokens, check_vma=False)
+        return on_ranks(choose, self.mesh, (tokens, P()), tokens)

@@ -27,6 +27,7 @@ from sharding.dispatch.transit import Method, Transit, run_together
 from sharding.dispatch.wire import WireFormat
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
+from sharding.on_ranks import on_one_rank, on_ranks
 
 
 def dispatch(
@@ -128,7 +129,7 @@ class Exchange:
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
     ) -> Transit:
         """Pack the tokens for their ways."""
-        pad = partial(pad_per_dp_rank, dp=self.spec.dp_size, multiple=self.spec.tp_size)
+        pad = partial(pad_per_dp_rank, dp=1 if on_one_rank() else self.spec.dp_size, multiple=self.spec.tp_size)
         inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK.astype(jnp.float32), fill=0)
         run = self._on_ranks(lambda *inputs: _stacked(self.method.prepare(*inputs)), (self._over_ranks,) * 3)
         return run(*inputs)
@@ -162,7 +163,12 @@ class Exchange:
 
         run = self._on_ranks(on_rank, (self._over_ranks, experts.param_specs))
         y_TD, counts = run(transit, experts.params)
-        return unpad_per_dp_rank(y_TD, self.tokens, self.spec.dp_size), counts if self.config.report else None
+        return self._unpadded(y_TD), counts if self.config.report else None
+
+    def _unpadded(self, y_TD: Array) -> Array:
+        """``y_TD`` without what ``prepare`` added to each DP rank's tokens."""
+        ranks = 1 if on_one_rank() else self.spec.dp_size
+        return unpad_per_dp_rank(y_TD, self.tokens // self.spec.dp_size * ranks, ranks)
 
     def _experts(self, experts: ExpertsOfMesh, params: Any) -> RankExperts:
         return RankExperts(self.group, experts.local_experts, params, self.config.report, self.home)
@@ -172,8 +178,7 @@ class Exchange:
         return P(self.spec.token_axes)
 
     def _on_ranks(self, part: Callable, in_specs: tuple) -> Callable:
-        run = jax.shard_map(part, mesh=self.mesh, in_specs=in_specs, out_specs=self._over_ranks, check_vma=False)
-        return jax.named_scope("dispatch")(run)
+        return jax.named_scope("dispatch")(on_ranks(part, self.mesh, in_specs, self._over_ranks))
 
 
 def further_together(exchanges: Sequence[tuple[Exchange, Transit, ExpertsOfMesh]]) -> list[Transit]:
@@ -240,6 +245,7 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
         overlapped=config.overlapped,
         on_host=on_host,
         routed_groups=config.routed_groups,
+        in_memory=config.in_memory is not None,
     )
     rows = chunk * top_k
     if config.by_choice:

@@ -27,7 +27,6 @@ from dsjax.hosts.wire import split_address
 from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
-from dsjax.model.apart import sums_by_choice
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import ParameterInfo, Weights
@@ -502,9 +501,11 @@ def dispatch_method(step: ModelStep, tokens: int, *, halved: bool = False) -> st
         return "none"
     if step.apart is not None:
         return "apart"
+    if halved:
+        step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, overlapped=True))
     return resolved_method(
         step.spec,
-        dataclasses.replace(step.dispatch, by_choice=sums_by_choice(step), overlapped=halved),
+        step.experts.config,
         tokens=-(-tokens // 2) if halved else tokens,
         top_k=step.config.num_experts_per_tok,
         experts=step.placement.n_physical,

@@ -25,6 +25,7 @@ from dsjax.model.parameters import reinterpret
 from dsjax.model.sparse.choose import choose, index_scores, pack, positions_of
 from dsjax.model.sparse.indexer import IndexProjections
 from sharding import fp8
+from sharding.on_ranks import on_ranks
 
 if TYPE_CHECKING:
     from dsjax.model.attention import Cache, PagedAttention, Rows
@@ -227,7 +228,7 @@ class Choice:
 
         by_rank = P(dense.spec.batch_axes)
         in_specs = ({name: P(None, *by_rank) for name in self.cache}, P(), *[by_rank] * 4)
-        run = jax.shard_map(local, mesh=dense.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        run = on_ranks(local, dense.mesh, in_specs, out_specs)
         return run(self.cache, self.layer, rows.tables, rows.filled, positions, index)
 
     def _scores(self, keys, layer, tables, filled, positions: Int[Array, "R C"], index) -> Float[Array, "R C S"]:

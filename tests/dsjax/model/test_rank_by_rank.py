@@ -1,0 +1,51 @@
+"""Emulated ranks run each a region of their own, in which a rank without a token leaves its layers out."""
+
+import re
+
+import pytest
+from layouts import write_checkpoint
+from quick_compilation import FEW_SHAPES
+
+from dsjax import LLM
+from dsjax.engine.device.buckets import Rectangle
+
+ATTENTION, EXPERTS = "dsjax_absorbed_attention", "dsjax_experts"
+
+
+def computations(text: str) -> dict[str, str]:
+    """Name and body of each computation of a compiled program."""
+    parts = re.split(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.fixture
+def decode_program(kernels, tmp_path):
+    def compile_step(mesh):
+        llm = LLM(str(write_checkpoint(tmp_path)), mesh=mesh, **FEW_SHAPES | {"kernels": "native"})
+        try:
+            programs = llm.executor.programs
+            return programs.lower_step(programs.shape(Rectangle(1, 1), None)).compile().as_text()
+        finally:
+            llm.shutdown()
+
+    return compile_step
+
+
+def test_a_rank_without_a_token_leaves_attention_out_but_not_its_experts(decode_program):
+    text = decode_program("dp=4")
+    branches = set(
+        re.findall(r"%([\w.\-]+)", " ".join(re.findall(r"(?:branch|true|false)_computations?=\{?[^}\n]*", text)))
+    )
+    holding = {
+        kernel: {name for name, body in computations(text).items() if kernel in body} for kernel in (ATTENTION, EXPERTS)
+    }
+    assert holding[ATTENTION]
+    assert holding[ATTENTION] <= branches
+    assert holding[EXPERTS], "others' tokens may come to it"
+    assert not holding[EXPERTS] & branches
+
+
+def test_ranks_whose_devices_add_sums_compute_in_step(decode_program):
+    text = decode_program("dp=2,tp=2")
+    assert ATTENTION in text
+    assert "conditional(" not in text
