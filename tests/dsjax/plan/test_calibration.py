@@ -27,7 +27,7 @@ from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import Figure
 from dsjax.plan.search import search
 from dsjax.plan.workload import PlanOptions
-from tools.blind_rounds import DATA, blind, csv_text, held_out
+from tools.blind_rounds import DATA, Aim, aims, aims_table, blind, csv_text, held_out
 from tools.plan_data.drafts import rows as draft_rows
 from tools.plan_data.history import rows as history_rows
 
@@ -152,4 +152,23 @@ def test_the_page_on_plans_says_how_many_their_own_intervals_held():
 
 def test_the_page_leads_with_blind_figures():
     page = (ROOT / "docs" / "plan-validation.md").read_text(encoding="utf-8")
-    assert page.index("## Predicted blind") < page.index("## Seen")
+    assert page.index(aims_table()) < page.index("## Predicted blind") < page.index("## Seen")
+
+
+def test_an_aim_is_reached_within_its_bounds_and_missed_outside_them():
+    aim = Aim("half", 0.4, 0.6, len, ".0f")
+    assert [aim.reached([None] * count) for count in (0, 1)] == [False, False]
+    assert dataclasses.replace(aim, least=1, most=1).reached([None])
+
+
+def test_the_newest_round_is_held_against_every_aim_of_figures_pooled():
+    every = list(blind())
+    newest = [b for b in every if b.round in NEWEST]
+    inside, width, before, width_before, rates, first = (aim.of(newest) for aim in aims(every))
+    ends = held_out(every, newest)
+    assert inside == sum(low <= b.measured <= high for b, (low, high) in zip(newest, ends, strict=True)) / len(newest)
+    assert before < inside, "intervals that were calibrated before a round hold less of it"
+    assert (width, width_before) == pytest.approx((2.98, 2.43), abs=0.01)
+    assert (rates, first) == pytest.approx((0.151, 0.455), abs=0.001)
+    rows = [line.split(" | ")[-1].strip(" |") for line in aims_table().splitlines()[2:]]
+    assert [row.startswith("reached") for row in rows] == [aim.reached(newest) for aim in aims(every)]
