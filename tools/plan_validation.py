@@ -18,7 +18,7 @@ from tools.blind_rounds import table as blind_table
 from tools.plan_data.drafts import RANDOM_ACCEPTANCE
 from tools.plan_data.fit_incidents import SECOND, score
 from tools.plan_data.fit_incidents import table as incidents
-from tools.plan_data.history import drafts_apart_today
+from tools.plan_data.history import drafts_apart_today, mean_value_today
 from tools.plan_data.point_sets import csv_text, deciding_table, median_of_wide_ep, score_table
 from tools.plan_data.validation import points
 from tools.plan_data.validation_score import leave_one_out
@@ -48,8 +48,9 @@ replica and EP 8, TP is tensor parallelism.
 
 Every prediction in this table was committed before its measurement was read, with the interval that the model gave then. *Own interval*
 combines the ranges of the assumptions; *calibrated* is what `dsjax plan` shows as holding 9 of 10, made here without the run that it is
-asked about (conformal prediction: [calibration.py](../dsjax/plan/calibration.py)). *Width* is the median of high ÷ low. *Newest* is the
-round that the model as it is has predicted; a group that has at least 19 figures of it is calibrated by them alone, any other by all
+asked about (conformal prediction: [calibration.py](../dsjax/plan/calibration.py)): of rates and TPOT below the winner, of TTFT as reported
+with `--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)). *Width* is the median of high ÷ low. *Newest* is
+the round that the model as it is has predicted; a group that has at least 19 figures of it is calibrated by them alone, any other by all
 rounds. *Older* rounds were predicted by older models, and are held here against older rounds alone.
 
 {blind}
@@ -103,6 +104,21 @@ rounds. *Older* rounds were predicted by older models, and are held here against
 
 `python tools/blind_rounds.py` writes [configs/blind_predictions.csv](../configs/blind_predictions.csv), which the planner calibrates by,
 and prints the tables.
+
+### What the intervals of a plan are of
+
+The rounds of closed loops were played request by request; a plan's own figures are mean values of steady state. Of the 60 runs of one host
+in the newest round (U) both are at hand today, and how far they lie apart says which figures of a plan the rounds can calibrate:
+
+| figure | mean-value answer ÷ played, median | error of the played one, blind | of the mean-value answer, today |
+|---|---|---|---|
+{mean_value}
+
+Rates and times a token are the same within a few percent in the median, and as far off. The TTFT is another quantity: steady state has no
+wave of all users at the start, and no prompts that wait for 10 to 60 steps until they are looked for. No public measurement is of the TTFT
+in steady state, so that the interval of a plan's TTFT is its own, and not calibrated. `dsjax plan --simulate --request-rate inf` plays the
+benchmark with the code that played the rounds ([reported.py](../dsjax/plan/simulation/reported.py)), and shows calibrated ends of its
+mean, median and P99.
 
 ## Seen: how far off it is today
 
@@ -241,6 +257,16 @@ def _newest() -> dict[str, str]:
     }
 
 
+def _mean_value() -> str:
+    """Rows of a Markdown table: how the mean-value answer lies beside what was played of the newest round's runs of one host."""
+    played = [b for b in blind() if b.round in NEWEST and b.run.startswith("U")]
+    names = {RATE: "rate", TPOT: "time a token", TTFT_MEDIAN: "TTFT, beside the reported median"}
+    return "\n".join(
+        f"| {names[metric]} | {ratio:.2f} | {mean_error(played, metric):.1%} | {error:.1%} |"
+        for metric, (ratio, error) in mean_value_today().items()
+    )
+
+
 def _cold() -> dict[str, str]:
     """The least and the largest share by which predictions of point 8's TTFT lie below what is reported."""
     short = [-point.error for point in points() if point.kind == "ttft"]
@@ -274,6 +300,7 @@ def page() -> str:
         second_incidents=incidents(SECOND),
         scores=score_table(),
         aims=aims_table(),
+        mean_value=_mean_value(),
         blind=blind_table(),
         **_newest(),
         deciding=deciding_table(),

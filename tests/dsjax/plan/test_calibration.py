@@ -17,6 +17,7 @@ from dsjax.plan.calibration import (
     NEWEST,
     RATE,
     TPOT,
+    TTFT_MEDIAN,
     Blind,
     blind_predictions,
     calibrate,
@@ -29,6 +30,7 @@ from dsjax.plan.search import search
 from dsjax.plan.workload import PlanOptions
 from tools.blind_rounds import DATA, Aim, aims, aims_table, blind, csv_text, held_out
 from tools.plan_data.drafts import rows as draft_rows
+from tools.plan_data.history import mean_value_today
 from tools.plan_data.history import rows as history_rows
 
 ROOT = Path(__file__).parents[3]
@@ -97,6 +99,16 @@ def test_a_plan_shows_its_calibrated_ends_and_what_they_rest_on(ask):
     assert rate["low"] < near.throughput.value < rate["high"]
     assert rate["predictions"] >= 80
     assert "any distance" in calibrated(far)["output_tokens_per_s"]["by"]
+    assert "ttft_s" not in shown, "no blind prediction was of a TTFT in steady state"
+
+
+def test_the_mean_value_answer_has_the_rates_and_times_a_token_that_were_played_and_not_the_ttft():
+    today = mean_value_today()
+    for metric in (RATE, TPOT):
+        of_played, error = today[metric]
+        assert of_played == pytest.approx(1, abs=0.03)
+        assert error < 0.2
+    assert today[TTFT_MEDIAN][1] > 0.4, "where 0.26 were played"
 
 
 def test_plans_with_drafts_are_calibrated_by_runs_with_drafts_and_no_other_plan_is(ask):
