@@ -46,12 +46,15 @@ replica and EP 8, TP is tensor parallelism.
 
 ## Predicted blind
 
-Every prediction in this table was committed before its measurement was read, with the interval that the model gave then. *Own interval*
-combines the ranges of the assumptions; *calibrated* is what `dsjax plan` shows as holding 9 of 10, made here without the run that it is
-asked about (conformal prediction: [calibration.py](../dsjax/plan/calibration.py)): of rates and TPOT below the winner, of TTFT as reported
-with `--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)). *Width* is the median of high ÷ low. *Newest* is
-the round that the model as it is has predicted; a group that has at least 19 figures of it is calibrated by them alone, any other by all
-rounds. *Older* rounds were predicted by older models, and are held here against older rounds alone.
+Every prediction in this table stands as it was committed, with the interval that the model gave then. That it was committed before its
+measurement was entered can be checked in this repository for {shown} of {figures} figures ([order of commits](#order-of-commits)); for the
+{unshown} of *closed loops*, *separated* and *drafts* it cannot, because their predictions and measurements came into it in one commit, and
+a reader has only our word. *Own interval* combines the ranges of the assumptions; *calibrated* is what `dsjax plan` shows as holding 9 of
+10, made here without the run that it is asked about (conformal prediction: [calibration.py](../dsjax/plan/calibration.py)): of rates and
+TPOT below the winner, of TTFT as reported with `--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)).
+*Width* is the median of high ÷ low. *Newest* is the round that the model as it is has predicted; a group that has at least 19 figures of
+it is calibrated by them alone, any other by all rounds. *Older* rounds were predicted by older models, and are held here against older
+rounds alone.
 
 {blind}
 
@@ -223,11 +226,12 @@ the second; the launches with their options are in `tools/plan_data/fit_incident
 
 ## Order of commits
 
-The predictions of the rounds *closed loops*, *separated* and *drafts*, and the rule of *will it fit*, were each committed before the
-answers were entered. Those single commits were never published: they were put together into d01a626d, which holds predictions and answers
-both. For these four rounds a reader has only our word for the order; for the others the commits named above show it. The TPU round and the
-second set of launches were predicted in c480840e and entered in e4640ca7; the rounds *scripts* and *drafts apart* were predicted in
-789df52e and entered in the commit that follows it.
+An order of commits shows that a measurement was entered after its prediction, not that nobody had read it before: for that there is our
+word in all rounds. The predictions of the rounds *closed loops*, *separated* and *drafts*, and the rule of *will it fit*, were each
+committed before the answers were entered. Those single commits were never published: they were put together into d01a626d, which holds
+predictions and answers both. For these four a reader has only our word for the order; for the others the commits named on this page show
+it. The TPU round and the second set of launches were predicted in c480840e and entered in e4640ca7; the rounds *scripts* and *drafts
+apart* were predicted in 789df52e and entered in the commit that follows it.
 
 ## With tables left out
 
@@ -255,6 +259,17 @@ def _newest() -> dict[str, str]:
         "rate_median": f"{statistics.median(errors[RATE]):.0%}",
         "ttft_width": f"{statistics.median(high / low for low, high in ends):.1f}",
     }
+
+
+_TOGETHER = ("closed loops", "separated", "drafts")
+"""Rounds whose predictions and measurements came into this repository in one commit."""
+
+
+def _order() -> dict[str, str]:
+    """Blind figures in all, and how many of them commits of this repository do and do not show to be older than the measurement."""
+    rounds = [b.round for b in blind()]
+    unshown = sum(name in _TOGETHER for name in rounds)
+    return {"figures": f"{len(rounds):,}", "shown": f"{len(rounds) - unshown:,}", "unshown": f"{unshown:,}"}
 
 
 def _mean_value() -> str:
@@ -300,6 +315,7 @@ def page() -> str:
         second_incidents=incidents(SECOND),
         scores=score_table(),
         aims=aims_table(),
+        **_order(),
         mean_value=_mean_value(),
         blind=blind_table(),
         **_newest(),

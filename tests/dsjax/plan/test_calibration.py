@@ -127,7 +127,8 @@ def test_plans_with_drafts_are_calibrated_by_runs_with_drafts_and_no_other_plan_
 
 
 def test_predictions_with_drafts_are_those_that_were_committed_before_their_results():
-    """Commit f794b6fc; medians of a token's time were entered, since the history has no means."""
+    """The commit came into this repository together with the results (d01a626d); medians of a token's time were entered, since the history
+    has no means."""
     said = [[value for name, value in row.items() if name != "measured"] for row in draft_rows()]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "2cc2a2bffdc7bb2a"
     assert all(float(row["measured"]) > 0 for row in draft_rows())
