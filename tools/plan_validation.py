@@ -16,7 +16,7 @@ from dsjax.plan.drafting import FIRST
 from tools.blind_rounds import aims_table, blind, held_out, mean_error
 from tools.blind_rounds import table as blind_table
 from tools.plan_data.drafts import RANDOM_ACCEPTANCE
-from tools.plan_data.fit_incidents import SECOND, score
+from tools.plan_data.fit_incidents import SECOND, dry_run_score, held, rows, score
 from tools.plan_data.fit_incidents import table as incidents
 from tools.plan_data.history import drafts_apart_today, mean_value_today
 from tools.plan_data.point_sets import csv_text, deciding_table, median_of_wide_ep, score_table
@@ -199,6 +199,10 @@ What is wrong, and why:
 
 ## Will it fit?
 
+Aimed at are 18 of 20 verdicts that are right (90 %). Reached are **{both_right} of {both} ({both_share}), and the aim is {reached}**:
+{right} of {counted} in a first set of launches and {second_right} of {second} in a second. Of {all_failed} launches that are known to have
+failed the rule calls {caught} too large; of {all_fitted} that fitted it calls {refused} so.
+
 [`dsjax plan --fit`](plan.md#will-it-fit) beside 28 public launches of DeepSeek models. The rule was committed before the launches were
 looked for, and its verdicts (*said*) before any outcome was entered ([how that can be checked](#order-of-commits)); whoever wrote down the
 options could see in most threads how it ended, so that only the rule is blind. Of {counted} launches whose outcome is known **{right}
@@ -216,10 +220,16 @@ arrays between both products are as wide as an expert; TensorRT-LLM computes the
 fullest stage has whole layers and an end of the model; captured graphs may take 6 GB. Twelve further launches were judged by it (c480840e)
 before their outcomes were entered (e4640ca7). Of {second} whose outcome is known **{second_right} verdicts are right**: {second_yes} of
 {second_fitted} that fitted, {second_no} of {second_failed} that did not. N1 and N2 have the same options but for the experts' kernels,
-whose scratch is published for no version. Of both sets together {both_right} of {both} verdicts are right; the aim of 18 of 20 is
-{reached}.
+whose scratch is published for no version.
 
 {second_incidents}
+
+**The dry run** counts to the byte, in the launches whose options dsjax has itself ({dry_runs} of {launches}; not those with NVFP4 or
+W4AFP8, nor M9, whose `tp=32` cuts blocks of FP8 scales), what a device holds before a step: weights, state, and of vLLM the cache of the
+longest request, without which it does not start. It stands beside what the fraction leaves room for, and is the least that a launch takes.
+The memory of a step itself is not in it, as only XLA's compiler for GPUs tells it, which was not at hand: the program was compiled for the
+CPU. Of {dry_failed} of these launches that failed {dry_caught} are too large by it, of {dry_fitted} that fitted {dry_refused}; the
+outcomes had been seen. `python -m tools.plan_data.fit_dryruns` runs them anew.
 
 `python -c "from tools.plan_data.fit_incidents import score, table; print(score(), table())"` prints the first, with `SECOND` as argument
 the second; the launches with their options are in `tools/plan_data/fit_incidents.csv` and `fit_incidents_second.csv`.
@@ -259,6 +269,26 @@ def _newest() -> dict[str, str]:
         "rate_median": f"{statistics.median(errors[RATE]):.0%}",
         "ttft_width": f"{statistics.median(high / low for low, high in ends):.1f}",
     }
+
+
+def _fit_by_outcome() -> dict[str, str]:
+    """Of both sets of launches: how many fitted and failed, and what the committed verdicts and the dry run said of these."""
+    scores = [score(), score(SECOND)]
+    fitted, failed = ([one[f"committed, {which}"] for one in scores] for which in ("yes", "no"))
+    dry, all_fitted = dry_run_score(), sum(count for _, count in fitted)
+    numbers = {
+        "all_failed": sum(count for _, count in failed),
+        "caught": sum(right for right, _ in failed),
+        "all_fitted": all_fitted,
+        "refused": all_fitted - sum(right for right, _ in fitted) or "none",
+        "dry_runs": len(held()),
+        "launches": len([*rows(), *rows(SECOND)]),
+        "dry_failed": dry["no"][1],
+        "dry_caught": dry["no"][0] or "none",
+        "dry_fitted": dry["yes"][1],
+        "dry_refused": dry["yes"][1] - dry["yes"][0] or "none",
+    }
+    return {name: str(value) for name, value in numbers.items()}
 
 
 _TOGETHER = ("closed loops", "separated", "drafts")
@@ -311,6 +341,8 @@ def page() -> str:
         second_no=further["committed, no"][0],
         both_right=both[0],
         both=both[1],
+        both_share=f"{both[0] / both[1]:.0%}",
+        **_fit_by_outcome(),
         reached="reached" if both[0] / both[1] >= 0.9 else "not reached",
         second_incidents=incidents(SECOND),
         scores=score_table(),
