@@ -1,5 +1,5 @@
 """Writes configs/blind_predictions.csv: every prediction that was committed before its measurement was read, which `dsjax plan`
-calibrates its intervals by.
+calibrates its intervals by. Prints what the newest round came to beside what was aimed at, and then every round.
 
     python tools/blind_rounds.py
 """
@@ -9,7 +9,8 @@ import csv
 import io
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -98,11 +99,85 @@ def csv_text() -> str:
     return text.getvalue()
 
 
-def _cells(group: list[Blind], ends: Iterable[tuple[float, float]]) -> str:
+@dataclass(frozen=True)
+class Aim:
+    """What blind figures should come to: in words, as bounds, and how it is measured of a group of predictions."""
+
+    words: str
+    least: float
+    most: float
+    of: Callable[[list[Blind]], float]
+    form: str
+
+    def reached(self, group: list[Blind]) -> bool:
+        """Whether the group's figure lies within the bounds."""
+        return self.least <= self.of(group) <= self.most
+
+
+def aims(every: list[Blind]) -> tuple[Aim, ...]:
+    """The aims, whose calibrated intervals are made from `every` prediction but those of the run that is asked about.
+
+    Before the newest round's results were read there were only older ones to calibrate by: `before` has intervals made by these alone.
+    """
+    older = [b for b in every if b.round not in NEWEST]
+
+    def before(group: list[Blind]) -> list[tuple[float, float]]:
+        return [calibrate(older, b.kind, b.distance).interval(b.figure) for b in group]
+
+    def left_out(group: list[Blind]) -> list[tuple[float, float]]:
+        return held_out(every, group)
+
+    inside, narrow = "calibrated intervals hold 85 to 95 %", "their median width is at most 1.9"
+    alone = "by older rounds alone: "
+    return (
+        Aim(inside, 0.85, 0.95, lambda group: _held(group, left_out(group)), ".1%"),
+        Aim(narrow, 1, 1.9, lambda group: _width(left_out(group)), ".2f"),
+        Aim(alone + inside, 0.85, 0.95, lambda group: _held(group, before(group)), ".1%"),
+        Aim(alone + narrow, 1, 1.9, lambda group: _width(before(group)), ".2f"),
+        Aim("rates and TPOT: mean absolute error at most 14 %", 0, 0.14, lambda group: mean_error(group, RATE, TPOT), ".1%"),
+        Aim(
+            "raw TTFT (mean, median and P99): mean absolute error at most 35 %", 0, 0.35,
+            lambda group: mean_error(group, TTFT, TTFT_MEDIAN, TTFT_P99), ".1%",
+        ),
+    )  # fmt: skip
+
+
+def aims_table() -> str:
+    """Markdown: each aim, what the newest round came to, that without runs with drafts, and whether it is reached."""
+    every = list(blind())
+    newest = [b for b in every if b.round in NEWEST]
+    plain = [b for b in newest if b.distance != DRAFTS]
+    lines = [
+        f"| aim | newest round ({len(newest)} figures) | without drafts ({len(plain)}) | verdict |",
+        "|---|---|---|---|",
+    ]
+    for aim in aims(every):
+        cells = [format(aim.of(group), aim.form) for group in (newest, plain)]
+        verdict = "reached" if aim.reached(newest) else "**missed**"
+        if aim.reached(plain) != aim.reached(newest):
+            verdict += "; without drafts " + ("reached" if aim.reached(plain) else "missed")
+        lines.append(f"| {aim.words} | {' | '.join(cells)} | {verdict} |")
+    return "\n".join(lines)
+
+
+def mean_error(group: Iterable[Blind], *kinds: str) -> float:
+    """Mean of |predicted ÷ measured - 1| of these kinds of figures."""
+    return statistics.mean(abs(b.figure.value / b.measured - 1) for b in group if b.kind in kinds)
+
+
+def _held(group: list[Blind], ends: list[tuple[float, float]]) -> float:
+    """Share of measurements that lie within these intervals."""
+    return sum(low <= b.measured <= high for b, (low, high) in zip(group, ends, strict=True)) / len(group)
+
+
+def _width(ends: Iterable[tuple[float, float]]) -> float:
+    """Median of high ÷ low."""
+    return statistics.median(high / low for low, high in ends)
+
+
+def _cells(group: list[Blind], ends: list[tuple[float, float]]) -> str:
     """Coverage and median width of these intervals."""
-    pairs = list(zip(group, ends, strict=True))
-    held = sum(low <= b.measured <= high for b, (low, high) in pairs) / len(pairs)
-    return f"{held:.0%} | {statistics.median(high / low for _, (low, high) in pairs):.2f}"
+    return f"{_held(group, ends):.0%} | {_width(ends):.2f}"
 
 
 def held_out(every: list[Blind], group: list[Blind]) -> list[tuple[float, float]]:
@@ -128,7 +203,7 @@ def table() -> str:
         errors = [b.figure.value / b.measured - 1 for b in group]
         own = _cells(group, [(b.figure.low, b.figure.high) for b in group])
         made = _cells(group, held_out(every, group))
-        size = statistics.mean(map(abs, errors))
+        size = mean_error(group, *_WORDS)
         lines.append(f"| {name} | {len(group)} | {size:.1%} | {statistics.mean(errors):+.1%} | {own} | {made} |")
 
     newest = [b for b in every if b.round in NEWEST]
@@ -150,4 +225,4 @@ def table() -> str:
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     DATA.write_text(csv_text(), encoding="utf-8")
-    print(table())
+    print(aims_table(), table(), sep="\n\n")

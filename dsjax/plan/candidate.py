@@ -365,15 +365,15 @@ def separated_middles(
 ) -> tuple[float, float, float]:
     """The TTFT, the TPOT and the throughput of `quick_separated`."""
     seconds = seconds or _priced(instance)
-    output, work = instance.workload.output.mean, instance.workload
+    output, work, made = instance.workload.output.mean, instance.workload, instance.options.tokens_a_step.value
     closed = work.concurrency is not None
     decoding_at_once = _decoding(pool, prefill_count, instance, count, batch, seconds)
     exactly = decoding_at_once == batch
     step = seconds(batch) if exactly else instance.decode_curve(decoding_at_once)
-    tpot = step / instance.options.tokens_a_step.value
+    tpot = step / made
     users = decoding_at_once * instance.replicas * count
     room, full = (decoding_at_once, step) if closed else (batch, seconds(batch))
-    outputs = max(output - 1, 1.0) / instance.options.tokens_a_step.value
+    outputs = max(output - 1, 1.0) / made
     can_decode = room * instance.replicas * count / (full * outputs)
     can_prefill = pool.rate.value * (prefill_count * (1.0 if closed else _BUSY))
     rate = min(can_decode, can_prefill)
@@ -386,16 +386,20 @@ def separated_middles(
 
 def quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
     """Seconds to the first token at so many requests a second, beside decode steps of so many seconds. It grows with both."""
-    prompt = pool.quick_seconds_at(rate / prefill_count)
+    return first_beside(pool, prefill_count, instance, step)(rate)
+
+
+def first_beside(pool: PrefillPool, prefill_count: int, instance: Instance, step: float) -> Callable[[float], float]:
+    """`quick_first` over the requests a second, beside one and the same step."""
     most = _BUSY if instance.workload.concurrency is None else 0.95
-    busy = min(most, rate / (pool.rate.value * prefill_count))
-    return (
-        _FRONT
-        + _transfer(instance, pool.instance).value
-        + step * _passing(instance)
-        + prompt
-        + prompt * busy / (2 * (1 - busy))
-    )
+    beside = _FRONT + _transfer(instance, pool.instance).value + step * _passing(instance)
+    kept = pool.rate.value * prefill_count
+
+    def first(rate: float) -> float:
+        prompt, busy = pool.quick_seconds_at(rate / prefill_count), min(most, rate / kept)
+        return beside + prompt + prompt * busy / (2 * (1 - busy))
+
+    return first
 
 
 def _decoding(

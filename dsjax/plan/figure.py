@@ -293,6 +293,9 @@ def largest(first: Figure, *others: Figure) -> Figure:
     """The maximum, end by end: of times, what is waited for."""
     result = first
     for other in others:
+        if result.__class__ is Middle:
+            result = _middle(max(result.value, other.value))
+            continue
         result = result._with(
             other, max(result.value, other.value), max(result.low, other.low), max(result.high, other.high)
         )

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsjax.plan.candidate import Candidate, PrefillPool, quick_first, quick_separated, separated_middles
+from dsjax.plan.candidate import Candidate, PrefillPool, first_beside, quick_separated, separated_middles
 from dsjax.plan.figure import Middle
 from dsjax.plan.question import SHOWN, Question, users_told_apart
 
@@ -21,6 +21,8 @@ _FINE = 1 << 24
 _HALVINGS = 10
 _SLACK = 1.002
 """By so much a hope is better than it need be: a settled step (`PrefillPool.share_at`) is known to a thousandth."""
+_NEARER = 6
+"""Times that a hope is brought nearer at most."""
 _LEAST = 1e-3
 """A batch below all that are tried; no step of decodes is shorter than its."""
 
@@ -54,9 +56,9 @@ def relieved(question: Question, busy: list[Busy], known: Sequence[Candidate]) -
             shown.note(candidate)
     order, answers = question.order, {}
     hopes = [(_hope(one), one) for one in busy]
-    for hope, one in sorted(hopes, key=lambda pair: order(pair[0][0])):
+    for hope, one in sorted(hopes, key=lambda pair: order(pair[0].candidate)):
         only_late = set(one.late.misses(question.bounds)) == {"ttft"}
-        if only_late and not (shown.may_have(hope[0]) and shown.may_have(_closer(*hope))):
+        if only_late and not _may_be_shown(shown, hope):
             continue
         late = one.late
         # The most requests that keep the TTFT are the same, whichever batch it was that did not.
@@ -113,8 +115,48 @@ def _both(candidate: Candidate) -> tuple[float, float]:
     return 1.0 / candidate.tpot.value, candidate.throughput.value / candidate.devices
 
 
-def _hope(one: Busy) -> tuple[Candidate, float]:
-    """(no less a throughput, and no longer a TPOT, than the relieved deployment can have; a batch that it has at least).
+@dataclass(frozen=True)
+class _Hope:
+    """What a relieved deployment can have at best.
+
+    candidate: with no less a throughput, and no longer a TPOT. batch: it has at least as many requests on a DP rank. leaving: so many it
+    has at least for each second of its step of decodes, less a part of one (`part`): as many leave a second as certainly keep the TTFT,
+    or one more request would still keep it.
+    """
+
+    candidate: Candidate
+    batch: float
+    leaving: float
+    part: float
+
+    def closer(self) -> _Hope:
+        """With the TPOT of the batch that it has at least, rounded down so that deployments have it in common, and the batch that follows
+        from so long a step; itself where that is known already."""
+        instance = self.candidate.decode.middle
+        batch = float(math.floor(self.batch * 4) / 4 if self.batch < 16 else math.floor(self.batch))
+        if batch <= 0:
+            return self
+        step = instance.decode_step(batch).value
+        tpot = step / instance.options.tokens_a_step.value
+        if tpot <= self.candidate.tpot.value:
+            return self
+        batch = max(self.batch, self.leaving * step - self.part)
+        return dataclasses.replace(self, candidate=dataclasses.replace(self.candidate, tpot=Middle(tpot)), batch=batch)
+
+
+def _may_be_shown(shown: _Shown, hope: _Hope) -> bool:
+    """Whether a plan could show a deployment of such a hope, which is brought nearer for as long as it could."""
+    for _ in range(_NEARER):
+        if not shown.may_have(hope.candidate):
+            return False
+        before, hope = hope, hope.closer()
+        if hope is before:
+            return True
+    return shown.may_have(hope.candidate)
+
+
+def _hope(one: Busy) -> _Hope:
+    """What a deployment can have once it is relieved.
 
     A step of decodes is at least as long as that of the least batch, which gives the most requests a second that can keep the TTFT. It is
     at most as long as that of the whole batch, which gives a rate that certainly keeps it; so many requests decode at once at least as
@@ -127,36 +169,25 @@ def _hope(one: Busy) -> tuple[Candidate, float]:
 
     def rates(batch: float, bound: float) -> tuple[float, float]:
         """(a rate that keeps the bound beside decode steps of that batch, one that does not), close to each other."""
-        step, low, high = instance.decode_step(batch).value, 0.0, most
+        first, low, high = first_beside(pool, left, late.decode, instance.decode_step(batch).value), 0.0, most
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            kept = quick_first(pool, left, late.decode, step, middle) <= bound
+            kept = first(middle) <= bound
             low, high = (middle, high) if kept else (low, middle)
         return low, high
 
     _, above = rates(_LEAST, one.bound * _SLACK)
     below, _ = rates(late.batch, one.bound / _SLACK)
-    batch = _LEAST
+    batch, part = _LEAST, 1 / _parts(late)
+    leaving = below * max(output - 1, 1.0) / made / (instance.replicas * late.count) / _SLACK
     for size in (*instance.decode_curve.sizes, math.inf):
         step = instance.decode_step(batch).value
-        # As many leave a second as certainly keep the TTFT, or one more request would still keep it.
-        leaving = below * max(output - 1, 1.0) / made * step / (instance.replicas * late.count)
-        least = max(_LEAST, leaving / _SLACK - 1 / _parts(late))
+        least = max(_LEAST, leaving * step - part)
         if least < size:
             break
         batch = size
-    hope = dataclasses.replace(late, ttft=Middle(0.0), tpot=Middle(step / made), throughput=Middle(above * output))
-    return hope, max(batch, least)
-
-
-def _closer(hope: Candidate, batch: float) -> Candidate:
-    """With the TPOT of the batch that it has at least, rounded down so that deployments have it in common."""
-    instance = hope.decode.middle
-    batch = math.floor(batch * 4) / 4 if batch < 16 else math.floor(batch)
-    if batch <= 0:
-        return hope
-    step = instance.decode_step(float(batch)).value / instance.options.tokens_a_step.value
-    return dataclasses.replace(hope, tpot=Middle(max(step, hope.tpot.value)))
+    best = dataclasses.replace(late, ttft=Middle(0.0), tpot=Middle(step / made), throughput=Middle(above * output))
+    return _Hope(best, max(batch, least), leaving, part)
 
 
 def _parts(late: Candidate) -> int:

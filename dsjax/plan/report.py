@@ -150,7 +150,8 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
         else "Second lines: interval, kind. "
     )
     console.print(
-        f"{holds}Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.",
+        f"{holds}TTFT is that of steady state. "
+        "Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.",
         style="dim",
     )
 
@@ -207,12 +208,16 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
             highlight=False,
         )
     held = calibrated(winner)
-    rate, tpot, ttft = (held[name] for name in ("output_tokens_per_s", "tpot_s", "ttft_s"))
+    rate, tpot = held["output_tokens_per_s"], held["tpot_s"]
     console.print(
         f"9 of 10 measurements that nobody had looked at lie in: {rate['low']:,.0f} … {rate['high']:,.0f} tokens/s, TPOT "
-        f"{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f} ms, TTFT {ttft['low']:,.2f} … {ttft['high']:,.2f} s "
-        f"(calibrated by {rate['predictions']}, {tpot['predictions']} and {ttft['predictions']} blind predictions: {rate['by']}; "
-        f"{tpot['by']}; {ttft['by']})",
+        f"{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f} ms (calibrated by {rate['predictions']} and {tpot['predictions']} blind "
+        f"predictions: {rate['by']}; {tpot['by']})",
+        highlight=False,
+    )
+    console.print(
+        f"TTFT {winner.ttft.low:,.2f} … {winner.ttft.high:,.2f} s is in steady state and not calibrated: no benchmark reports that. "
+        "--simulate --request-rate inf has the TTFT that one would report, with calibrated ends",
         highlight=False,
     )
     moves = [str(b) for b in bottlenecks(winner) if b.gain > 1.01][:3]

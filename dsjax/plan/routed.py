@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.figure import Figure, amount, assumed, exact
 from dsjax.plan.network import (
     all_reduce,
     exchanged_rows,
@@ -60,7 +60,7 @@ def routed_experts(
     slots = places.physical // mesh.ep_size
     rows = rank_tokens * busy * top_k * mesh.expert_width_shards
     slowest = step.skew.slowest(places, config.n_routed_experts, rows, balanced, step.middle)
-    arriving = exact(rows, "rows of the mean rank", "rows") * slowest
+    arriving = amount(rows, "rows of the mean rank", "rows", slowest) * slowest
     everyone = rank_tokens * busy * devices
     touched = step.skew.touched(everyone, top_k, config.n_routed_experts)
     used = step.skew.most_touched(everyone, top_k, config.n_routed_experts, slots, mesh.ep_size)

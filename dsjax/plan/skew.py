@@ -54,7 +54,7 @@ class Skew:
         as squares add.
         """
         if slots.ranks == 1:
-            return Figure(1.0)
+            return Middle(1.0) if middle else Figure(1.0)
         chance = 2 * math.log(slots.ranks) / rows if rows > 0 else 0.0
         uniform = self.high == 0
         ends = (1.0, 1.0, 1.0) if uniform else self._placed(slots, experts, balanced)

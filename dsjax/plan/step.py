@@ -128,7 +128,7 @@ class StepModel:
         layers = self._layers(
             tokens, tokens * cached / prompt, attended, False, self.config.num_hidden_layers, Figure(1.0), busy=busy
         )
-        uneven = assumed(1.03, 1.0, 1.15, "uneven prompts", "ranks wait for the one with the longest prompts")
+        uneven = self._known("uneven prompts", uneven_prompts)
         layers = {name: (part * uneven).named(name, "s") for name, part in layers.items()}
         rows = max(1.0, tokens / prompt)
         parts = {**layers, "head": self.head(rows)}
@@ -254,10 +254,8 @@ class StepModel:
                 half = self._parts(tokens / 2, read / 2, context, decode, layers - whole, wait, 0, busy, halved=True)
                 return halved_layers(self, tokens, decode, layers - whole, parts, half)
         if not self.overlap or self.in_windows or not self.config.is_moe:
-            return {
-                n: p.named(n, "s")
-                for n, p in self._parts(tokens, read, context, decode, layers, wait, dense, busy).items()
-            }
+            parts = self._parts(tokens, read, context, decode, layers, wait, dense, busy)
+            return parts if self.middle else {n: p.named(n, "s") for n, p in parts.items()}
         half = self._parts(tokens / 2, read / 2, context, decode, layers, wait, dense, busy)
         talk = total([half[n] * 2 for n in _COMMUNICATION]).named("communication of two half batches", "s")
         work = total([p * 2 for n, p in half.items() if n not in _COMMUNICATION])
@@ -491,6 +489,11 @@ def small_kernels(count: int, within_sums: int) -> Figure:
     )
     count -= within_sums
     return assumed(*(count * each for each in (2e-6, 1e-6, 4e-6)), "small kernels of a layer", why)
+
+
+def uneven_prompts() -> Figure:
+    """What a prefill step takes with prompts as they come ÷ with prompts of one length."""
+    return assumed(1.03, 1.0, 1.15, "uneven prompts", "ranks wait for the one with the longest prompts")
 
 
 def whole_engine() -> Figure:

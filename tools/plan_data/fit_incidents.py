@@ -9,6 +9,7 @@ with long requests (their cache is not the latent one), other engines, AWQ and G
 
 import csv
 import dataclasses
+import functools
 from pathlib import Path
 
 from dsjax.config import load_config
@@ -19,6 +20,8 @@ from dsjax.plan.precision import BF16, PRECISIONS, Precision
 CSV = Path(__file__).with_name("fit_incidents.csv")
 SECOND = Path(__file__).with_name("fit_incidents_second.csv")
 """Further launches, which the rule as it was changed after the first ones had not been held against."""
+DRY_RUNS = Path(__file__).with_name("fit_dryruns.csv")
+"""What a device holds before a step by `dsjax dryrun`, of the launches whose options dsjax has (fit_dryruns.py)."""
 SITE = "https://github.com/"
 DEVICES = {
     "90 GiB": 92160,
@@ -81,9 +84,47 @@ def score(file: Path = CSV) -> dict[str, tuple[int, int]]:
     return found
 
 
+@functools.cache
+def held() -> dict[str, int]:
+    """Least bytes of a device that a launch takes, by its key, of those that were run through `dsjax dryrun`.
+
+    They are weights and state, and of vLLM, which does not start without, the cache of the longest request.
+    """
+    engines = {row["key"]: row["engine"] for row in (*rows(), *rows(SECOND))}
+    with DRY_RUNS.open(encoding="utf-8", newline="") as lines:
+        return {
+            row["key"]: int(row["weights"]) + int(row["state"]) + int(row["cache"]) * (engines[row["key"]] == "vllm")
+            for row in csv.DictReader(lines)
+        }
+
+
+def room(row: dict[str, str]) -> float:
+    """Bytes that weights and cache may take of a device: the fraction's share, and of TensorRT-LLM, whose fraction is of what weights
+    leave, the whole."""
+    return DEVICES[row["device"]] * 2**20 * (1.0 if row["engine"] == "tensorrt-llm" else float(row["fraction"]))
+
+
+def dry_run_score() -> dict[str, tuple[int, int]]:
+    """(right, counted) of what the dry run's exact bytes say of both files' launches, by outcome: whether they lie in the room."""
+    counted = [row for row in (*rows(), *rows(SECOND)) if row["fitted"] and row["key"] in held()]
+    found = {}
+    for which in ("yes", "no"):
+        group = [row for row in counted if row["fitted"] == which]
+        found[which] = (sum((held()[row["key"]] <= room(row)) == (which == "yes") for row in group), len(group))
+    return found
+
+
+def _dry_run(row: dict[str, str]) -> str:
+    if row["key"] not in held():
+        return "–"
+    over = held()[row["key"]] > room(row)
+    wrong = row["fitted"] and over == (row["fitted"] == "yes")
+    return f"{held()[row['key']] / 1e9:.1f} of {room(row) / 1e9:.1f} GB{', too large' * over}{' ✗' if wrong else ''}"
+
+
 def table(file: Path = CSV) -> str:
-    """Markdown: each launch of a file with the verdict that was committed, today's, and what happened."""
-    lines = ["| # | launch | said | today | what happened |", "|---|---|---|---|---|"]
+    """Markdown: each launch of a file with the verdict that was committed, today's, the dry run's bytes, and what happened."""
+    lines = ["| # | launch | said | today | dry run | what happened |", "|---|---|---|---|---|---|"]
     for row in rows(file):
         today = judge(row)
         left = min(condition.left.value for condition in today.conditions) / 1e9
@@ -98,6 +139,6 @@ def table(file: Path = CSV) -> str:
         what = f"{row['engine']} {row['version']}, {row['model']} {row['precision']}{drafts}, {row['devices']} × {row['device']}"
         lines.append(
             f"| {row['key']} | [{name}]({SITE}{row['thread']}): {what}, `{row['mesh']}`, fraction {row['fraction']} | {row['said']}{mark} "
-            f"| {left:+.1f} GB | {row['happened']} |"
+            f"| {left:+.1f} GB | {_dry_run(row)} | {row['happened']} |"
         )
     return "\n".join(lines)

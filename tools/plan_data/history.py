@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -26,9 +27,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsjax.plan.calibration import DRAFTS, HOST
+from dsjax.plan.calibration import DRAFTS, HOST, RATE
 from dsjax.plan.candidate import Candidate, aggregated
 from dsjax.plan.figure import Figure, assumed
+from dsjax.plan.simulation.reported import WARM, reported
 from tools.plan_data import apart_loops
 from tools.plan_data.apart_loops import chosen as apart_runs
 from tools.plan_data.apart_loops import rows as apart_rows
@@ -43,8 +45,6 @@ from tools.plan_data.recipe_limits import limits
 
 DATA = Path(__file__).parent / "history.csv"
 PLAYED_USERS = 320
-WARM = (0.0, 0.0, 1.0)
-"""Seconds that the first request of each user waits longer where the engine was warmed up: SGLang's on H200 still did in earlier rounds."""
 METRICS = {
     "rate": ("output_tput_per_gpu", 1.0),
     "tpot": ("median_tpot", 1e3),
@@ -129,16 +129,9 @@ def predictions(run: Run, date: str, drafts: int = 0) -> dict[str, Figure]:
     found, warm = _deployment(run, date, drafts)
     seen = played(found, run.users)
     cold = assumed(*(WARM if warm else COLD), "a user's first prompt", "point 8, and X26 to X34", "s")
-
-    def around(value: float, like: Figure) -> Figure:
-        return Figure(value, value * like.low / like.value, value * like.high / like.value, like.kinds)
-
+    made = reported(found, seen, REQUESTS_A_USER, cold)
     return {
-        "rate": around(seen.tokens_per_s / found.decode.layout.devices, found.throughput),
-        "tpot": around(seen.tpot.p50, found.tpot) * 1e3,
-        "ttft": (around(seen.ttft.mean, found.ttft) + cold / REQUESTS_A_USER) * 1e3,
-        "ttft_median": around(seen.ttft.p50, found.ttft) * 1e3,
-        "ttft_p99": (around(seen.ttft.p99, found.ttft) + cold) * 1e3,
+        kind: figure / found.decode.layout.devices if kind == RATE else figure * 1e3 for kind, figure in made.items()
     }
 
 
@@ -206,6 +199,31 @@ def drafts_apart_today(acceptance: float) -> dict[str, float]:
                 said[row["key"]] = {"rate": rate, "tpot": found.tpot.value * 1e3}
             errors[row["metric"]].append(abs(said[row["key"]][row["metric"]] / float(row["measured"]) - 1))
     return {metric: statistics.mean(each) for metric, each in errors.items()}
+
+
+def mean_value_today() -> dict[str, tuple[float, float]]:
+    """By metric of *A*, as the model of today has it: the median of the mean-value answer ÷ what was played, and its mean absolute error.
+
+    The TTFT is set beside the reported median.
+    """
+    found: dict[str, list[tuple[float, float]]] = {"rate": [], "tpot": [], "ttft_median": []}
+    alone = (row for row in rows() if row["key"].startswith("U"))
+    for _, rows_of in itertools.groupby(alone, lambda row: row["key"]):
+        metrics = {row["metric"]: row for row in rows_of}
+        row = metrics["rate"]
+        lengths = (int(row[name]) for name in ("prompt", "output", "users"))
+        answer, _ = _deployment(
+            Run(row["device"], row["engine"], row["weights"], *lengths, row["mesh"]), row["date"], 0
+        )
+        rate = answer.throughput.value / answer.decode.layout.devices
+        said = {"rate": rate, "tpot": answer.tpot.value * 1e3, "ttft_median": answer.ttft.value * 1e3}
+        for metric, value in said.items():
+            played, measured = (float(metrics[metric][name]) for name in ("predicted", "measured"))
+            found[metric].append((value / played, abs(value / measured - 1)))
+    return {
+        metric: (statistics.median(one for one, _ in each), statistics.mean(error for _, error in each))
+        for metric, each in found.items()
+    }
 
 
 def _apart_with_drafts(row: dict[str, str], acceptance: float) -> Candidate:

@@ -154,7 +154,7 @@ def deciding_table() -> str:
 
 def median_of_wide_ep() -> float:
     """Median of |predicted ÷ measured - 1| of the runs with wide EP, whose mean a few runs decide."""
-    return statistics.median(abs(point.error) for point in point_sets()[-1].points)
+    return statistics.median(abs(point.error) for point in apart_points())
 
 
 def csv_text() -> str:

@@ -85,6 +85,30 @@ def test_what_relief_leaves_out_would_not_have_been_shown(ask, monkeypatch):
     assert shown(bounded.late) == shown(everything.late)
 
 
+def test_a_hope_that_is_brought_nearer_is_no_worse_than_what_is_worked_out(ask, monkeypatch):
+    options = PlanOptions(modes=("separated",), redundant=0, overlap="off", widest=16)
+    question = ask("h100-32", 2000, objective=Objective(ttft=1.0, tpot=0.05), options=options, hosts=6)
+    found = []
+
+    def kept(one, real=relief._worked_out):
+        found.append((one, real(one)))
+        return found[-1][1]
+
+    monkeypatch.setattr(relief, "_worked_out", kept)
+    monkeypatch.setattr(relief._Shown, "may_have", lambda self, hope: True)
+    search(question)
+    nearer = 0
+    for one, relieved in found:
+        hope = first = relief._hope(one)
+        for _ in range(relief._NEARER):
+            hope = hope.closer()
+            assert hope.batch <= relieved.batch
+            assert hope.candidate.tpot.value <= relieved.tpot.value
+            assert hope.candidate.throughput.value >= relieved.throughput.value
+        nearer += hope.candidate.tpot.value > first.candidate.tpot.value
+    assert nearer > len(found) / 2
+
+
 def test_a_concurrency_is_served_and_obeys_littles_law(ask):
     question = ask(concurrency=64.0, options=PlanOptions(modes=("aggregated",)))
     for candidate in search(question).ranked[:5]:

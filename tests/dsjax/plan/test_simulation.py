@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import statistics
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsjax.cli import app
+from dsjax.plan.calibration import TTFT, TTFT_MEDIAN, TTFT_P99, calibration
 from dsjax.plan.candidate import aggregated, prefill_pool, separated
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.instance import Instance
@@ -20,6 +22,7 @@ from dsjax.plan.simulation import deployment
 from dsjax.plan.simulation.load import OfferedLoad, requests
 from dsjax.plan.simulation.outcome import Spread
 from dsjax.plan.simulation.prices import Fastest, RankWork, StepPrices
+from dsjax.plan.simulation.reported import FIELDS, calibrated_report, reported, warm
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
@@ -337,7 +340,32 @@ def test_the_command_plays_a_published_loop_and_refuses_half_of_one():
     done = CliRunner().invoke(app, [*base, *loop], catch_exceptions=False)
     assert "TTFT of 80 requests, as such a benchmark reports it: mean" in done.output
     assert "TTFT of 64 requests, in steady state" in done.output
+    assert re.search(
+        r"TTFT P99 \S+ \[\S+ … \S+\] ms \(by 60 blind predictions: ttft_p99, one host, newest rounds\)", done.output
+    )
+    assert "is in steady state and not calibrated" in " ".join(done.output.split())
+    left_out = CliRunner().invoke(app, [*base, *loop, "--warmup", "16", "--json", "-"], catch_exceptions=False)
+    assert json.loads(left_out.stdout)["simulation"][0]["calibrated"] is None
     assert "0.8, expected a number above 0" in str(CliRunner().invoke(app, base).exception)
+
+
+def test_what_a_benchmark_reports_is_calibrated_as_it_was_predicted_in_the_blind_rounds(candidate):
+    found = candidate(batch=16, output=200, variation=0.1, concurrency=16.0)
+    seen = simulate(found, OfferedLoad(None, 16), Objective(), num_requests=160, warmup=0, at_once=True)
+    figures = reported(found, seen, 10, warm())
+    assert figures[TTFT_MEDIAN].value == seen.ttft.p50
+    assert figures[TTFT_MEDIAN].high / seen.ttft.p50 == pytest.approx(found.ttft.high / found.ttft.value)
+    # The first of ten requests may wait a second longer, though the engine was warm.
+    assert figures[TTFT_P99].value == seen.ttft.p99
+    assert figures[TTFT_P99].high > seen.ttft.p99 + 1
+    assert figures[TTFT].high - figures[TTFT].value == pytest.approx(
+        math.hypot(seen.ttft.mean * (found.ttft.high / found.ttft.value - 1), 0.1)
+    )
+    shown = calibrated_report(found, seen)
+    for kind, name in FIELDS.items():
+        low, high = calibration(kind, shown["distance"]).interval(figures[kind])
+        assert (shown[name]["low"], shown[name]["high"]) == pytest.approx((low, high), rel=1e-3)
+        assert low <= shown[name]["value"] <= high
 
 
 @pytest.mark.parametrize("prefill", [None, "tp=8,ep=1"])
