@@ -1,8 +1,10 @@
 """`dsjax accept`: the command. The HTTP client and the tokenizers are imported when it runs."""
 
+import asyncio
 import importlib.util
 import secrets
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +32,8 @@ _DROPPED = ("--fresh", "--list", "--progress", "--no-progress")
 def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> None:
     """Run the acceptance checklist of a deployment plan against an OpenAI-compatible server.
 
-    Ends with 0 where every criterion is met, 3 where one is missed, 4 where none is missed but one could not be tested. After Ctrl-C
-    the same command goes on where it stopped.
+    Ends with 0 where every criterion is met, 3 where one is missed, 4 where none is missed but one could not be tested. After Ctrl-C,
+    or SIGTERM, the same command goes on where it stopped.
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise UserError("dsjax accept needs aiohttp, which is not installed: pip install 'dsjax[bench]'")
@@ -46,7 +48,7 @@ def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> 
     network = _network(others.network)
     try:
         report = run(_accept(what, server, others, checklist, hooks, network))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"interrupted: the same command goes on from {what.results}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     if report is None:
@@ -76,6 +78,8 @@ async def _accept(
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    # As Ctrl-C, also where a shell has started this in the background, without Ctrl-C: a fault must not outlive the command.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
     async with open_session(server.api_key) as session:
         ready = await ReadyServer.connect(session, server)
         bed = TestBed.of(ready, others, network, hooks, secrets.randbits(31), Console(stderr=True), what.progress)

@@ -424,7 +424,8 @@ def test_each_of_two_servers_has_its_own_devices_utilisation(start_fake, accept)
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_fault_and_the_same_command_goes_on(start_fake, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_the_fault_and_the_same_command_goes_on(number, start_fake, tmp_path):
     criteria, out, said = tmp_path / "c.toml", tmp_path / "out", tmp_path / "said"
     names = ("id", "measurement", "value", "bound")
     made = "".join(CRITERION.format(**dict(zip(names, one, strict=True))) for one in (MET, *FAULT_CRITERIA))
@@ -458,7 +459,7 @@ def test_ctrl_c_ends_the_fault_and_the_same_command_goes_on(start_fake, tmp_path
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
     time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "the same command goes on" in errors
