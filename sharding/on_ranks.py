@@ -1,7 +1,8 @@
-"""Code of each rank of a mesh, written once: it opens a region of its own, or runs inside one that somebody opened around it.
+"""Lets the code of one rank open a region of its own, or run inside a region that its caller has opened.
 
-Inside a region every array is one rank's part, and what is said of how arrays lie over the mesh says nothing more. There a rank can
-leave out what it has nothing to do for, which XLA's partitioner, for which all ranks run one program in step, never does.
+A region is a ``jax.shard_map`` over all axes of a mesh. Inside it every array is the part of one rank, so that constraints on how arrays
+lie over the mesh have nothing left to say. A rank can also skip work there that it has no tokens for. Outside a region it cannot: XLA's
+partitioner has all ranks run the same operations.
 """
 
 from __future__ import annotations

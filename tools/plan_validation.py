@@ -272,7 +272,7 @@ def _newest() -> dict[str, str]:
 
 
 def _fit_by_outcome() -> dict[str, str]:
-    """Of both sets of launches: how many fitted and failed, and what the committed verdicts and the dry run said of these."""
+    """Count in both sets of launches how many fitted and failed, and what the committed verdicts and the dry run said of these."""
     scores = [score(), score(SECOND)]
     fitted, failed = ([one[f"committed, {which}"] for one in scores] for which in ("yes", "no"))
     dry, all_fitted = dry_run_score(), sum(count for _, count in fitted)

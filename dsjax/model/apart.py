@@ -272,7 +272,7 @@ def wire_of(step: ModelStep) -> WireFormat:
 
 def sums_by_choice(step: ModelStep) -> bool:
     """Whether a token's sum has one order wherever its experts are."""
-    return step.dispatch.by_choice or step.in_place.ordered
+    return step.experts.config.by_choice
 
 
 def described_like(tree: Any, described: Any) -> Any:

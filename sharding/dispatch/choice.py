@@ -5,6 +5,7 @@ from __future__ import annotations
 from sharding.dispatch.config import default_capacity, even_routing_rows, host_capacity
 
 CPU_GATHER_TOKENS, IN_MEMORY_GATHER_TOKENS = 256, 16
+"""Most tokens of a rank that ``auto`` gathers between emulated devices: by XLA's collectives, and in memory (``docs/dispatch.md``)."""
 PADDED_TOKENS = 512
 INSIDE_PER_BETWEEN = 4
 """Rows that a device sends over its fast link in the time of one to another host, at the least: 200 and 50 GB/s of an H800, 450 and 50 of

@@ -129,7 +129,7 @@ class Exchange:
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
     ) -> Transit:
         """Pack the tokens for their ways."""
-        pad = partial(pad_per_dp_rank, dp=1 if on_one_rank() else self.spec.dp_size, multiple=self.spec.tp_size)
+        pad = partial(pad_per_dp_rank, dp=self._dp_ranks, multiple=self.spec.tp_size)
         inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK.astype(jnp.float32), fill=0)
         run = self._on_ranks(lambda *inputs: _stacked(self.method.prepare(*inputs)), (self._over_ranks,) * 3)
         return run(*inputs)
@@ -163,12 +163,13 @@ class Exchange:
 
         run = self._on_ranks(on_rank, (self._over_ranks, experts.param_specs))
         y_TD, counts = run(transit, experts.params)
-        return self._unpadded(y_TD), counts if self.config.report else None
+        tokens = self.tokens // self.spec.dp_size * self._dp_ranks
+        return unpad_per_dp_rank(y_TD, tokens, self._dp_ranks), counts if self.config.report else None
 
-    def _unpadded(self, y_TD: Array) -> Array:
-        """``y_TD`` without what ``prepare`` added to each DP rank's tokens."""
-        ranks = 1 if on_one_rank() else self.spec.dp_size
-        return unpad_per_dp_rank(y_TD, self.tokens // self.spec.dp_size * ranks, ranks)
+    @property
+    def _dp_ranks(self) -> int:
+        """How many DP ranks' tokens the arrays at hand have: inside a rank's region its own alone."""
+        return 1 if on_one_rank() else self.spec.dp_size
 
     def _experts(self, experts: ExpertsOfMesh, params: Any) -> RankExperts:
         return RankExperts(self.group, experts.local_experts, params, self.config.report, self.home)

@@ -21,7 +21,8 @@ from sharding.dispatch.wire import PackedRows, WireFormat
 from sharding.sums import add_as_tree, add_in_order
 
 IN_MEMORY_COLUMNS = 4
-"""Times a queue's length up to which terms come back as columns between devices that share a memory (``docs/dispatch.md``)."""
+"""Between devices that share a memory, terms come back as columns where these are at most so many times as long as a queue
+(``docs/dispatch.md``)."""
 
 
 class _Kept(NamedTuple):
