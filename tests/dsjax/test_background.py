@@ -170,7 +170,7 @@ def fail_compile_ahead(monkeypatch):
     monkeypatch.setattr(compile_ahead, "enable_compile_cache", lambda: None)
     monkeypatch.setattr(compile_ahead, "resolve", once(BROKEN))
     ahead.begin(None, None, [0], "f32")
-    ahead._thread.join(20)
+    ahead._thread.join(60)
     assert ahead.label is None
 
 
@@ -257,7 +257,7 @@ def fail_command_stream(monkeypatch):
     monkeypatch.setattr(follower, "decode", once(BROKEN))
     made = Group()
     leader.LeaderExecutor(Told(), made.leader).set_recording(True)
-    made.thread.join(20)
+    made.thread.join(60)
     assert not made.thread.is_alive()
     assert "can be read no further: injected" in str(made.error)
 
@@ -431,7 +431,7 @@ def fail_host_watch(monkeypatch):
     until(lambda: losses)
     assert "process 1" in str(losses[0])
     made.leaving = True
-    thread.join(20)
+    thread.join(60)
     assert failure_counts()["host watch"] >= 2
 
 
@@ -663,7 +663,7 @@ def test_a_thread_that_does_not_restart_releases_who_waits_and_ends(caplog):
 
     thread = start_thread("listener", fail, name="fails", on_failure=released.set_exception)
     assert released.exception(20) is BROKEN
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     assert "injected" in caplog.text
 

@@ -91,4 +91,4 @@ def relay(address: tuple[str, int], change: Callable[[int, bytes], bytes]) -> It
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
-        thread.join(10)
+        thread.join(60)

@@ -334,7 +334,7 @@ def test_who_has_a_certificate_and_no_key_cannot_stand_between_two_members(certi
                 back = threading.Thread(target=pass_on, args=streams[::-1], daemon=True)
                 back.start()
                 threading.Thread(target=pass_on, args=streams, daemon=True).start()
-                back.join(10)
+                back.join(60)
                 caller.shutdown(socket.SHUT_RDWR)  # also for the thread that waits for it
 
         threading.Thread(target=stand_between, daemon=True).start()

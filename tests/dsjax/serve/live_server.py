@@ -22,12 +22,15 @@ from dsjax.serve.serving import Phase, Serving
 
 
 class LiveServer:
-    """A server in a thread; `executor` is the fake device under it. front_ends: processes before it; 0: it speaks HTTP itself."""
+    """A server in a thread; `executor` is the fake device under it. front_ends: processes before it; 0: it speaks HTTP itself.
+
+    Its limits of time are those of a machine that is busy with something else: what they bound ends by itself long before.
+    """
 
     def __init__(
         self,
         *,
-        shutdown_timeout: float = 5.0,
+        shutdown_timeout: float = 60.0,
         tokenizer=None,
         eos=(),
         options=None,
@@ -64,9 +67,7 @@ class LiveServer:
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._serve, args=(listener,), daemon=True)
         self._thread.start()
-        wait_until(
-            lambda: self.server.started and (warm_up or self.serving.phase is Phase.READY), 60 if front_ends else 10
-        )
+        wait_until(lambda: self.server.started and (warm_up or self.serving.phase is Phase.READY))
 
     @property
     def pages_in_use(self) -> int:
@@ -81,7 +82,7 @@ class LiveServer:
     def signal(self) -> None:
         self.server.handle_exit(15, None)
 
-    def join(self, seconds: float = 10.0) -> int | None:
+    def join(self, seconds: float = 90.0) -> int | None:
         self._thread.join(seconds)
         assert not self._thread.is_alive(), "the server hangs"
         return self.exit_code

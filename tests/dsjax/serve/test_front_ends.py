@@ -180,7 +180,7 @@ def test_what_waits_is_limited_over_all_processes(start_server):
     for thread in threads:
         thread.start()
     for thread in [first, *threads]:
-        thread.join(30)
+        thread.join(60)
     refused = [answer for answer in answers if answer.status_code == 429]
     assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 5
     assert all(answer.json()["error"]["code"] == "queue_full" and answer.headers["retry-after"] for answer in refused)
@@ -243,7 +243,7 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
     lost = len(victim.requests)
     os.kill(victim.process.pid, signal.SIGKILL)
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert sum(text.endswith("data: [DONE]\n\n") for text in answers) == 12 - lost
     wait_until(lambda: server.pages_in_use == 0 and server.engine.num_unfinished == 0)
     # What waits for a successor's door is served: the listening socket never closed.

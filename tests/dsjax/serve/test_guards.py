@@ -264,7 +264,7 @@ def test_completions_that_cannot_be_count_among_none_that_wait(start_server, mon
     assert server.serving.gate._entering_requests == 0
     assert server.post(COMPLETIONS, {**LONG, "max_tokens": 1}).status_code == 200
     may_end.set()
-    chat.join(10)
+    chat.join(60)
     assert (answers[0].status_code, answers[0].json()["error"]["param"]) == (400, "n")
 
 

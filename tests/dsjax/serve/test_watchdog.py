@@ -108,7 +108,7 @@ engine = AsyncEngine(EngineParts(executor, tiny_tokenizer(), config, prefills=li
 serving = Serving(engine, ("tiny",), "tiny", 128, ServeOptions(step_timeout=1))
 listener = bind("127.0.0.1", 0)
 ready = lambda: print(listener.getsockname()[1], flush=True)
-sys.exit(Server(serving, shutdown_timeout=5, log_level="error", on_ready=ready).serve_on(listener))
+sys.exit(Server(serving, shutdown_timeout=60, log_level="error", on_ready=ready).serve_on(listener))
 """
 
 

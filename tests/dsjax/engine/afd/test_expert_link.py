@@ -149,7 +149,7 @@ def test_a_link_that_is_closed_waits_for_no_welcome(silent):
     assert asked.acquire(timeout=20)
     closing = threading.Thread(target=own.close)
     closing.start()
-    closing.join(10)
+    closing.join(60)
     assert not closing.is_alive()
     with pytest.raises(ExpertsGoneError):
         done.result(0)

@@ -113,7 +113,7 @@ def test_a_follower_whose_step_fails_ends_at_once_where_no_other_generation_can_
     group.follower.group.announcements.next = None  # it would be waited for
     group.loaded[0].launch = fail
     leader.launch(step(1))
-    group.thread.join(10)
+    group.thread.join(60)
     assert str(group.error) == "a program failed"
 
 

@@ -38,5 +38,5 @@ def links_of(order: Sequence[int]) -> list[ProcessLinks]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return [made[number] for number in order]

@@ -111,7 +111,7 @@ def raised(take):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return None if thread.is_alive() else found
 
 

@@ -64,7 +64,7 @@ class Leading(ExecutorWrapper):
 
     def end(self):
         self.told.put(None)
-        self._thread.join(20)
+        self._thread.join(60)
 
     def _follow(self, other):
         launched, collected = deque(), 0

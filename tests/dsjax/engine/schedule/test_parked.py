@@ -229,7 +229,7 @@ def test_a_thread_that_rests_ends_it_in_time(monkeypatch):
         pass
     assert update.result.kind is ErrorKind.NO_ROOM
     engine.thread.end()
-    engine.thread.join(30)
+    engine.thread.join(60)
 
 
 def test_a_page_source_forgets_one_that_waits_and_hears_of_it_again(engine):
