@@ -14,7 +14,10 @@ from sharding.layer_placement import exchange_rounds
 
 
 def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "float32", **options) -> LLM:
-    """eplb: over 8 redundant experts and a window that never ends."""
+    """eplb: over 8 redundant experts and a window that never ends.
+
+    Prompts are computed in the form of decodes, so that it does not matter whether one is cached.
+    """
     config = {"num_redundant_experts": 8, "window_size": 10**6, "step_interval": 10**6} | (eplb or {})
     llm = LLM(
         str(directory),
@@ -26,7 +29,7 @@ def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "
         page_size=4,
         enable_eplb=True,
         eplb_config=config,
-        **options,
+        **{"mla_prefill": "A_CC_ME"} | options,
     )
     llm.engine.core.part(ExpertBalancer)._pool = InlinePool()
     executor = getattr(llm.executor, "inner", llm.executor)
@@ -35,10 +38,18 @@ def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "
     return llm
 
 
-def generate(llm: LLM, tokens: int = 12) -> list[list[int]]:
-    """Greedy continuations of the eight prompts."""
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts(), params)]
+def generate(llm: LLM, tokens: int = 12) -> list[tuple[list[int], list[float]]]:
+    """Greedy continuations of the eight prompts, and their log-probabilities where these are exact."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
+    found = [output.outputs[0] for output in llm.generate(prompts(), params)]
+    exact = llm.executor.model.is_exact
+    return [
+        (
+            one.token_ids,
+            [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs, strict=True)] * exact,
+        )
+        for one in found
+    ]
 
 
 def random_row(rng, slots: int) -> np.ndarray:

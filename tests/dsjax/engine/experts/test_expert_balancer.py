@@ -127,7 +127,7 @@ def test_in_bf16_each_token_is_the_one_that_a_device_whose_experts_stay_finds_be
     Both for 97 places of 100. Between two experts that are as good as tied a router may choose otherwise when sums are rounded to
     8 bits in another order, and every logit behind moves: one place in 100 between dp=1 and dp=8 on which no expert moves.
     """
-    moving = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="ragged", dtype="bfloat16")
+    moving = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="ragged", dtype="bfloat16", mla_prefill="CC")
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
     try:
         made = [output.outputs[0] for output in moving.generate(prompts(), params)]
