@@ -59,17 +59,19 @@ def llm(checkpoint):
 
 @pytest.fixture(scope="module")
 def gathering():
-    """Programs of engines on ``dp=8`` with ``gather``, by model."""
-    return functools.cache(lambda model: ProgramLibrary())
+    """Programs of engines on ``dp=8`` with ``gather``, by model, and by whether the shared expert is a routed one."""
+    return functools.cache(lambda model, fused: ProgramLibrary())
 
 
 @pytest.fixture(scope="module")
 def expected_of(checkpoints, gathering):
-    """Each model's tokens of an engine that never moves an expert, when they are first asked for."""
+    """What an engine of a model gives that never moves an expert, when it is first asked for; fused: with the shared expert as a routed
+    one, which rounds otherwise.
+    """
 
-    def made(model):
-        with kept_in(gathering(model)):
-            still = load(checkpoints(model), "dp=8", dispatch="gather")
+    def made(model, fused=False):
+        with kept_in(gathering(model, fused)):
+            still = load(checkpoints(model), "dp=8", dispatch="gather", enable_shared_experts_fusion=fused)
         try:
             return generate(still, TOKENS)
         finally:
@@ -114,7 +116,7 @@ def test_so_they_are_on_other_meshes(checkpoints, expected_of, model, mesh, disp
         assert any(".shared." in path for path in other.executor.params) != fused
         slots = other.executor.params["moe_layers.moe.experts.down.weight"].shape[1]
         assert slots == (other.executor.extension(ExpertMover).slots.physical_to_logical.shape[1]) + fused * 4
-        assert generate(other, TOKENS) == expected_of(model)
+        assert generate(other, TOKENS) == expected_of(model, fused)
         assert stats(other).rebalances >= 3
     finally:
         other.shutdown()
@@ -355,14 +357,14 @@ def test_a_failure_in_the_middle_gives_the_rebalance_up_and_serving_goes_on(llm,
 
 def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, gathering, tmp_path, expected):
     path = tmp_path / "steps.dsjax"
-    with kept_in(gathering("v3")):
+    with kept_in(gathering("v3", False)):
         recorded = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="gather", record_steps=str(path))
     try:
         assert generate(recorded, TOKENS) == expected
         final = recorded.executor.extension(ExpertMover).slots.physical_to_logical
     finally:
         recorded.shutdown()
-    with kept_in(gathering("v3")):
+    with kept_in(gathering("v3", False)):
         again = load(checkpoint, "dp=8", dispatch="gather")
     try:
         assert (again.executor.extension(ExpertMover).slots.physical_to_logical != final).any()
