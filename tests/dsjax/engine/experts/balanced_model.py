@@ -1,6 +1,7 @@
 """A tiny model whose experts follow the load, for tests of the exchange and of the engine around it."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from layouts import TINY, InlinePool, prompts
@@ -38,18 +39,22 @@ def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "
     return llm
 
 
-def generate(llm: LLM, tokens: int = 12) -> list[tuple[list[int], list[float]]]:
-    """Greedy continuations of the eight prompts, and their log-probabilities where these are exact."""
+class Generated(NamedTuple):
+    """A continuation, and its log-probabilities where these are exact."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def generate(llm: LLM, tokens: int = 12) -> list[Generated]:
+    """Greedy continuations of the eight prompts."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
-    found = [output.outputs[0] for output in llm.generate(prompts(), params)]
-    exact = llm.executor.model.is_exact
-    return [
-        (
-            one.token_ids,
-            [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs, strict=True)] * exact,
-        )
-        for one in found
-    ]
+    exact, found = llm.executor.model.is_exact, []
+    for output in llm.generate(prompts(), params):
+        (made,) = output.outputs
+        logprobs = [entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs, strict=True)]
+        found.append(Generated(list(made.token_ids), logprobs if exact else []))
+    return found
 
 
 def random_row(rng, slots: int) -> np.ndarray:
