@@ -139,14 +139,13 @@ def start(args: argparse.Namespace, folder: Path, network: Namespaces | None) ->
         "prefill-chunk": 16,
         "page-size": 4,
         "max-model-len": 96,
-        "kernels": "plain",
         "heartbeat-timeout": args.heartbeat_timeout,
         "start-timeout": 600,
     }
     flags = flags_of(sizes)
     checkpoint = args.model or write_worded_checkpoint(folder, **large(args.checkpoint_gb))
     model = flags_of({"model": checkpoint, "served-model-name": "tiny"})
-    command = ["-m", "dsjax.serve", *model, "--port", "0", "--mesh", args.mesh, *args.serve]
+    command = ["-m", "dsjax.serve", *model, "--port", "0", "--mesh", args.mesh, "--batch-invariant", *args.serve]
     options = dict.fromkeys(range(args.processes), flags)
     if network is None:
         return Group(command, args.processes, options=options, stuck=600)

@@ -1,10 +1,11 @@
-"""Hold requests whose pages travel to the tokens of one plain engine, on every layout: through tiers, between meshes, between processes.
+"""Hold requests whose pages travel to the bits of one device, on every layout: through tiers, between meshes, between processes.
 
     python tools/check_pages.py
     python tools/check_pages.py --model v3.2 dp=8 tp=8               # pages that hold index keys, too
     python tools/check_pages.py dp=32 tp=8 --ways tiers              # these layouts only, in this way only
 
-A tiny model answers prompts with few beginnings, greedily and drawn with seeds, twice, and the second time in the opposite order:
+A tiny model answers prompts with few beginnings, greedily and drawn with seeds, twice, and the second time in the opposite order. Tokens
+and log-probabilities must be those of one device (`--batch-invariant`):
 
 - tiers: the layout's caches hold a part of it. What leaves them goes to host memory with room for 5 % of it, and from there to a disk.
 - separated: prompts are computed on another layout beside (the list's opposite one) in the same process; between the two rounds both
@@ -38,7 +39,7 @@ from sharding.mesh import MeshSpec
 
 WAYS = ("tiers", "separated", "processes")
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
-OPTIONS = {"dtype": "float32", "mla_prefill": "CC", "mla_decode": "A_CC_ME"}
+OPTIONS = {"dtype": "float32", "batch_invariant": True}
 APART = {"local_prefill_tokens": 1, "transfer_timeout": 600}
 REQUESTS, NEW_TOKENS = 16, 12
 CACHE_TOKENS = 160
@@ -57,7 +58,7 @@ def draw_requests():
     heads, found = [tokens(n) for n in (21, 32, 47)], []
     for index in range(REQUESTS):
         drawn = {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0}
-        params = SamplingParams(**drawn, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+        params = SamplingParams(**drawn, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
         found.append((heads[index % len(heads)] + tokens(int(rng.integers(3, 40))), params))
     return found
 
@@ -70,8 +71,10 @@ def few_programs(executor) -> None:
     executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False, speculation=speculation)
 
 
-def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[int]]:
-    """Tokens of each request. They run on the first and the last DP rank, so that the caches are short of room on any mesh."""
+def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[tuple[int, float]]]:
+    """Tokens of each request with their log-probabilities. They run on the first and the last DP rank, so that the caches are short of
+    room on any mesh.
+    """
     from dsjax.engine.schedule.request import RequestOptions
 
     found, ranks = {}, (0, llm.parts.num_ranks - 1)
@@ -82,12 +85,14 @@ def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[int]]:
     while llm.engine.has_unfinished():
         for output in llm.engine.step():
             if output.finished and output.request_id != ABORTED:
-                found[int(output.request_id)] = list(output.outputs[0].token_ids)
+                (made,) = output.outputs
+                entries = zip(made.token_ids, made.logprobs, strict=True)
+                found[int(output.request_id)] = [(token, entry[token].logprob) for token, entry in entries]
     return [found[place] for place in range(len(requests))]
 
 
 def through_tiers(directory: str, layout: str, requests, folder: str, page_bytes: int):
-    """Both rounds' tokens, and what has come from where, or why that is too little."""
+    """What both rounds gave, and what has come from where, or why that is too little."""
     from dsjax import LLM
 
     ranks = MeshSpec.parse(layout).dp_size
@@ -108,7 +113,7 @@ def through_tiers(directory: str, layout: str, requests, folder: str, page_bytes
 
 
 def twice_apart(llm, requests, prefill=lambda tokens: None):
-    """Both rounds' tokens, with an aborted request and empty caches between; what was transferred, and whether it was all."""
+    """What both rounds gave, with an aborted request and empty caches between; what was transferred, and whether it was all."""
     from dsjax.engine.schedule.request import RequestOptions
 
     try:
@@ -193,11 +198,11 @@ def main() -> int:
     requests, wrong, runs = draw_requests(), 0, [(way, layout) for way in args.ways for layout in chosen]
     with tempfile.TemporaryDirectory(prefix="check-pages-") as folder:
         directory = str(write_checkpoint(Path(folder), **MODELS[args.model]))
-        plain = LLM(directory, mesh="dp=1", kernels="plain", **SIZES, **OPTIONS)
-        few_programs(plain.executor)
-        expected = play(plain, requests, range(len(requests)))
-        page_bytes = plain.facts.page_bytes
-        plain.shutdown()
+        one = LLM(directory, mesh="dp=1", **SIZES, **OPTIONS)
+        few_programs(one.executor)
+        expected = play(one, requests, range(len(requests)))
+        page_bytes = one.facts.page_bytes
+        one.shutdown()
         for number, (way, layout) in enumerate(runs, 1):
             began, other = time.monotonic(), opposite.get(layout, "tp=8")
             if way == "tiers":
@@ -212,7 +217,7 @@ def main() -> int:
             wrong += bool(places) or not used
             name = layout if way == "tiers" else f"{other} for {layout}"
             print(f"{number}/{len(runs)} {way}, {name}: {found}, {said} ({time.monotonic() - began:.1f} s)", flush=True)
-    print(f"{len(runs) - wrong} of {len(runs)} equal to one plain engine")
+    print(f"{len(runs) - wrong} of {len(runs)} equal to one device")
     return 1 if wrong else 0
 
 

@@ -69,14 +69,17 @@ def further(
         halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, sharding.whole(hidden))]
         x = products.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))
         x = sharding.whole(x)
+        own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers : moe_layers + 1], copies)
         if step.apart is not None:
-            own_copies = jax.tree.map(lambda array: array[moe_layers:], copies)
             x, cache, reports = run_apart(step, "mtp.layers", params, x, cache, layers, tokens, own_copies)
-            return normalise(module.final_norm, x), cache, filled, reports
-        own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers], copies)
-        of = Layer(module.layers, jnp.int32(0), jnp.int32(layers), tokens, own_copies)
-        x, cache, report = step.run_layer(of, x, cache)
-        return normalise(module.final_norm, x), cache, filled, jax.tree.map(lambda array: array[None], report)
+        elif step.rank_by_rank:
+            x, cache, reports = step.run_first(model.mtp.layers, x, cache, jnp.int32(layers), tokens, own_copies)
+        else:
+            own_copies = jax.tree.map(lambda array: array[0], own_copies)
+            of = Layer(module.layers, jnp.int32(0), jnp.int32(layers), tokens, own_copies)
+            x, cache, report = step.run_layer(of, x, cache)
+            reports = jax.tree.map(lambda array: array[None], report)
+        return normalise(module.final_norm, x), cache, filled, reports
 
 
 def mark(step: ModelStep, filled: Bool[Array, "P G"], slots: Int[Array, "B T"], value: bool) -> Bool[Array, "P G"]:

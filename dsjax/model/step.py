@@ -270,13 +270,7 @@ class ModelStep:
         return jax.jit(program, donate_argnums=donate_argnum).lower(*arguments)
 
     def _run_stack(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
-        # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
-        # first copy a layer's experts on CPU, all of them, for the few that have tokens.
-        # GPUs multiply with the other matrices in place as well, where a kernel can.
-        in_place = self.in_place.names([group.shape.form for group in tokens.groups])
-        graph, whole, weights = nnx.split(
-            stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...
-        )
+        graph, whole, weights = split = self._split(stack, tokens)
         own_copies = None if hasattr(stack, "mlp") else copies
 
         def merge(weights) -> DecoderLayer:
@@ -287,8 +281,9 @@ class ModelStep:
             return x, cache, layer + self.config.num_moe_layers, reports
 
         if self.rank_by_rank:
-            x, cache, reports = self._rank_by_rank(graph, whole, weights, x, cache, layer, tokens, own_copies)
-            return x, cache, layer + jax.tree.leaves(weights)[0].shape[0], reports
+            layers = jax.tree.leaves(weights)[0].shape[0]
+            x, cache, reports = self._rank_by_rank(split, layers, x, cache, layer, tokens, own_copies)
+            return x, cache, layer + layers, reports
         first = layer
 
         def body(carry, xs):
@@ -301,18 +296,30 @@ class ModelStep:
         (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), (weights, own_copies))
         return x, cache, layer, reports
 
+    def _split(self, stack: DecoderLayer, tokens: Tokens) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+        """A stack's graph, what stays whole of it, and what is sliced layer by layer."""
+        # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
+        # first copy a layer's experts on CPU, all of them, for the few that have tokens.
+        # GPUs multiply with the other matrices in place as well, where a kernel can.
+        in_place = self.in_place.names([group.shape.form for group in tokens.groups])
+        return nnx.split(stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...)
+
     @property
     def rank_by_rank(self) -> bool:
-        """Whether each rank computes a stack of layers in a region of its own, where it leaves out what it has no token for.
+        """Whether each rank computes its layers in a region of its own, where it leaves out what it has no token for.
 
         On the emulated devices of CPUs, which share a few cores, and where no sum goes over ``tp``.
         """
         alone = self.spec.tp_size * self.spec.expert_width_shards == 1 and self.apart is None
         return self.in_place.native and alone and self.spec.num_devices > 1
 
-    def _rank_by_rank(self, graph, whole, weights, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
-        """``_run_stack`` as one region of each rank. A layer's arrays are sliced in the branches that read them."""
-        layers = jax.tree.leaves(weights)[0].shape[0]
+    def run_first(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
+        """The first layer of a stack, where ranks run each by itself; arrays of reports and copies have a leading axis of 1."""
+        return self._rank_by_rank(self._split(stack, tokens), 1, x, cache, layer, tokens, copies)
+
+    def _rank_by_rank(self, split, layers: int, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
+        """The first ``layers`` of a stack as one region of each rank. A layer's arrays are sliced in the branches that read them."""
+        graph, whole, weights = split
 
         def run(whole, weights, x, cache, first, tokens, copies):
             def body(carry, index):

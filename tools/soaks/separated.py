@@ -5,9 +5,9 @@
 The decode engine runs in this process, on `--mesh` emulated devices with a cache far smaller than what the prompts need, a small tier in
 host memory and one on a disk; prompts are computed by another process, which is killed at random moments and started again. Some
 requests are aborted, at any moment, some prompts are computed that nobody comes for, and now and then every cached page is forgotten.
-Only prompts whose answer does not hang on rounding are asked: one engine has to give it twice, with chunks of two lengths. Holds, or
-exits with 1: every answer, greedy or drawn with a seed, is the one of that engine, which nothing disturbed, and what an aborted one had
-said by then its beginning; in the end no page is in use on either side, nothing is under way, and the decode process has neither grown
+Both sides have `--batch-invariant`. Holds, or exits with 1: the tokens and log-probabilities of every answer, greedy or drawn with a seed,
+are to the bit those of one engine, which nothing disturbed, and what an aborted one had said by then its beginning; in the end no page is
+in use on either side, nothing is under way, and the decode process has neither grown
 nor more threads or open files than in the middle (of each third the fewest count: while the prefill process is away). A line every ten
 seconds says how far it is.
 """
@@ -28,7 +28,13 @@ from dsjax.engine.transfer.prefill_links import PrefillLinks
 
 ROOT, BEGAN = Path(__file__).parents[2], time.monotonic()
 sys.path.insert(0, str(ROOT))
-SIZES = {"max_num_seqs": 8, "max_model_len": 512, "prefill_chunk": 64, "max_num_batched_tokens": 128}
+SIZES = {
+    "max_num_seqs": 8,
+    "max_model_len": 512,
+    "prefill_chunk": 64,
+    "max_num_batched_tokens": 128,
+    "batch_invariant": True,
+}
 WORD_SECONDS = 10.0  # between two lines that say how far it is
 TRANSFER = {"transfer_host": "127.0.0.1", "transfer_timeout": 5, "local_prefill_tokens": 17}
 
@@ -124,10 +130,15 @@ def draw_requests(count: int, rng: random.Random) -> list[tuple[list[int], objec
     found = []
     for index in range(count):
         tokens = [*rng.choice(heads), *(rng.randrange(16, 250) for _ in range(rng.randrange(1, 120)))]
-        # Of ten tokens each: where thousands are nearly as probable, which is drawn hangs on the last digit of a sum.
-        drawn = {"temperature": 0.8, "top_k": 10, "seed": index} if index % 3 == 0 else {"temperature": 0}
-        found.append((tokens, SamplingParams(**drawn, max_tokens=rng.randrange(4, 40), ignore_eos=True)))
+        drawn = {"temperature": 0.8, "seed": index} if index % 3 == 0 else {"temperature": 0}
+        found.append((tokens, SamplingParams(**drawn, max_tokens=rng.randrange(4, 40), ignore_eos=True, logprobs=0)))
     return found
+
+
+def answer(output) -> list[tuple[int, float]]:
+    """Tokens of a request, and the log-probability of each."""
+    (made,) = output.outputs
+    return [(token, entry[token].logprob) for token, entry in zip(made.token_ids, made.logprobs, strict=True)]
 
 
 def say(what: str) -> None:
@@ -177,7 +188,7 @@ def soak(args: argparse.Namespace, llm, prefill: PrefillProcess, requests, expec
             if not output.finished:
                 continue
             index, _ = under_way.pop(output.request_id)
-            made, aborted = list(output.outputs[0].token_ids), output.outputs[0].finish_reason == "abort"
+            made, aborted = answer(output), output.outputs[0].finish_reason == "abort"
             counts["aborted" if aborted else "completed"] += 1
             if made != (expected[index][: len(made)] if aborted else expected[index]):
                 wrong.append({"request": index, "made": made, "expected": expected[index], "aborted": aborted})
@@ -263,16 +274,9 @@ def run(args: argparse.Namespace, folder: str, prefill: PrefillProcess) -> dict:
     requests = draw_requests(args.requests, random.Random(args.seed))
     say(f"computing the answers of {args.requests} requests with an engine that nothing disturbs")
     prompts, params = [{"prompt_token_ids": tokens} for tokens, _ in requests], [params for _, params in requests]
-    answers = []
-    for chunk in (SIZES["prefill_chunk"], SIZES["prefill_chunk"] // 4):
-        plain = LLM(args.model, mesh="dp=1", **SIZES | {"prefill_chunk": chunk})
-        answers.append([list(output.outputs[0].token_ids) for output in plain.generate(prompts, params)])
-        plain.shutdown()
-    firm = [index for index, (one, other) in enumerate(zip(*answers, strict=True)) if one == other]
-    requests, expected = [requests[index] for index in firm], [answers[0][index] for index in firm]
-    say(
-        f"{len(firm)} of {args.requests} answers are the same however the prompt is cut; the others hang on rounding, and are left out"
-    )
+    alone = LLM(args.model, mesh="dp=1", **SIZES)
+    expected = [answer(output) for output in alone.generate(prompts, params)]
+    alone.shutdown()
     tiers = {"cache_tokens": 2048, "host_cache_bytes": 2 << 20, "disk_cache": folder, "disk_cache_bytes": 8 << 20}
     say("loading the decode engine and compiling its programs")
     llm = LLM(args.model, mesh=args.mesh, disaggregation_mode="decode", **tiers, **SIZES, **transfer_options(args))

@@ -1,16 +1,14 @@
 """With --batch-invariant, what a request gets is the same to the bit, whatever is computed beside it, before it, and where."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import MODELS, TINY, write_checkpoint
+from mixes import Sizes, given_to
 
 from dsjax import LLM, SamplingParams
 from dsjax.errors import UserError
@@ -40,35 +38,6 @@ OF_SPARSE = ("dp=1", "pp=2")
 """Those of V3.2's engines: its selection of tokens depends on neither experts nor their dispatch."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What a scheduler keeps to, within what its engine was built for, so that no program is compiled for it.
-
-    chunk: most tokens of a prompt in a step. tokens: most of a step. pages: of a DP rank that requests can have; None: all.
-    """
-
-    chunk: int = 32
-    tokens: int = 64
-    pages: int | None = None
-
-    @contextlib.contextmanager
-    def hold(self, scheduler) -> Iterator[None]:
-        """Keep an idle scheduler to them."""
-        whole, taken = scheduler.config, []
-        config = dataclasses.replace(whole, prefill_chunk=self.chunk, max_num_batched_tokens=self.tokens)
-        scheduler.config = config
-        for rank in scheduler.ranks:
-            rank.config = config
-            taken.append(rank.pool.allocate(0 if self.pages is None else max(0, rank.pool.num_free - self.pages)))
-        try:
-            yield
-        finally:
-            scheduler.config = whole
-            for rank, pages in zip(scheduler.ranks, taken, strict=True):
-                rank.config = whole
-                rank.pool.release(pages)
-
-
 # The simplest batch, which hypothesis draws first, is the longest prompt four times, in chunks of 8, with pages for one of them.
 SIZES = st.builds(
     Sizes,
@@ -76,30 +45,6 @@ SIZES = st.builds(
     tokens=st.integers(8, 64),
     pages=st.integers(MOST_PAGES + 1, 2 * MOST_PAGES) | st.none(),
 )
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a request got. of_cache: how many of the prompt's tokens the prefix cache had."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    prompt_logprobs: tuple[float, ...]
-    of_cache: int = dataclasses.field(compare=False)
-
-
-def given_to(output) -> Given:
-    (completion,) = output.outputs
-    chosen = zip(completion.token_ids, completion.logprobs, strict=True)
-    of_prompt = (
-        zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True) if output.prompt_logprobs else ()
-    )
-    return Given(
-        tuple(completion.token_ids),
-        tuple(entry[token].logprob for token, entry in chosen),
-        tuple(entry[token].logprob for token, entry in of_prompt),
-        output.num_cached_tokens,
-    )
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -20,19 +20,25 @@ def computations(text: str) -> dict[str, str]:
 
 @pytest.fixture
 def decode_program(kernels, tmp_path):
-    def compile_step(mesh):
-        llm = LLM(str(write_checkpoint(tmp_path)), mesh=mesh, **FEW_SHAPES | {"kernels": "native"})
+    def compile_step(mesh, drafts=0):
+        """Text of the step's program, or of that which proposes so many drafts."""
+        speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}
+        directory = write_checkpoint(tmp_path, mtp=drafts > 0)
+        llm = LLM(str(directory), mesh=mesh, **FEW_SHAPES | {"kernels": "native"} | speculation)
         try:
             programs = llm.executor.programs
-            return programs.lower_step(programs.shape(Rectangle(1, 1), None)).compile().as_text()
+            shape = programs.shape(Rectangle(1, 1 + drafts), None)
+            lowered = programs.lower_drafts(shape, drafts) if drafts else programs.lower_step(shape)
+            return lowered.compile().as_text()
         finally:
             llm.shutdown()
 
     return compile_step
 
 
-def test_a_rank_without_a_token_leaves_attention_out_but_not_its_experts(decode_program):
-    text = decode_program("dp=4")
+@pytest.mark.parametrize("drafts", [0, 2], ids=["layers", "the MTP module"])
+def test_a_rank_without_a_token_leaves_attention_out_but_not_its_experts(decode_program, drafts):
+    text = decode_program("dp=4", drafts)
     branches = set(
         re.findall(r"%([\w.\-]+)", " ".join(re.findall(r"(?:branch|true|false)_computations?=\{?[^}\n]*", text)))
     )

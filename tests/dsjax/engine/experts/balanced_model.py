@@ -1,6 +1,7 @@
 """A tiny model whose experts follow the load, for tests of the exchange and of the engine around it."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from layouts import TINY, InlinePool, prompts
@@ -14,7 +15,10 @@ from sharding.layer_placement import exchange_rounds
 
 
 def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "float32", **options) -> LLM:
-    """eplb: over 8 redundant experts and a window that never ends."""
+    """eplb: over 8 redundant experts and a window that never ends.
+
+    Prompts are computed in the form of decodes, so that it does not matter whether one is cached.
+    """
     config = {"num_redundant_experts": 8, "window_size": 10**6, "step_interval": 10**6} | (eplb or {})
     llm = LLM(
         str(directory),
@@ -26,7 +30,7 @@ def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "
         page_size=4,
         enable_eplb=True,
         eplb_config=config,
-        **options,
+        **{"mla_prefill": "A_CC_ME"} | options,
     )
     llm.engine.core.part(ExpertBalancer)._pool = InlinePool()
     executor = getattr(llm.executor, "inner", llm.executor)
@@ -35,10 +39,22 @@ def load(directory: Path, mesh: str, *, eplb: dict | None = None, dtype: str = "
     return llm
 
 
-def generate(llm: LLM, tokens: int = 12) -> list[list[int]]:
+class Generated(NamedTuple):
+    """A continuation, and its log-probabilities where these are exact."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def generate(llm: LLM, tokens: int = 12) -> list[Generated]:
     """Greedy continuations of the eight prompts."""
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts(), params)]
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
+    exact, found = llm.executor.model.is_exact, []
+    for output in llm.generate(prompts(), params):
+        (made,) = output.outputs
+        logprobs = [entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs, strict=True)]
+        found.append(Generated(list(made.token_ids), logprobs if exact else []))
+    return found
 
 
 def random_row(rng, slots: int) -> np.ndarray:

@@ -59,17 +59,19 @@ def llm(checkpoint):
 
 @pytest.fixture(scope="module")
 def gathering():
-    """Programs of engines on ``dp=8`` with ``gather``, by model."""
-    return functools.cache(lambda model: ProgramLibrary())
+    """Programs of engines on ``dp=8`` with ``gather``, by model, and by whether the shared expert is a routed one."""
+    return functools.cache(lambda model, fused: ProgramLibrary())
 
 
 @pytest.fixture(scope="module")
 def expected_of(checkpoints, gathering):
-    """Each model's tokens of an engine that never moves an expert, when they are first asked for."""
+    """What an engine of a model gives that never moves an expert, when it is first asked for; fused: with the shared expert as a routed
+    one, which rounds otherwise.
+    """
 
-    def made(model):
-        with kept_in(gathering(model)):
-            still = load(checkpoints(model), "dp=8", dispatch="gather")
+    def made(model, fused=False):
+        with kept_in(gathering(model, fused)):
+            still = load(checkpoints(model), "dp=8", dispatch="gather", enable_shared_experts_fusion=fused)
         try:
             return generate(still, TOKENS)
         finally:
@@ -114,7 +116,7 @@ def test_so_they_are_on_other_meshes(checkpoints, expected_of, model, mesh, disp
         assert any(".shared." in path for path in other.executor.params) != fused
         slots = other.executor.params["moe_layers.moe.experts.down.weight"].shape[1]
         assert slots == (other.executor.extension(ExpertMover).slots.physical_to_logical.shape[1]) + fused * 4
-        assert generate(other, TOKENS) == expected_of(model)
+        assert generate(other, TOKENS) == expected_of(model, fused)
         assert stats(other).rebalances >= 3
     finally:
         other.shutdown()
@@ -127,7 +129,7 @@ def test_in_bf16_each_token_is_the_one_that_a_device_whose_experts_stay_finds_be
     Both for 97 places of 100. Between two experts that are as good as tied a router may choose otherwise when sums are rounded to
     8 bits in another order, and every logit behind moves: one place in 100 between dp=1 and dp=8 on which no expert moves.
     """
-    moving = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="ragged", dtype="bfloat16")
+    moving = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="ragged", dtype="bfloat16", mla_prefill="CC")
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
     try:
         made = [output.outputs[0] for output in moving.generate(prompts(), params)]
@@ -204,7 +206,7 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(checkpoint, ex
                 rounds = list(exchange_rounds(old, row, ranks=1, experts=2))
                 balancer._waiting.extend(LayerChange(layer, row, rounds, 4, 0.0, 0.0).commands())
             outputs |= {int(output.request_id): output.outputs[0].token_ids for output in one.engine.step()}
-        assert [list(outputs[number]) for number in range(8)] == [list(tokens) for tokens in expected]
+        assert [list(outputs[number]) for number in range(8)] == [one.tokens for one in expected]
         assert stats(one).layers_changed >= 3
         assert not stats(one).failures
         assert sum(behind) > 10
@@ -242,7 +244,7 @@ def test_an_abort_in_the_middle_leaves_the_others_their_tokens(llm, expected):
     outputs = finish(llm)
     assert outputs[2].finish_reason == "abort"
     for number in set(range(8)) - {2}:
-        assert list(outputs[number].token_ids) == list(expected[number])
+        assert list(outputs[number].token_ids) == expected[number].tokens
 
 
 def test_requests_that_come_in_the_middle_and_wait_get_theirs(llm, expected):
@@ -254,7 +256,7 @@ def test_requests_that_come_in_the_middle_and_wait_get_theirs(llm, expected):
     outputs = finish(llm)
     assert len(outputs) == 80
     for number, output in outputs.items():
-        assert list(output.token_ids) == list(expected[number % 8])
+        assert list(output.token_ids) == expected[number % 8].tokens
 
 
 def test_a_server_drains_and_ends_in_the_middle(checkpoint, expected):
@@ -282,7 +284,7 @@ def test_a_server_drains_and_ends_in_the_middle(checkpoint, expected):
         return outputs
 
     outputs = asyncio.run(asyncio.wait_for(serve(), 120))
-    assert [outputs[number] for number in range(8)] == [list(tokens) for tokens in expected]
+    assert [outputs[number] for number in range(8)] == [one.tokens for one in expected]
 
 
 def test_prompts_are_scored_as_ever(kernels, llm):
@@ -310,7 +312,7 @@ def test_a_second_rebalance_is_refused_in_the_middle_of_one(llm, expected):
     with pytest.raises(RebalanceUnderWayError, match=r"under way, with [12] layers left|ask again"):
         llm.engine.core.part(ExpertBalancer).rebalance_now()
     outputs = finish(llm)
-    assert [list(outputs[number].token_ids) for number in range(8)] == [list(tokens) for tokens in expected]
+    assert [list(outputs[number].token_ids) for number in range(8)] == [one.tokens for one in expected]
     asked = llm.engine.core.part(ExpertBalancer).rebalance_now()
     assert asked["balancedness"]["after"] >= asked["balancedness"]["before"]
     finish(llm)
@@ -355,14 +357,14 @@ def test_a_failure_in_the_middle_gives_the_rebalance_up_and_serving_goes_on(llm,
 
 def test_a_recording_moves_the_same_experts_when_it_is_replayed(checkpoint, gathering, tmp_path, expected):
     path = tmp_path / "steps.dsjax"
-    with kept_in(gathering("v3")):
+    with kept_in(gathering("v3", False)):
         recorded = load(checkpoint, "dp=8", eplb=OFTEN, dispatch="gather", record_steps=str(path))
     try:
         assert generate(recorded, TOKENS) == expected
         final = recorded.executor.extension(ExpertMover).slots.physical_to_logical
     finally:
         recorded.shutdown()
-    with kept_in(gathering("v3")):
+    with kept_in(gathering("v3", False)):
         again = load(checkpoint, "dp=8", dispatch="gather")
     try:
         assert (again.executor.extension(ExpertMover).slots.physical_to_logical != final).any()
