@@ -13,29 +13,12 @@ from jaxtyping import Array
 
 from dsjax.engine.contract.commands import Command, Step
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Kind, Progress, RankResults
-from dsjax.engine.device.access import Pending
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.experts.eplb import ExpertMover
-from dsjax.engine.pipeline.experts_of_stages import OF_EXPERTS, ExpertsOfStages, together
+from dsjax.engine.pipeline.experts_of_stages import OF_EXPERTS, ExpertsOfStages
+from dsjax.engine.pipeline.pending_stages import PendingStages
 from dsjax.engine.pipeline.stage_executor import Made, StageExecutor
 from dsjax.model.step import ModelStep
-
-
-class PendingStages:
-    """A command that was launched.
-
-    Attributes:
-        parts: of it at each stage, as far as they have begun; None: nothing of it is that stage's. passed: stages that it has gone through.
-        hidden: the hidden states of its launches that have left the last of these, on the devices of the next one.
-        results: what came of it, once that was read; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
-    """
-
-    def __init__(self, command: Command):
-        self.command = command
-        self.parts: list[Pending | None] = []
-        self.passed = self.told = 0
-        self.hidden: list[Array] = []
-        self.results: Any = None
 
 
 class PipelineExecutor:
@@ -103,8 +86,9 @@ class PipelineExecutor:
             with self._breaks_at(Exception):
                 self._run(self._queue[0])
             self._queue.popleft()
-        for stage, part in _carried_out(self.stages, pending):
-            stage.wait(part)
+        for stage, part in zip(self.stages, pending.parts, strict=True):
+            if part is not None:
+                stage.wait(part)
 
     def collect(self, pending: PendingStages) -> Any:
         """Wait for a command, and give what came of it; of a step, tell all stages."""
@@ -112,7 +96,7 @@ class PipelineExecutor:
         last, part = self.stages[-1], pending.parts[-1]
         if pending.results is None:  # else an interrupt came behind it
             if isinstance(pending.command, OF_EXPERTS):
-                pending.results = together([stage.collect(part) for stage, part in _carried_out(self.stages, pending)])
+                pending.results = self._experts.collect(pending)
             else:
                 pending.results = last.collect(part)
         if isinstance(pending.command, Step):
@@ -210,11 +194,6 @@ class PipelineExecutor:
         """`shutdown`, whatever became of the last step. held: nothing is taken over."""
         for stage in self.stages:
             stage.release()
-
-
-def _carried_out(stages: Sequence[StageExecutor], pending: PendingStages) -> list[tuple[StageExecutor, Pending]]:
-    """The stages that have carried out anything of a command, each with what that was."""
-    return [(stage, part) for stage, part in zip(stages, pending.parts, strict=True) if part is not None]
 
 
 def _counts_of_all(stages: Sequence[ExpertCounts | None]) -> ExpertCounts | None:

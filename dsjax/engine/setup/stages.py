@@ -23,7 +23,7 @@ from dsjax.engine.device.mesh_executor import PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.expert_exchange import ExpertExchange
-from dsjax.engine.pipeline.experts_of_stages import ExpertsOfStages
+from dsjax.engine.pipeline.experts_of_stages import ExpertsOfProcesses, ExpertsOfStages
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
 from dsjax.engine.pipeline.process_links import ProcessLinks
 from dsjax.engine.pipeline.stage_executor import StageExecutor
@@ -78,10 +78,6 @@ def load_stages(
     order = [owner_of(stage, mesh) for stage, mesh in zip(stages, meshes, strict=True)]
     if group is not None:
         check_owners(spec, order, group)
-        if args.eplb and len(set(order)) > 1:
-            raise UserError(
-                "--enable-eplb does not go with stages of several processes yet; leave it out, or start one process with all devices"
-            )
         own = [place for place, owner in enumerate(order) if owner == group.options.process_id]
         stages, meshes = ([each[place] for place in own] for each in (stages, meshes))
     enable_compile_cache()
@@ -124,10 +120,14 @@ def load_stages(
             for layout, one in zip(layouts, params, strict=True)
         ]
     facts = _describe(args, spec, layouts, limits, params, weights)
-    experts = ExpertsOfStages(executors, config) if args.eplb else None
-    executor: Executor = PipelineExecutor(executors, experts)
-    if group is not None and len(group.present) > 1:
-        executor = StagesOfProcess(executors, ProcessLinks(group, list(dict.fromkeys(order))))
+    executor: Executor
+    if group is None or len(group.present) == 1:
+        executor = PipelineExecutor(executors, ExpertsOfStages(executors, config) if args.eplb else None)
+    else:
+        links = ProcessLinks(group, list(dict.fromkeys(order)))
+        executor = StagesOfProcess(
+            executors, links, ExpertsOfProcesses(executors, config, links) if args.eplb else None
+        )
         facts = _of_all(group, facts)
         if group.is_leader:
             executor = LeaderExecutor(executor, group)
