@@ -15,6 +15,7 @@ tokens; and one device with native kernels keeps it against one with the plain f
     python tools/check_layouts.py --by-data tp=8 dp=4,tp=8 # each run twice, once with --moe-dense-tp-size 1 --enable-dp-lm-head
     python tools/check_layouts.py --eplb --ep-dispatch-algorithm static     # the same, with tokens that go to the nearest copies
     python tools/check_layouts.py --eplb --skip-plain dp=8                # only the runs beneath which experts move
+    python tools/check_layouts.py --eplb --skip-plain pp=3,dp=2 pp=2,tp=4 pp=2,dp=4,ep=2      # the same, at every stage
     python tools/check_layouts.py --weights nvfp4-bf16 --eplb               # with experts in FP4, held to one device with them
     python tools/check_layouts.py --kv-cache-dtype fp8 dp=8 dp=2,tp=4       # with an FP8 cache, held to one device with such a cache
     python tools/check_layouts.py --model v3.2 dp=8 tp=8   # a model with sparse attention, of which only form CD is left out
@@ -26,7 +27,7 @@ tokens; and one device with native kernels keeps it against one with the plain f
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
 ``--enable-dbo`` every step of two tokens or more is computed in two halves, with
 ``--eplb`` experts are placed anew every four steps, at least three times, on as many redundant slots as the EP group has ranks (meshes
-whose devices hold all experts, and those with stages, are left out): none of them may change a token. Layouts with attention and experts
+whose devices hold all experts are left out): none of them may change a token. Layouts with attention and experts
 apart have dispatch ``auto`` alone, and no ``--shared-experts-fusion``. With ``--weights fp8`` or FP4 the
 model is as wide as the largest ``tp`` of these layouts asks for, and it has a layer for each stage; with ``--kv-cache-dtype fp8`` pairs of
 forms that cannot read such a cache are left out, and with ``--activation-scheme dynamic`` those with ``AM_CC_ME``, which multiplies two
@@ -195,8 +196,7 @@ def main() -> int:
             (run, variant)
             for run in layouts
             for variant in variants
-            if not (balance in variant and (ep_sizes[run[0]] == 1 or specs[run[0]].pp_size > 1))
-            and not (fused in variant and run[0] in apart)
+            if not (balance in variant and ep_sizes[run[0]] == 1) and not (fused in variant and run[0] in apart)
         ]
         of, runs = len(runs), runs[:: args.every]
         equal, exact = 0, 0

@@ -53,9 +53,13 @@ class Stage:
             n_shared_experts=whole.n_shared_experts if routed else 0,
         )
 
+    def first_row(self, whole: ModelConfig) -> int:
+        """Where this stage's layers begin among those that have experts: the row of a placement."""
+        return max(self.first - whole.num_dense_layers, 0)
+
     def placement(self, whole: LayerPlacements, config: ModelConfig) -> LayerPlacements:
         """The rows of a placement that are of this stage's layers. config: of the whole model, the modules' rows behind it."""
-        first = max(self.first - config.num_dense_layers, 0)
+        first = self.first_row(config)
         end = max(self.first + self.layers - config.num_dense_layers, 0)
         rows = whole.physical_to_logical
         return dataclasses.replace(whole, physical_to_logical=rows[first:] if self.ends else rows[first:end])

@@ -80,8 +80,8 @@ class Instance:
     @property
     def places_by_load(self) -> bool:
         """Whether experts are moved after their load while serving: with redundant experts, wherever the engine can."""
-        able = self.options.engine.balances and self.layout.mesh.pp_size == 1
-        return able and self.layout.redundant > 0 and self.layout.expert_mesh.ep_size > 1
+        layout = self.layout
+        return self.options.engine.balances and layout.redundant > 0 and layout.expert_mesh.ep_size > 1
 
     @cached_property
     def dry_runs(self) -> tuple[DryRun, ...]:

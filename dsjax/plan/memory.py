@@ -134,7 +134,7 @@ def memory(
     staging buffer of one layer's slots is set aside too.
     """
     if layout.mesh.pp_size > 1:
-        return _memory_of_stages(config, layout, precision, device_bytes, mtp)
+        return _memory_of_stages(config, layout, precision, device_bytes, mtp, balanced)
     weights = weight_bytes(config, layout, precision, mtp)
     reserve = set_aside(device_bytes, dry_runs)
     if layout.experts:
@@ -143,21 +143,28 @@ def memory(
         if beside.cache.value <= 0:  # what forbids the layout is that side
             return beside
     elif balanced:
-        slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
-        staging = slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
-        reserve = reserve + exact(staging, "staging of experts that move", "B")
+        reserve = reserve + _staging(config, layout, precision)
     return Memory(weights, reserve, device_bytes, cache_bytes_per_token(config, precision, mtp))
 
 
+def _staging(config: ModelConfig, layout: InstanceLayout, precision: Precision) -> Figure:
+    """Bytes of a device for experts that are on their way to it: one layer's slots."""
+    slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
+    return exact(
+        slots * expert_bytes(config, layout.mesh.expert_width_shards, precision), "staging of experts that move", "B"
+    )
+
+
 def _memory_of_stages(
-    config: ModelConfig, layout: InstanceLayout, precision: Precision, device_bytes: int, mtp: bool
+    config: ModelConfig, layout: InstanceLayout, precision: Precision, device_bytes: int, mtp: bool, balanced: bool
 ) -> Memory:
     """The stage with room for the fewest tokens. Its tokens are of one of as many batches as there are stages, which share its cache."""
-    count = layout.mesh.pp_size
+    count, reserve = layout.mesh.pp_size, set_aside(device_bytes)
+    staging = _staging(config, layout, precision) if balanced else None
     each = [
         Memory(
             weights,
-            set_aside(device_bytes),
+            reserve + staging if staging is not None and stage.config(config).is_moe else reserve,
             device_bytes,
             count * cache_bytes_per_token(stage.config(config), precision, mtp and stage.ends),
         )

@@ -16,7 +16,6 @@ _REFUSED = {
     "host_cache_bytes": "a page of the cache is in parts then, one at each stage, which no tier keeps together yet",
     "disk_cache": "a page of the cache is in parts then, one at each stage, which no tier keeps together yet",
     "page_source": "a page of the cache is in parts then, one at each stage",
-    "enable_eplb": "experts stay where they are; --redundant-experts and --init-expert-location place them",
 }
 """Options that do not go with stages, and why."""
 

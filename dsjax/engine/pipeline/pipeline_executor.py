@@ -13,27 +13,12 @@ from jaxtyping import Array
 
 from dsjax.engine.contract.commands import Command, Step
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Kind, Progress, RankResults
-from dsjax.engine.device.access import Pending
 from dsjax.engine.device.buckets import Buckets
+from dsjax.engine.experts.eplb import ExpertMover
+from dsjax.engine.pipeline.experts_of_stages import OF_EXPERTS, ExpertsOfStages
+from dsjax.engine.pipeline.pending_stages import PendingStages
 from dsjax.engine.pipeline.stage_executor import Made, StageExecutor
 from dsjax.model.step import ModelStep
-
-
-class PendingStages:
-    """A command that was launched.
-
-    Attributes:
-        parts: of it at each stage, as far as they have begun. passed: stages that it has gone through.
-        hidden: the hidden states of its launches that have left the last of these, on the devices of the next one.
-        results: what came of it, once that was read; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
-    """
-
-    def __init__(self, command: Command):
-        self.command = command
-        self.parts: list[Pending] = []
-        self.passed = self.told = 0
-        self.hidden: list[Array] = []
-        self.results: Any = None
 
 
 class PipelineExecutor:
@@ -45,11 +30,11 @@ class PipelineExecutor:
     accelerators, and after an error, stages may have begun different commands: nothing is launched any more then.
 
     Args:
-        stages: the first to the last.
+        stages: the first to the last. experts: that follow the load; None: they stay where they are.
     """
 
-    def __init__(self, stages: Sequence[StageExecutor]):
-        self.stages = list(stages)
+    def __init__(self, stages: Sequence[StageExecutor], experts: ExpertsOfStages | None = None):
+        self.stages, self._experts = list(stages), experts
         self._emulated = self.model.mesh.devices.flat[0].platform == "cpu"
         self.max_in_flight = 1 if self._emulated else self.model.stage.count
         self._queue: deque[PendingStages] = deque()
@@ -76,8 +61,8 @@ class PipelineExecutor:
             stage.buckets = buckets
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """None: stages have no optional parts."""
-        return None
+        """Offer the balancer the experts of all stages; there are no other optional parts."""
+        return self._experts if kind is ExpertMover else None
 
     def launch(self, command: Command) -> PendingStages:
         """Enqueue a command at all stages, or keep it until it is waited for.
@@ -102,14 +87,18 @@ class PipelineExecutor:
                 self._run(self._queue[0])
             self._queue.popleft()
         for stage, part in zip(self.stages, pending.parts, strict=True):
-            stage.wait(part)
+            if part is not None:
+                stage.wait(part)
 
     def collect(self, pending: PendingStages) -> Any:
         """Wait for a command, and give what came of it; of a step, tell all stages."""
         self.wait(pending)
         last, part = self.stages[-1], pending.parts[-1]
         if pending.results is None:  # else an interrupt came behind it
-            pending.results = last.collect(part)
+            if isinstance(pending.command, OF_EXPERTS):
+                pending.results = self._experts.collect(pending)
+            else:
+                pending.results = last.collect(part)
         if isinstance(pending.command, Step):
             self._tell(self.stages[:-1], pending, pending.results, last.made(part))
         return pending.results
@@ -124,9 +113,10 @@ class PipelineExecutor:
                     stage.arriving = deque(pending.hidden)
                 if self._emulated:
                     stage.forget()
-                pending.parts.append(stage.launch(pending.command))
+                part = pending.command if self._experts is None else self._experts.part(number, pending.command)
+                pending.parts.append(None if part is None else stage.launch(part))
                 pending.hidden = []
-            if self._emulated:
+            if self._emulated and pending.parts[number] is not None:
                 stage.wait(pending.parts[number])
             if number + 1 < len(self.stages):
                 pending.hidden = self._handed_on(stage, self.stages[number + 1])
@@ -179,7 +169,7 @@ class PipelineExecutor:
         """What the last step did, and what happened since the start."""
         each = [stage.counts() for stage in self.stages]
         late = sum(one.compilations_after_warm_up for one in each)
-        return ExecutorCounts(each[-1].num_padding_tokens, late, _together([one.experts for one in each]))
+        return ExecutorCounts(each[-1].num_padding_tokens, late, _counts_of_all([one.experts for one in each]))
 
     @property
     def recording(self) -> bool:
@@ -193,7 +183,7 @@ class PipelineExecutor:
 
     def expert_counts(self) -> ExpertCounts | None:
         """What all stages recorded since recording began, layers in order."""
-        return _together([stage.expert_counts() for stage in self.stages])
+        return _counts_of_all([stage.expert_counts() for stage in self.stages])
 
     def shutdown(self) -> None:
         """Give back what all stages hold."""
@@ -206,7 +196,7 @@ class PipelineExecutor:
             stage.release()
 
 
-def _together(stages: Sequence[ExpertCounts | None]) -> ExpertCounts | None:
+def _counts_of_all(stages: Sequence[ExpertCounts | None]) -> ExpertCounts | None:
     """The counts of all stages: layers one behind the other, and so the devices."""
     counts = [one for one in stages if one is not None]
     if not counts:

@@ -1,4 +1,5 @@
-"""``ProcessLinks``: what passes between the processes of a model's stages: hidden states forward, results from the last one to all others.
+"""``ProcessLinks``: what passes between the processes of a model's stages: hidden states forward, results from the last one to all others,
+and to process 0 what each has found out about its own stages.
 
 Each process listens for the others with the authenticated channel of all connections between hosts (docs/security.md). What is to be sent
 is brought to the host's memory and sent in a thread, and what comes is received in others, so that a stage goes on with the next step
@@ -36,21 +37,28 @@ _OPENING_SECONDS = 30
 _MOST_HEADER = 1 << 16
 _MOST_RESULTS = 1 << 26
 """Bytes of a step's results without arrays: the scores of a prompt's tokens are most of it."""
-_HIDDEN, _RESULTS = "hidden", "results"
+Found = tuple[list[Any], list[np.ndarray]]
+"""What a process has found out: values that MessagePack knows, and arrays."""
+_HIDDEN, _RESULTS, _FOUND = "hidden", "results", "found by process {}"
 _log = logging.getLogger(__name__)
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
-    """The first message over a connection: what comes over it, `hidden` or `results`, and the ticket that the listener gave out for it."""
+    """The first message over a connection.
+
+    role: what comes over it, `_HIDDEN` and its like. ticket: that the listener gave out for it.
+    """
 
     role: str
     ticket: bytes
 
 
 class Results(msgspec.Struct, frozen=True, array_like=True):
-    """What came of a command at the last stage. Arrays follow, one after the other, as their shapes and dtypes say.
+    """What came of a command at the last stage, or what a process has found out. Arrays follow, one after the other, as their shapes and
+    dtypes say.
 
-    rows: of a step, as `RankResults`. arrays: of a step, of each launch its outcome and its drafts; of a score the logits.
+    rows: of a step, as `RankResults`; of what a process has found out, values. arrays: of a step, of each launch its outcome and its
+        drafts; of a score the logits.
     """
 
     rows: list[Any]
@@ -80,7 +88,14 @@ class ProcessLinks:
 
     def __init__(self, group: HostGroup, order: Sequence[int]):
         self._group = group
-        self._inboxes: dict[str, queue.SimpleQueue] = {_HIDDEN: queue.SimpleQueue(), _RESULTS: queue.SimpleQueue()}
+        own = group.options.process_id
+        self.leads, place = own == 0, order.index(own)
+        self.ends = place == len(order) - 1
+        found = [_FOUND.format(number) for number in order if number] if self.leads else []
+        self._inboxes: dict[str, queue.SimpleQueue] = {
+            role: queue.SimpleQueue() for role in (_HIDDEN, _RESULTS, *found)
+        }
+        self._order, self._found = order, list[Found]()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._sent: Future[None] | None = None
         self._error: Exception | None = None
@@ -96,11 +111,10 @@ class ProcessLinks:
             member.process_id: ((member.address, port), ticket)
             for member, (port, ticket) in zip(group.present, told, strict=True)
         }
-        place = order.index(group.options.process_id)
-        self.leads, self.ends = group.options.process_id == 0, place == len(order) - 1
         others = order[:-1] if self.ends else order[place + 1 : place + 2]
         role = _RESULTS if self.ends else _HIDDEN
         self._channels = [self._connect(*doors[other], role) for other in others]
+        self._to_leader = [] if self.leads else [self._connect(*doors[0], _FOUND.format(own))]
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
         """Where the first stage here takes hidden states from. send: brings them to its devices."""
@@ -108,7 +122,7 @@ class ProcessLinks:
 
     def pass_on(self, hidden: Array) -> None:
         """Send hidden states to the process with the next stage, when they are computed."""
-        self._later(lambda: self._send(_header(hidden), [hidden]))
+        self._later(lambda: self._send(self._channels, _header(hidden), [hidden]))
 
     def publish(self, of: Callable[[], tuple[list[RankResults], list[Made]] | np.ndarray]) -> None:
         """Send what came of a command to all other processes. of: waits for it, and gives it."""
@@ -120,9 +134,7 @@ class ProcessLinks:
             else:
                 rows, made = found
                 arrays = [array for one in made for array in one]
-            described = [None if array is None else _described(array) for array in arrays]
-            header = msgspec.msgpack.encode(Results(rows, described))
-            self._send(header, [array for array in arrays if array is not None])
+            self._send_results(self._channels, rows, arrays)
 
         self._later(send)
 
@@ -136,13 +148,25 @@ class ProcessLinks:
             RankResults([_row(one) for one in decodes], [_row(one) for one in prefills]) for decodes, prefills in rows
         ], made
 
+    def tell(self, of: Callable[[], Found]) -> None:
+        """Send process 0 what this one has found out. of: waits for it, and gives it."""
+        self._later(lambda: self._send_results(self._to_leader, *of()))
+
+    def ask(self, own: Found) -> list[Found]:
+        """What each process has found out, in the order of their stages: of the others what they tell next. own: of this one, process 0."""
+        while len(self._found) < len(self._order):
+            number = self._order[len(self._found)]
+            self._found.append(self._take(_FOUND.format(number)) if number else own)
+        found, self._found = self._found, []
+        return found
+
     def close(self) -> None:
         """End all connections."""
         self._thread.shutdown(cancel_futures=True)
         self._end()
 
     def _end(self) -> None:
-        for channel in self._channels:
+        for channel in (*self._channels, *self._to_leader):
             channel.close()
         self._listener.close(connections=True)
 
@@ -170,9 +194,14 @@ class ProcessLinks:
             self._end()
             raise
 
-    def _send(self, header: bytes, arrays: Sequence[Array | np.ndarray]) -> None:
+    def _send_results(self, channels: Sequence[SecureChannel], rows: list[Any], arrays: Sequence[Any]) -> None:
+        described = [None if array is None else _described(array) for array in arrays]
+        header = msgspec.msgpack.encode(Results(rows, described))
+        self._send(channels, header, [array for array in arrays if array is not None])
+
+    def _send(self, channels: Sequence[SecureChannel], header: bytes, arrays: Sequence[Array | np.ndarray]) -> None:
         values = [np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8) for array in arrays]
-        for channel in self._channels:
+        for channel in channels:
             channel.send(header)
             for value in values:
                 channel.send_bytes(memoryview(value))

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from dsjax.engine.contract.commands import Command, Score, Step
-from dsjax.engine.pipeline.pipeline_executor import PendingStages, PipelineExecutor
+from dsjax.engine.contract.executor import Progress
+from dsjax.engine.pipeline.experts_of_stages import OF_EXPERTS, ExpertsOfProcesses
+from dsjax.engine.pipeline.pending_stages import PendingStages
+from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
 from dsjax.engine.pipeline.process_links import ProcessLinks
 from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.errors import UserError
@@ -23,11 +26,11 @@ class StagesOfProcess(PipelineExecutor):
     stages of other processes compute meanwhile.
 
     Args:
-        links: to the other processes.
+        links: to the other processes. experts: that follow the load; None: they stay where they are.
     """
 
-    def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks):
-        super().__init__(stages)
+    def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks, experts: ExpertsOfProcesses | None = None):
+        super().__init__(stages, experts)
         self._links = links
         first = self.stages[0]
         if not first.model.begins:
@@ -45,6 +48,8 @@ class StagesOfProcess(PipelineExecutor):
                     self._links.pass_on(last.leaving.popleft())
             elif isinstance(command, Step | Score):
                 self._links.publish(lambda: self._found(pending))
+            if isinstance(command, OF_EXPERTS):
+                self._experts.launched(pending)
         return pending
 
     def wait(self, pending: PendingStages) -> None:
@@ -55,7 +60,7 @@ class StagesOfProcess(PipelineExecutor):
 
     def collect(self, pending: PendingStages) -> Any:
         """Wait for a command, and give what came of it at the last stage, wherever that is; of a step, tell the stages here."""
-        if self._links.ends:
+        if self._links.ends or isinstance(pending.command, OF_EXPERTS):
             return super().collect(pending)
         self.wait(pending)
         self._hear(pending)
@@ -69,6 +74,12 @@ class StagesOfProcess(PipelineExecutor):
         """Wait for what comes of a command at the last stage of another process: in the order of commands, of each once."""
         if pending.results is None and not self._links.ends and isinstance(pending.command, Step | Score):
             pending.results = self._links.hear()
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every program of the stages here; process 0 is told what an exchange took at each."""
+        super().warm_up(progress)
+        if self._experts is not None:
+            self._experts.meet()
 
     def set_recording(self, on: bool) -> None:
         """Refuse: each process would have the loads of its own layers alone.

@@ -102,6 +102,8 @@ def make_step(
     placement = expert_placement(config, expert_side or spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
         placement = placement_from_file(args, config, expert_side or spec, placement)
+    if args.enable_eplb and not config.is_moe:
+        raise UserError("--enable-eplb is given, but this model has no experts; leave it out")
     fusion = args.enable_shared_experts_fusion
     if fusion and WEIGHT_FORMATS[weights].packed is not None:
         raise UserError(
@@ -460,15 +462,13 @@ def _fits(table: np.ndarray, layers: int, width: int) -> bool:
 
 
 def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
-    """Count the experts that a rank sends and receives between two steps at most; 0 where experts stay where they are.
+    """Count the experts that a rank sends and receives between two steps at most; 0 where experts stay where they are, or a stage has none.
 
     Raises:
         UserError: balancing is asked for, and nothing can be balanced, or the bound on bytes has no room for an expert.
     """
-    if args.eplb is None:
+    if args.eplb is None or not step.config.is_moe:
         return 0
-    if not step.config.is_moe:
-        raise UserError("--enable-eplb is given, but this model has no experts; leave it out")
     if step.apart is not None:
         return _moved_at_once(args.eplb, step.apart.expert_bytes, step.placement.n_physical // step.apart.spec.ep_size)
     if step.spec.ep_size == 1:

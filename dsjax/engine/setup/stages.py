@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,8 +19,11 @@ from dsjax.descriptors import descriptor_limit
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.cache import Pool
+from dsjax.engine.device.mesh_executor import PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.experts.expert_exchange import ExpertExchange
+from dsjax.engine.pipeline.experts_of_stages import ExpertsOfProcesses, ExpertsOfStages
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
 from dsjax.engine.pipeline.process_links import ProcessLinks
 from dsjax.engine.pipeline.stage_executor import StageExecutor
@@ -104,13 +108,26 @@ def load_stages(
         limits = common_limits(group, lambda: _limits(args, layouts, params))
     with explained_out_of_memory("its cache was made", SMALLER_CACHE):
         executors = [
-            StageExecutor(layout.step, one, limits, layout.buckets, num_drafts=layout.num_drafts)
+            StageExecutor(
+                layout.step,
+                one,
+                limits,
+                layout.buckets,
+                num_drafts=layout.num_drafts,
+                experts_per_exchange=layout.per_exchange,
+                parts=_movers(args, config, directory, layout, weights),
+            )
             for layout, one in zip(layouts, params, strict=True)
         ]
     facts = _describe(args, spec, layouts, limits, params, weights)
-    executor: Executor = PipelineExecutor(executors)
-    if group is not None and len(group.present) > 1:
-        executor = StagesOfProcess(executors, ProcessLinks(group, list(dict.fromkeys(order))))
+    executor: Executor
+    if group is None or len(group.present) == 1:
+        executor = PipelineExecutor(executors, ExpertsOfStages(executors, config) if args.eplb else None)
+    else:
+        links = ProcessLinks(group, list(dict.fromkeys(order)))
+        executor = StagesOfProcess(
+            executors, links, ExpertsOfProcesses(executors, config, links) if args.eplb else None
+        )
         facts = _of_all(group, facts)
         if group.is_leader:
             executor = LeaderExecutor(executor, group)
@@ -159,35 +176,59 @@ def _read(
     args: EngineArgs, checkpoint: Checkpoint, steps: Sequence[ModelStep], weights: str, show_progress: bool
 ) -> list[dict[str, Array]]:
     """Read the parameters of each stage of this process."""
-    placement = _placement(checkpoint.config, steps)
     return [
-        load(
-            checkpoint.config,
-            checkpoint,
-            step.mesh,
-            step.rules,
-            weights=weights,
-            placement=placement,
-            mtp=args.speculation is not None,
-            only=step.table.infos,
-            window=step.stage.window(checkpoint.config),
-            progress=show_progress,
+        _read_stage(
+            args, checkpoint.config, checkpoint, step, weights, step.stored_placement, step.table.infos, show_progress
         )
         for step in steps
     ]
 
 
-def _placement(config: ModelConfig, steps: Sequence[ModelStep]) -> LayerPlacements | None:
-    """The placement of the whole model's experts as far as these steps have them; other layers, which nobody reads here, like the first."""
-    own = {step: step.stored_placement for step in steps if step.config.is_moe}
-    if not own:
-        return None
-    first = next(iter(own.values()))
-    rows = np.tile(first.physical_to_logical[:1], (config.num_moe_layers + config.num_nextn_predict_layers, 1))
-    for step, placement in own.items():
-        begin = max(step.stage.first - config.num_dense_layers, 0)
-        rows[begin : begin + placement.n_layers] = placement.physical_to_logical
-    return LayerPlacements(rows, first.n_logical)
+def _read_stage(
+    args: EngineArgs,
+    config: ModelConfig,
+    source: Checkpoint | Path,
+    step: ModelStep,
+    weights: str,
+    placement: LayerPlacements,
+    only: Collection[str],
+    show_progress: bool = False,
+) -> dict[str, Array]:
+    """Read parameters of a stage, given by their paths. config: of the whole model; placement: of this stage's experts."""
+    return load(
+        config,
+        source,
+        step.mesh,
+        step.rules,
+        weights=weights,
+        placement=_as_of_all(config, step, placement) if step.config.is_moe else None,
+        mtp=args.speculation is not None,
+        only=only,
+        window=step.stage.window(config),
+        progress=show_progress,
+    )
+
+
+def _as_of_all(config: ModelConfig, step: ModelStep, placement: LayerPlacements) -> LayerPlacements:
+    """A stage's placement as one of the whole model's layers; those of other stages, which nobody reads, have the first of its rows."""
+    rows = np.tile(placement.physical_to_logical[:1], (config.num_moe_layers + config.num_nextn_predict_layers, 1))
+    first = step.stage.first_row(config)
+    rows[first : first + placement.n_layers] = placement.physical_to_logical
+    return LayerPlacements(rows, placement.n_logical)
+
+
+def _movers(
+    args: EngineArgs, config: ModelConfig, directory: Path, layout: EngineLayout, weights: str
+) -> list[PartMaker]:
+    """List what moves a stage's experts: one part of its executor, where they follow the load and the stage has any."""
+    step, per_exchange = layout.step, layout.per_exchange
+    if not per_exchange:
+        return []
+
+    def reload(paths: list[str], placements: LayerPlacements) -> Mapping[str, Array]:
+        return _read_stage(args, config, directory, step, weights, step.stored(placements), paths)
+
+    return [lambda device, _: ExpertExchange(device, per_exchange, reload)]
 
 
 def _limits(args: EngineArgs, layouts: Sequence[EngineLayout], params: Sequence[dict[str, Array]]) -> ExecutorLimits:

@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from layouts import write_checkpoint
 from rich.console import Console
 
 from dsjax.dryrun.arguments import DryRunArgs
@@ -52,6 +53,20 @@ def test_the_stages_stand_side_by_side_below_what_is_said_of_each(stages):
     row = next(line for line in said.splitlines() if line.count("│") == 8 and "0 to 30" in line)
     assert f"{stages.stages[0].memory.total:,}" in row
     assert f"{4 * 7168 * 2:,}" in row
+
+
+def test_each_stage_moves_the_experts_of_its_own_layers(tmp_path):
+    model = write_checkpoint(tmp_path, num_hidden_layers=5)
+    eplb = {"num_redundant_experts": 4}
+    engine = EngineArgs(
+        model=str(model), mesh="pp=3,dp=2", pp_layer_partition="1,2,2", enable_eplb=True, eplb_config=eplb
+    )
+    first, *others = dry_run(DryRunArgs(engine=engine, batch=4, context=64)).stages
+    assert first.rebalance is None  # of a dense layer alone
+    assert first.memory.staging == 0
+    for stage in others:
+        assert stage.rebalance.layers == 2
+        assert stage.memory.staging == stage.rebalance.staging_bytes > 0
 
 
 @pytest.mark.parametrize(("options", "flag"), [({"reductions": True}, "--reductions")])

@@ -27,7 +27,11 @@ def main() -> None:
     for _ in sys.stdin:
         generations = llm.engine.core.generations  # None where the mesh never changes
         changes = {} if generations is None else generations.counts.changes
-        print(json.dumps({"tokens": generate(llm), "mesh": llm.facts.mesh, "changes": dict(changes)}), flush=True)
+        said = {"tokens": generate(llm), "mesh": llm.facts.mesh, "changes": dict(changes)}
+        balance = llm.engine.core.statistics().get("balance")  # None where experts stay where they are
+        if balance is not None:
+            said |= {"rebalances": balance.rebalances, "failures": balance.failures}
+        print(json.dumps(said), flush=True)
     llm.shutdown()
 
 

@@ -50,7 +50,8 @@ def options(checkpoint, **changed):
 
 
 def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_together(checkpoint, alone):
-    group = Group(options(checkpoint, mesh="pp=2,dp=2"), 2)
+    eplb = {"num_redundant_experts": 2, "window_size": 4, "step_interval": 4, "payback": 0}
+    group = Group(options(checkpoint, mesh="pp=2,dp=2", enable_eplb=True, eplb_config=eplb), 2)
     try:
         group.wait_for(0, "ready", 120)
         group.write(0, "go\n")
@@ -63,6 +64,8 @@ def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_t
         lines = [json.loads(line) for line in group.output[0].splitlines() if line.startswith("{")]
         assert [line["tokens"] for line in lines] == [alone, alone]
         assert lines[0]["mesh"] == "pp=2,dp=2"
+        assert lines[-1]["rebalances"]
+        assert lines[-1]["failures"] == 0
     finally:
         group.end()
 

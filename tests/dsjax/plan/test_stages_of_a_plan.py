@@ -1,6 +1,7 @@
 """What a plan says of stages: memory, the time of a step, and which layouts have any."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -9,9 +10,10 @@ from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.layout import InstanceLayout, layouts
-from dsjax.plan.memory import memory, weight_bytes
+from dsjax.plan.memory import expert_bytes, memory, weight_bytes
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.question import Question
+from dsjax.plan.recipe import serve_options
 from dsjax.plan.search import instances, search
 from dsjax.plan.stages import fullest_stage, hand_over
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
@@ -46,6 +48,16 @@ def test_stages_leave_more_room_for_the_cache():
         for layout in (WHOLE, STAGED)
     ]
     assert found[1] > 2 * found[0]
+
+
+def test_experts_that_follow_the_load_take_a_layers_slots_of_each_stages_memory():
+    copies = InstanceLayout(STAGED.mesh, redundant=8)
+    instance = question(engine=dsjax_engine(), precision=FP8).instance(copies, {})
+    still = memory(V3, copies, FP8, H20.hardware.memory_bytes)
+    assert instance.memory.reserve.value - still.reserve.value == (256 + 8) // 8 * expert_bytes(V3, 1, FP8)
+    options = serve_options("deepseek-v3", instance, 8.0, 2048.0)
+    assert "--enable-eplb" in options
+    assert json.loads(options["--eplb-config"])["num_redundant_experts"] == 8
 
 
 def test_a_step_of_a_batch_takes_what_it_takes_on_one_stage_and_what_stages_add(both):

@@ -290,8 +290,10 @@ def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_an
 def test_stages_come_and_go_in_the_middle_of_requests_and_change_no_bit(checkpoint, kernels):
     params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, detokenize=False, logprobs=0)
     prompts = [{"prompt_token_ids": list(range(3 + i, 9 + 2 * i))} for i in range(3)]
-    options = FEW_SHAPES | {"kernels": "native", "batch_invariant": True}
-    llm = LLM(str(checkpoint), mesh="dp=1", **options)
+    moving = {
+        name: FEATURES[name] for name in ("enable_eplb", "eplb_config")
+    }  # which rests where a stage has one device
+    llm = LLM(str(checkpoint), mesh="dp=2", **FEW_SHAPES | moving | {"kernels": "native", "batch_invariant": True})
     expected = [answer(llm.generate([prompt], params)[0]) for prompt in prompts]
     found, step = begin(llm, prompts, [params] * 3)
     for mesh in ("pp=2,dp=2", "pp=3", "tp=2"):
@@ -300,6 +302,7 @@ def test_stages_come_and_go_in_the_middle_of_requests_and_change_no_bit(checkpoi
         assert len(found) < len(prompts)
         llm.scale(mesh)
         assert llm.facts.mesh == mesh
+        assert (llm.executor.extension(ExpertMover) is None) == (mesh == "pp=3")
     while llm.engine.has_unfinished():
         step()
     assert [found[str(index)] for index in range(3)] == expected

@@ -473,6 +473,13 @@ def test_balancing_that_cannot_be_is_refused_at_start(checkpoint, mesh, options,
         load(checkpoint, mesh, **options)
 
 
+@pytest.mark.parametrize("mesh", ["dp=8", "pp=2,dp=2"])
+def test_a_model_without_experts_is_refused_at_start(tmp_path, mesh):
+    directory = write_checkpoint(tmp_path, n_routed_experts=0, n_shared_experts=0, first_k_dense_replace=3)
+    with pytest.raises(UserError, match="--enable-eplb is given, but this model has no experts"):
+        load(directory, mesh, eplb={"num_redundant_experts": 0})
+
+
 def test_fusion_without_a_shared_expert_is_refused_at_start(tmp_path):
     directory = write_checkpoint(tmp_path, n_shared_experts=2)
     with pytest.raises(UserError, match="makes a layer's one shared expert a routed one, but this model has 2"):

@@ -18,7 +18,6 @@ def test_all_devices_of_all_stages_count():
     ("options", "message"),
     [
         ({"pp_layer_partition": "3,2"}, "has one; add pp"),
-        (STAGES | {"enable_eplb": True}, "experts stay where they are"),
         (STAGES | {"host_cache_bytes": 1 << 20}, "no tier keeps together"),
         (STAGES | {"disk_cache": "pages", "disk_cache_bytes": 1 << 20}, "no tier keeps together"),
         (STAGES | {"page_source": "dsjax.nowhere"}, "one at each stage"),

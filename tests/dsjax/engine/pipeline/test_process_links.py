@@ -63,6 +63,21 @@ def test_what_the_last_stage_makes_comes_to_all_others_as_it_was(links):
         np.testing.assert_array_equal(other.hear(), logits)
 
 
+def test_process_0_has_what_each_process_tells_in_the_order_of_their_stages(links):
+    first, middle, last = links
+    counts = np.arange(6).reshape(2, 3)
+    last.tell(lambda: ([0.5, "no"], []))
+    last.tell(lambda: ([], [counts, counts[:1]]))
+    middle.tell(lambda: ([], []))
+    assert first.ask(([0.25, None], [])) == [([0.25, None], []), ([], []), ([0.5, "no"], [])]
+    middle.tell(lambda: ([1], []))
+    *_, (values, arrays) = first.ask(([], []))
+    assert values == []
+    for found, expected in zip(arrays, (counts, counts[:1]), strict=True):
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype
+
+
 def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it(links):
     first, _, last = links
     last.close()

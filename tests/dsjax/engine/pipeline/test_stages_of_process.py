@@ -9,13 +9,19 @@ from collections import deque
 
 import numpy as np
 import pytest
-from layouts import prompts, write_checkpoint
+from balanced_model import load, move, random_row
+from layouts import TINY, InlinePool, prompts, write_checkpoint
 from links_in_threads import links_of
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.contract.commands import Step
+from dsjax.engine.contract.commands import ReadLoads, Step
 from dsjax.engine.contract.executor import ExecutorWrapper
+from dsjax.engine.experts.eplb import ExpertMover
+from dsjax.engine.experts.expert_balancer import ExpertBalancer
+from dsjax.engine.experts.expert_exchange import expert_share
+from dsjax.engine.pipeline.experts_of_stages import ExpertsOfProcesses
 from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
+from dsjax.engine.setup.assembly import expert_placement
 from dsjax.engine.stream.leader import is_collected
 from dsjax.errors import UserError
 
@@ -84,9 +90,13 @@ def made(llm):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("stages"), mtp=True)
+
+
+@pytest.fixture(scope="module")
+def found(checkpoint):
     """(what one process makes, what two make, logits of each, the executor of process 0)."""
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("stages"), mtp=True)
     llm = LLM(str(checkpoint), mesh="pp=2", max_model_len=64, **SIZES, **DRAFTS)
     sequence = prompts()[-1]["prompt_token_ids"]
     expected, logits = made(llm), llm.logits([sequence])[0]
@@ -126,3 +136,72 @@ def test_loads_of_experts_are_not_recorded_by_halves(found):
     with pytest.raises(UserError, match="not put together"):
         leading.set_recording(True)
     leading.set_recording(False)
+
+
+@pytest.fixture(scope="module")
+def balanced(checkpoint):
+    """(what one process makes, what two make, the engine, and the executor of each) of two stages, of which one has a dense layer alone."""
+    llm = load(
+        checkpoint, "pp=2,dp=2", eplb={"window_size": 4, "step_interval": 4, "payback": 0}, pp_layer_partition="1,2"
+    )
+    expected, core, (first, last) = made(llm), llm.engine.core, llm.executor.stages
+    llm.engine.flush_prefix_cache()
+    links, config = links_of([0, 1]), llm.config
+    ends = [
+        StagesOfProcess([stage], link, ExpertsOfProcesses([stage], config, link))
+        for stage, link in zip((first, last), links, strict=True)
+    ]
+    core.executor = leading = Leading(*ends, links[0])
+    balancer = core.part(ExpertBalancer)
+    balancer._pool = None
+    balancer.start(leading, llm.args.scheduler_config(leading.limits))
+    balancer._pool = InlinePool()
+    yield expected, made(llm), llm, ends
+    leading.end()
+    for link in links:
+        link.close()
+
+
+def test_process_0_decides_for_the_experts_of_others_and_no_token_changes(balanced):
+    expected, two, llm, (first, last) = balanced
+    assert two == expected
+    stats, slots = llm.engine.core.part(ExpertBalancer).stats, first.extension(ExpertMover).slots
+    assert stats.rebalances
+    assert not stats.failures
+    assert stats.exchange_seconds > 0
+    assert sum(stats.rank_tokens) > 0
+    own = last.stages[0].extension(ExpertMover).slots
+    np.testing.assert_array_equal(slots.physical_to_logical, own.physical_to_logical)
+    assert (slots.physical_to_logical != expert_placement(llm.config, first.model.spec, 8).physical_to_logical).any()
+    assert (slots.ranks, slots.expert_bytes, slots.per_exchange) == (own.ranks, own.expert_bytes, own.per_exchange)
+    assert slots.expert_share == expert_share(llm.config)
+
+
+def test_process_0_hears_what_goes_wrong_elsewhere(balanced, monkeypatch):
+    *_, llm, (first, last) = balanced
+
+    def fail(*arguments):
+        raise RuntimeError("the device said no")
+
+    before = first.extension(ExpertMover).slots.physical_to_logical
+    row = random_row(np.random.default_rng(4), before.shape[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(last.stages[0].programs, "place_experts", lambda layers: fail)
+        errors = move(llm, 1, row)
+    assert errors == [None] * (len(errors) - 1) + ["RuntimeError: the device said no"]
+    np.testing.assert_array_equal(first.extension(ExpertMover).slots.physical_to_logical, before)
+    assert not any(move(llm, 1, row))
+    np.testing.assert_array_equal(first.extension(ExpertMover).slots.physical_to_logical[1], row)
+
+
+def test_process_0_knows_what_an_exchange_takes_once_all_are_warm(balanced):
+    *_, ends = balanced
+    own = (0.25, 0.5)
+    first, last = (end._experts for end in ends)
+    last._movers[0]._seconds = own
+    for experts in (last, first):
+        experts.meet()
+    command = ReadLoads()
+    told = [end.launch(command) for end in reversed(ends)]
+    assert ends[0].collect(told[1]).logical.shape == (2, TINY["n_routed_experts"])
+    assert first.slots.seconds == own
