@@ -51,6 +51,8 @@ _log = logging.getLogger(__name__)
 _GONE_SECONDS = 30
 _MOST_CELLS = 1 << 24
 """Rows of a call for one device, of which a step has some thousands."""
+_MOST_SIDES = 256
+"""Attention sides whose generation is remembered."""
 
 
 class ExpertProcess:
@@ -77,6 +79,7 @@ class ExpertProcess:
         self._step, self._space, self._writer, self._peers = step, space, writer, peers
         self._sides: Counter[bytes] = Counter()  # connections of each attention side
         self._mover: bytes | None = None
+        self._generations: dict[bytes, int] = {}  # the latest that each attention side has connected with
         self._half = step.apart.half(step)
         self._empty_row = np.asarray(self._half.wire.empty_row(np.int32(0)))
         self._programs: dict[tuple[str, int, int], Compiled] = {}
@@ -169,6 +172,14 @@ class ExpertProcess:
             return ""
         if len(hello.placement) != 4 * self._writer.rows.size:
             return f"its placement of experts has {len(hello.placement) // 4} slots, expected {self._writer.rows.size}"
+        latest = self._generations.pop(hello.side, 0)
+        self._generations[hello.side] = max(latest, hello.generation)
+        if len(self._generations) > _MOST_SIDES:
+            del self._generations[next(iter(self._generations))]
+        if hello.generation < latest:
+            return (
+                f"this is generation {hello.generation} of the attention side, which goes on with generation {latest}"
+            )
         rows = np.frombuffer(hello.placement, "<i4").reshape(self._writer.rows.shape)
         others = bool(set(self._sides) - {hello.side})
         if not others:

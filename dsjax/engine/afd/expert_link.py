@@ -25,6 +25,10 @@ class ExpertsGoneError(UserError):
     """A process with experts has not come back in time."""
 
 
+class LinkClosedError(RuntimeError):
+    """The link was closed under a call: the engine ends, or its attention side goes on in another generation."""
+
+
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -69,13 +73,14 @@ class ExpertLink:
         """Run an errand, in its turn. prepare: makes it, in the link's thread, when its turn comes."""
         return self._thread.submit(self._run, prepare)
 
-    def connect(self) -> None:
-        """Connect, and say what both sides must have alike.
+    def connect(self, *, known: bool = False) -> None:
+        """Connect, and say what both sides must have alike. known: the process was there before this link.
 
         Raises:
             UserError: the other side has another model or other options, does not belong to the deployment, or refuses; if it never was
-                there before. ExpertsGoneError: nobody is there in time.
+                there before. ExpertsGoneError: nobody is there in time. LinkClosedError: meanwhile the link was closed.
         """
+        self._known |= known
         end, said = time.monotonic() + self.patience, set()
         while self._channel is None:
             try:
@@ -86,7 +91,9 @@ class ExpertLink:
                 if isinstance(error, UserError) and not self._known:
                     raise
                 reason = reason_of(error)
-                if time.monotonic() > end or self._closed:
+                if self._closed:
+                    raise LinkClosedError(f"the link to {self.address} is closed") from error
+                if time.monotonic() > end:
                     raise ExpertsGoneError(
                         f"no process with experts is at {self.address} for {self.patience:g} s ({reason}); start one with --afd-role expert"
                     ) from error
@@ -119,7 +126,7 @@ class ExpertLink:
         """Run an errand, again where the connection ends, and wait for its answers.
 
         Raises:
-            UserError, ExpertsGoneError: as of ``connect``. RuntimeError: the process could not do it.
+            UserError, ExpertsGoneError, LinkClosedError: as of ``connect``. RuntimeError: the process could not do it.
         """
         errand, lost = prepare(), None
         while True:
@@ -137,7 +144,7 @@ class ExpertLink:
                 self._channel.close()
                 self._channel, self.losses = None, self.losses + 1
                 if self._closed:
-                    raise
+                    raise LinkClosedError(f"the link to {self.address} was closed under a call") from error
                 _log.warning(
                     "The process with experts at %s has gone (%s); the call is made again.",
                     self.address,
@@ -152,9 +159,13 @@ class ExpertLink:
             self.received += errand.answers.nbytes
             return
 
-    def close(self) -> None:
-        """End the connection and the thread, also one that waits for a process."""
+    def give_up(self) -> None:
+        """End the connection: a call under way fails soon, also one that waits for a process."""
         self._closed = True
         if self._greeting is not None:
             self._greeting.close()
+
+    def close(self) -> None:
+        """End the connection and the thread."""
+        self.give_up()
         self._thread.shutdown(cancel_futures=True)
