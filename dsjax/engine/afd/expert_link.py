@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from dsjax.engine.afd.link_counts import LinkCounts
@@ -38,6 +39,12 @@ class Errand(NamedTuple):
     message: Call | Stage | Place
     sent: np.ndarray = _NOTHING
     answers: np.ndarray = _NOTHING
+
+    def again(self) -> Errand:
+        """The same, once the connection has ended under it."""
+        if isinstance(self.message, Call):
+            return self._replace(message=msgspec.structs.replace(self.message, again=True))
+        return self
 
 
 class ExpertLink:
@@ -151,6 +158,7 @@ class ExpertLink:
                     reason_of(error),
                 )
                 lost = time.monotonic() if lost is None else lost
+                errand = errand.again()
                 continue
             if lost is not None:
                 self.last_gap = time.monotonic() - lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -40,8 +41,8 @@ class RemoteExperts(Side):
         space: as of ``Hello``; assigned before the first call. name: by which processes know this attention side, likewise: where it has
             experts moved, they let in a connection of this name alone. placement: the logical expert in each physical slot of each
             layer; likewise. A process that comes back is told of it, and takes from the checkpoint what it had not.
-        generation: as of ``Hello``; likewise. others: the other processes of the attention side; None: there are none. They have the
-            same name, generation and placement.
+        generation: as of ``Hello``; likewise. member: which process of the attention side this is, and of how many; likewise.
+        others: the other processes of the attention side; None: there are none. They have the same name, generation and placement.
     """
 
     padded = False
@@ -62,7 +63,7 @@ class RemoteExperts(Side):
         self.space: dict[str, Any] = {}
         self.placement = np.zeros((0, 0), np.int32)
         self.name = secrets.token_bytes(8)
-        self.generation = 0
+        self.generation, self.member, self._calls = 0, (0, 1), itertools.count()
         self.others: AttentionProcesses | None = None
         self.links = [
             ExpertLink(address, own, partial(self._hello, part), patience=patience, silence=silence)
@@ -81,7 +82,7 @@ class RemoteExperts(Side):
     def _hello(self, part: int) -> Hello:
         first = part * (self.spec.ep_size // self.parts)
         placement = self.placement.astype("<i4").tobytes()
-        return Hello(VERSION, self.space, placement, self.name, first, self.generation)
+        return Hello(VERSION, self.space, placement, self.name, first, self.generation, *self.member)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
         """Have the processes bring experts of a layer to the devices that will have them: each takes its own from the others.
@@ -142,9 +143,14 @@ class RemoteExperts(Side):
     def way(self, through: LayerPass) -> WayToProcesses:
         """Have the experts' processes compile for the rows of a pass, all at once."""
         between = through.between()
-        own = sum(device.process_index == jax.process_index() for device in between.mesh.devices.flat)
-        self._everywhere(Call(through.stack, -1, between.tokens, own * between.capacity, b""))
-        return WayToProcesses(self, through.stack, between, own)
+        here = jax.process_index()
+        own = [place for place, device in enumerate(between.mesh.devices.flat) if device.process_index == here]
+        self._everywhere(Call(through.stack, -1, between.tokens, between.senders * between.capacity, b""))
+        return WayToProcesses(self, through.stack, between, np.array(own))
+
+    def next_number(self) -> int:
+        """The number of the next call of a layer: all processes of the attention side make the same ones."""
+        return next(self._calls)
 
     def close(self) -> None:
         """End the connections and their threads."""
@@ -157,19 +163,19 @@ class RemoteExperts(Side):
 class WayToProcesses:
     """``Way`` to other processes: through this host's memory. Of the rows' cells those that are filled travel, and their answers.
 
-    own: token devices of this process, whose rows it sends.
+    own: which of the token devices are of this process, whose rows it sends.
     """
 
     side: RemoteExperts
     stack: str
     between: Between
-    own: int
+    own: np.ndarray
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> list[_CallOfPart]:
         """Begin to send each process its rows."""
-        begun = []
+        begun, number = [], self.side.next_number()
         for part, link in enumerate(self.side.links):
-            one = _CallOfPart(self, layer, part, r, rows[part], counts)
+            one = _CallOfPart(self, layer, part, r, number, rows[part], counts)
             one.done = link.begin(one.prepare)
             begun.append(one)
         return begun
@@ -206,6 +212,7 @@ class _CallOfPart:
     layer: int
     part: int
     r: int
+    number: int
     rows: Array
     counts: OnHost
     done: Future[None] | None = None
@@ -215,21 +222,24 @@ class _CallOfPart:
         way, between = self.way, self.way.between
         devices, C, wire = between.part_devices, between.capacity, between.wire
         of_part = self.counts.values[:, self.part * devices : (self.part + 1) * devices].T
-        filled = np.clip(of_part - self.r * C, 0, C)
+        filled = np.zeros((devices, between.senders), "<i4")
+        filled[:, way.own] = np.clip(of_part - self.r * C, 0, C)
         e, self._senders, c = np.nonzero(np.arange(C) < filled[:, :, None])
         self._cells = e * C + c
         sent = np.empty((len(e), wire.row_words), wire.word)
-        for sender, rows in enumerate(own_parts(self.rows)):
+        for sender, rows in zip(way.own, own_parts(self.rows), strict=True):
             own = self._senders == sender
             sent[own] = np.asarray(rows)[self._cells[own]]
         self._answers = np.empty((len(e), between.columns, wire.width), wire.dtype)
-        told = filled.astype("<i4").tobytes()
-        return Errand(Call(way.stack, self.layer, between.tokens, way.own * C, told), sent, self._answers)
+        cells = between.senders * C
+        return Errand(
+            Call(way.stack, self.layer, between.tokens, cells, filled.tobytes(), self.number), sent, self._answers
+        )
 
     def in_cells(self) -> list[np.ndarray]:
         """The answers of each device of this process where ``Between.add`` looks for them; nobody looks into cells that are not filled."""
         between, found = self.way.between, []
-        for sender in range(self.way.own):
+        for sender in self.way.own:
             own = self._senders == sender
             answers = np.zeros((between.part_devices * between.capacity, *self._answers.shape[1:]), self._answers.dtype)
             answers[self._cells[own]] = self._answers[own]

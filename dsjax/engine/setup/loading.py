@@ -272,6 +272,8 @@ def _connect_experts(
         side.connect(known=is_later)
         return
     side.generation, side.name = group.generation, group.agreement.ask("attention side", name)[0]
+    ids = [member.process_id for member in group.present]
+    side.member = ids.index(group.options.process_id), len(ids)
     group.agreement.run("experts", lambda: side.connect(known=is_later))
     if len(group.present) > 1:
         side.others = AttentionProcesses(group)

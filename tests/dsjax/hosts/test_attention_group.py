@@ -4,6 +4,7 @@ The attention side's processes are real ones of two devices each. The experts' a
 midst of a layer, when one attention process has its answer and another has not.
 """
 
+import itertools
 import json
 import sys
 import threading
@@ -105,18 +106,20 @@ class Deployment:
             process.close()
 
 
-def go_after(process, calls: int, gone: threading.Event):
-    """Have a process with experts go at a call, which it has computed and does not answer."""
-    original, first = process._compute, process.num_calls
+def go_between(process, layers: int, gone: threading.Event):
+    """Have a process with experts go when, after so many layers, it has answered one of the two calls for the next."""
+    original, turn, replies = process._reply, threading.Lock(), itertools.count(1)
 
-    def compute(*arguments):
-        answers = original(*arguments)
-        if process.num_calls - first >= calls and not gone.is_set():
-            gone.set()
-            process.close()
-        return answers
+    def reply(channel, answers):
+        with turn:
+            if gone.is_set():
+                return
+            original(channel, answers)
+            if next(replies) > 2 * layers:
+                gone.set()
+                process.close()
 
-    process._compute = compute
+    process._reply = reply
 
 
 @pytest.mark.parametrize(
@@ -135,21 +138,21 @@ def test_two_attention_processes_make_the_tokens_of_one_device(checkpoint, alone
             assert deployment.answer() == {"tokens": alone, "mesh": mesh, "changes": {}}
         rows = [process.num_rows for process in deployment.experts]
         assert all(rows), rows
+        for process in deployment.experts:
+            assert process.num_calls == 2 * process.num_products, "what both ask for at a layer is one program's work"
         deployment.end()
 
 
-@pytest.mark.parametrize(("mesh", "calls"), [("tp=4", 7), ("dp=4", 10)])
-def test_experts_that_go_when_one_attention_process_has_its_answer_are_waited_for_by_both(
-    checkpoint, alone, mesh, calls
-):
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=4"])
+def test_experts_that_go_when_one_attention_process_has_its_answer_are_waited_for_by_both(checkpoint, alone, mesh):
     """For longer than a collective waits for a process that does not join it."""
     with Deployment(checkpoint, mesh) as deployment:
         deployment.ready()
         deployment.ask()
         assert deployment.answer()["tokens"] == alone
-        for further in (0, 1):  # so that it goes once under an even call and once under an odd one
+        for layers in (4, 5):
             gone = threading.Event()
-            go_after(deployment.experts[-1], calls + further, gone)
+            go_between(deployment.experts[-1], layers, gone)
             deployment.ask()
             assert gone.wait(60), deployment.group.last_words()
             time.sleep(HEARTBEAT + 2)

@@ -28,7 +28,7 @@ def test_each_of_several_processes_has_its_own_run_of_the_expert_devices():
 
 
 def test_the_attention_side_alone_may_be_several_processes():
-    group = {"coordinator_address": "10.0.0.9:8476", "num_processes": 4, "process_id": 3}
+    group = {"coordinator_address": "127.0.0.1:8476", "num_processes": 4, "process_id": 3}
     args = EngineArgs(**SIDES, **SEVERAL | {"afd_role": "attention"}, **group)
     assert (host_options(args).process_id, args.num_devices) == (3, 8)
 
