@@ -160,3 +160,44 @@ def test_experts_that_go_when_one_attention_process_has_its_answer_are_waited_fo
             assert deployment.answer() == {"tokens": alone, "mesh": mesh, "changes": {}}
             assert "the call is made again" in "".join(deployment.group.output)
         deployment.end()
+
+
+def test_experts_move_for_all_attention_processes_at_once(checkpoint, alone):
+    balanced = {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0}
+    with Deployment(checkpoint, "dp=4", 2, enable_eplb=True, eplb_config=balanced) as deployment:
+        deployment.ready()
+        before = [process._writer.rows.copy() for process in deployment.experts]
+        for _ in range(3):
+            deployment.ask()
+            assert deployment.answer() == {"tokens": alone, "mesh": "dp=4", "changes": {}}
+        assert all(
+            (process._writer.rows != rows).any() for process, rows in zip(deployment.experts, before, strict=True)
+        )
+        deployment.end()
+
+
+def test_an_attention_process_that_is_lost_while_all_wait_for_experts_costs_no_token(checkpoint, alone):
+    with Deployment(checkpoint, "dp=4") as deployment:
+        deployment.ready()
+        deployment.ask()
+        assert deployment.answer()["tokens"] == alone
+        gone = threading.Event()
+        go_between(deployment.experts[-1], 4, gone)
+        deployment.ask()
+        assert gone.wait(60), deployment.group.last_words()
+        deployment.group.processes[1].kill()
+        deployment.group.wait_for(0, "Generation 1 begins", 60)
+        deployment.experts.append(deployment.start_experts(0))
+        assert deployment.answer() == {"tokens": alone, "mesh": "dp=2", "changes": {"loss": 1}}
+        deployment.ask()
+        assert deployment.answer()["tokens"] == alone
+        deployment.group.start_again(1)
+        for _ in range(40):  # it takes part again between two steps, once it is there
+            deployment.ask()
+            answer = deployment.answer()
+            assert answer["tokens"] == alone
+            if answer["mesh"] == "dp=4":
+                break
+            time.sleep(1)
+        assert answer == {"tokens": alone, "mesh": "dp=4", "changes": {"loss": 1, "return": 1}}
+        deployment.end()
