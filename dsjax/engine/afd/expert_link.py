@@ -19,6 +19,7 @@ from dsjax.hosts.secure_channel import SecureChannel, connect
 from dsjax.hosts.wire import split_address
 
 RETRY_SECONDS = 0.2
+_CHECK_SECONDS = 3.0
 _log = logging.getLogger(__name__)
 
 
@@ -79,6 +80,20 @@ class ExpertLink:
     def begin(self, prepare: Callable[[], Errand]) -> Future[None]:
         """Run an errand, in its turn. prepare: makes it, in the link's thread, when its turn comes."""
         return self._thread.submit(self._run, prepare)
+
+    def check(self) -> None:
+        """Make sure that the process is there, over another connection: a call may be under way.
+
+        Raises:
+            UserError: it does not answer at once.
+        """
+        try:
+            connect(split_address(self.address), SERVICE, self._credentials, _CHECK_SECONDS).close()
+        except (OSError, EOFError, UserError) as error:
+            raise UserError(
+                f"no process with experts answers at {self.address} ({reason_of(error)}), and a new mesh of the attention side would wait "
+                "for it; ask again when it is back"
+            ) from error
 
     def connect(self, *, known: bool = False) -> None:
         """Connect, and say what both sides must have alike. known: the process was there before this link.

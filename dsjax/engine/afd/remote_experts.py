@@ -76,8 +76,13 @@ class RemoteExperts(Side):
         return [link.counts for link in self.links]
 
     def extension(self, kind: type) -> Any:
-        """Offer the links' counts to the metrics."""
+        """Offer the links' counts to the metrics, and their check to who changes the attention side's mesh."""
         return self if kind is ExpertLinks else None
+
+    def check(self) -> None:
+        """Make sure that each process is there; errors as of ``ExpertLink.check``."""
+        for link in self.links:
+            link.check()
 
     def _hello(self, part: int) -> Hello:
         first = part * (self.spec.ep_size // self.parts)

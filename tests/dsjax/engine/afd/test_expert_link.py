@@ -204,6 +204,21 @@ def test_a_call_that_is_made_again_says_so():
         process.close(connections=True)
 
 
+def test_a_process_is_looked_for_beside_a_call_that_is_under_way():
+    process = listener()
+    own = link(process.port)
+    try:
+        own.check()
+        assert not own.counts.connected
+        process.close(connections=True)
+        with pytest.raises(
+            UserError, match=r"no process with experts answers at 127.0.0.1:.* ask again when it is back"
+        ):
+            own.check()
+    finally:
+        own.close()
+
+
 def test_who_was_there_before_the_link_is_waited_for_though_it_refuses():
     process = listener(serve=refuse)
     first, later = link(process.port), link(process.port, patience=0.5)

@@ -44,7 +44,7 @@ def process(tmp_path_factory):
     process.close()
 
 
-def enter(process, side=b"one", *, rows=None, first=FIRST, **place):
+def enter(process, side=b"one", /, *, rows=None, first=FIRST, **place):
     """Connect as an attention side, or without a name as another process with experts; the channel, and what is said to it."""
     channel = connect(("127.0.0.1", process.port), SERVICE, CredentialOptions().read("127.0.0.1"))
     channel.settimeout(20)
