@@ -104,9 +104,7 @@ class AttentionProcesses:
         listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
             listener.bind((address, 0))
-            return SecureListener(
-                listener, self._group.credentials, {_SERVICE: self._enter}, "dsjax-attention", most_connections=1024
-            )
+            return SecureListener(listener, self._group.credentials, {_SERVICE: self._enter}, "dsjax-attention")
         except BaseException:
             listener.close()
             raise

@@ -41,8 +41,8 @@ class ApartOptions:
     )
     afd_role: str = option(
         "both",
-        "with --expert-mesh; both: both sides are in this process; attention: this one calls the experts at --afd-address; expert: it has "
-        "the experts, and answers at --afd-address",
+        "with --expert-mesh; both: both sides are in this process; attention: this one, or a group of several (--coordinator-address), "
+        "calls the experts at --afd-address; expert: it has the experts, and answers at --afd-address",
         choices=("both", "attention", "expert"),
         of_host=True,
     )
