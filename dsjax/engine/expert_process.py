@@ -207,6 +207,9 @@ class ExpertProcess:
             return (
                 f"this is generation {hello.generation} of the attention side, which goes on with generation {latest}"
             )
+        for (side, generation), joint in self._joint.items():
+            if side == hello.side and generation < hello.generation:
+                joint.end()
         rows = np.frombuffer(hello.placement, "<i4").reshape(self._writer.rows.shape)
         others = bool(set(self._sides) - {hello.side})
         if not others:

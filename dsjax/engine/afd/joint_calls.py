@@ -51,6 +51,13 @@ class JointCalls:
         self._parts: dict[int, Part] = {}
         self._answered: dict[int, int] = {}  # the latest number of each process
         self._changed = threading.Condition()
+        self._is_over = False
+
+    def end(self) -> None:
+        """Have nobody waited for any more: the attention side goes on in another generation, and one of its processes may hang."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
     def enter(self, process: int) -> None:
         """Take notice of a connection of an attention process."""
@@ -73,7 +80,8 @@ class JointCalls:
             self._changed.wait_for(lambda: part.begun or part.done or self._is_complete(part.number))
             parts = []
             if not (part.begun or part.done):
-                parts = [one for one in self._parts.values() if (one.number, one.key) == (part.number, part.key)]
+                same = part.number, part.key
+                parts = [one for one in self._parts.values() if (one.number, one.key) == same and not one.begun]
             for one in parts:
                 one.begun = True
         if parts:
@@ -106,7 +114,9 @@ class JointCalls:
 
     def _is_complete(self, number: int) -> bool:
         """Whether no further part of a call can come."""
-        return all(self._has_made(process, number) or not self._connections[process] for process in self._processes)
+        return self._is_over or all(
+            self._has_made(process, number) or not self._connections[process] for process in self._processes
+        )
 
     def _has_made(self, process: int, number: int) -> bool:
         part = self._parts.get(process)

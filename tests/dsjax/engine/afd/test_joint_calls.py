@@ -70,6 +70,14 @@ def test_a_call_waits_for_a_process_that_is_late_and_not_for_one_whose_connectio
     assert computed.together == [[1, 2]]
 
 
+def test_where_another_generation_has_begun_a_call_waits_for_nobody(pool, joint):
+    computed = Computed()
+    first = pool.submit(joint.together, 0, part(0, 1), computed)
+    wait_here(joint, 0)
+    joint.end()
+    assert first.result(20)[0] == 10
+
+
 def test_what_is_asked_for_again_is_computed_at_once_and_the_others_wait_no_more(pool, joint):
     computed = Computed()
     assert joint.alone(2, part(4, 3), computed)[0] == 30  # the others had their answers of call 4

@@ -140,6 +140,21 @@ def test_a_connection_of_an_earlier_generation_is_late_and_moves_no_experts_back
     until(lambda: not process._sides)
 
 
+def test_a_new_generation_ends_what_waits_for_a_process_of_the_one_before(process):
+    old = [enter(process, b"hangs", process=number, processes=2, generation=1)[0] for number in range(2)]
+    new, error = None, ""
+    try:
+        send(old[0], Call("moe_layers", 0, 8, 8, np.zeros((2, 2), "<i4").tobytes(), 0))
+        until(lambda: process._joint[b"hangs", 1]._parts)
+        new, error = enter(process, b"hangs", generation=2)
+        assert not receive(old[0], Answered).error
+    finally:
+        for channel in (*old, new):
+            channel.close()
+    assert not error
+    until(lambda: not process._joint)
+
+
 def test_a_process_that_cannot_be_one_of_the_attention_side_is_refused(process):
     channel, error = enter(process, process=2, processes=2)
     channel.close()
