@@ -1,7 +1,8 @@
-"""From the host onto a mesh that other processes may share: each process brings the same host arrays, and keeps its devices' part."""
+"""Between the host and a mesh that other processes may share: each process has the parts of arrays that are on its own devices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,3 +19,21 @@ def put(tree: Any, sharding: Sharding) -> Any:
         return jax.device_put(tree, sharding)
     arrays = jax.tree.map(np.asarray, tree)
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)
+
+
+def own_parts(array: jax.Array) -> list[jax.Array]:
+    """Of an array that is divided over its first axis alone, the parts on the devices of this process, in the order of that axis."""
+    return [shard.data for shard in sorted(array.addressable_shards, key=lambda shard: _start(shard.index))]
+
+
+def put_own_parts(parts: Sequence[np.ndarray], described: jax.ShapeDtypeStruct) -> jax.Array:
+    """Make an array of the parts that ``own_parts`` would give of it. Each process calls this with those of its own devices."""
+    indices = described.sharding.addressable_devices_indices_map(described.shape)
+    devices = sorted(indices, key=lambda device: _start(indices[device]))
+    arrays = jax.device_put(list(parts), devices)
+    return jax.make_array_from_single_device_arrays(described.shape, described.sharding, arrays)
+
+
+def _start(index: tuple[slice, ...]) -> int:
+    """Where a part begins on the first axis."""
+    return index[0].start or 0

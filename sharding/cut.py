@@ -109,7 +109,8 @@ class CutLowered:
             for variable, sharding in zip(piece.gives, shardings, strict=True):
                 aval = variable.aval
                 known[variable] = Described(aval.shape, aval.dtype, sharding=sharding)
-        return CutCompiled(self, runs)
+        results = [known[variable] for variable in self.jaxpr.jaxpr.outvars]
+        return CutCompiled(self, runs, jax.tree.unflatten(self.out_tree, results))
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,19 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class CutCompiled:
-    """The programs of a cut function, called as one."""
+    """The programs of a cut function, called as one.
+
+    out_info: descriptions of what it gives, each with its sharding.
+    """
 
     lowered: CutLowered
     runs: Sequence[Any]
+    out_info: Any
+
+    @property
+    def output_shardings(self) -> Any:
+        """The shardings of what it gives."""
+        return jax.tree.map(lambda described: described.sharding, self.out_info)
 
     def __call__(self, *arguments: Any) -> Any:
         """What the function gives; the donated argument's arrays are taken."""

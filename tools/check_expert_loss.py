@@ -2,6 +2,7 @@
 
     python tools/check_expert_loss.py                                  # one process with experts, 200 sessions, killed ten times
     python tools/check_expert_loss.py --processes 3 --at-once 2        # three that share the experts; two at the same moment
+    python tools/check_expert_loss.py --attention-processes 2          # attention is a group of two processes
     python tools/check_expert_loss.py --processes 0 --losses 0         # both sides in one process, and nothing is killed
 
 A tiny model is served over HTTP with attention and experts apart (`--attention-mesh`, `--expert-mesh`), the experts in processes of their
@@ -46,12 +47,15 @@ def main() -> int:
     parser = loss_parser(__doc__, tokens=32, patience=300)
     parser.add_argument("--processes", type=int, default=1, help="with experts; 0: both sides are in one process")
     parser.add_argument("--attention-mesh", default="dp=2")
+    parser.add_argument("--attention-processes", type=int, default=1)
     parser.add_argument("--expert-devices", type=int, help="default: four, or two of each process")
     args = parser.parse_args()
     if args.losses and not args.processes:
         parser.error("--processes 0 has no process that could be killed without the others; give --losses 0")
     if args.at_once > max(1, args.processes):
         parser.error(f"--at-once {args.at_once} of {args.processes} processes")
+    if args.attention_processes > 1 and not args.processes:
+        parser.error("--processes 0 has both sides in one process; give --attention-processes 1")
     args.expert_devices = args.expert_devices or (2 * args.processes if args.processes > 1 else 4)
     exit_on_sigterm()
     found = run_check(
@@ -63,7 +67,7 @@ def main() -> int:
 
 
 def commands(args: argparse.Namespace, model: Path) -> list[list[str]]:
-    """The command of the attention side, and of each process with experts."""
+    """The command of the attention side, of each process with experts, and of the attention side's other processes."""
     options = {
         "model": model,
         "served-model-name": "tiny",
@@ -85,7 +89,11 @@ def commands(args: argparse.Namespace, model: Path) -> list[list[str]]:
     addresses = ",".join(f"127.0.0.1:{free_port()}" for _ in range(args.processes))
     base += ["--afd-address", addresses]
     of_experts = [[*base, "--afd-role", "expert", "--afd-server-rank", str(rank)] for rank in range(args.processes)]
-    return [[*base, "--afd-role", "attention"], *of_experts]
+    of_attention, count = [[*base, "--afd-role", "attention"]], args.attention_processes
+    if count > 1:
+        group = [*of_attention[0], "--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", str(count)]
+        of_attention = [[*group, "--process-id", str(index)] for index in range(count)]
+    return [of_attention[0], *of_experts, *of_attention[1:]]
 
 
 @dataclass(kw_only=True)

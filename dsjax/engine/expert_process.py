@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.afd.expert_peers import ExpertPeers, send_expert
 from dsjax.engine.afd.expert_side import ExpertSide
 from dsjax.engine.afd.expert_slots import SlotWriter, StackRow
+from dsjax.engine.afd.joint_calls import JointCalls, Part
 from dsjax.engine.afd.messages import (
     SERVICE,
     VERSION,
@@ -51,10 +54,16 @@ _log = logging.getLogger(__name__)
 _GONE_SECONDS = 30
 _MOST_CELLS = 1 << 24
 """Rows of a call for one device, of which a step has some thousands."""
+_MOST_PROCESSES = 4096
+"""Processes of an attention side."""
+_MOST_SIDES = 256
+"""Attention sides whose generation is remembered."""
 
 
 class ExpertProcess:
     """Routed experts that answer calls until they are closed. Any number of attention sides may call, and one that moves experts alone.
+
+    What the processes of one attention side ask for at a layer is one program's work (``JointCalls``).
 
     Args:
         step: of the model, its experts on an ``ExpertSide`` that is loaded; of the attention side it has one device without anything.
@@ -62,7 +71,7 @@ class ExpertProcess:
             processes; None: there are none.
 
     Attributes:
-        port: at which it listens. num_calls: answered so far. num_rows: that came with them.
+        port: at which it listens. num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
     """
 
     def __init__(
@@ -77,11 +86,13 @@ class ExpertProcess:
         self._step, self._space, self._writer, self._peers = step, space, writer, peers
         self._sides: Counter[bytes] = Counter()  # connections of each attention side
         self._mover: bytes | None = None
+        self._generations: dict[bytes, int] = {}  # the latest that each attention side has connected with
         self._half = step.apart.half(step)
         self._empty_row = np.asarray(self._half.wire.empty_row(np.int32(0)))
         self._programs: dict[tuple[str, int, int], Compiled] = {}
         self._lock = writer.lock
-        self.num_calls = self.num_rows = 0
+        self._joint: dict[tuple[bytes, int], JointCalls] = {}  # by attention side and its generation
+        self.num_calls = self.num_rows = self.num_products = 0
         self._listener = SecureListener(listener, credentials, {SERVICE: self._serve}, "dsjax-experts")
         self.port = self._listener.port
 
@@ -112,15 +123,22 @@ class ExpertProcess:
         if problem:
             send(channel, Welcome(problem))
             raise RefusedError(problem)
+        key = hello.side, hello.generation
+        with self._lock:
+            joint = self._joint.setdefault(key, JointCalls(hello.processes))
+            joint.enter(hello.process)
         try:
             send(channel, Welcome())
-            self._answer(channel, hello.side)
+            self._answer(channel, hello, joint)
         finally:
             with self._lock:
                 self._sides -= Counter([hello.side])
+                if joint.leave(hello.process) and self._joint.get(key) is joint:
+                    del self._joint[key]
 
-    def _answer(self, channel: SecureChannel, side: bytes) -> None:
-        """Answer what comes over a connection. side: empty where it is another process with experts."""
+    def _answer(self, channel: SecureChannel, hello: Hello, joint: JointCalls) -> None:
+        """Answer what comes over a connection. joint: of the attention side that is connected."""
+        side = hello.side  # empty where it is another process with experts
         while True:
             call: Call | Stage | Place | Take = receive(channel, *((Call, Stage, Place) if side else (Take,)))
             if not isinstance(call, Call):
@@ -132,20 +150,32 @@ class ExpertProcess:
                 self._check_layer(call)
                 if rows is None:
                     raise MemoryError(f"there is no memory for {len(cells):,} rows")
-                with self._lock:  # programs in flight together can deadlock on emulated devices
-                    program = self._program(call)
-                    answers = None if call.layer < 0 else self._compute(program, rows, cells, call)
+                if call.layer < 0:
+                    with self._lock:
+                        self._program(call)
+                    answers = None
+                else:
+                    part = Part(call.number, (call.stack, call.layer, call.tokens, call.cells), rows, cells)
+                    have_computed = joint.alone if call.again else joint.together
+                    answers = have_computed(hello.process, part, partial(self._compute_parts, call))
             except Exception as error:  # whatever it is, the attention side must hear of it
                 _log.exception("A call of %s with %d rows failed.", call.stack, len(cells))
                 send(channel, Answered(f"{type(error).__name__}: {error}"))
                 continue
-            send(channel, Answered())
             if answers is not None:
-                if answers.size:
-                    channel.send_bytes(memoryview(answers.view(np.uint8)))
-                self.num_calls, self.num_rows = self.num_calls + 1, self.num_rows + len(rows)
+                with self._lock:
+                    self.num_calls, self.num_rows = self.num_calls + 1, self.num_rows + len(rows)
+            self._reply(channel, answers)
+
+    def _reply(self, channel: SecureChannel, answers: np.ndarray | None) -> None:
+        """Send what came of a call."""
+        send(channel, Answered())
+        if answers is not None and answers.size:
+            channel.send_bytes(memoryview(answers.view(np.uint8)))
 
     def _problem(self, hello: Hello) -> str:
+        if not 0 <= hello.process < hello.processes <= _MOST_PROCESSES:
+            return f"it is process {hello.process} of {hello.processes}, expected 1 to {_MOST_PROCESSES}, from 0 on"
         if hello.version != VERSION:
             return f"it speaks version {VERSION} of the messages, and the attention side {hello.version}; start the same dsjax on both"
         differing = sorted(name for name, value in self._space.items() if hello.space.get(name) != value)
@@ -169,6 +199,17 @@ class ExpertProcess:
             return ""
         if len(hello.placement) != 4 * self._writer.rows.size:
             return f"its placement of experts has {len(hello.placement) // 4} slots, expected {self._writer.rows.size}"
+        latest = self._generations.pop(hello.side, 0)
+        self._generations[hello.side] = max(latest, hello.generation)
+        if len(self._generations) > _MOST_SIDES:
+            del self._generations[next(iter(self._generations))]
+        if hello.generation < latest:
+            return (
+                f"this is generation {hello.generation} of the attention side, which goes on with generation {latest}"
+            )
+        for (side, generation), joint in self._joint.items():
+            if side == hello.side and generation < hello.generation:
+                joint.end()
         rows = np.frombuffer(hello.placement, "<i4").reshape(self._writer.rows.shape)
         others = bool(set(self._sides) - {hello.side})
         if not others:
@@ -274,14 +315,21 @@ class ExpertProcess:
             self._programs[key] = self.side.compile(self._step, call.stack, call.tokens, 1, call.cells)
         return self._programs[key]
 
-    def _compute(self, program: Compiled, rows: np.ndarray, cells: np.ndarray, call: Call) -> np.ndarray:
+    def _compute_parts(self, call: Call, parts: Sequence[Part]) -> list[np.ndarray]:
+        with self._lock:  # programs in flight together can deadlock on emulated devices
+            return self._compute(self._program(call), parts, call)
+
+    def _compute(self, program: Compiled, parts: Sequence[Part], call: Call) -> list[np.ndarray]:
         half = self._half
         arrived = np.repeat(self._empty_row, half.size * call.cells, axis=0)
-        arrived[cells] = rows
+        for part in parts:
+            arrived[part.cells] = part.rows
         everywhere = NamedSharding(self.side.mesh, P())
         [described] = half.described_arrivals(1, call.cells)
         [answer] = program(self.side.params, [put(arrived, described.sharding)], put(np.int32(call.layer), everywhere))
-        return np.asarray(answer).reshape(len(arrived), half.columns, half.wire.width)[cells]
+        answers = np.asarray(answer).reshape(len(arrived), half.columns, half.wire.width)
+        self.num_products += 1
+        return [answers[part.cells] for part in parts]
 
 
 def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProcess:

@@ -57,9 +57,8 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     hosts = math.ceil(service["devices_each"] / cluster.devices_per_host)
     if apart and hosts > 1:
         raise UserError(
-            f"--recipe FOLDER writes what dsjax serve can run, and the winner has attention on {hosts} hosts apart from its experts, where "
-            "dsjax has it in one process of one host; leave --engine published out, or give an --attention-mesh of at most "
-            f"{cluster.devices_per_host} devices"
+            f"--recipe FOLDER writes attention apart from experts for one host, and the winner has it on {hosts} hosts; leave "
+            f"--engine published out, or give an --attention-mesh of at most {cluster.devices_per_host} devices"
         )
     devices = math.ceil(service["devices_each"] / hosts)
     name = repository(model)

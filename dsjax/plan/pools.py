@@ -29,11 +29,11 @@ def layouts_apart(question: Question) -> Iterator[InstanceLayout]:
 def pairs(question: Question) -> list[tuple[int, int]]:
     """(devices with attention, devices with experts) of an instance.
 
-    Attention is one process of dsjax, of one host, and experts are a process for each host: or both are one process of one host. Others
-    have whole hosts on either side, or one host.
+    Of dsjax attention is priced as one process, of one host, and experts as a process for each host: or both as one process of one host.
+    Others have whole hosts on either side, or one host.
 
     Raises:
-        UserError: dsjax cannot have the attention that was given in one process.
+        UserError: the attention that was given is of several hosts, which the planner does not price.
     """
     cluster, beside, pins = question.cluster, question.cluster.experts, question.options.pins
     most, own = min(question.devices, WIDEST), question.options.engine.name == "dsjax"
@@ -42,8 +42,8 @@ def pairs(question: Question) -> list[tuple[int, int]]:
         attention = pins.attention_mesh.num_devices
         if own and attention > here:
             raise UserError(
-                f"--attention-mesh {pins.attention_mesh} has {attention} devices, on hosts of {here}, and dsjax has attention apart from "
-                "experts in one process of one host; give a smaller one, or --engine published"
+                f"--attention-mesh {pins.attention_mesh} has {attention} devices, on hosts of {here}, and the planner prices dsjax's "
+                "attention apart from experts as one process of one host; give a smaller one, or --engine published"
             )
         return [(attention, pins.expert_mesh.ep_size)]
     if beside is not None:

@@ -185,7 +185,7 @@ def test_attention_on_several_hosts_is_refused_and_experts_leave_a_folder_with_t
         "ep=16",
     ]
     shown = CliRunner().invoke(app, [*words, "--mode", "aggregated", "--recipe", str(tmp_path / "mine")])
-    assert "attention on 2 hosts apart from its experts" in str(shown.exception)
+    assert "the winner has it on 2 hosts" in str(shown.exception)
     planned(tmp_path / "mine", "--expert-mesh", "ep=16")
     assert (tmp_path / "mine" / "experts.yaml").exists()
     whole = [

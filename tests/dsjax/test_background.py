@@ -165,7 +165,7 @@ def fail_expert_balancing(monkeypatch):
 
 
 def fail_compile_ahead(monkeypatch):
-    args = SimpleNamespace(compile_ahead=1, model="/nowhere", revision=None)
+    args = SimpleNamespace(compile_ahead=1, model="/nowhere", revision=None, expert_mesh=None)
     ahead = compile_ahead.CompileAhead(args, None)
     monkeypatch.setattr(compile_ahead, "enable_compile_cache", lambda: None)
     monkeypatch.setattr(compile_ahead, "resolve", once(BROKEN))

@@ -58,6 +58,10 @@ def test_pieces_give_what_the_function_gives(described):
     made, y = program(params, state, x)
     assert work.calls == 2
     np.testing.assert_allclose(y, np.sin(5.0) + 20.0, rtol=1e-6)
+    assert jax.tree.map(lambda one: (one.shape, one.dtype), program.out_info) == jax.tree.map(
+        lambda one: (one.shape, one.dtype), (made, y)
+    )
+    assert jax.tree.leaves(program.output_shardings) == [one.sharding for one in jax.tree.leaves((made, y))]
     np.testing.assert_array_equal(made["seen"], np.full((4, 4), 21.0))
     np.testing.assert_array_equal(made["cache"], np.full(3, 2.0))
     assert state["seen"].is_deleted()

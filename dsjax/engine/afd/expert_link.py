@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from dsjax.engine.afd.link_counts import LinkCounts
@@ -18,11 +19,16 @@ from dsjax.hosts.secure_channel import SecureChannel, connect
 from dsjax.hosts.wire import split_address
 
 RETRY_SECONDS = 0.2
+_CHECK_SECONDS = 3.0
 _log = logging.getLogger(__name__)
 
 
 class ExpertsGoneError(UserError):
     """A process with experts has not come back in time."""
+
+
+class LinkClosedError(RuntimeError):
+    """The link was closed under a call: the engine ends, or its attention side goes on in another generation."""
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -34,6 +40,12 @@ class Errand(NamedTuple):
     message: Call | Stage | Place
     sent: np.ndarray = _NOTHING
     answers: np.ndarray = _NOTHING
+
+    def again(self) -> Errand:
+        """The same, once the connection has ended under it."""
+        if isinstance(self.message, Call):
+            return self._replace(message=msgspec.structs.replace(self.message, again=True))
+        return self
 
 
 class ExpertLink:
@@ -69,13 +81,28 @@ class ExpertLink:
         """Run an errand, in its turn. prepare: makes it, in the link's thread, when its turn comes."""
         return self._thread.submit(self._run, prepare)
 
-    def connect(self) -> None:
-        """Connect, and say what both sides must have alike.
+    def check(self) -> None:
+        """Make sure that the process is there, over another connection: a call may be under way.
+
+        Raises:
+            UserError: it does not answer at once.
+        """
+        try:
+            connect(split_address(self.address), SERVICE, self._credentials, _CHECK_SECONDS).close()
+        except (OSError, EOFError, UserError) as error:
+            raise UserError(
+                f"no process with experts answers at {self.address} ({reason_of(error)}), and a new mesh of the attention side would wait "
+                "for it; ask again when it is back"
+            ) from error
+
+    def connect(self, *, known: bool = False) -> None:
+        """Connect, and say what both sides must have alike. known: the process was there before this link.
 
         Raises:
             UserError: the other side has another model or other options, does not belong to the deployment, or refuses; if it never was
-                there before. ExpertsGoneError: nobody is there in time.
+                there before. ExpertsGoneError: nobody is there in time. LinkClosedError: meanwhile the link was closed.
         """
+        self._known |= known
         end, said = time.monotonic() + self.patience, set()
         while self._channel is None:
             try:
@@ -86,7 +113,9 @@ class ExpertLink:
                 if isinstance(error, UserError) and not self._known:
                     raise
                 reason = reason_of(error)
-                if time.monotonic() > end or self._closed:
+                if self._closed:
+                    raise LinkClosedError(f"the link to {self.address} is closed") from error
+                if time.monotonic() > end:
                     raise ExpertsGoneError(
                         f"no process with experts is at {self.address} for {self.patience:g} s ({reason}); start one with --afd-role expert"
                     ) from error
@@ -119,7 +148,7 @@ class ExpertLink:
         """Run an errand, again where the connection ends, and wait for its answers.
 
         Raises:
-            UserError, ExpertsGoneError: as of ``connect``. RuntimeError: the process could not do it.
+            UserError, ExpertsGoneError, LinkClosedError: as of ``connect``. RuntimeError: the process could not do it.
         """
         errand, lost = prepare(), None
         while True:
@@ -137,13 +166,14 @@ class ExpertLink:
                 self._channel.close()
                 self._channel, self.losses = None, self.losses + 1
                 if self._closed:
-                    raise
+                    raise LinkClosedError(f"the link to {self.address} was closed under a call") from error
                 _log.warning(
                     "The process with experts at %s has gone (%s); the call is made again.",
                     self.address,
                     reason_of(error),
                 )
                 lost = time.monotonic() if lost is None else lost
+                errand = errand.again()
                 continue
             if lost is not None:
                 self.last_gap = time.monotonic() - lost
@@ -152,9 +182,13 @@ class ExpertLink:
             self.received += errand.answers.nbytes
             return
 
-    def close(self) -> None:
-        """End the connection and the thread, also one that waits for a process."""
+    def give_up(self) -> None:
+        """End the connection: a call under way fails soon, also one that waits for a process."""
         self._closed = True
         if self._greeting is not None:
             self._greeting.close()
+
+    def close(self) -> None:
+        """End the connection and the thread."""
+        self.give_up()
         self._thread.shutdown(cancel_futures=True)

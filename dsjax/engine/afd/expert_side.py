@@ -15,7 +15,7 @@ from jax.stages import Compiled
 from jaxtyping import Array
 
 from dsjax.checkpoint.held_weights import HeldWeights
-from dsjax.engine.afd.layer_programs import CompiledPass, OnHost, PassPrograms, ProgramMaker, Way
+from dsjax.engine.afd.layer_programs import CompiledPass, OnHost, PassPrograms, ProgramMaker, Way, rounds_of
 from dsjax.engine.device.access import DeviceAccess, DevicePart
 from dsjax.model.apart import (
     EXPERTS,
@@ -139,7 +139,7 @@ class Side(ProgramMaker):
                 passing: Passing = jax.tree.unflatten(tree, described)
                 layers = self.numbers(passes[0].step.mesh, passes[0].layers)
                 programs = [PassPrograms.of(self, self.way(one), one, passing, half) for half, one in enumerate(passes)]
-                self._passes[key] = CompiledPass(programs, layers, self.waits)
+                self._passes[key] = CompiledPass(programs, layers, self.waits, self.give_up)
             return self._passes[key]
 
 
@@ -237,12 +237,13 @@ class WayToDevices:
     program: Compiled
     layers: Sequence[Array]
 
-    def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> list[Array]:
+    def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> tuple[list[Array], OnHost]:
         """Copy the rows to the experts' devices, and start their program."""
         arrivals = to_experts(self.between, self.half, rows)
         answers = self.program(self.side.params, arrivals, self.layers[layer])
-        return jax.block_until_ready(answers) if self.side.waits else answers
+        return (jax.block_until_ready(answers) if self.side.waits else answers), counts
 
-    def returned(self, away: list[Array]) -> list[Array]:
+    def returned(self, away: tuple[list[Array], OnHost]) -> tuple[list[Array], int]:
         """Copy the answers back."""
-        return to_tokens(self.between, self.half, away)
+        answers, counts = away
+        return to_tokens(self.between, self.half, answers), rounds_of(self.between, counts)

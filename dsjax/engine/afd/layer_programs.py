@@ -16,13 +16,16 @@ from jax.stages import Compiled, Lowered
 from jaxtyping import Array
 
 from dsjax.model.apart import LayerPass, Passing, Routed, described_like
-from sharding.arrays import put
+from sharding.arrays import own_parts, put
 from sharding.cut import Described
 from sharding.dispatch.between import Between
 
 
 class OnHost:
-    """An array's values on the host, once, for several threads: two that ask a `jax.Array` for them at once may get a copy half made."""
+    """An array's values on the host, once, for several threads: two that ask a `jax.Array` for them at once may get a copy half made.
+
+    Of an array that other processes share, they are those of the parts on this process's devices.
+    """
 
     def __init__(self, array: Array):
         self._array, self._lock = array, threading.Lock()
@@ -33,7 +36,11 @@ class OnHost:
         """Wait for the array, and give its values."""
         with self._lock:
             if self._values is None:
-                self._values = np.array(self._array)
+                array = self._array
+                shared = not getattr(array, "is_fully_addressable", True)
+                self._values = (
+                    np.concatenate([np.asarray(part) for part in own_parts(array)]) if shared else np.array(array)
+                )
             return self._values
 
 
@@ -43,8 +50,8 @@ class Way(Protocol):
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> Any:
         """Begin to have the rows of round ``r`` computed by the experts of a layer of the stack. counts: as ``Between.pack`` gives them."""
 
-    def returned(self, away: Any) -> list[Array]:
-        """The answers to a call, on the tokens' devices, as ``Between.add`` takes them."""
+    def returned(self, away: Any) -> tuple[list[Array], int]:
+        """The answers to a call, on the tokens' devices, as ``Between.add`` takes them; and how many rounds the layer needs in all."""
 
 
 class ProgramMaker:
@@ -61,6 +68,9 @@ class ProgramMaker:
     def ready(self, program: Compiled) -> Array:
         """What a program without arguments gives, once it is there."""
         return jax.block_until_ready(program())
+
+    def give_up(self) -> None:
+        """Take notice that a step has failed between two layers: nobody is to wait for this process there."""
 
 
 class FurtherRounds(NamedTuple):
@@ -113,7 +123,6 @@ class PassPrograms(NamedTuple):
     receive: Callable
     way: Way
     further: FurtherRounds | None = None
-    rounds: Callable[[OnHost], int] = lambda counts: 1
 
     @classmethod
     def of(cls, maker: ProgramMaker, way: Way, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
@@ -136,7 +145,7 @@ class PassPrograms(NamedTuple):
 
         received = maker.build(jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned))
         further = FurtherRounds.of(maker, through, after, _results(shared), routed, pinned)
-        return cls(attended, shared, received, way, further, _rounds(through.between()))
+        return cls(attended, shared, received, way, further)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +153,13 @@ class CompiledPass:
     """A pass through a stack of layers: of each half, or of the whole step, four programs a layer, and two moves.
 
     layers: the numbers of the layers on the tokens' devices. waits: whether each program is waited for before the next starts.
+    give_up: as of ``ProgramMaker``.
     """
 
     programs: Sequence[PassPrograms]
     layers: Sequence[Array]
     waits: bool
+    give_up: Callable[[], None] = lambda: None
 
     def run(self, passing: Passing) -> tuple[list[Array], dict[str, Array], dict[str, Array]]:
         """Take tokens through the layers: give them, the cache, and the report; the latter two were given away.
@@ -156,6 +167,13 @@ class CompiledPass:
         With two halves the one's experts are started before the other's sums are added and its next layer begins: each side then
         computes while the other does, and waits for it only where it is the faster one.
         """
+        try:
+            return self._run(passing)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def _run(self, passing: Passing) -> tuple[list[Array], dict[str, Array], dict[str, Array]]:
         params, cache, tokens, copies = passing.params, passing.cache, passing.tokens, passing.copies
         xs, report = passing.x, passing.report
         away: list[Away | None] = [None] * len(xs)
@@ -175,14 +193,14 @@ class CompiledPass:
 
     def _received(self, programs: PassPrograms, away: Away) -> Array:
         """The tokens with what their experts gave; further rounds come and go here."""
-        returned, rounds = programs.way.returned(away.called), programs.rounds(away.counts)
+        returned, rounds = programs.way.returned(away.called)
         if rounds == 1:
             return self._done(programs.receive(away.x, away.shared, away.routed.slots, returned))
         further, slots = programs.further, away.routed.slots
         kept = self._done(further.keep(further.nothing, slots, returned, further.numbers[0]))
         for r in range(1, rounds):
             rows = self._done(further.pack(away.routed, further.numbers[r]))
-            returned = programs.way.returned(programs.way.call(rows, away.counts, away.layer, r))
+            returned, _ = programs.way.returned(programs.way.call(rows, away.counts, away.layer, r))
             kept = self._done(further.keep(kept, slots, returned, further.numbers[r]))
         return self._done(further.receive(away.x, away.shared, slots, kept))
 
@@ -190,11 +208,9 @@ class CompiledPass:
         return jax.block_until_ready(results) if self.waits else results
 
 
-def _rounds(between: Between) -> Callable[[OnHost], int]:
+def rounds_of(between: Between, counts: OnHost) -> int:
     """How many rounds rows of such numbers need. Where one is always enough, nothing is waited for."""
-    if between.capacity >= between.rows:
-        return lambda counts: 1
-    return lambda counts: between.rounds(counts.values)
+    return 1 if between.capacity >= between.rows else between.rounds(counts.values)
 
 
 def _results(program: Compiled) -> Any:

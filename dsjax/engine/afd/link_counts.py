@@ -28,3 +28,10 @@ class ExpertLinks(Protocol):
     @property
     def counts(self) -> Sequence[LinkCounts]:
         """What the link to each process has done so far."""
+
+    def check(self) -> None:
+        """Make sure that each process is there.
+
+        Raises:
+            UserError: one is not.
+        """

@@ -14,7 +14,7 @@ from dsjax.hosts.secure_channel import SecureChannel
 from dsjax.hosts.wire import decoded
 
 SERVICE = "experts"
-VERSION = 4
+VERSION = 5
 _MOST_BYTES = 1 << 22
 
 
@@ -27,6 +27,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
             answers. Empty from another process with experts, which only takes some.
         side: which attention side it is, whichever of its connections. Where one moves experts, no other may be connected.
         first: the first of the expert devices that the attention side expects at this address.
+        generation: of the attention side's mesh. A connection of an earlier one than was heard of is late, and its placement old.
+        process, processes: which process of the attention side it is, and of how many.
     """
 
     version: int
@@ -34,6 +36,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     placement: bytes = b""
     side: bytes = b""
     first: int = 0
+    generation: int = 0
+    process: int = 0
+    processes: int = 1
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -49,7 +54,9 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
         stack: path of the layers among the parameters. layer: number in the stack; -1: compile for such calls, and no row follows.
         tokens: of the step, in all. cells: rows that each expert device has room for.
         filled: ``[devices of the process, senders]`` int32: of a device's cells, how many of each sender's equal part are filled. These
-            rows alone follow, and their answers alone come back, sorted by device, sender and place.
+            rows alone follow, and their answers alone come back, sorted by device, sender and place. Senders of other processes of the
+            attention side fill none: what these send in calls of the same number is computed with it.
+        number: of the call, where the attention side is several processes. again: it was made before, and had no answer.
     """
 
     stack: str
@@ -57,6 +64,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     tokens: int
     cells: int
     filled: bytes
+    number: int = 0
+    again: bool = False
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):

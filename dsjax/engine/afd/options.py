@@ -20,7 +20,6 @@ Args = TypeVar("Args")
 _REFUSED = {
     "prefill_mesh": "prompts are computed on the attention side",
     "disaggregation_mode": "prompts are computed on the attention side",
-    "coordinator_address": "each side is one process (--afd-role)",
     "ep_dispatch_algorithm": "no device of an expert is nearer than another",
     "enable_shared_experts_fusion": "shared experts are on the attention side",
     "dispatch": "the host takes rows from one side to the other, and no collective does",
@@ -42,8 +41,8 @@ class ApartOptions:
     )
     afd_role: str = option(
         "both",
-        "with --expert-mesh; both: both sides are in this process; attention: this one calls the experts at --afd-address; expert: it has "
-        "the experts, and answers at --afd-address",
+        "with --expert-mesh; both: both sides are in this process; attention: this one, or a group of several (--coordinator-address), "
+        "calls the experts at --afd-address; expert: it has the experts, and answers at --afd-address",
         choices=("both", "attention", "expert"),
         of_host=True,
     )
@@ -116,9 +115,14 @@ def check_apart(args: Args) -> None:
             raise UserError(
                 f"--{name.replace('_', '-')} does not go with --expert-mesh: {reason}; leave one of the two out"
             )
-    if (args.num_processes or 1) > 1:
+    if args.afd_role != "attention" and (args.coordinator_address is not None or (args.num_processes or 1) > 1):
+        instead = {
+            "expert": "each process with experts is known by --afd-address and --afd-server-rank; leave them out",
+            "both": "start processes with experts (--afd-role expert), or leave them out",
+        }
         raise UserError(
-            f"--num-processes does not go with --expert-mesh: {_REFUSED['coordinator_address']}; leave it out"
+            "--coordinator-address and --num-processes are for an attention side of several processes (--afd-role attention), and "
+            f"--afd-role is {args.afd_role}; {instead[args.afd_role]}"
         )
 
 

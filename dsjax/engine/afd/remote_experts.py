@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.afd.expert_link import Errand, ExpertLink
+from dsjax.engine.afd.attention_processes import AttentionProcesses
+from dsjax.engine.afd.expert_link import Errand, ExpertLink, LinkClosedError
 from dsjax.engine.afd.expert_side import Side
-from dsjax.engine.afd.layer_programs import OnHost
+from dsjax.engine.afd.layer_programs import OnHost, rounds_of
 from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
 from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage
 from dsjax.hosts.credentials import Credentials
 from dsjax.model.apart import LayerPass
 from dsjax.model.parameters import ParameterInfo
 from sharding import MeshSpec
-from sharding.arrays import put
+from sharding.arrays import own_parts, put_own_parts
 from sharding.dispatch.between import Between
 
 
 class RemoteExperts(Side):
-    """The experts' side as the attention side's process sees it: a link to each process that has a run of the expert devices.
+    """The experts' side as a process of the attention side sees it: a link to each process that has a run of the expert devices.
 
-    Calls to all of them are under way at the same time, and each may go and come back by itself.
+    Calls to all of them are under way at the same time, and each may go and come back by itself. Where the attention side is several
+    processes, each has a side of its own, and calls for the rows of its own devices.
 
     Args:
         addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience, silence: as of ``ExpertLink``.
@@ -37,6 +41,8 @@ class RemoteExperts(Side):
         space: as of ``Hello``; assigned before the first call. name: by which processes know this attention side, likewise: where it has
             experts moved, they let in a connection of this name alone. placement: the logical expert in each physical slot of each
             layer; likewise. A process that comes back is told of it, and takes from the checkpoint what it had not.
+        generation: as of ``Hello``; likewise. member: which process of the attention side this is, and of how many; likewise.
+        others: the other processes of the attention side; None: there are none. They have the same name, generation and placement.
     """
 
     padded = False
@@ -57,6 +63,8 @@ class RemoteExperts(Side):
         self.space: dict[str, Any] = {}
         self.placement = np.zeros((0, 0), np.int32)
         self.name = secrets.token_bytes(8)
+        self.generation, self.member, self._calls = 0, (0, 1), itertools.count()
+        self.others: AttentionProcesses | None = None
         self.links = [
             ExpertLink(address, own, partial(self._hello, part), patience=patience, silence=silence)
             for part, (address, own) in enumerate(zip(addresses, credentials, strict=True))
@@ -68,70 +76,134 @@ class RemoteExperts(Side):
         return [link.counts for link in self.links]
 
     def extension(self, kind: type) -> Any:
-        """Offer the links' counts to the metrics."""
+        """Offer the links' counts to the metrics, and their check to who changes the attention side's mesh."""
         return self if kind is ExpertLinks else None
+
+    def check(self) -> None:
+        """Make sure that each process is there; errors as of ``ExpertLink.check``."""
+        for link in self.links:
+            link.check()
 
     def _hello(self, part: int) -> Hello:
         first = part * (self.spec.ep_size // self.parts)
-        return Hello(VERSION, self.space, self.placement.astype("<i4").tobytes(), self.name, first)
+        placement = self.placement.astype("<i4").tobytes()
+        return Hello(VERSION, self.space, placement, self.name, first, self.generation, *self.member)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Have the processes bring experts of a layer to the devices that will have them: each takes its own from the others."""
-        self._everywhere(Stage(row, np.array(moves, "<i4").tobytes()))
+        """Have the processes bring experts of a layer to the devices that will have them: each takes its own from the others.
+
+        Of several attention processes one asks for it: no call depends on what is staged.
+        """
+        if self.others is None or self.others.leads:
+            self._everywhere(Stage(row, np.array(moves, "<i4").tobytes()))
 
     def place(self, row: int, experts: np.ndarray) -> None:
-        """Have the slots of a layer hold these logical experts, on all processes; one that goes meanwhile comes back so."""
+        """Have the slots of a layer hold these logical experts, on all processes; one that goes meanwhile comes back so.
+
+        Of several attention processes one asks for it. Before, each has the answers to all its calls (``WayToProcesses.returned``), and
+        none makes another call until it is done.
+        """
         placement = self.placement.copy()
         placement[row] = experts
         self.placement = placement
-        self._everywhere(Place(row, experts.astype("<i4").tobytes()))
+        try:
+            if self.others is None or self.others.leads:
+                self._everywhere(Place(row, experts.astype("<i4").tobytes()))
+            self.tell(0)
+            self.agree(0)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def tell(self, number: int) -> None:
+        """Say to the other processes of the attention side that this one has its answers, and a number."""
+        if self.others is not None:
+            self.others.tell(number)
+
+    def agree(self, number: int) -> int:
+        """Wait until the other processes of the attention side have told too; give the greatest number, ``number`` among them."""
+        return number if self.others is None else self.others.wait(number)
+
+    def give_up(self) -> None:
+        """Have the other processes of the attention side hear that this one does not go on."""
+        if self.others is not None:
+            self.others.close()
+
+    def abandon(self) -> None:
+        """End what waits for other processes: this generation of the attention side has broken."""
+        self.give_up()
+        for link in self.links:
+            link.give_up()
 
     def _everywhere(self, message: Call | Stage | Place) -> None:
         """Have all processes do something, at the same time, and wait for all of them."""
         for done in [link.begin(lambda: Errand(message)) for link in self.links]:
             done.result()
 
-    def connect(self) -> None:
-        """Connect to all processes; errors as of ``ExpertLink.connect``."""
+    def connect(self, *, known: bool = False) -> None:
+        """Connect to all processes. known: they were there before. Errors as of ``ExpertLink.connect``."""
         for link in self.links:
-            link.connect()
+            link.connect(known=known)
 
     def way(self, through: LayerPass) -> WayToProcesses:
         """Have the experts' processes compile for the rows of a pass, all at once."""
         between = through.between()
-        call = Call(through.stack, -1, between.tokens, between.senders * between.capacity, b"")
-        self._everywhere(call)
-        return WayToProcesses(self, through.stack, between)
+        here = jax.process_index()
+        own = [place for place, device in enumerate(between.mesh.devices.flat) if device.process_index == here]
+        self._everywhere(Call(through.stack, -1, between.tokens, between.senders * between.capacity, b""))
+        return WayToProcesses(self, through.stack, between, np.array(own))
+
+    def next_number(self) -> int:
+        """The number of the next call of a layer: all processes of the attention side make the same ones."""
+        return next(self._calls)
 
     def close(self) -> None:
         """End the connections and their threads."""
+        self.give_up()
         for link in self.links:
             link.close()
 
 
 @dataclass(frozen=True, eq=False)
 class WayToProcesses:
-    """``Way`` to other processes: through this host's memory. Of the rows' cells those that are filled travel, and their answers."""
+    """``Way`` to other processes: through this host's memory. Of the rows' cells those that are filled travel, and their answers.
+
+    own: which of the token devices are of this process, whose rows it sends.
+    """
 
     side: RemoteExperts
     stack: str
     between: Between
+    own: np.ndarray
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> list[_CallOfPart]:
         """Begin to send each process its rows."""
-        begun = []
+        begun, number = [], self.side.next_number()
         for part, link in enumerate(self.side.links):
-            one = _CallOfPart(self.between, self.stack, layer, part, r, rows[part], counts)
+            one = _CallOfPart(self, layer, part, r, number, rows[part], counts)
             one.done = link.begin(one.prepare)
             begun.append(one)
         return begun
 
-    def returned(self, away: list[_CallOfPart]) -> Sequence[Array]:
-        """Wait for the answers, and send them to the tokens' devices."""
-        return [
-            put(one.in_cells(), described.sharding)
-            for one, described in zip(away, self.between.described_returns, strict=True)
-        ]
+    def returned(self, away: list[_CallOfPart]) -> tuple[list[Array], int]:
+        """Wait for the answers, and send them to the tokens' devices.
+
+        Of several attention processes each then waits until all have theirs: a process with experts that dies may have answered some.
+        The others' word comes while this one copies.
+
+        Raises:
+            RuntimeError: the experts cannot do it, or another process of the attention side has gone or failed.
+        """
+        for one in away:
+            try:
+                one.done.result()
+            except CancelledError as error:  # it had not begun
+                raise LinkClosedError("the link to the experts was closed under a call") from error
+        own_rounds = rounds_of(self.between, away[0].counts)
+        self.side.tell(own_rounds)
+        described = self.between.described_returns
+        arrays = [put_own_parts(one.in_cells(), like) for one, like in zip(away, described, strict=True)]
+        return arrays, self.side.agree(own_rounds)
 
 
 @dataclass(eq=False)
@@ -141,32 +213,40 @@ class _CallOfPart:
     rows, counts: of ``Between.pack``; nobody waits for them before ``prepare``, which the link's thread calls. done: when all is back.
     """
 
-    between: Between
-    stack: str
+    way: WayToProcesses
     layer: int
     part: int
     r: int
+    number: int
     rows: Array
     counts: OnHost
     done: Future[None] | None = None
 
     def prepare(self) -> Errand:
-        """Take the filled cells out of the rows."""
-        between, devices, C = self.between, self.between.part_devices, self.between.capacity
+        """Take the filled cells out of the rows of this process's devices."""
+        way, between = self.way, self.way.between
+        devices, C, wire = between.part_devices, between.capacity, between.wire
         of_part = self.counts.values[:, self.part * devices : (self.part + 1) * devices].T
-        filled = np.clip(of_part - self.r * C, 0, C)
-        e, s, c = np.nonzero(np.arange(C) < filled[:, :, None])
-        self._cells = (s * devices + e) * C + c
-        self._answers = np.empty((len(self._cells), between.columns, between.wire.width), between.wire.dtype)
-        cells, told = between.senders * C, filled.astype("<i4").tobytes()
-        sent = np.ascontiguousarray(np.asarray(self.rows)[self._cells])
-        return Errand(Call(self.stack, self.layer, between.tokens, cells, told), sent, self._answers)
+        filled = np.zeros((devices, between.senders), "<i4")
+        filled[:, way.own] = np.clip(of_part - self.r * C, 0, C)
+        e, self._senders, c = np.nonzero(np.arange(C) < filled[:, :, None])
+        self._cells = e * C + c
+        sent = np.empty((len(e), wire.row_words), wire.word)
+        for sender, rows in zip(way.own, own_parts(self.rows), strict=True):
+            own = self._senders == sender
+            sent[own] = np.asarray(rows)[self._cells[own]]
+        self._answers = np.empty((len(e), between.columns, wire.width), wire.dtype)
+        cells = between.senders * C
+        return Errand(
+            Call(way.stack, self.layer, between.tokens, cells, filled.tobytes(), self.number), sent, self._answers
+        )
 
-    def in_cells(self) -> np.ndarray:
-        """Wait for the answers, and give them where ``Between.add`` looks for them; nobody looks into cells that are not filled."""
-        self.done.result()
-        between = self.between
-        cells = between.senders * between.part_devices * between.capacity
-        answers = np.zeros((cells, *self._answers.shape[1:]), self._answers.dtype)
-        answers[self._cells] = self._answers
-        return answers.reshape(cells * between.columns, between.wire.width)
+    def in_cells(self) -> list[np.ndarray]:
+        """The answers of each device of this process where ``Between.add`` looks for them; nobody looks into cells that are not filled."""
+        between, found = self.way.between, []
+        for sender in self.way.own:
+            own = self._senders == sender
+            answers = np.zeros((between.part_devices * between.capacity, *self._answers.shape[1:]), self._answers.dtype)
+            answers[self._cells[own]] = self._answers[own]
+            found.append(answers.reshape(-1, between.wire.width))
+        return found

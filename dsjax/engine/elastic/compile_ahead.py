@@ -60,6 +60,8 @@ class CompileAhead:
 
     def __init__(self, args: EngineArgs, library: ProgramLibrary):
         self._args, self._library = args, library
+        # With experts apart a step is many programs, which the library does not keep.
+        self._losses = args.compile_ahead if args.expert_mesh is None else 0
         self._going: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self.done = self.total = 0
@@ -73,7 +75,7 @@ class CompileAhead:
         """
         self.stop()
         self.done = self.total = 0
-        if not self._args.compile_ahead:
+        if not self._losses:
             return
         self._going = going = threading.Event()
         going.set()
@@ -94,7 +96,7 @@ class CompileAhead:
 
     def prepare(self, spec: MeshSpec, reason: str) -> None:
         """Compile for a mesh over all devices that JAX knows, in this thread and without rests."""
-        if not self._args.compile_ahead:
+        if not self._losses:
             return
         going = threading.Event()
         going.set()
@@ -104,7 +106,7 @@ class CompileAhead:
         self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights, going: threading.Event
     ) -> None:
         def find() -> list[MeshCandidate]:
-            config, losses = self._checkpoint.config, self._args.compile_ahead
+            config, losses = self._checkpoint.config, self._losses
             devices = [device for device in sorted(jax.devices(), key=device_order) if device.process_index in live]
             after_losses = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
             return after_losses if now == wanted else [*after_losses, _over_all(wanted, "processes come back")]

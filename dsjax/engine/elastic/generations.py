@@ -20,6 +20,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
+from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.compile_ahead import CompileAhead
@@ -212,13 +213,17 @@ class Generations:
 
         Raises:
             ChangeUnderWayError: another change is under way.
-            UserError, MeshError: it is no mesh, does not fit the model, or wants more devices than there are.
+            UserError, MeshError: it is no mesh, does not fit the model, or wants more devices than there are; or a process with experts
+                is not there.
         """
         self.reserve()
         try:
             wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), expert_mesh)
             args, several = wanted.changed(self._args), self._group is not None
             check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), several)
+            links = None if self._executor is None else self._executor.extension(ExpertLinks)
+            if links is not None:  # the mesh of now is given up before the new one connects to experts
+                links.check()
             if wanted.spec.pp_size > 1:  # which not all options go with
                 replace(args, **changed_options(args, self._config, wanted.spec))
         except BaseException:

@@ -37,7 +37,8 @@ def host_options(args: EngineArgs) -> HostOptions | None:
         args.link_monitor_interval,
         **dataclasses.asdict(args.credentials),
     )
-    flag = "--prefill-mesh" if args.separated else "--expert-mesh" if args.expert_mesh is not None else None
+    beside = args.expert_mesh is not None and args.afd_role != "attention"
+    flag = "--prefill-mesh" if args.separated else f"--expert-mesh with --afd-role {args.afd_role}" if beside else None
     if options is not None and flag is not None:
         raise UserError(
             f"{flag} is for an engine of one process, and what started this one says that it is process {options.process_id} of "
@@ -93,6 +94,7 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
         f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN
     }
     options_by_flag["--heartbeat-timeout"] = options.heartbeat_timeout
+    options_by_flag["--afd-address"] = args.afd_address
     options_by_flag["--disaggregation-mode"] = args.disaggregation_mode
     options_by_flag["--disaggregation-transfer-backend"] = args.disaggregation_transfer_backend
     return (

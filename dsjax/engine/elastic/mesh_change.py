@@ -54,7 +54,8 @@ def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
         )
     if args.afd_role == "attention":
         raise UserError(
-            "mesh and expert_mesh are given, and the experts are in other processes (--afd-address); change one side and then the other"
+            f"expert_mesh is {expert_mesh}, and the experts are in other processes (--afd-address); give it with the afd_address of those "
+            "that take over and without mesh: change one side and then the other"
         )
     options: dict[str, Any] = {"expert_mesh": expert_mesh}
     location = args.init_expert_location

@@ -113,6 +113,8 @@ class ExpertMoves(DevicePart):
             copies, loads, retired = self._put_tables(device.state.copies, device.state.loads, *sent)
             device.state = dataclasses.replace(device.state, copies=copies, loads=loads)
             device.placements = device.placements.with_layer(command.layer, row)
+            yield retired
+            retired = device.programs.gather(retired)
             self._retired.append((command.layer, before, retired))
             yield retired
 
@@ -123,8 +125,10 @@ class ExpertMoves(DevicePart):
         device = self._device
         counts, loads = device.programs.read_loads()(device.state.loads)
         device.state = dataclasses.replace(device.state, loads=loads)
-        pending.kept = device.placements, self._ranks, counts, self._retired
-        self._retired = []
+        placements, retired, self._retired = device.placements, self._retired, []
+        yield counts
+        counts = device.programs.gather(counts)
+        pending.kept = placements, self._ranks, counts, retired
         yield counts
 
     def rehearse(self, run: Callable[[Command], Any]) -> None:
@@ -137,6 +141,8 @@ class ExpertMoves(DevicePart):
                 run(command)
                 seconds.append(time.monotonic() - began)
             self._seconds = seconds[0], seconds[1]
+        if self._device.programs.shared:
+            run(ReadLoads())  # compiles what gathers the loads
         self._retired = []
 
 

@@ -104,7 +104,8 @@ class ExpertScaling:
             )
         before: RemoteExperts = model.apart
         side = remote_experts(args, spec, before.infos, model.mesh.devices.flat[0].platform)
-        side.name, side.placement = before.name, executor.device.placements.physical_to_logical
+        side.name, side.generation = before.name, before.generation
+        side.placement = executor.device.placements.physical_to_logical
         try:
             model = replace(model, apart=side)
             side.space = expert_space(args, model, Path(resolve(args.model, revision=args.revision)))

@@ -26,9 +26,11 @@ from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
+from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_side import ExpertSide, SidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
 from dsjax.engine.afd.options import afd_addresses, expert_spec
+from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
@@ -167,10 +169,8 @@ def _load_model(
     step, buckets = layout.step, layout.buckets
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
     if of_experts is not None and expert_mesh is None:
-        step.apart.space = expert_space(args, step, directory)
-        step.apart.placement, step.apart.name = step.placement.physical_to_logical, held.name
         opened.callback(step.apart.close)
-        step.apart.connect()
+        _connect_experts(args, step, directory, held.name, group, is_later)
 
     def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
         fixed = {"placement": placement, "weights": weights, "mtp": step.has_module}
@@ -256,6 +256,28 @@ def _load_model(
         held,
         sources,
     )
+
+
+def _connect_experts(
+    args: EngineArgs, step: ModelStep, directory: Path, name: bytes, group: HostGroup | None, is_later: bool
+) -> None:
+    """Connect to the processes with experts, and with the other processes of the attention side. directory: of the checkpoint.
+
+    name: of this process's engine; all processes of the attention side have that of process 0. is_later: experts were there before.
+    """
+    side: RemoteExperts = step.apart
+    side.space, side.name = expert_space(args, step, directory), name
+    side.placement = step.placement.physical_to_logical
+    if group is None:
+        side.connect(known=is_later)
+        return
+    side.generation, side.name = group.generation, group.agreement.ask("attention side", name)[0]
+    ids = [member.process_id for member in group.present]
+    side.member = ids.index(group.options.process_id), len(ids)
+    group.agreement.run("experts", lambda: side.connect(known=is_later))
+    if len(group.present) > 1:
+        side.others = AttentionProcesses(group)
+    group.collectives.cut_with(group.generation, side.abandon)
 
 
 def _mover(args: EngineArgs, step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:

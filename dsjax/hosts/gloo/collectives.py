@@ -35,6 +35,7 @@ class Collectives:
         self._generation, self._order = -1, ()
         self._seen: set[int] = set()  # connections of earlier generations
         self._of: dict[tuple[int, ...], set[int]] = {}  # by the order of devices in which they were first wanted
+        self._beside: dict[int, Callable[[], None]] = {}  # by generation
         self._lock = threading.Lock()
 
     def made_by(self, make: Callable[[], Made]) -> Made:
@@ -58,11 +59,20 @@ class Collectives:
             self._seen |= now
             self._generation, self._order = generation, tuple(order)
 
+    def cut_with(self, generation: int, cut: Callable[[], None]) -> None:
+        """Have a function called too when a generation is cut: beside collectives something else of it waits for other processes."""
+        with self._lock:
+            self._beside = {generation: cut}
+
     def cut(self, generation: int) -> int:
         """Close the connections of a generation, if it is the one of now, so that whatever waits in its collectives fails; give how many.
 
         Those of other orders of the devices stay: they can be formed again.
         """
+        with self._lock:
+            beside = self._beside.pop(generation, None)
+        if beside is not None:
+            beside()
         with self._lock:
             if generation != self._generation:
                 return 0

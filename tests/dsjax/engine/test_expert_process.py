@@ -242,6 +242,12 @@ def test_another_side_with_more_devices_takes_over_and_the_cache_stays(checkpoin
         last = experts(checkpoint, third)
         llm.scale(expert_mesh="ep=4", afd_address=third)  # and then the other side again
         assert made(llm) == expected
+        last.close()
+        with pytest.raises(UserError, match=f"no process with experts answers at {third} .*ask again when it is back"):
+            llm.scale("dp=2")
+        assert llm.facts.mesh == "tp=2"
+        last = experts(checkpoint, third)
+        assert made(llm) == expected
     finally:
         llm.shutdown()
         for process in [old, *new, last]:

@@ -86,3 +86,14 @@ def test_where_it_is_not_known_where_gloo_listens_nothing_is_cut():
     assert is_open(connection)
     for each in two:
         each.close()
+
+
+def test_what_waits_beside_collectives_is_cut_with_them_once_and_in_no_other_generation():
+    found, cut = Collectives(), []
+    found.cut_with(1, lambda: cut.append(1))
+    assert found.cut(0) == 0
+    assert not cut
+    found.cut_with(2, lambda: cut.append(2))  # generation 1 is over
+    for generation in (1, 2, 2):
+        found.cut(generation)
+    assert cut == [2]

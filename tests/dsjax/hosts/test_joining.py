@@ -78,9 +78,10 @@ library.__cxa_atexit(ctypes.cast(library.abort, ctypes.c_void_p), None, None)  #
     "of_one",
     [
         {"prefill_mesh": "dp=1", "decode_mesh": "dp=1"},
-        {"attention_mesh": "dp=2", "expert_mesh": "ep=2", "afd_role": "attention", "afd_address": "127.0.0.1:7000"},
+        {"attention_mesh": "dp=2", "expert_mesh": "ep=2"},
+        {"attention_mesh": "dp=2", "expert_mesh": "ep=2", "afd_role": "expert", "afd_address": "127.0.0.1:7000"},
     ],
-    ids=["prefill apart", "experts apart"],
+    ids=["prefill apart", "both sides", "experts"],
 )
 def test_an_engine_of_one_process_joins_no_group_of_what_has_started_it(of_one, monkeypatch):
     for name, value in (("LWS_LEADER_ADDRESS", "127.0.0.1"), ("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1")):
@@ -88,3 +89,11 @@ def test_an_engine_of_one_process_joins_no_group_of_what_has_started_it(of_one, 
     with pytest.raises(UserError, match="says that it is process 1 of 2; give --num-processes 1 --process-id 0"):
         host_options(EngineArgs(**of_one))
     assert host_options(EngineArgs(num_processes=1, process_id=0, **of_one)) is None
+
+
+def test_processes_of_an_attention_side_are_the_group_of_what_has_started_them(monkeypatch):
+    for name, value in (("LWS_LEADER_ADDRESS", "127.0.0.1"), ("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1")):
+        monkeypatch.setenv(name, value)
+    apart = {"attention_mesh": "dp=2", "expert_mesh": "ep=2", "afd_role": "attention", "afd_address": "127.0.0.1:7000"}
+    options = host_options(EngineArgs(**apart))
+    assert (options.process_id, options.num_processes) == (1, 2)

@@ -221,7 +221,7 @@ def test_commands_of_all_processes_are_options_that_the_engine_takes():
         (["--attention-mesh", "dp=8"], "give both"),
         (
             ["--attention-mesh", "dp=16", "--expert-mesh", "ep=16"],
-            "dsjax has attention apart from experts in one process",
+            "prices dsjax's attention apart from experts as one process of one host",
         ),
         (["--expert-device", "h20"], "give --afd auto or on"),
         (["--num-afd-stages", "3"], "give --engine dsjax and --afd auto or on"),

@@ -3,6 +3,7 @@
 import pytest
 
 from dsjax.engine.afd.options import expert_share, expert_spec
+from dsjax.engine.elastic.joining import host_options
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
@@ -26,6 +27,12 @@ def test_each_of_several_processes_has_its_own_run_of_the_expert_devices():
     assert EngineArgs(**SIDES, **SEVERAL | {"afd_role": "attention"}).num_devices == 8
 
 
+def test_the_attention_side_alone_may_be_several_processes():
+    group = {"coordinator_address": "127.0.0.1:8476", "num_processes": 4, "process_id": 3}
+    args = EngineArgs(**SIDES, **SEVERAL | {"afd_role": "attention"}, **group)
+    assert (host_options(args).process_id, args.num_devices) == (3, 8)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -38,8 +45,9 @@ def test_each_of_several_processes_has_its_own_run_of_the_expert_devices():
         (SIDES | {"dispatch": "padded"}, "no collective does"),
         (SIDES | {"moe_chunk_tokens": 4}, "max-num-batched-tokens"),
         (SIDES | {"disaggregation_mode": "decode"}, "attention side"),
-        (SIDES | {"coordinator_address": "127.0.0.1:1"}, "each side is one process"),
-        (SIDES | {"num_processes": 2}, "each side is one process"),
+        (SIDES | {"coordinator_address": "127.0.0.1:1"}, "start processes with experts"),
+        (SIDES | {"num_processes": 2}, "start processes with experts"),
+        (SIDES | SEVERAL | {"afd_server_rank": 0, "num_processes": 2}, "known by --afd-address and --afd-server-rank"),
         (SIDES | {"afd_role": "expert"}, "both need them"),
         (SIDES | {"afd_role": "expert", "afd_address": "nowhere"}, "expected HOST:PORT"),
         (SIDES | {"afd_address": "127.0.0.1:1"}, "are for processes of each side"),

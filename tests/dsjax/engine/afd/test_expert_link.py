@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "hosts"))
 from deployments import KEY, OTHER
 
-from dsjax.engine.afd.expert_link import Errand, ExpertLink, ExpertsGoneError
-from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Hello, Place, Welcome, receive, send
+from dsjax.engine.afd.expert_link import Errand, ExpertLink, ExpertsGoneError, LinkClosedError
+from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Place, Welcome, receive, send
 from dsjax.errors import UserError
 from dsjax.hosts.secure_channel import PROTOCOL, NotAMemberError
 from dsjax.hosts.secure_listener import SecureListener
@@ -151,8 +151,86 @@ def test_a_link_that_is_closed_waits_for_no_welcome(silent):
     closing.start()
     closing.join(60)
     assert not closing.is_alive()
-    with pytest.raises(ExpertsGoneError):
+    with pytest.raises(LinkClosedError, match="is closed"):
         done.result(0)
+
+
+def test_a_link_that_is_given_up_in_a_call_fails_it_and_calls_nobody_else():
+    asked = threading.Semaphore(0)
+
+    def take(channel):
+        receive(channel, Hello)
+        send(channel, Welcome())
+        receive(channel, Place)
+        asked.release()
+        channel.wait_for_end()
+
+    process = listener(serve=take)
+    own = link(process.port)
+    try:
+        done = own.begin(lambda: Errand(Place(0, b"")))
+        assert asked.acquire(timeout=20)
+        own.give_up()
+        with pytest.raises(LinkClosedError, match="closed under a call"):
+            done.result(20)
+    finally:
+        own.close()
+        process.close(connections=True)
+
+
+def test_a_call_that_is_made_again_says_so():
+    calls = []
+
+    def answer(channel):
+        receive(channel, Hello)
+        send(channel, Welcome())
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                calls.append(receive(channel, Call))
+                if len(calls) == 2:
+                    channel.close()
+                    return
+                send(channel, Answered())
+
+    process = listener(serve=answer)
+    own = link(process.port)
+    try:
+        for number in range(3):
+            call = Call("moe_layers", 0, 8, 8, b"", number)
+            own.begin(lambda call=call: Errand(call)).result(20)
+        assert [(call.number, call.again) for call in calls] == [(0, False), (1, False), (1, True), (2, False)]
+    finally:
+        own.close()
+        process.close(connections=True)
+
+
+def test_a_process_is_looked_for_beside_a_call_that_is_under_way():
+    process = listener()
+    own = link(process.port)
+    try:
+        own.check()
+        assert not own.counts.connected
+        process.close(connections=True)
+        with pytest.raises(
+            UserError, match=r"no process with experts answers at 127.0.0.1:.* ask again when it is back"
+        ):
+            own.check()
+    finally:
+        own.close()
+
+
+def test_who_was_there_before_the_link_is_waited_for_though_it_refuses():
+    process = listener(serve=refuse)
+    first, later = link(process.port), link(process.port, patience=0.5)
+    try:
+        with pytest.raises(UserError, match="refuses: the checkpoint cannot be read"):
+            first.connect()
+        with pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*the checkpoint cannot be read"):
+            later.connect(known=True)
+    finally:
+        for own in (first, later):
+            own.close()
+        process.close(connections=True)
 
 
 def test_who_refuses_for_too_long_is_named_with_its_reason():

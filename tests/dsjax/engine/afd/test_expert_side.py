@@ -136,9 +136,6 @@ class Recorded:
         self.started.append(f"attend {self.half}{layer}")
         return cache + [f"{self.half}{layer}"], report, x, Routed("normed", "slots", "weights", "counts"), "rows"
 
-    def rounds(self, counts):
-        return 1
-
     def call(self, rows, counts, layer):
         self.started.append(f"compute {self.half}{layer}")
 
@@ -150,7 +147,7 @@ class Recorded:
         return x + 1
 
     def returned(self, away):
-        return away
+        return away, 1
 
 
 def test_of_two_halves_the_one_attends_while_experts_compute_the_other():

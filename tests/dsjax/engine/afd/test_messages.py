@@ -44,13 +44,13 @@ def process(tmp_path_factory):
     process.close()
 
 
-def enter(process, side=b"one", *, rows=None, first=FIRST):
+def enter(process, side=b"one", /, *, rows=None, first=FIRST, **place):
     """Connect as an attention side, or without a name as another process with experts; the channel, and what is said to it."""
     channel = connect(("127.0.0.1", process.port), SERVICE, CredentialOptions().read("127.0.0.1"))
     channel.settimeout(20)
     placement = process._writer.rows if rows is None else rows
     told = np.asarray(placement, "<i4").tobytes() if side else b""
-    send(channel, Hello(VERSION, process._space, told, side, first))
+    send(channel, Hello(VERSION, process._space, told, side, first, **place))
     return channel, receive(channel, Welcome).error
 
 
@@ -121,6 +121,73 @@ def until(holds):
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_a_connection_of_an_earlier_generation_is_late_and_moves_no_experts_back(process):
+    rows = process._writer.rows.copy()
+    moved = np.roll(rows, 1, axis=1)
+    new, error = enter(process, b"group", rows=moved, generation=2)
+    assert not error
+    late, refused = enter(process, b"group", rows=rows, generation=1)
+    late.close()
+    assert "generation 1 of the attention side, which goes on with generation 2" in refused
+    np.testing.assert_array_equal(process._writer.rows, moved)
+    new.close()
+    until(lambda: not process._sides)
+    other, error = enter(process, b"another", rows=rows)  # whose generations are its own
+    other.close()
+    assert not error
+    until(lambda: not process._sides)
+
+
+def test_a_new_generation_ends_what_waits_for_a_process_of_the_one_before(process):
+    old = [enter(process, b"hangs", process=number, processes=2, generation=1)[0] for number in range(2)]
+    new, error = None, ""
+    try:
+        send(old[0], Call("moe_layers", 0, 8, 8, np.zeros((2, 2), "<i4").tobytes(), 0))
+        until(lambda: process._joint[b"hangs", 1]._parts)
+        new, error = enter(process, b"hangs", generation=2)
+        assert not receive(old[0], Answered).error
+    finally:
+        for channel in (*old, new):
+            channel.close()
+    assert not error
+    until(lambda: not process._joint)
+
+
+def test_a_process_that_cannot_be_one_of_the_attention_side_is_refused(process):
+    channel, error = enter(process, process=2, processes=2)
+    channel.close()
+    assert "it is process 2 of 2" in error
+
+
+def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_its_own_answers(process):
+    wire, counts = process._half.wire, (process.num_calls, process.num_products)
+    rng = np.random.default_rng(0)
+    channels = [enter(process, b"both", process=number, processes=2)[0] for number in range(2)]
+    alone, _ = enter(process, b"both too")
+    try:
+        rows, answers = [], []
+        for number, channel in enumerate([*channels, alone]):
+            filled = np.zeros((2, 2), "<i4")  # of each device the queues of two senders
+            filled[:, number % 2] = 1
+            own = np.repeat(process._empty_row, 2, axis=0)
+            own[:, 0] = rng.integers(0, 1 << 8, 2)
+            rows.append(own if number < 2 else rows[0])
+            send(channel, Call("moe_layers", 0, 8, 8, filled.tobytes(), 0))
+            channel.send_bytes(memoryview(rows[number].view(np.uint8)))
+        for channel in [*channels, alone]:
+            assert not receive(channel, Answered).error
+            answer = np.empty((2, process._half.columns, wire.width), wire.dtype)
+            channel.receive_into(memoryview(answer.view(np.uint8)))
+            answers.append(answer)
+        np.testing.assert_array_equal(answers[0], answers[2])
+        assert (process.num_calls - counts[0], process.num_products - counts[1]) == (3, 2)
+    finally:
+        for channel in [*channels, alone]:
+            channel.close()
+    until(lambda: not process._sides)
+    assert not process._joint
 
 
 def test_a_side_hears_why_its_experts_cannot_be_read(process, monkeypatch):

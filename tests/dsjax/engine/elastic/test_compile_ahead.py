@@ -37,9 +37,13 @@ def test_an_engine_whose_programs_were_compiled_ahead_compiles_none(tmp_path, mo
     assert not compiled
 
 
-def test_with_compile_ahead_0_nothing_is(tmp_path):
+APART = {"attention_mesh": "dp=2", "expert_mesh": "ep=2", "afd_role": "attention", "afd_address": "127.0.0.1:7000"}
+
+
+@pytest.mark.parametrize("options", [{"compile_ahead": 0}, APART], ids=["as asked", "experts apart"])
+def test_nothing_is_compiled_ahead_where_that_is_asked_for_or_cannot_be(tmp_path, options):
     library = ProgramLibrary()
-    ahead = CompileAhead(EngineArgs(model=str(tmp_path), compile_ahead=0), library)
+    ahead = CompileAhead(EngineArgs(model=str(tmp_path), **options), library)
     ahead.prepare(MeshSpec.parse("dp=2"), "this test is run")
     ahead.begin(MeshSpec.parse("dp=2"), MeshSpec.parse("dp=2"), [0, 1], "f32")
     assert library.num_bytes == ahead.total == 0
