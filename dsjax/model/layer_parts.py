@@ -71,7 +71,7 @@ class LayerParts:
     def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T D"]:
         """The rest of ``attend``."""
         x, p = projected.x, projected.projections
-        return if_any(of.tokens.active, lambda: self._add_attention(of, x, cache, p), lambda: x)
+        return if_any(of.tokens.active, lambda: self.add_heads(of, x, self.heads(of, p, cache)), lambda: x)
 
     def _project(self, of: Layer, x: Float[Array, "B T D"]) -> Projections:
         of, tokens, normalise = of.here(), of.tokens, self.products.normalise
@@ -80,20 +80,28 @@ class LayerParts:
         options = {"query_heads": query_heads, "multiply": self.products.multiply(of.index), "normalise": normalise}
         return self._spread_heads(of.block.attn.project(normed, tokens.rotation, **options))
 
-    def _add_attention(
-        self, of: Layer, x: Float[Array, "B T D"], cache: Cache, p: Projections
-    ) -> Float[Array, "B T D"]:
+    def heads(self, of: Layer, p: Projections, cache: Cache) -> list[Array]:
+        """What attention gives of each row group, before its output projection."""
         of = of.here()
-        index, layer, tokens, by_data = of.index, of.layer, of.tokens, self.by_data(of, x)
-        attention, mla, multiply = self.attention, of.block.attn, self.products.multiply(index)
+        tokens, attention, mla = of.tokens, self.attention, of.block.attn
         in_stack = mla.kv_b.weight[...].ndim == len(mla.kv_b.weight.info.shape)
-        by_head = index if in_stack else None
-        outs, start = [], 0
+        by_head = of.index if in_stack else None
+        found, start = [], 0
         for group in tokens.groups:
             B, R, C = group.tokens.shape
             part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
             rows = Rows(group.positions, group.tables, group.length, tokens.filled)
-            heads = attention.attend(mla, group.shape.form, cache, layer, rows, part, by_head)
+            found.append(attention.attend(mla, group.shape.form, cache, of.layer, rows, part, by_head))
+            start += R * C
+        return found
+
+    def add_heads(self, of: Layer, x: Float[Array, "B T D"], found: Sequence[Array]) -> Float[Array, "B T D"]:
+        """The output projection of what ``heads`` gave, added to the tokens."""
+        of = of.here()
+        index, tokens, by_data = of.index, of.tokens, self.by_data(of, x)
+        mla, multiply, outs = of.block.attn, self.products.multiply(index), []
+        for group, heads in zip(tokens.groups, found, strict=True):
+            B, R, C = group.tokens.shape
             if by_data and len(tokens.groups) == 1:
                 heads, multiply = (
                     heads.reshape(B, R * C, *heads.shape[3:]),
@@ -101,7 +109,6 @@ class LayerParts:
                 )
             out = mla.add_output_bias(heads) if group.shape.form == "AM_CC_ME" else mla.output(heads, multiply)
             outs.append(out.reshape(B, R * C, -1))
-            start += R * C
         attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
         attended = (self.sharding.split if by_data else self.sharding.whole)(attended)
         return self.sharding.split(x + attended) if by_data else x + attended

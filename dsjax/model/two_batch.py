@@ -172,12 +172,12 @@ def run_in_halves(
 
         x_a, counts_a = parts.add(before(a), returned_a)
         ways = _of(before(b), parts.ways_back(b, computed_b.x))
-        attend_a = _attention(parts, a, route_alone=False)
+        attend_a = _attention(parts, a, heads_first=False)
         returned_b, routed_a, cache = _beside(ways, computed_b, attend_a, x_a, cache)
 
         x_b, counts_b = parts.add(before(b), returned_b)
         ways = _of(a, parts.ways_there(a, x_a))
-        attend_b = _attention(parts, b, route_alone=True)
+        attend_b = _attention(parts, b, heads_first=True)
         sent_a, routed_b, cache = _beside(ways, routed_a, attend_b, x_b, cache)
 
         ways = _of(b, parts.ways_there(b, x_b))
@@ -240,17 +240,17 @@ def _beside(ways: Sequence[Callable[[Any], Any]], travels: Any, works: tuple[Wor
     return travels, value, cache
 
 
-def _attention(parts: LayerParts, of: Layer, *, route_alone: bool) -> tuple[Work, Work]:
-    """Attention and routing of a half. route_alone: the second work is routing alone, else all behind the projections."""
+def _attention(parts: LayerParts, of: Layer, *, heads_first: bool) -> tuple[Work, Work]:
+    """Attention and routing of a half. heads_first: attention's heads are in the first work, beside its projections, else in the second."""
 
-    def attend(projected: Projected, cache: Cache) -> tuple[Any, Cache]:
-        return parts.attend_projected(of, projected, cache), cache
+    def attend(projected: Projected, cache: Cache) -> tuple[tuple[Array, list[Array]], Cache]:
+        return (projected.x, parts.heads(of, projected.projections, cache)), cache
 
-    def route(x: Array, cache: Cache) -> tuple[Sent, Cache]:
-        return parts.route(of, x), cache
+    def route(attended: tuple[Array, list[Array]], cache: Cache) -> tuple[Sent, Cache]:
+        return parts.route(of, parts.add_heads(of, *attended)), cache
 
     project = partial(parts.project, of)
-    if route_alone:
+    if heads_first:
         return lambda x, cache: attend(*project(x, cache)), route
     return project, lambda projected, cache: route(*attend(projected, cache))
 

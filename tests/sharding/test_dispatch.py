@@ -144,7 +144,7 @@ def test_two_exchanges_run_their_further_rounds_together_before_either_adds(meth
         experts = ExpertsOfMesh(coded_experts, params, param_specs)
         exchanges = [Exchange.of(spec, mesh, config, x, slots, EXPERTS) for slots in halves]
         sums = [
-            one.answer(one.compute(one.begin(x, slots, weights), experts))
+            one.relay_back(one.answer(one.compute(one.begin(x, slots, weights), experts)))
             for one, slots in zip(exchanges, halves, strict=True)
         ]
         ran = further_together([(one, transit, experts) for one, transit in zip(exchanges, sums, strict=True)])
