@@ -10,6 +10,16 @@ beside, the last also, across the boundary between two layers:
     | 3      | tokens of half b                       | experts of half a, shared experts |
     | 4      | sums of half a                         | experts of half b                 |
 
+Rows that go in two stages have two exchanges in each window. It is cut in two for them, since the scheduler would put all of the
+computation beside one of the two:
+
+    | window | travels, first and then                | computes, first and then                            |
+    |--------|----------------------------------------|-----------------------------------------------------|
+    | 1      | inside hosts, between hosts            | projections; attention's heads, output and routing  |
+    | 2      | between hosts, inside hosts            | projections and heads; output and routing           |
+    | 3      | between hosts, inside hosts            | routed experts; shared experts                      |
+    | 4      | inside hosts, between hosts            | shared experts; routed experts                      |
+
 What XLA's scheduler needs for it stands here, and as flags in ``sharding/scheduler_flags.py``. It starts a collective late and ends it
 early, or hides several behind one product, unless ``optimization_barrier`` holds both ends of each window: then it has nothing else to put
 between the two. The cache is among what the barriers hold, because a write that may move past them makes the scheduler copy the pool. A
