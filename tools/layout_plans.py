@@ -235,8 +235,8 @@ on these devices. What a plan credits, and from where: [plan.md](plan.md#attenti
   ranks share the widths of experts (`etp`) have that too, in one mesh, and so has `dsjax`, whose dispatch goes in
   [two stages](dispatch.md#between-hosts) between hosts.
 - **Rows with the same tokens/s** are held back by the same prefill instances; their decode instances have time to spare.
-- **Halves** of `dsjax` send their rows straight, and gain next to nothing over whole steps, whose rows cross to a host once:
-  [below](#where-halving-loses). Published engines gain over 25 Gb/s a card, and with large batches (*2 in turn*).
+- **Halves** of `dsjax` gain with large batches (*2 in turn*), and over 25 Gb/s a card from 16 rows of `dp=32` on:
+  [below](#where-halving-loses). So do those of published engines.
 - **Stages** keep exchanges and sums inside a host. Over 25 Gb/s a card they give published engines half as much again as the best whole
   batches; where rows cross to a host once, and on InfiniBand, they give less than one mesh.
 """
@@ -249,9 +249,9 @@ more, as soon as the experts are no longer what is waited for."""
 _HALVING = """## Where halving loses
 
 Time of a decode step of `dsjax` in two halves ÷ as a whole, by rows of a DP rank, even routing, at context 4,096 (`--two-batch-overlap on`
-takes the faster of the two, and a recipe has the threshold). By compiled programs, for `dp=32` of H200s: 1.67 at 16 rows in bf16, and 1.08
-at 128 in FP8 ([dispatch.md](dispatch.md#between-hosts)); of a whole step with `--dispatch padded` too, 0.93 at 32 rows in bf16 and 0.80 at
-128 in FP8 ([dryrun.md](dryrun.md#two-half-batches))."""
+takes the faster of the two, and a recipe has the threshold). By compiled programs, for `dp=32` of H200s: 1.67 at 16 rows in bf16, and 1.01
+at 128 in FP8; where rows go straight (`--dispatch padded`), 0.93 at 32 rows in bf16 and 0.80 at 128 in FP8
+([dryrun.md](dryrun.md#two-half-batches))."""
 
 
 def main() -> None:

@@ -7,8 +7,10 @@ computes nothing: ``exchange_tokens`` and ``exchange_sums``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,11 @@ from jaxtyping import Array, Float
 from dsjax.model.attention import Cache, PagedAttention, Rows
 from dsjax.model.expert_dispatch import ExpertDispatch
 from dsjax.model.in_place import MatricesInPlace
-from dsjax.model.layer_values import Computed, Layer, Sent
+from dsjax.model.layer_values import Computed, Layer, Projected, Sent
 from dsjax.model.mla import Projections
 from dsjax.model.router import Routing
 from dsjax.model.token_sharding import TokenSharding
+from sharding.dispatch import Transit
 from sharding.on_ranks import if_any
 
 
@@ -55,11 +58,20 @@ class LayerParts:
 
     def attend(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
         """Attention, and the entries that it writes to the cache."""
+        projected, cache = self.project(of, x, cache)
+        return self.attend_projected(of, projected, cache), cache
+
+    def project(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Projected, Cache]:
+        """What stands before attention's heads: its projections, and the entries that it writes to the cache."""
         x = self.sharding.whole(x)
         project = partial(self._project, of, x)
         p = if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
-        cache = self.attention.write(of.block.attn, cache, of.layer, of.tokens.slots, p)
-        return if_any(of.tokens.active, lambda: self._add_attention(of, x, cache, p), lambda: x), cache
+        return Projected(x, p), self.attention.write(of.block.attn, cache, of.layer, of.tokens.slots, p)
+
+    def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T D"]:
+        """The rest of ``attend``."""
+        x, p = projected.x, projected.projections
+        return if_any(of.tokens.active, lambda: self.add_heads(of, x, self.heads(of, p, cache)), lambda: x)
 
     def _project(self, of: Layer, x: Float[Array, "B T D"]) -> Projections:
         of, tokens, normalise = of.here(), of.tokens, self.products.normalise
@@ -68,20 +80,28 @@ class LayerParts:
         options = {"query_heads": query_heads, "multiply": self.products.multiply(of.index), "normalise": normalise}
         return self._spread_heads(of.block.attn.project(normed, tokens.rotation, **options))
 
-    def _add_attention(
-        self, of: Layer, x: Float[Array, "B T D"], cache: Cache, p: Projections
-    ) -> Float[Array, "B T D"]:
+    def heads(self, of: Layer, p: Projections, cache: Cache) -> list[Array]:
+        """What attention gives of each row group, before its output projection."""
         of = of.here()
-        index, layer, tokens, by_data = of.index, of.layer, of.tokens, self.by_data(of, x)
-        attention, mla, multiply = self.attention, of.block.attn, self.products.multiply(index)
+        tokens, attention, mla = of.tokens, self.attention, of.block.attn
         in_stack = mla.kv_b.weight[...].ndim == len(mla.kv_b.weight.info.shape)
-        by_head = index if in_stack else None
-        outs, start = [], 0
+        by_head = of.index if in_stack else None
+        found, start = [], 0
         for group in tokens.groups:
             B, R, C = group.tokens.shape
             part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
             rows = Rows(group.positions, group.tables, group.length, tokens.filled)
-            heads = attention.attend(mla, group.shape.form, cache, layer, rows, part, by_head)
+            found.append(attention.attend(mla, group.shape.form, cache, of.layer, rows, part, by_head))
+            start += R * C
+        return found
+
+    def add_heads(self, of: Layer, x: Float[Array, "B T D"], found: Sequence[Array]) -> Float[Array, "B T D"]:
+        """The output projection of what ``heads`` gave, added to the tokens."""
+        of = of.here()
+        index, tokens, by_data = of.index, of.tokens, self.by_data(of, x)
+        mla, multiply, outs = of.block.attn, self.products.multiply(index), []
+        for group, heads in zip(tokens.groups, found, strict=True):
+            B, R, C = group.tokens.shape
             if by_data and len(tokens.groups) == 1:
                 heads, multiply = (
                     heads.reshape(B, R * C, *heads.shape[3:]),
@@ -89,7 +109,6 @@ class LayerParts:
                 )
             out = mla.add_output_bias(heads) if group.shape.form == "AM_CC_ME" else mla.output(heads, multiply)
             outs.append(out.reshape(B, R * C, -1))
-            start += R * C
         attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
         attended = (self.sharding.split if by_data else self.sharding.whole)(attended)
         return self.sharding.split(x + attended) if by_data else x + attended
@@ -154,18 +173,27 @@ class LayerParts:
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
         """The rest of ``send``: the exchange alone."""
-        with jax.named_scope("experts"):
-            exchange, _ = self.experts.exchange(of, sent.normed)
-            return replace(sent, transit=exchange.send(sent.transit))
+        for exchange in self.ways_there(of, sent.x):
+            sent = exchange(of, sent)
+        return sent
+
+    def ways_there(self, of: Layer, x: Float[Array, "B T D"]) -> Sequence[Callable[[Layer, Sent], Sent]]:
+        """The exchanges of ``exchange_tokens``, one after the other: one, or two where rows go by way of another rank."""
+        exchange, _ = self.experts.exchange(of, x)
+        return [_travelling(exchange.send), _travelling(exchange.relay)][: 1 + exchange.relays]
 
     # The third part.
 
     def compute(self, of: Layer, sent: Sent) -> Computed:
         """The routed experts of the tokens that arrived here, and the shared experts of this rank's own."""
+        return replace(self.compute_routed(of, sent), shared=self.share(of, sent.normed))
+
+    def compute_routed(self, of: Layer, sent: Sent) -> Computed:
+        """``compute`` without the shared experts."""
         exchange, experts = self.experts.exchange(of, sent.normed)
         with jax.named_scope("experts"):
             transit = exchange.compute(sent.transit, experts)
-        return Computed(sent.x, transit, self.share(of, sent.normed))
+        return Computed(sent.x, transit, None)
 
     def share(self, of: Layer, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"] | None:
         """What the shared experts add, where they are not among the routed ones."""
@@ -183,9 +211,14 @@ class LayerParts:
 
     def exchange_sums(self, of: Layer, computed: Computed) -> Computed:
         """The exchange of ``receive`` alone."""
-        with jax.named_scope("experts"):
-            exchange, _ = self.experts.exchange(of, computed.x)
-            return replace(computed, transit=exchange.answer(computed.transit))
+        for exchange in self.ways_back(of, computed.x):
+            computed = exchange(of, computed)
+        return computed
+
+    def ways_back(self, of: Layer, x: Float[Array, "B T D"]) -> Sequence[Callable[[Layer, Computed], Computed]]:
+        """The exchanges of ``exchange_sums``, as ``ways_there``."""
+        exchange, _ = self.experts.exchange(of, x)
+        return [_travelling(exchange.answer), _travelling(exchange.relay_back)][: 1 + exchange.relays]
 
     def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """The rest of ``receive``: each token's sum of what came back."""
@@ -210,6 +243,16 @@ class LayerParts:
         if shared is not None:
             y += shared
         return self.sharding.whole(x + y)
+
+
+def _travelling(exchange: Callable[[Transit], Transit]) -> Callable[[Layer, Any], Any]:
+    """An exchange as a step of ``Sent`` or ``Computed``, for whoever names the layer."""
+
+    def travel(of: Layer, value: Any) -> Any:
+        with jax.named_scope("experts"):
+            return replace(value, transit=exchange(value.transit))
+
+    return travel
 
 
 def _zeros(described: Projections) -> Projections:

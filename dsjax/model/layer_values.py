@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from dsjax.model.mla import Projections
 from dsjax.model.rope import Rotation
 from dsjax.model.rows import RowGroup
 from dsjax.model.transformer import DecoderLayer
@@ -46,6 +47,15 @@ class Layer:
     def here(self) -> Layer:
         """This layer for the branch that is being traced, so that what it reads of the stack is sliced in that branch alone."""
         return self if self.bind is None else replace(self, block=self.bind())
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Projected:
+    """Tokens before attention's heads. x: as the layer got them; projections: queries, and what was written to the cache."""
+
+    x: Float[Array, "B T D"]
+    projections: Projections
 
 
 @jax.tree_util.register_dataclass

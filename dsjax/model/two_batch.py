@@ -10,6 +10,16 @@ beside, the last also, across the boundary between two layers:
     | 3      | tokens of half b                       | experts of half a, shared experts |
     | 4      | sums of half a                         | experts of half b                 |
 
+Rows that go in two stages have two exchanges in each window. It is cut in two for them, since the scheduler would put all of the
+computation beside one of the two:
+
+    | window | travels, first and then                | computes, first and then                            |
+    |--------|----------------------------------------|-----------------------------------------------------|
+    | 1      | inside hosts, between hosts            | projections; attention's heads, output and routing  |
+    | 2      | between hosts, inside hosts            | projections and heads; output and routing           |
+    | 3      | between hosts, inside hosts            | routed experts; shared experts                      |
+    | 4      | inside hosts, between hosts            | shared experts; routed experts                      |
+
 What XLA's scheduler needs for it stands here, and as flags in ``sharding/scheduler_flags.py``. It starts a collective late and ends it
 early, or hides several behind one product, unless ``optimization_barrier`` holds both ends of each window: then it has nothing else to put
 between the two. The cache is among what the barriers hold, because a write that may move past them makes the scheduler copy the pool. A
@@ -24,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,7 +47,7 @@ from jaxtyping import Array, Float, Int
 from dsjax.model.attention import Cache
 from dsjax.model.expert_dispatch import ExpertDispatch
 from dsjax.model.layer_parts import LayerParts
-from dsjax.model.layer_values import Computed, Layer, Sent, Tokens
+from dsjax.model.layer_values import Computed, Layer, Projected, Sent, Tokens
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.transformer import DecoderLayer
 from sharding.dispatch import further_together
@@ -169,23 +180,23 @@ def run_in_halves(
         returned_a, computed_b = _further_rounds(parts.experts, [(before(a), returned_a), (before(b), computed_b)])
         returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
 
-        returned_b = parts.exchange_sums(before(b), computed_b)
         x_a, counts_a = parts.add(before(a), returned_a)
-        routed_a, cache = _attend_and_route(parts, a, x_a, cache)
-        returned_b, routed_a, cache = _hold(returned_b, routed_a, cache)
+        ways = _of(before(b), parts.ways_back(b, computed_b.x))
+        attend_a = _attention(parts, a, heads_first=False)
+        returned_b, routed_a, cache = _beside(ways, computed_b, attend_a, x_a, cache)
 
-        sent_a = parts.exchange_tokens(a, routed_a)
         x_b, counts_b = parts.add(before(b), returned_b)
-        routed_b, cache = _attend_and_route(parts, b, x_b, cache)
-        sent_a, routed_b, cache = _hold(sent_a, routed_b, cache)
+        ways = _of(a, parts.ways_there(a, x_a))
+        attend_b = _attention(parts, b, heads_first=True)
+        sent_a, routed_b, cache = _beside(ways, routed_a, attend_b, x_b, cache)
 
-        sent_b = parts.exchange_tokens(b, routed_b)
-        computed_a = parts.compute(a, sent_a)
-        sent_b, computed_a, cache = _hold(sent_b, computed_a, cache)
+        ways = _of(b, parts.ways_there(b, x_b))
+        compute_a = _experts(parts, a, shared_first=False)
+        sent_b, computed_a, cache = _beside(ways, routed_b, compute_a, sent_a, cache)
 
-        returned_a = parts.exchange_sums(a, computed_a)
-        computed_b = parts.compute(b, sent_b)
-        returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
+        ways = _of(a, parts.ways_back(a, x_a))
+        compute_b = _experts(parts, b, shared_first=True)
+        returned_a, computed_b, cache = _beside(ways, computed_a, compute_b, sent_b, cache)
         return (returned_a, computed_b, cache, layer + 1), jax.tree.map(jnp.add, counts_a, counts_b)
 
     def computed(of: Layer, x: Array) -> Computed:
@@ -217,9 +228,61 @@ def _further_rounds(dispatch: ExpertDispatch, halves: Sequence[tuple[Layer, Comp
     return [replace(computed, transit=one) for (_, computed), one in zip(halves, transits, strict=True)]
 
 
-def _attend_and_route(parts: LayerParts, of: Layer, x: Array, cache: Cache) -> tuple[Sent, Cache]:
-    x, cache = parts.attend(of, x, cache)
-    return parts.route(of, x), cache
+def _of(layer: Layer, ways: Sequence[Callable[[Layer, Any], Any]]) -> list[Callable[[Any], Any]]:
+    return [partial(way, layer) for way in ways]
+
+
+Work = Callable[[Any, Cache], tuple[Any, Cache]]
+"""A piece of what a half computes, and the cache before and after it."""
+
+
+def _beside(ways: Sequence[Callable[[Any], Any]], travels: Any, works: tuple[Work, Work], value: Any, cache: Cache):
+    """Bring what travels its one or two ways, and compute two works on a value: each beside a way, or both beside the one.
+
+    Gives what travelled, the value and the cache.
+    """
+    turns = [(way, [work]) for way, work in zip(ways, works, strict=False)] if len(ways) > 1 else [(ways[0], works)]
+    for way, beside in turns:
+        arrived = way(travels)
+        for work in beside:
+            value, cache = work(value, cache)
+        travels, value, cache = _hold(arrived, value, cache)
+    return travels, value, cache
+
+
+def _attention(parts: LayerParts, of: Layer, *, heads_first: bool) -> tuple[Work, Work]:
+    """Attention and routing of a half. heads_first: attention's heads are in the first work, beside its projections, else in the second."""
+
+    def attend(projected: Projected, cache: Cache) -> tuple[tuple[Array, list[Array]], Cache]:
+        return (projected.x, parts.heads(of, projected.projections, cache)), cache
+
+    def route(attended: tuple[Array, list[Array]], cache: Cache) -> tuple[Sent, Cache]:
+        return parts.route(of, parts.add_heads(of, *attended)), cache
+
+    project = partial(parts.project, of)
+    if heads_first:
+        return lambda x, cache: attend(*project(x, cache)), route
+    return project, lambda projected, cache: route(*attend(projected, cache))
+
+
+def _experts(parts: LayerParts, of: Layer, *, shared_first: bool) -> tuple[Work, Work]:
+    """The routed and the shared experts of a half, one after the other."""
+
+    def share(sent: Sent, cache: Cache) -> tuple[tuple[Sent, Array | None], Cache]:
+        return (sent, parts.share(of, sent.normed)), cache
+
+    def behind_shared(value: tuple[Sent, Array | None], cache: Cache) -> tuple[Computed, Cache]:
+        sent, shared = value
+        return replace(parts.compute_routed(of, sent), shared=shared), cache
+
+    def compute(sent: Sent, cache: Cache) -> tuple[tuple[Array, Computed], Cache]:
+        return (sent.normed, parts.compute_routed(of, sent)), cache
+
+    def behind_routed(value: tuple[Array, Computed], cache: Cache) -> tuple[Computed, Cache]:
+        normed, computed = value
+        return replace(computed, shared=parts.share(of, normed)), cache
+
+    return (share, behind_shared) if shared_first else (compute, behind_routed)
 
 
 def _hold(*values: Any) -> tuple[Any, ...]:

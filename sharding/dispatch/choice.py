@@ -44,7 +44,6 @@ def choose_method(
       ``IN_MEMORY_GATHER_TOKENS``.
     - On accelerators ``hierarchical`` where the ranks are on several hosts, several on each, and what is sent between hosts and
       inside them takes less time so (``crosses_cheaper``). Many hosts have hardly two experts of a token on one of them.
-      Not where exchanges are ``overlapped``: by the timeline a half batch is faster straight (``docs/dispatch.md``).
     - Else on accelerators ``padded`` for decode, up to ``PADDED_TOKENS``, where latency counts and nothing should be
       negotiated; ``ragged`` for prefill, where bytes count. This is how DeepEP's low-latency and normal kernels divide
       the work; the threshold is not measured here.
@@ -57,10 +56,10 @@ def choose_method(
     if platform == "cpu":
         return "gather" if tokens <= (IN_MEMORY_GATHER_TOKENS if in_memory else CPU_GATHER_TOKENS) else "padded"
     direct = "padded" if overlapped or tokens <= PADDED_TOKENS else "ragged"
-    if overlapped or not in_two_stages:
+    if not in_two_stages:
         return direct
-    hosts, capacity = ranks // on_host, default_capacity(tokens, top_k, ranks)
-    crossing = host_capacity(tokens, top_k, hosts, routed_groups=routed_groups)
+    hosts, capacity = ranks // on_host, default_capacity(tokens, top_k, ranks, overlapped)
+    crossing = host_capacity(tokens, top_k, hosts, overlapped, routed_groups)
     each = capacity if direct == "padded" else even_routing_rows(tokens, top_k, ranks)
     return "hierarchical" if crosses_cheaper(crossing, capacity, each, ranks, on_host) else direct
 

@@ -32,8 +32,8 @@ class DispatchConfig:
     chunk_tokens: most tokens of a rank in one exchange; larger inputs go through a ``lax.scan``. None: no bound.
     report: whether ``dispatch`` also returns counts (tokens per expert, rows, rounds).
     overlapped: whether something else is computed while rows travel. ``auto`` then takes no ``ragged``, beside which XLA's scheduler for
-        GPUs puts nothing (``docs/dryrun.md``), and no ``hierarchical``; and the default capacity is rounded up to 4 instead of 8, as
-        each half of a batch has its own.
+        GPUs puts nothing (``docs/dryrun.md``); and the default capacity is rounded up to 4 instead of 8, as each half of a batch has its
+        own.
     by_choice: whether what a token's experts give comes back apart, and is added where the token is, in the order of its choices: then a
         token's sum has the same bits whatever the method, the mesh and the placement of experts (``docs/exactness.md``). Otherwise a rank
         adds what its experts give before it answers, which moves fewer rows.

@@ -85,9 +85,10 @@ class ExpertsOfMesh(NamedTuple):
 class Exchange:
     """One dispatch of so many tokens, in parts: ``dispatch`` is ``begin``, ``compute`` and ``finish``, one after the other.
 
-    ``begin`` is ``prepare`` and then ``send``; ``finish`` is ``answer`` and then ``add``. ``send`` and ``answer`` hold the collectives
-    that carry rows, and nothing else. Between two parts lies a ``Transit`` whose arrays have a leading axis for the rank, over
-    ``spec.token_axes``.
+    ``begin`` is ``prepare``, ``send`` and ``relay``; ``finish`` is ``answer``, ``relay_back`` and ``add``. ``send`` and ``answer`` hold the
+    collectives that carry rows, and nothing else. So do ``relay`` and ``relay_back`` where the way has two stages (``relays``), with what
+    orders the rows between the two; elsewhere they do nothing. Between two parts lies a ``Transit`` whose arrays have a leading axis for
+    the rank, over ``spec.token_axes``.
 
     tokens: of the whole step; the rest is as in ``dispatch``. Make it with ``Exchange.of``.
     """
@@ -123,7 +124,7 @@ class Exchange:
 
     def begin(self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]) -> Transit:
         """Send the tokens: ``compute`` takes what it gives."""
-        return self.send(self.prepare(x_TD, slots_TK, weights_TK))
+        return self.relay(self.send(self.prepare(x_TD, slots_TK, weights_TK)))
 
     def prepare(
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
@@ -136,7 +137,16 @@ class Exchange:
 
     def send(self, transit: Transit) -> Transit:
         """Exchange what ``prepare`` packed."""
-        return self._on_ranks(lambda transit: _stacked(self.method.send(_own(transit))), (self._over_ranks,))(transit)
+        return self._travel(self.method.send, transit)
+
+    @property
+    def relays(self) -> bool:
+        """Whether rows go by way of another rank, so that ``relay`` and ``relay_back`` have something to do."""
+        return self.method.relays
+
+    def relay(self, transit: Transit) -> Transit:
+        """Exchange what arrived at the ranks that pass it on."""
+        return self._travel(self.method.relay, transit) if self.relays else transit
 
     def compute(self, transit: Transit, experts: ExpertsOfMesh) -> Transit:
         """Apply the experts to what arrived."""
@@ -148,11 +158,15 @@ class Exchange:
 
     def finish(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
         """Bring back what the experts gave, and add it up: what ``dispatch`` returns."""
-        return self.add(self.answer(transit), experts)
+        return self.add(self.relay_back(self.answer(transit)), experts)
 
     def answer(self, transit: Transit) -> Transit:
         """Exchange what the experts gave."""
-        return self._on_ranks(lambda transit: _stacked(self.method.answer(_own(transit))), (self._over_ranks,))(transit)
+        return self._travel(self.method.answer, transit)
+
+    def relay_back(self, transit: Transit) -> Transit:
+        """Exchange what came back to the ranks that passed it on."""
+        return self._travel(self.method.relay_back, transit) if self.relays else transit
 
     def add(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
         """Add what came back, and what comes in further rounds."""
@@ -165,6 +179,9 @@ class Exchange:
         y_TD, counts = run(transit, experts.params)
         tokens = self.tokens // self.spec.dp_size * self._dp_ranks
         return unpad_per_dp_rank(y_TD, tokens, self._dp_ranks), counts if self.config.report else None
+
+    def _travel(self, part: Callable[[Transit], Transit], transit: Transit) -> Transit:
+        return self._on_ranks(lambda transit: _stacked(part(_own(transit))), (self._over_ranks,))(transit)
 
     @property
     def _dp_ranks(self) -> int:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, add_sent, goes_to, home_slots
 from sharding.dispatch.route import fill_cells, total_counts
-from sharding.dispatch.transit import NoRoundsApart, Transit
+from sharding.dispatch.transit import NoRoundsApart, OneStage, Transit
 from sharding.dispatch.wire import PackedRows, WireFormat
 from sharding.sums import add_as_tree, add_in_order
 
@@ -39,7 +39,7 @@ class _Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gather(NoRoundsApart):
+class Gather(OneStage, NoRoundsApart):
     """``Method`` of ``gather``.
 
     Where an expert's width is split over ``tp``, the gather and the scatter simply run over those ranks too: each
@@ -95,7 +95,7 @@ class _KeptByChoice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatherByChoice(NoRoundsApart):
+class GatherByChoice(OneStage, NoRoundsApart):
     """``Gather``, with what each expert gives returned apart, and added in the order of a token's choices.
 
     capacity: terms that a rank returns to another in a round. Where all that there can be are no more, they come back as columns of the

@@ -26,6 +26,7 @@ from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import goes_to
 from sharding.dispatch.padded import Padded
 from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route
+from sharding.dispatch.transit import Transit
 
 
 class _Way(NamedTuple):
@@ -48,6 +49,8 @@ class Hierarchical(Padded):
 
     crossing: int
     tokens: int
+
+    relays = True
 
     @cached_property
     def stages(self) -> tuple[ExpertGroup, ExpertGroup]:
@@ -76,9 +79,32 @@ class Hierarchical(Padded):
     def _cell(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
         return cells_of(route, self.crossing, r % self._blocks)
 
+    def send(self, transit: Transit) -> Transit:
+        """One ``all_to_all`` between hosts."""
+        return Transit(self.stages[0].exchange(transit.rows), transit.kept)
+
+    def relay(self, transit: Transit) -> Transit:
+        """One ``all_to_all`` inside each host, and the pooling of what arrived over ``tp``."""
+        return self._pooled(*self._spread(transit.rows, 0), transit.kept)
+
+    def answer(self, transit: Transit) -> Transit:
+        """The sums over parts of a width, and one ``all_to_all`` inside each host."""
+        sums_ND, kept = self._shared(transit)
+        return Transit(self.stages[1].exchange(sums_ND), kept)
+
+    def relay_back(self, transit: Transit) -> Transit:
+        """The sums over the ranks of a host, and one ``all_to_all`` between hosts."""
+        return Transit(self._crossed_back(transit.rows, transit.kept.way), transit.kept)
+
     def _there(self, rows: Array, r: jax.Array | int) -> tuple[Array, _Way]:
-        between, inside = self.stages
-        arrived_NW = between.exchange(rows)
+        return self._spread(self.stages[0].exchange(rows), r)
+
+    def _back(self, sums_ND: Float[Array, "N D"], way: _Way) -> Array:
+        return self._crossed_back(self.stages[1].exchange(sums_ND), way)
+
+    def _spread(self, arrived_NW: Array, r: jax.Array | int) -> tuple[Array, _Way]:
+        """Bring the rows that crossed in round ``r`` to their ranks inside this host."""
+        inside = self.stages[1]
         _, slots_NK, _, needed_N = self.wire.unpack(arrived_NW)
         way = self._onward(slots_NK, r // self._blocks)
         # A rank that gets no row of a sender still learns here how many rounds that one needs.
@@ -86,10 +112,9 @@ class Hierarchical(Padded):
         cells = fill_cells(way.cell_NK, self.group.size * self.capacity)
         return inside.exchange(packed.take(cells, axis=0, mode="clip")), way
 
-    def _back(self, sums_ND: Float[Array, "N D"], way: _Way) -> Array:
-        between, inside = self.stages
-        returned = inside.exchange(sums_ND)
-        return between.exchange(add_returned(returned, *way).astype(self.wire.dtype))
+    def _crossed_back(self, returned: Array, way: _Way) -> Array:
+        """Add up what the ranks of this host gave of each row that crossed, and bring the sums back."""
+        return self.stages[0].exchange(add_returned(returned, *way).astype(self.wire.dtype))
 
     def _joined(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
         # A block comes in every one of its rounds, with zeros for the rows whose turn it is not.

@@ -13,12 +13,12 @@ from jaxtyping import Array
 
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, home_slots
-from sharding.dispatch.transit import Method, NoRoundsApart, Transit, whole_exchange
+from sharding.dispatch.transit import Method, NoRoundsApart, OneStage, Transit, whole_exchange
 from sharding.sums import add_in_order
 
 
 @dataclass(frozen=True)
-class Alone(NoRoundsApart):
+class Alone(OneStage, NoRoundsApart):
     """``Method`` of a rank that holds all experts: nothing travels."""
 
     home: bool
@@ -73,11 +73,21 @@ class ByChoice:
         inner = self.method.prepare(x_TD, slots_TK, weights_TK)
         return Transit(inner.rows, (inner.kept, home))
 
+    @property
+    def relays(self) -> bool:
+        """As ``method``."""
+        return self.method.relays
+
     def send(self, transit: Transit) -> Transit:
         """As ``method`` does; and the pooling of own tokens over ``tp``."""
         kept, home = transit.kept
         inner = self.method.send(Transit(transit.rows, kept))
         return Transit(inner.rows, (inner.kept, home and tuple(map(self.group.pool_width, home))))
+
+    def relay(self, transit: Transit) -> Transit:
+        """As ``method`` does."""
+        inner = self.method.relay(self._inner(transit))
+        return Transit(inner.rows, (inner.kept, transit.kept[1]))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """As ``method`` does; and the expert that own tokens use."""
@@ -90,6 +100,11 @@ class ByChoice:
         kept, own = transit.kept
         inner = self.method.answer(Transit(transit.rows, kept))
         return Transit(inner.rows, (inner.kept, None if own is None else self.group.share_width(own)))
+
+    def relay_back(self, transit: Transit) -> Transit:
+        """As ``method`` does."""
+        inner = self.method.relay_back(self._inner(transit))
+        return Transit(inner.rows, (inner.kept, transit.kept[1]))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The terms in the order of choices, and the own expert's behind them."""
@@ -122,7 +137,7 @@ class ByChoice:
 
 
 @dataclass(frozen=True)
-class InChunks(NoRoundsApart):
+class InChunks(OneStage, NoRoundsApart):
     """Chunks of a rank's tokens, each exchanged as a whole before the next: all of it is ``compute``, and nothing travels beside it.
 
     method: of one chunk. tokens: of the rank, in ``chunks`` chunks of ``chunk``.

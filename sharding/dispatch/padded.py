@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, add_sent, home_slots
 from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route, total_counts
-from sharding.dispatch.transit import Transit, in_rounds
+from sharding.dispatch.transit import OneStage, Transit, in_rounds
 from sharding.dispatch.wire import WireFormat
 
 
@@ -42,7 +42,7 @@ class _Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Padded:
+class Padded(OneStage):
     """``Method`` of ``padded``, with room for ``capacity`` rows from each rank to each other in a round.
 
     Where an expert's width is split over ``tp``, tokens travel between ranks of the same ``tp`` index; the ``tp`` ranks of
@@ -73,11 +73,7 @@ class Padded:
 
     def send(self, transit: Transit) -> Transit:
         """One ``all_to_all``, and the pooling of what arrived over ``tp``."""
-        kept = transit.kept
-        arrived, way = self._there(transit.rows, 0)
-        if kept.home is not None:
-            arrived = jnp.concatenate([arrived, kept.home])
-        return Transit(self.group.pool_width(arrived), kept._replace(home=None, way=way))
+        return self._pooled(*self._there(transit.rows, 0), transit.kept)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """The weighted sums of this rank's experts, and how many rounds the senders need."""
@@ -87,9 +83,8 @@ class Padded:
 
     def answer(self, transit: Transit) -> Transit:
         """The sums over parts of a width, and one ``all_to_all``."""
-        sums_ND, arrived = self.group.share_width(transit.rows), self.group.size * self.capacity
-        own = sums_ND[arrived:] if self.home else None
-        return Transit(self._back(sums_ND[:arrived], transit.kept.way), transit.kept._replace(own=own))
+        sums_ND, kept = self._shared(transit)
+        return Transit(self._back(sums_ND, kept.way), kept)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The sums of the first round, and those of further rounds, which come and go here."""
@@ -130,6 +125,17 @@ class Padded:
     def after_further(self, transit: Transit, so_far: tuple[Array, Counts | None]) -> Transit:
         """The same, for ``add`` to run no rounds itself."""
         return Transit(transit.rows, transit.kept._replace(more=so_far[0], seen=so_far[1]))
+
+    def _pooled(self, arrived: Array, way: Any, kept: _Kept) -> Transit:
+        """What arrived, with own tokens for the expert that this rank has for them, of all ranks that hold a part of a width."""
+        if kept.home is not None:
+            arrived = jnp.concatenate([arrived, kept.home])
+        return Transit(self.group.pool_width(arrived), kept._replace(home=None, way=way))
+
+    def _shared(self, transit: Transit) -> tuple[Array, _Kept]:
+        """The sums over parts of a width of what arrived here; those of own tokens stay."""
+        sums_ND, arrived = self.group.share_width(transit.rows), self.group.size * self.capacity
+        return sums_ND[:arrived], transit.kept._replace(own=sums_ND[arrived:] if self.home else None)
 
     def _plan(self, slots_TK: Int[Array, "T K"]) -> tuple[Route, Int[Array, "G"], Array]:
         """The queues in which rows leave this rank, its rows for each rank, and how many rounds they need."""

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, add_sent, home_slots
 from sharding.dispatch.route import Route, add_returned, fill_cells, plan_route
-from sharding.dispatch.transit import NoRoundsApart, Transit
+from sharding.dispatch.transit import NoRoundsApart, OneStage, Transit
 from sharding.dispatch.wire import WireFormat
 
 NATIVE_PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
@@ -46,7 +46,7 @@ class _Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ragged(NoRoundsApart):
+class Ragged(OneStage, NoRoundsApart):
     """``Method`` of ``ragged``: every row that there is, and no other. ``prepare`` exchanges the sizes.
 
     tokens, top_k: of this rank.

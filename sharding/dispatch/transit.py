@@ -1,9 +1,10 @@
 """``Transit`` and ``Method``: an exchange taken apart, so that others may compute between its beginning and its end.
 
-Each way of dispatch is five functions of one rank, inside ``shard_map``: ``prepare`` and ``send`` begin it, ``compute`` applies the
-experts to what arrived, ``answer`` and ``add`` finish it. ``send`` and ``answer`` hold the collectives that carry rows and nothing that
-computes, so that a program may run something else beside them (``docs/architecture.md``, "A layer in four parts"). Four more run the
-rounds after the first, where ``add`` is not to.
+Each way of dispatch is seven functions of one rank, inside ``shard_map``: ``prepare``, ``send`` and ``relay`` begin it, ``compute`` applies
+the experts to what arrived, ``answer``, ``relay_back`` and ``add`` finish it. ``send`` and ``answer``, and where rows go by way of
+another rank ``relay`` and ``relay_back``, hold the collectives that carry rows and next to nothing that computes, so that a program may
+run something else beside each of them (``docs/architecture.md``, "A layer in four parts"). Four more run the rounds after the first,
+where ``add`` is not to.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Transit:
 
 
 class Method(Protocol):
-    """One way of dispatch, seen from one rank."""
+    """One way of dispatch, seen from one rank. relays: whether rows go by way of another rank, in two exchanges each way."""
+
+    relays: bool
 
     def prepare(
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
@@ -44,11 +47,17 @@ class Method(Protocol):
     def send(self, transit: Transit) -> Transit:
         """Exchange packed tokens."""
 
+    def relay(self, transit: Transit) -> Transit:
+        """Exchange them once more, where the way has two stages."""
+
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Apply this rank's experts to what arrived."""
 
     def answer(self, transit: Transit) -> Transit:
         """Exchange what the experts gave."""
+
+    def relay_back(self, transit: Transit) -> Transit:
+        """Exchange it once more, where the way has two stages."""
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Float[Array, "T D"], Counts]:
         """Add what came back of each token, in further rounds too where there was no room for all; give the sums and the counts."""
@@ -64,6 +73,20 @@ class Method(Protocol):
 
     def after_further(self, transit: Transit, so_far: Any) -> Transit:
         """Hand the further rounds' sums to ``add``, which then runs none."""
+
+
+class OneStage:
+    """For a ``Method`` to inherit whose rows go straight to their experts, and the sums straight back."""
+
+    relays = False
+
+    def relay(self, transit: Transit) -> Transit:
+        """Nothing to do."""
+        return transit
+
+    def relay_back(self, transit: Transit) -> Transit:
+        """Nothing to do."""
+        return transit
 
 
 class NoRoundsApart:
@@ -109,6 +132,6 @@ def whole_exchange(
     weights_TK: Float[Array, "T K"],
     experts: RankExperts,
 ) -> tuple[Float[Array, "T D"], Counts]:
-    """All five parts, one after the other."""
-    transit = method.compute(method.send(method.prepare(x_TD, slots_TK, weights_TK)), experts)
-    return method.add(method.answer(transit), experts)
+    """All parts, one after the other."""
+    transit = method.compute(method.relay(method.send(method.prepare(x_TD, slots_TK, weights_TK))), experts)
+    return method.add(method.relay_back(method.answer(transit)), experts)

@@ -144,7 +144,7 @@ def test_two_exchanges_run_their_further_rounds_together_before_either_adds(meth
         experts = ExpertsOfMesh(coded_experts, params, param_specs)
         exchanges = [Exchange.of(spec, mesh, config, x, slots, EXPERTS) for slots in halves]
         sums = [
-            one.answer(one.compute(one.begin(x, slots, weights), experts))
+            one.relay_back(one.answer(one.compute(one.begin(x, slots, weights), experts)))
             for one, slots in zip(exchanges, halves, strict=True)
         ]
         ran = further_together([(one, transit, experts) for one, transit in zip(exchanges, sums, strict=True)])
@@ -161,6 +161,32 @@ def test_two_exchanges_run_their_further_rounds_together_before_either_adds(meth
         loads, _, _ = expected_counts(spec, slots, EXPERTS)
         np.testing.assert_array_equal(report["tokens_per_expert"], loads)
     assert set(np.asarray(report["rounds"])) != {1}
+
+
+@pytest.mark.parametrize("by_choice", [False, True])
+@pytest.mark.parametrize(("method", "stages"), [("padded", 1), ("hierarchical", 2)])
+def test_each_stage_of_an_exchange_is_a_part_of_its_own_with_one_collective(method, stages, by_choice):
+    config = DispatchConfig(method, capacity=4, by_choice=by_choice, devices_per_host=2)
+    spec = MeshSpec.parse("dp=8")
+    mesh, tokens = spec.build(), TOKENS * 8
+    params = codes(np.arange(EXPERTS) + 1)
+    experts = ExpertsOfMesh(coded_experts, {"code": params}, {"code": P(spec.expert_axes, None)})
+    x, weights = coded_rows(tokens), weights_of(tokens)
+    slots = routings(tokens, EXPERTS, 8)["random, some idle"]
+    exchange = Exchange.of(spec, mesh, config, x, slots, EXPERTS)
+    assert exchange.relays == (stages == 2)
+    found = []
+
+    def counted(part, transit):
+        found.append(str(jax.make_jaxpr(part)(transit)).count("all_to_all["))
+        return part(transit)
+
+    def step():
+        sent = counted(exchange.relay, counted(exchange.send, exchange.prepare(x, slots, weights)))
+        return counted(exchange.relay_back, counted(exchange.answer, exchange.compute(sent, experts)))
+
+    jax.eval_shape(step)
+    assert found == [1, stages - 1] * 2
 
 
 def test_a_longer_queue_of_terms_takes_further_rounds_which_are_reported():

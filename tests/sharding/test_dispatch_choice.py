@@ -78,6 +78,9 @@ def test_auto_goes_by_way_of_a_rank_of_each_host_where_several_ranks_are_on_seve
 ):
     for platform in ("gpu", "tpu"):
         assert choose_method("auto", tokens, 8, ranks, platform, on_host=on_host) == method
+        # Halves of a batch go the same way, but for `ragged`, beside which nothing would run.
+        halved = choose_method("auto", tokens, 8, ranks, platform, on_host=on_host, overlapped=True)
+        assert halved == ("padded" if method == "ragged" else method)
     # Emulated devices and hosts that are slow at exchanges keep what was measured.
     assert choose_method("auto", tokens, 8, ranks, "cpu", on_host=on_host) == choose_method(
         "auto", tokens, 8, ranks, "cpu"

@@ -78,18 +78,28 @@ def timeline(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("weights", "rows", "ratio"), [("bf16", 32, 0.93), ("fp8", 128, 0.80), ("bf16", 0, 0.70)], ids=str
+    ("dispatch", "weights", "rows", "ratio"),
+    [
+        ("padded", "bf16", 32, 0.93),
+        ("padded", "fp8", 128, 0.80),
+        ("padded", "bf16", 0, 0.70),
+        ("auto", "bf16", 32, 1.37),
+        ("auto", "fp8", 128, 1.01),
+        ("auto", "bf16", 0, 0.66),
+    ],
+    ids=str,
 )
-def test_two_halves_gain_what_their_compiled_program_gains(ask, weights, rows, ratio):
+def test_two_halves_gain_what_their_compiled_program_gains(ask, dispatch, weights, rows, ratio):
     """The ratios of docs/dryrun.md, "Two half batches": steps of 32 H200s by their programs' timelines, 4,096 positions."""
-    options = PlanOptions(PRECISIONS[weights], skew=UNIFORM, engine=dsjax_engine(), dispatch="padded", overlap="on")
+    options = PlanOptions(PRECISIONS[weights], skew=UNIFORM, engine=dsjax_engine(), dispatch=dispatch, overlap="on")
     question = ask("h200-16", hosts=4, options=options)
     whole, halves = question.instance(parse_layout("dp=32", 0, question.config), {}).step_models()
     seconds = [
         one.decode(rows, 4096).value if rows else one.prefill(2048, prompt=256, cached=3840).value
         for one in (whole, halves)
     ]
-    assert seconds[1] / seconds[0] == pytest.approx(ratio, abs=0.06)
+    # Of two stages the planner takes what runs beside a window for both exchanges; the program has a part of it beside each.
+    assert seconds[1] / seconds[0] == pytest.approx(ratio, abs=0.06 if dispatch == "padded" else 0.08)
     assert halves.decode(8, 4096).value > whole.decode(8, 4096).value, "a small batch loses by it"
 
 
@@ -115,8 +125,8 @@ def test_ours_is_planned_in_halves_where_it_is_asked_to_and_gains(ask):
     assert chosen["--enable-dbo"] == ""
     assert chosen["--dbo-decode-token-threshold"] == str(least)
     assert "--enable-dbo" not in serve_options("deepseek-v3", instance_of("auto"), 128, 4096)
-    # Rows that go in two stages between hosts leave halves too little to hide.
-    assert instance_of("on", "auto").halved_from(128) is None
+    # Rows that go in two stages between hosts leave halves less to hide: they gain from a larger batch on.
+    assert least < instance_of("on", "auto").halved_from(128)
 
 
 def test_the_compiled_step_overlaps_what_ours_is_credited_with_and_no_more(timeline):
