@@ -35,13 +35,13 @@ NCCL_TESTS_HOSTS = (
 )
 
 COLLECTIVES_INSIDE = (
-    "NCCL's own model of a gather over 8 devices of NVLink is 10.8 µs: 6.6 and 0.6 a device passed (src/graph/tuning.cc, NVIDIA/nccl issue "
-    "1334); low end: 3.7 µs of a message between H800s in a CUDA graph (NVIDIA/nccl issue 1984); high end: gathers and scattered sums of 2 to "
-    "64 KB over 8 H800, most of them 25 to 34 µs without a graph (SGLang, benchmark_symm_mem)"
+    "NCCL's own model of a gather over 8 devices of NVLink is 10.8 µs: 6.6, and 0.6 for each device passed (src/graph/tuning.cc, "
+    "NVIDIA/nccl issue 1334); low end: 3.7 µs of a message between H800s in a CUDA graph (NVIDIA/nccl issue 1984); high end: gathers and "
+    "scattered sums of 2 to 64 KB over 8 H800, most of them 25 to 34 µs without a graph (SGLang, benchmark_symm_mem)"
 )
 COLLECTIVES_BETWEEN = (
-    "NCCL's own model of a gather over two to four hosts of 8 devices is 24 to 45 µs (src/graph/tuning.cc, NVIDIA/nccl issue 1334); the ends "
-    "hold sums: 19 and 31 µs between two hosts of one device each, 62 to 75 over hosts of 8 (NVIDIA/nccl-tests issue 150, "
+    "NCCL's own model of a gather over two to four hosts of 8 devices is 24 to 45 µs (src/graph/tuning.cc, NVIDIA/nccl issue 1334); "
+    "the ends hold sums: 19 and 31 µs between two hosts of one device each, 62 to 75 over hosts of 8 (NVIDIA/nccl-tests issue 150, "
     "NVIDIA/dgx-spark-playbooks pull request 103, NVIDIA/nccl issue 1453)"
 )
 
