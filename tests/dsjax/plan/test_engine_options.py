@@ -127,7 +127,7 @@ def test_a_script_wants_a_key_where_the_engine_can_ask_for_one(ask, engine, asks
     instance = question.instance(parse_layout("dp=8", 0, question.config), {})
     made = launch(engine, "m", instance, 4, 512, "prefill and decode", 1)
     path = tmp_path / "run.sh"
-    path.write_text(script({"notes": []}, engine, [made], "dsjax plan"))
+    path.write_text(script({"notes": []}, engine, [made], "dsjax plan --model 'two\nexit 7'"))
     # What the script would start is a program of the test's own, which prints what it was given.
     program = tmp_path / shlex.split(documented(engine)["program"])[0]
     program.write_text('#!/bin/sh\necho "$@"; env\n')
