@@ -1,12 +1,12 @@
 """The workers as Dynamo calls them, without its runtime, over fake devices: what is cancelled, and what comes while a worker ends."""
 
 import asyncio
-import importlib.metadata
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from with_dynamo import WITH_DYNAMO
 
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import EngineParts
@@ -23,9 +23,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [
     pytest.mark.dynamo,
-    pytest.mark.skipif(
-        not any(importlib.metadata.distributions(name="ai-dynamo-runtime")), reason="NVIDIA Dynamo is not installed"
-    ),
+    WITH_DYNAMO,
 ]
 
 PROMPT = {"token_ids": [1, 2, 3]}
