@@ -26,7 +26,7 @@ from jaxtyping import Array
 from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
 from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.secure_channel import SecureChannel, connect
+from dsjax.hosts.secure_channel import SecureChannel, closed_on_failure, connect
 from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.wire import decoded
 
@@ -91,6 +91,16 @@ class ProcessLinks:
         self._listener = SecureListener(
             listener, group.credentials, {SERVICE: self._serve}, "dsjax-stages", most_connections=len(order) + 1
         )
+        self._channels: list[SecureChannel] = []
+        try:
+            self._meet(order)
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self, order: Sequence[int]) -> None:
+        """Learn where the others are, and connect to those that this process sends to."""
+        group = self._group
         told = group.agreement.ask("stages", [self._listener.port, self._ticket])
         doors = {
             member.process_id: ((member.address, port), ticket)
@@ -100,7 +110,8 @@ class ProcessLinks:
         self.leads, self.ends = group.options.process_id == 0, place == len(order) - 1
         others = order[:-1] if self.ends else order[place + 1 : place + 2]
         role = _RESULTS if self.ends else _HIDDEN
-        self._channels = [self._connect(*doors[other], role) for other in others]
+        for other in others:
+            self._channels.append(self._connect(*doors[other], role))
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
         """Where the first stage here takes hidden states from. send: brings them to its devices."""
@@ -147,10 +158,10 @@ class ProcessLinks:
         self._listener.close(connections=True)
 
     def _connect(self, address: tuple[str, int], ticket: bytes, role: str) -> SecureChannel:
-        channel = connect(address, SERVICE, self._group.credentials)
-        # What is being sent to a host that has gone would be waited for by `close`.
-        channel.keep_alive(self._group.options.heartbeat_timeout, unacknowledged=True)
-        channel.send(msgspec.msgpack.encode(Opening(role, ticket)))
+        with closed_on_failure(connect(address, SERVICE, self._group.credentials)) as channel:
+            # What is being sent to a host that has gone would be waited for by `close`.
+            channel.keep_alive(self._group.options.heartbeat_timeout, unacknowledged=True)
+            channel.send(msgspec.msgpack.encode(Opening(role, ticket)))
         return channel
 
     def _later(self, send: Callable[[], None]) -> None:

@@ -341,7 +341,7 @@ def test_what_a_user_has_named_in_several_lines_stays_a_comment(ask):
     cluster = dataclasses.replace(question.cluster, description="ours\nkind: Pod")
     question = dataclasses.replace(question, cluster=cluster)
     text = planned_graph("pd", "deepseek-v2-lite", question, winner, "dsjax plan --model 'a\nkind: Pod'").text()
-    head = text[: text.index("apiVersion")]
+    head = text[: text.index("---")]
     assert head.count("kind: Pod") == 2
     assert all(line.startswith("#") for line in head.splitlines())
 
