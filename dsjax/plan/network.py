@@ -46,11 +46,19 @@ COLLECTIVES_BETWEEN = (
 )
 
 
-def collective_start(between: bool) -> Figure:
+def collective_start(cluster: Cluster, *, between: bool) -> Figure:
     """Seconds of a collective of XLA's that do not grow with its bytes: over the network, or within a scale-up domain."""
+    alike = (
+        None
+        if cluster.hardware.platform == "cuda"
+        else "as of NCCL: no times of small messages were found for such links"
+    )
     if between:
-        return assumed(30e-6, 15e-6, 80e-6, "a collective over the network, fixed part", COLLECTIVES_BETWEEN, "s")
-    return assumed(10e-6, 4e-6, 30e-6, "a collective in a scale-up domain, fixed part", COLLECTIVES_INSIDE, "s")
+        name, why = "a collective over the network, fixed part", alike or COLLECTIVES_BETWEEN
+        return assumed(30e-6, 15e-6, 80e-6, name, why, "s")
+    return assumed(
+        10e-6, 4e-6, 30e-6, "a collective in a scale-up domain, fixed part", alike or COLLECTIVES_INSIDE, "s"
+    )
 
 
 def network_latency(cluster: Cluster) -> Figure:
@@ -308,7 +316,7 @@ def xla_collective(
     if ranks > near:
         away = (each * crossing).named("bytes to other hosts", "B")
         time = largest(time, away / (share * cluster.network_bandwidth)) + network_latency(cluster)
-    return time + collective_start(ranks > near) * count
+    return time + collective_start(cluster, between=ranks > near) * count
 
 
 def moved_bytes(cluster: Cluster, ranks: int, size: Figure) -> Figure:

@@ -194,6 +194,8 @@ def test_a_collective_of_xlas_begins_in_a_plan_as_in_the_timeline_of_a_dry_run()
     inside, between = (xla_collective(cluster, ranks, exact(0.0)) for ranks in (8, 32))
     assert inside.value == timeline.fixed_inside.value < timeline.fixed_between.value
     assert between.value == timeline.fixed_between.value + cluster.latency
+    assert "NVIDIA/nccl" in timeline.fixed_inside.source
+    assert "NVIDIA/nccl" not in Assumed.of(load_cluster("tpu-v6e-32")).fixed_inside.source
 
 
 def test_layouts_of_as_wide_experts_share_no_exchange_where_tp_differs(v3):
