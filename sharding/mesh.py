@@ -15,6 +15,7 @@ from sharding.errors import MeshError
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 USER_AXES = ("pp", "dp", "tp", "ep", "etp")
 """What a user gives sizes of; the physical mesh's axes are ``MeshSpec.axes``."""
@@ -313,6 +314,21 @@ def joined_neighbours(mesh: jax.sharding.Mesh) -> int | None:
     count = owners.count(owners[0])
     runs = [owners[at : at + count] for at in range(0, len(owners), count)]
     return count if all(len(set(run)) == 1 for run in runs) and len({run[0] for run in runs}) == len(runs) else None
+
+
+def hosts_of_experts(devices: np.ndarray, ranks: int) -> int:
+    """How many hosts a copy of the experts lies on, of which each has as many neighbouring ranks of every copy; 1 where they do not.
+
+    devices: of a mesh, its first axis over the copies. ranks: of an EP group. A host is a process. Where ranks share the width of experts
+    it is 1 too: a rank is then several devices.
+    """
+    copies = [[device.process_index for device in copy.flat] for copy in devices]
+    hosts = len(set(copies[0]))
+    each, rest = divmod(ranks, hosts)
+    if rest or len(copies[0]) != ranks:
+        return 1
+    runs = [{*copy[at : at + each]} for copy in copies for at in range(0, ranks, each)]
+    return hosts if all(len(run) == 1 for run in runs) and all(len(set(copy)) == hosts for copy in copies) else 1
 
 
 def _all_devices() -> Sequence[jax.Device]:

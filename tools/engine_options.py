@@ -169,9 +169,13 @@ def tensorrt_llm(source: Path) -> dict:
         key: [name for kind in kinds for name, _ in fields(arguments, kind)] for key, kinds in _TENSORRT_OBJECTS.items()
     }
     objects[""] = sorted({name for kind in ("BaseLlmArgs", "TorchLlmArgs") for name, _ in fields(arguments, kind)})
-    texts = [(source / path).read_text(encoding="utf-8") for path in _TENSORRT_READS]
-    names = {name for one in texts for name in re.findall(r"(?:[eE]nv\w*|environ\.get)\(\"([A-Z0-9_]+)\"", one)}
+    names = {name for path in _TENSORRT_READS for name in variables_read((source / path).read_text(encoding="utf-8"))}
     return {"options": options, "objects": objects, "environment": sorted(names | nccl(source / "nccl"))}
+
+
+def variables_read(text: str) -> list[str]:
+    """The variables that a file in C++ or Python asks the environment for, by functions whose name ends in `env`, or `environ.get`."""
+    return re.findall(r"(?:[eE]nv|environ\.get)\(\s*[\"']([A-Z0-9_]+)[\"']", text)
 
 
 def nccl(source: Path) -> set[str]:

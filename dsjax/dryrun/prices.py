@@ -11,7 +11,7 @@ from dsjax.hardware import Hardware
 from dsjax.hardware.description import UNITS
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind, assumed
-from dsjax.plan.network import network_latency, torus_hops
+from dsjax.plan.network import collective_start, network_latency, torus_hops
 from sharding.program import OperationCost, ProgramCollective
 from sharding.program.costs import bytes_moved, products
 from sharding.program.text import Computation, Operation, Program
@@ -98,8 +98,8 @@ class Assumed:
             )
             if cuda
             else assumed(1e-6, 0.2e-6, 2e-6, "a turn of a loop of unknown length", "the core branches itself", "s"),
-            fixed_inside=assumed(10e-6, 4e-6, 30e-6, "a collective in a scale-up domain, fixed part", "small messages", "s"),
-            fixed_between=assumed(30e-6, 15e-6, 80e-6, "a collective over the network, fixed part", "small messages", "s"),
+            fixed_inside=collective_start(cluster, between=False),
+            fixed_between=collective_start(cluster, between=True),
             latency=network_latency(cluster),
             hops=torus_hops(cluster).named("links that a row crosses"),
             host_link=assumed(25e9, 12e9, 50e9, "bytes a second between a device and its host", "PCIe 5.0 × 16, shared or not"),

@@ -91,7 +91,8 @@ def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster
     step, exchange = compiled.step, compiled.exchange
     ranks, physical = step.spec.ep_size, step.placement.n_physical
     each = machines.devices_per_host if machines else ranks
-    hosts = max(ranks // each, 1) if ranks == step.spec.num_devices and ranks % each == 0 else 1
+    whole = ranks * step.spec.expert_copies == step.spec.num_devices and ranks % each == 0
+    hosts = max(ranks // each, 1) if whole else 1
     slots = Slots(ranks, physical, step.config.n_group, hosts)
     domain = min(machines.domain, ranks) if machines else ranks
     loads = drawn(DEFAULT_SKEW.variation, step.config.n_routed_experts, DRIFT[0])

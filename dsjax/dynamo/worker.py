@@ -94,12 +94,18 @@ class Worker(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
-        """Make an engine from a command line, as `python -m dsjax.dynamo` reads it, or this process's own; for Dynamo's launchers."""
+        """Make an engine from a command line, as `python -m dsjax.dynamo` reads it, or this process's own; for Dynamo's launchers.
+
+        Raises:
+            SystemExit: there is none to make: `--help` was asked for, or this process has followed a group's first one to its end.
+        """
         from dsjax.dynamo.command import app
 
         made: list[tuple[LLMEngine, WorkerConfig]] = []
         command = typer.main.get_command(app)
         command.main(argv, "dsjax dynamo", standalone_mode=False, obj=lambda *pair: made.append(pair))
+        if not made:
+            raise SystemExit(0)
         return made[0]
 
     async def start(self, worker_id: int) -> EngineConfig:
@@ -175,6 +181,10 @@ class Worker(LLMEngine):
         timer.start()
 
 
+_GONE = (0,)
+"""What is noted as published of a rank that is gone: it holds no pages that anybody waits for."""
+
+
 class LoadReports:
     """Tells Dynamo how many pages each DP rank holds, where that has changed.
 
@@ -192,16 +202,29 @@ class LoadReports:
         return any(published and published[0] for published in self._published)
 
     def publish(self, loads: Sequence[RankLoad]) -> None:
-        """Tell what has changed of the ranks that were registered."""
+        """Tell what has changed of the ranks that were registered.
+
+        loads: of all ranks of the mesh. One that a smaller mesh has not any more is told as full, so that routers take others.
+        """
         publisher = self.publisher
         if publisher is None:
             return
+        for rank in range(len(loads), len(self._published) if loads else 0):
+            if self._published[rank] != _GONE:
+                with contained("load reports", "Dynamo's router goes by the load that it was told last."):
+                    publisher.publish(rank, full_snapshot(rank, loads[0].usable_pages))
+                    self._published[rank] = _GONE
         for load in loads[: len(self._published)]:
             published = (load.used_pages, load.usable_pages, load.queried)
             if published != self._published[load.rank]:
                 with contained("load reports", "Dynamo's router goes by the load that it was told last."):
                     publisher.publish(load.rank, snapshot(load))
                     self._published[load.rank] = published
+
+
+def full_snapshot(rank: int, pages: int) -> ComponentSnapshot:
+    """Say that a rank has no page left, in Dynamo's words."""
+    return ComponentSnapshot(kv_used_blocks=pages, kv_total_blocks=pages, gpu_cache_usage=1.0, dp_rank=rank)
 
 
 def snapshot(load: RankLoad) -> ComponentSnapshot:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dsjax.background import start_thread
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
-from dsjax.hosts.secure_channel import SecureChannel, connect
+from dsjax.hosts.secure_channel import SecureChannel, closed_on_failure, connect
 from dsjax.hosts.wire import JoinRequest
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class LinkMonitor:
 
     def _probe(self, member: JoinRequest, credentials: Credentials, state: LinkState) -> None:
         if member not in self._channels:
-            channel = connect((member.address, member.port), SERVICE, credentials, _SECONDS)
-            channel.settimeout(_SECONDS)
+            with closed_on_failure(connect((member.address, member.port), SERVICE, credentials, _SECONDS)) as channel:
+                channel.settimeout(_SECONDS)
             self._channels[member] = channel, kernel_counts(channel)
         channel, before = self._channels[member]
         state.answer = min(_seconds_of(channel, _PROBE) for _ in range(_PROBES))

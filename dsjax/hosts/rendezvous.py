@@ -26,7 +26,7 @@ from dsjax.background import note_failure
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.options import HostOptions, joined, own_address
-from dsjax.hosts.secure_channel import NotAMemberError, RefusedError, SecureChannel, connect
+from dsjax.hosts.secure_channel import NotAMemberError, RefusedError, SecureChannel, closed_on_failure, connect
 from dsjax.hosts.secure_listener import MOST_CONNECTIONS, SecureListener, counted
 from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared, decode, encode, receive, send
 
@@ -392,8 +392,8 @@ def _connect(options: HostOptions, credentials: Credentials) -> SecureChannel:
     deadline = time.monotonic() + options.start_timeout
     while True:
         try:
-            channel = connect(options.coordinator, _SERVICE, credentials, _PEEK_SECONDS)
-            channel.keep_alive(options.heartbeat_timeout)
+            with closed_on_failure(connect(options.coordinator, _SERVICE, credentials, _PEEK_SECONDS)) as channel:
+                channel.keep_alive(options.heartbeat_timeout)
             return channel
         except (NotAMemberError, RefusedError) as error:
             raise GroupError(f"no group at {options.coordinator_text}: {error}") from error

@@ -14,7 +14,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 from dsjax.errors import UserError
@@ -283,6 +283,16 @@ def connect(
         except BaseException:
             connection.close()
             raise
+
+
+@contextlib.contextmanager
+def closed_on_failure(channel: SecureChannel) -> Iterator[SecureChannel]:
+    """Close a new connection where what makes it ready fails: nobody else has it yet."""
+    try:
+        yield channel
+    except BaseException:
+        channel.close()
+        raise
 
 
 def _call(connection: socket.socket, service: str, credentials: Credentials, deadline: Deadline) -> SecureChannel:

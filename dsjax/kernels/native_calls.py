@@ -144,9 +144,15 @@ class NativeKernels:
         place: this device's in its group; group: which of the groups it is. gathers: every device gets all rows, ``[ranks * N, W]``;
             otherwise block r of the N rows goes to device r, and block s of the result is from device s.
 
+        Raises:
+            ValueError: the rows are no equal blocks. Where two devices have the same place, or one has none of 0 to ``ranks - 1``, the
+                program fails on every device of the group.
+
         Two exchanges of a program that are not one after the other for every device must differ in the bytes of a block, or in ``gathers``.
         """
         rows, *width = rows_NW.shape
+        if not gathers and rows % ranks:
+            raise ValueError(f"{rows} rows are exchanged between {ranks} devices; expected as many for each of them")
         out = jax.ShapeDtypeStruct((rows * ranks if gathers else rows, *width), rows_NW.dtype)
         return self._call("exchange", out, ())(rows_NW, place, group, ranks=np.int64(ranks), gathers=gathers)[0]
 

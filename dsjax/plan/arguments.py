@@ -312,6 +312,13 @@ class PlanArgs:
         if given or self.is_static:
             what = f"--mode {self.mode}" if given is None else _flag(given)
             raise UserError(f"{what} asks for a plan, --fit about the memory of one layout; give one of them")
+        usual = {one.name: one.default for one in dataclasses.fields(self)}
+        for name in _OF_TIMES_OR_CHOICES:
+            if getattr(self, name) != usual[name] and not _is_absent(getattr(self, name)):
+                raise UserError(
+                    f"{_flag(name)} says how long steps take or which layouts are looked at, and --fit judges the memory of the one that "
+                    "--mesh names, by its own figures; leave it out"
+                )
 
     def _check_batch(self) -> None:
         mode = self.mode
@@ -452,6 +459,11 @@ _OF_A_SERVICE = (
     "decode_mesh", "prefill_instances", "decode_instances", "price_per_hour", "simulate", "working_set",
 )  # fmt: skip
 """Options that one batch of every layout does not have."""
+_OF_TIMES_OR_CHOICES = (
+    "measured", "network", "compiled", "operators", "expert_skew", "host_scheduling", "two_batch_overlap", "stages", "max_devices",
+    "max_devices_per_instance", "mtp_acceptance", "prefix_hit",
+)  # fmt: skip
+"""Options that the memory of one layout does not hang on."""
 
 
 def _flag(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,10 @@ class Sent:
     @classmethod
     def read(cls, one: Mapping[str, Any]) -> Sent:
         """One entry of the JSON's `collectives`."""
-        dispatches = one["kind"] == "ragged-all-to-all" or "/dispatch/" in one["op_name"]
-        inside, between = float(one["bytes_inside"]), float(one["bytes_between"])
-        axes = tuple(one["axes"] or ())
-        return cls(one["kind"], axes, one["ranks"], inside + between, inside, between, one["times"], dispatches)
+        kind, ranks, times = _word(one, "kind"), _whole(one, "ranks", 2), _number(one, "times")
+        dispatches = kind == "ragged-all-to-all" or "/dispatch/" in _word(one, "op_name")
+        inside, between = _number(one, "bytes_inside"), _number(one, "bytes_between")
+        return cls(kind, tuple(one["axes"] or ()), ranks, inside + between, inside, between, times, dispatches)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def read_dry_run(path: str | Path) -> DryRun:
         values = json.loads(path.read_text(encoding="utf-8"))
         written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date().isoformat()
         return _from_json(str(path), written, values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, MeshError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MeshError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else why_unreadable(error)
         raise UserError(
             f"--compiled {path}: {reason}; expected a file that `dsjax dryrun --model … --mesh … --target … --json FILE` wrote"
@@ -132,37 +133,73 @@ def _from_json(file: str, written: str, values: Mapping[str, Any]) -> DryRun:
         )
     if "stages" in values:
         raise ValueError("it is of several stages, of which a plan takes no dry run yet")
-    memory, timeline = values["device_bytes"], values.get("timeline")
+    memory, timeline, step = values["device_bytes"], values.get("timeline"), _word(values, "step")
+    if step not in ("decode", "prefill"):
+        raise ValueError(f"its step is {step!r}, expected decode or prefill")
+    outputs = _whole(memory, "outputs") - _whole(memory, "aliased")
+    code = _whole(memory, "code") if memory.get("code") is not None else 0
     return DryRun(
         file=file,
-        provenance=f"{Path(file).name}, dsjax dryrun --target {values['target']}, {_versions(values)}{written}",
-        parameters=values["parameters"]["total"],
-        cache_bytes_per_token=memory["cache"] / (values["cache_tokens"] + values["page_size"]),
-        weight_bytes=memory["weights_total"],
-        mesh=MeshSpec.parse(values["mesh"]),
-        physical_experts=values["physical_experts"],
+        provenance=f"{Path(file).name}, dsjax dryrun --target {_word(values, 'target')}, {_versions(values)}{written}",
+        parameters=_whole(values["parameters"], "total", 1),
+        cache_bytes_per_token=_whole(memory, "cache")
+        / (_whole(values, "cache_tokens") + _whole(values, "page_size", 1)),
+        weight_bytes=_whole(memory, "weights_total", 1),
+        mesh=MeshSpec.parse(_word(values, "mesh")),
+        physical_experts=_whole(values, "physical_experts"),
         target=values["target"],
-        step=values["step"],
-        rows=values["batch"],
-        row_tokens=values["chunk"],
-        context=values["context"],
-        tokens=values["tokens_per_device"],
-        weights=values["weights"],
-        kv_cache_dtype=values["kv_cache_dtype"],
-        form=values["mla"],
-        wire=values["dispatch_wire"],
-        dispatch=values.get("dispatch", ""),
-        temporaries=memory["temporaries"] + max(0, memory["outputs"] - memory["aliased"]) + (memory.get("code") or 0),
+        step=step,
+        rows=_whole(values, "batch", 1),
+        row_tokens=_whole(values, "chunk", 1),
+        context=_whole(values, "context", 1),
+        tokens=_number(values, "tokens_per_device", above=True),
+        weights=_word(values, "weights"),
+        kv_cache_dtype=_word(values, "kv_cache_dtype"),
+        form=_word(values, "mla"),
+        wire=_word(values, "dispatch_wire"),
+        dispatch=_word(values, "dispatch") if "dispatch" in values else "",
+        temporaries=_whole(memory, "temporaries") + max(0, outputs) + code,
         collectives=tuple(Sent.read(one) for one in values["collectives"]),
-        flops=dict(values["costs"]["flops_by_dtype"]),
+        flops={dtype: _number(values["costs"]["flops_by_dtype"], dtype) for dtype in values["costs"]["flops_by_dtype"]},
         timeline=_predicted(timeline["step"]) if timeline else None,
-        halves=values.get("halves", False),
+        halves=bool(values.get("halves", False)),
     )
 
 
 def _predicted(step: Mapping[str, Any]) -> Figure:
-    ends = (float(step["value"]), float(step["low"]), float(step["high"]))
-    return Figure(*ends, Kind.COMPILED | Kind.ASSUMPTION, name="timeline", unit="s")
+    value, low, high = (_number(step, end, above=True) for end in ("value", "low", "high"))
+    if not low <= value <= high:
+        raise ValueError(
+            f"its timeline takes {value:g} s, between {low:g} and {high:g}; expected a value within its range"
+        )
+    return Figure(value, low, high, Kind.COMPILED | Kind.ASSUMPTION, name="timeline", unit="s")
+
+
+def _whole(values: Mapping[str, Any], name: str, least: int = 0) -> int:
+    value = values[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}, expected a whole number of at least {least}")
+    return value
+
+
+def _number(values: Mapping[str, Any], name: str, above: bool = False) -> float:
+    """A field that is a number of at least 0, or above it."""
+    value = values[name]
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value < math.inf
+        or (above and not value)
+    ):
+        raise ValueError(f"{name} is {value!r}, expected a number {'above' if above else 'of at least'} 0")
+    return float(value)
+
+
+def _word(values: Mapping[str, Any], name: str) -> str:
+    value = values[name]
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}, expected text")
+    return value
 
 
 def _versions(values: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from dsjax.plan.kubernetes import (
     repository,
     uses_rdma,
 )
+from dsjax.plan.launch import comment
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import recipe
 
@@ -32,6 +34,9 @@ _USER = (
     "{runAsNonRoot: true, runAsUser: 10001, runAsGroup: 10001, fsGroup: 10001, fsGroupChangePolicy: OnRootMismatch, "
     "seccompProfile: {type: RuntimeDefault}}"
 )
+_REPOSITORY = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+_LONGEST_NAME = 40
+"""Characters of a deployment's name: a label has 63, of which names of pods and services add up to 23."""
 _RESTRICTED = "{allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}"
 
 
@@ -86,7 +91,7 @@ class Graph:
         return "---\n".join([*parts, *([compute_domain(self.name, nodes)] if nodes else [])])
 
     def _head(self) -> str:
-        return "".join(f"# {line}\n" for line in self.about)
+        return "".join(f"{comment(text)}\n" for text in self.about)
 
     def _cache(self) -> str:
         return f"""\
@@ -315,8 +320,14 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
     """The winner of a plan. command: what it was planned with, for the first line.
 
     Raises:
-        UserError: Dynamo's operator cannot place it: no NVIDIA GPUs, or processes with experts that no worker is.
+        UserError: Dynamo's operator cannot place it: no NVIDIA GPUs, or processes with experts that no worker is; or its pods cannot
+            download the model.
     """
+    if not _REPOSITORY.fullmatch(repository(model)) or Path(model).exists():
+        raise UserError(
+            f"--recipe FILE.yaml has pods download the model from Hugging Face, and --model is {model!r}; expected a repository, such as "
+            "deepseek-ai/DeepSeek-V3; give that, or a folder for manifests whose volume you fill yourself"
+        )
     made = recipe(model, question, candidate)
     if any(service["role"] == "experts" for service in made["services"]):
         raise UserError(
@@ -371,7 +382,15 @@ def _hosts(service: Mapping[str, Any], cluster: Cluster) -> int:
     return math.ceil(service["devices_each"] / cluster.devices_per_host)
 
 
+def deployment_name(file: Path) -> str:
+    """The name of a file as Kubernetes takes it for a service: ASCII letters, digits and dashes behind a letter, not too many."""
+    name = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")
+    if not name[:1].isalpha():
+        name = f"dsjax-{name}" if name else "dsjax"
+    return name[:_LONGEST_NAME].rstrip("-")
+
+
 def write_graph(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
     """A plan's winner to `FILE.yaml`; the file's name is the deployment's."""
-    name = "".join(one if one.isalnum() else "-" for one in file.stem.lower()).strip("-") or "dsjax"
-    file.write_text(planned_graph(name, model, question, candidate, command).text(), encoding="utf-8")
+    text = planned_graph(deployment_name(file), model, question, candidate, command).text()
+    file.write_text(text, encoding="utf-8")

@@ -16,6 +16,7 @@ from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.cold_start import files_precision
 from dsjax.plan.expert_pods import EXPERTS_FILE, EXPERTS_IMAGE, GROUP, GROUP_VARIABLE, ExpertPods, addresses
+from dsjax.plan.launch import comment
 from dsjax.plan.memory import weight_bytes
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import REPOSITORIES, recipe
@@ -95,12 +96,12 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     resources = [base, *([DOMAIN_FILE] if domain else []), *([EXPERTS_FILE] if apart else [])]
     images = [("dsjax", cluster), *([(EXPERTS_IMAGE, cluster.experts or cluster)] if apart else [])]
     lines = [
-        f"# {command}",
-        f"# {cluster.description}: {service['instances']} engine{'s' * (service['instances'] > 1)} of {hosts} "
+        comment(command),
+        f"{comment(cluster.description)}: {service['instances']} engine{'s' * (service['instances'] > 1)} of {hosts} "
         f"host{'s' * (hosts > 1)} with {devices} devices each; weights are read in about {start['value']:,.0f} s "
         f"[{start['low']:,.0f} … {start['high']:,.0f}].",
         *_about_experts(apart, cluster),
-        *(f"# Note: {note}" for note in made["notes"]),
+        *(comment(f"Note: {note}") for note in made["notes"]),
         "apiVersion: kustomize.config.k8s.io/v1beta1",
         "kind: Kustomization",
         f"resources: [{', '.join(resources)}]",

@@ -215,6 +215,11 @@ def _key_lines(engine: str, launches: list[LaunchCommand]) -> tuple[str, list[st
     return "# API_KEY: the key that clients must show.", [needed, *export]
 
 
+def comment(text: str) -> str:
+    """A text as lines of comment in YAML or a shell; what a user has named may have several."""
+    return "\n".join(f"# {line}".rstrip() for line in text.splitlines() or [""])
+
+
 def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], command: str) -> str:
     """A recipe as one shell script: `sh FILE.sh ROLE [HOST]` starts one host of one instance, `sh FILE.sh front` what joins the sides.
 
@@ -223,10 +228,10 @@ def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], 
     about, (about_keys, keys) = documented(engine), _key_lines(engine, launches)
     lines = [
         "#!/bin/sh",
-        f"# {command}",
+        comment(command),
         f"# {about['name']} {about['version']}; flags from:",
         *(f"#   {source}" for source in about["sources"].values()),
-        *(f"# Note: {note}" for note in made["notes"]),
+        *(comment(f"Note: {note}") for note in made["notes"]),
         "# HEAD: address of an instance's first host. HOST: its number among the instance's hosts, from 0.",
         "# ADDRESS: this host's own address, on which the engine listens; loopback if it is not given.",
         about_keys,

@@ -180,13 +180,24 @@ def _of_everything(cluster: Cluster, factor: float) -> Cluster:
 
 
 def _more_hosts(question: Question, objective: Objective) -> list[Remedy]:
+    """The least of so many times the hosts, of all kinds, with which a deployment meets the objectives, or of the devices where these are
+    limited. A service that may be aggregated is looked at as such: the search for separated ones takes many times as long."""
+    options, limited = question.options, question.devices < question.cluster.num_devices
+    modes = ("aggregated",) if "aggregated" in options.possible_modes else options.modes
     for factor in _MORE_HOSTS:
-        cluster = question.cluster.resized(question.cluster.hosts * factor)
-        options = dataclasses.replace(question.options, max_devices=None, modes=("aggregated",))
-        wider = dataclasses.replace(question, cluster=cluster, objective=objective, options=options)
-        if search(wider).winner:
-            return [Remedy("hosts", float(factor))]
+        most = question.devices * factor if limited else None
+        wider = dataclasses.replace(options, max_devices=most, modes=modes)
+        cluster = _grown(question.cluster, factor)
+        if search(dataclasses.replace(question, cluster=cluster, objective=objective, options=wider)).winner:
+            return [Remedy("devices" if limited else "hosts", float(factor))]
     return []
+
+
+def _grown(cluster: Cluster, factor: int) -> Cluster:
+    """So many times the hosts, those for prefill and for experts among them."""
+    sides = {name: side for name in ("prefill", "experts") if (side := getattr(cluster, name)) is not None}
+    sides = {name: _grown(side, factor) for name, side in sides.items()}
+    return dataclasses.replace(cluster.resized(cluster.hosts * factor), **sides)
 
 
 def _no_room_for_all(plan: Plan) -> Forbidden:
@@ -254,10 +265,5 @@ def _no_room(plan: Plan) -> Forbidden:
     needed = least.memory.weights_total + plan.question.workload.held * least.memory.cache_per_token
     needed += least.memory.reserve.value
     remedies = [Remedy("memory of a device", needed / chip.memory_bytes)]
-    for factor in _MORE_HOSTS:
-        cluster = plan.question.cluster.resized(plan.question.cluster.hosts * factor)
-        options = dataclasses.replace(plan.question.options, max_devices=None, modes=("aggregated",))
-        if search(dataclasses.replace(plan.question, cluster=cluster, objective=Objective(), options=options)).winner:
-            remedies.append(Remedy("hosts", float(factor)))
-            break
+    remedies += _more_hosts(plan.question, Objective())
     return Forbidden("memory", needed, chip.memory_bytes, str(least.layout), sorted(remedies, key=lambda r: r.factor))

@@ -32,8 +32,13 @@ class Moves:
 
 def in_one_process(attention: Cluster, experts: Cluster, devices: int) -> bool:
     """Whether one process can have both sides: one kind of device, of one host."""
-    alike = attention.hardware.key == experts.hardware.key
-    return alike and devices <= attention.devices_per_host
+    return _among_each_other(attention, experts) and devices <= attention.devices_per_host
+
+
+def _among_each_other(attention: Cluster, experts: Cluster) -> bool:
+    """Whether experts are on devices of the hosts with attention. They are not where the cluster has hosts for them beside these, of
+    whatever device."""
+    return attention.experts is None and attention.hardware.key == experts.hardware.key
 
 
 def expert_processes(experts: Cluster, devices: int) -> int:
@@ -135,7 +140,7 @@ def published_moves(
 
     rows: of one attention device. row_bytes: there, and back. slowest: load of the busiest expert device ÷ the mean.
     """
-    near = attention.hardware.key == experts.hardware.key and senders + receivers <= attention.domain
+    near = _among_each_other(attention, experts) and senders + receivers <= attention.domain
     places = receivers if near else -(-receivers // experts.devices_per_host)
     copies = places * (1 - (1 - 1 / places) ** top_k)
     ways = []

@@ -34,6 +34,32 @@ NCCL_TESTS_HOSTS = (
     "end: that of hosts with one device each"
 )
 
+COLLECTIVES_INSIDE = (
+    "NCCL's own model of a gather over 8 devices of NVLink is 10.8 µs: 6.6, and 0.6 for each device passed (src/graph/tuning.cc, "
+    "NVIDIA/nccl issue 1334); low end: 3.7 µs of a message between H800s in a CUDA graph (NVIDIA/nccl issue 1984); high end: gathers and "
+    "scattered sums of 2 to 64 KB over 8 H800, most of them 25 to 34 µs without a graph (SGLang, benchmark_symm_mem)"
+)
+COLLECTIVES_BETWEEN = (
+    "NCCL's own model of a gather over two to four hosts of 8 devices is 24 to 45 µs (src/graph/tuning.cc, NVIDIA/nccl issue 1334); "
+    "the ends hold sums: 19 and 31 µs between two hosts of one device each, 62 to 75 over hosts of 8 (NVIDIA/nccl-tests issue 150, "
+    "NVIDIA/dgx-spark-playbooks pull request 103, NVIDIA/nccl issue 1453)"
+)
+
+
+def collective_start(cluster: Cluster, *, between: bool) -> Figure:
+    """Seconds of a collective of XLA's that do not grow with its bytes: over the network, or within a scale-up domain."""
+    alike = (
+        None
+        if cluster.hardware.platform == "cuda"
+        else "as of NCCL: no times of small messages were found for such links"
+    )
+    if between:
+        name, why = "a collective over the network, fixed part", alike or COLLECTIVES_BETWEEN
+        return assumed(30e-6, 15e-6, 80e-6, name, why, "s")
+    return assumed(
+        10e-6, 4e-6, 30e-6, "a collective in a scale-up domain, fixed part", alike or COLLECTIVES_INSIDE, "s"
+    )
+
 
 def network_latency(cluster: Cluster) -> Figure:
     """Seconds one way between hosts."""
@@ -290,7 +316,7 @@ def xla_collective(
     if ranks > near:
         away = (each * crossing).named("bytes to other hosts", "B")
         time = largest(time, away / (share * cluster.network_bandwidth)) + network_latency(cluster)
-    return time + assumed(30e-6, 15e-6, 80e-6, "a collective, fixed part", "NCCL, launched by XLA", "s") * count
+    return time + collective_start(cluster, between=ranks > near) * count
 
 
 def moved_bytes(cluster: Cluster, ranks: int, size: Figure) -> Figure:

@@ -100,16 +100,18 @@ class Kept:
 def guide(objective: Objective, slos: list[Slo], work: Workload) -> Objective:
     """Bounds on means with which the search finds deployments worth playing.
 
-    A mean is below a high percentile of the same times. A bound on a P50 says nothing of the mean, and one on the end-to-end time
-    leaves open how it is divided: it bounds a token's.
+    A mean is below a high percentile of the same times. A bound on a P50 says nothing of the mean. One on the TTFT of a class whose prompts
+    are shorter than the mean prompt says nothing of the mean of all, which the others may exceed. One on the end-to-end time leaves open
+    how it is divided: it bounds the tokens' after the first, or the TTFT where outputs have one token.
     """
     for slo in slos:
-        if slo.percentile == "p50":
-            continue
+        kind = next((one for one in work.kinds if one.name == slo.of), None)
+        prompt, output = (kind.input, kind.output) if kind else (work.input, work.output)
         name, bound = slo.metric, slo.seconds
         if name == "e2e":
-            kind = next((one for one in work.kinds if one.name == slo.of), None)
-            name, bound = "tpot", bound / (kind.output if kind else work.output).mean
+            name, bound = ("tpot", bound / (output.mean - 1)) if output.mean > 1 else ("ttft", bound)
+        if slo.percentile == "p50" or (name == "ttft" and prompt.mean < work.input.mean):
+            continue
         objective = dataclasses.replace(objective, **{name: min(bound, getattr(objective, name) or bound)})
     return objective
 

@@ -268,7 +268,7 @@ def sentence(reason: Forbidden) -> str:
     would = (
         f"It would hold with {remedies}."
         if remedies
-        else "No multiple up to 64 of a resource, nor 8 × the hosts, does."
+        else "No multiple up to 64 of a resource, nor 8 × the hosts or devices, does."
     )
     if not remedies and reason.floor is not None:
         left = f"{reason.floor:,.0f} tokens/s" if reason.bound == "throughput" else f"{reason.floor * 1e3:,.1f} ms"

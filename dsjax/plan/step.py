@@ -417,7 +417,7 @@ class StepModel:
 
     @cached_property
     def expert_slots(self) -> Slots:
-        """Where the experts may lie: hosts count where the EP group has whole hosts, as in the engine."""
+        """Where the experts may lie: hosts count where each copy of the experts has whole hosts, as in the engine (`hosts_of_experts`)."""
         ranks, each = self.layout.mesh.ep_size, self.cluster.devices_per_host
         hosts = ranks // each if ranks == self.layout.mesh.num_devices and ranks % each == 0 else 1
         return Slots(ranks, self.config.n_routed_experts + self.layout.redundant, self.config.n_group, max(hosts, 1))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding import MeshError, MeshSpec
-from sharding.mesh import joined_neighbours
+from sharding.mesh import hosts_of_experts, joined_neighbours
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,23 @@ def test_fast_links_join_the_devices_of_a_slice_or_on_a_cpu_of_a_process():
     assert joined(of_two) == 4
     assert joined([0, 0, 0, 1, 1, 1, 1, 1]) is None
     assert joined([0, 1, 0, 1]) is None
+
+
+def test_experts_know_their_hosts_where_every_copy_has_as_many_neighbouring_ranks_of_each():
+    def hosts(text, owners):
+        spec = MeshSpec.parse(text)
+        devices = [FakeDevice(i, owner, "gpu", None) for i, owner in enumerate(owners)]
+        return hosts_of_experts(spec.arrange(devices).devices, spec.ep_size)
+
+    four_hosts = [rank // 8 for rank in range(32)]
+    assert hosts("dp=32", four_hosts) == 4
+    assert hosts("dp=4,tp=8", four_hosts) == 4
+    assert hosts("dp=32,ep=16", four_hosts) == 2  # two copies, each on two hosts of its own
+    assert hosts("dp=32,ep=8", four_hosts) == 1
+    assert hosts("dp=4,tp=8,ep=4", four_hosts) == 1  # eight devices share the width of each expert
+    assert hosts("dp=8", [0, 0, 0, 0, 0, 1, 1, 1]) == 1
+    assert hosts("dp=8", [0, 1] * 4) == 1
+    assert hosts("dp=8,ep=4", [0, 0, 1, 1, 2, 2, 2, 2]) == 1
 
 
 def test_too_few_devices_names_wanted_and_found_and_what_to_do():

@@ -185,7 +185,10 @@ class CollectiveProgram:
 
     @property
     def memory(self) -> int:
-        """Bytes of a device while the loop runs: operand and result, each once more for the copy that a loop may make."""
+        """Bytes of a device while the loop runs: operand and result, each once more for the copy that a loop may make. Of a message there
+        and back only what is on its way is kept beside the operand."""
+        if self._collective == "send_receive":
+            return 2 * self.operand_bytes
         result = self.operand_bytes * (self._group.ranks if self._collective == "all_gather" else 1)
         return 2 * (self.operand_bytes + result)
 
@@ -193,6 +196,8 @@ class CollectiveProgram:
         """A function that applies the collective so many times, one after another, and waits."""
 
         def once(x):
+            if self._collective == "send_receive":  # what has come back is sent again: it lies where it was sent from
+                return self._apply(x, self._group.ranks)
             # The barrier keeps all of the result; the one value makes the next application wait for this one.
             result = lax.optimization_barrier(self._apply(x, self._group.ranks))
             return x.at[0].set(result[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import socket
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -210,13 +211,21 @@ def why_not(
 ) -> str | None:
     """A line that says why a case cannot be timed here, the same in all processes; None if it can. before: rows of smaller sizes."""
     device = jax.local_devices()[0]
+    shares = device.platform == "cpu"
     if case.collective == "ragged_all_to_all" and device.platform not in NATIVE_PLATFORMS:
         return "XLA has it on GPUs and TPUs only; elsewhere serving emulates it by all_to_all"
     here = sum(one.process_index == device.process_index for one in case.group.devices.flat)
-    sharing = max(1, here) if device.platform == "cpu" else 1
-    free = min(agree("free", free_memory(device)))
-    if program.memory * sharing > _MEMORY_SHARE * free:
-        return f"needs {program.memory * sharing / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    # Emulated devices share their host's memory with those of all processes on it.
+    place, users = (socket.gethostname(), max(1, here)) if shares else (str(device.process_index), 1)
+    hosts: dict[str, list[tuple[int, int]]] = {}
+    for host, count, free in agree("free", [place, users, free_memory(device)]):
+        hosts.setdefault(host, []).append((count, free))
+    needs = [
+        (program.memory * sum(count for count, _ in told), min(free for _, free in told)) for told in hosts.values()
+    ]
+    needed, free = max(needs, key=lambda one: one[0] / max(one[1], 1))
+    if needed > _MEMORY_SHARE * free:
+        return f"needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
     if before and _seconds_by(before, program.sent_bytes) > limit:
         return f"would take more than --row-limit {limit:g} s, by the size before it"
     return None

@@ -21,7 +21,7 @@ from dsjax.checkpoint.held_weights import HeldWeights, Part, assemble
 from dsjax.checkpoint.wanted_weights import Wants
 from dsjax.errors import UserError
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.secure_channel import SecureChannel, connect
+from dsjax.hosts.secure_channel import SecureChannel, closed_on_failure, connect
 from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.wire import decoded
 
@@ -213,9 +213,9 @@ class WeightPeers:
 
     def _connect(self, process: int) -> SecureChannel | None:
         try:
-            channel = connect(self._addresses[process], _SERVICE, self._group.credentials)
-            channel.settimeout(self._seconds)
-            channel.send(msgspec.msgpack.encode([self._generation, self._group.options.process_id]))
+            with closed_on_failure(connect(self._addresses[process], _SERVICE, self._group.credentials)) as channel:
+                channel.settimeout(self._seconds)
+                channel.send(msgspec.msgpack.encode([self._generation, self._group.options.process_id]))
             return channel
         except (OSError, EOFError, UserError) as error:
             _log.warning(

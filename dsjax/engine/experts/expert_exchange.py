@@ -22,6 +22,7 @@ from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadW
 from dsjax.model.parameter_counts import parameter_counts
 from sharding.dispatch.statistics import tokens_per_physical_expert
 from sharding.layer_placement import LayerPlacements, copy_tables
+from sharding.mesh import hosts_of_experts
 
 Reload = Callable[[list[str], LayerPlacements], Mapping[str, Array]]
 """Reads parameters, given by their paths, from the checkpoint again, with experts placed so."""
@@ -61,13 +62,12 @@ class ExpertExchange(DevicePart):
     @property
     def slots(self) -> ExpertSlots:
         """Where experts are now."""
-        config, mesh = self._step.config, self._step.mesh
-        hosts = len({device.process_index for device in mesh.devices.flat})
+        config = self._step.config
         return ExpertSlots(
             physical_to_logical=self._device.placements.physical_to_logical,
             n_logical=self._device.placements.n_logical,
             ranks=self._ranks,
-            hosts=hosts if self._ranks % hosts == 0 and self._ranks == self._step.spec.num_devices else 1,
+            hosts=hosts_of_experts(self._step.mesh.devices, self._ranks),
             groups=config.n_group,
             expert_share=expert_share(config),
             expert_bytes=expert_programs.expert_bytes(self._step),

@@ -27,7 +27,7 @@ from jaxtyping import Array
 from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
 from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.secure_channel import SecureChannel, connect
+from dsjax.hosts.secure_channel import SecureChannel, closed_on_failure, connect
 from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.wire import decoded
 
@@ -89,8 +89,7 @@ class ProcessLinks:
     def __init__(self, group: HostGroup, order: Sequence[int]):
         self._group = group
         own = group.options.process_id
-        self.leads, place = own == 0, order.index(own)
-        self.ends = place == len(order) - 1
+        self.leads, self.ends = own == 0, order.index(own) == len(order) - 1
         found = [_FOUND.format(number) for number in order if number] if self.leads else []
         self._inboxes: dict[str, queue.SimpleQueue] = {
             role: queue.SimpleQueue() for role in (_HIDDEN, _RESULTS, *found)
@@ -106,15 +105,29 @@ class ProcessLinks:
         self._listener = SecureListener(
             listener, group.credentials, {SERVICE: self._serve}, "dsjax-stages", most_connections=len(order) + 1
         )
+        self._channels, self._to_leader = list[SecureChannel](), list[SecureChannel]()
+        try:
+            self._meet(order)
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self, order: Sequence[int]) -> None:
+        """Learn where the others are, and connect to those that this process sends to."""
+        group = self._group
         told = group.agreement.ask("stages", [self._listener.port, self._ticket])
         doors = {
             member.process_id: ((member.address, port), ticket)
             for member, (port, ticket) in zip(group.present, told, strict=True)
         }
+        own = group.options.process_id
+        place = order.index(own)
         others = order[:-1] if self.ends else order[place + 1 : place + 2]
         role = _RESULTS if self.ends else _HIDDEN
-        self._channels = [self._connect(*doors[other], role) for other in others]
-        self._to_leader = [] if self.leads else [self._connect(*doors[0], _FOUND.format(own))]
+        for other in others:
+            self._channels.append(self._connect(*doors[other], role))
+        if not self.leads:
+            self._to_leader.append(self._connect(*doors[0], _FOUND.format(own)))
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
         """Where the first stage here takes hidden states from. send: brings them to its devices."""
@@ -171,10 +184,10 @@ class ProcessLinks:
         self._listener.close(connections=True)
 
     def _connect(self, address: tuple[str, int], ticket: bytes, role: str) -> SecureChannel:
-        channel = connect(address, SERVICE, self._group.credentials)
-        # What is being sent to a host that has gone would be waited for by `close`.
-        channel.keep_alive(self._group.options.heartbeat_timeout, unacknowledged=True)
-        channel.send(msgspec.msgpack.encode(Opening(role, ticket)))
+        with closed_on_failure(connect(address, SERVICE, self._group.credentials)) as channel:
+            # What is being sent to a host that has gone would be waited for by `close`.
+            channel.keep_alive(self._group.options.heartbeat_timeout, unacknowledged=True)
+            channel.send(msgspec.msgpack.encode(Opening(role, ticket)))
         return channel
 
     def _later(self, send: Callable[[], None]) -> None:

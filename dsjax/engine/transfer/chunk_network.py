@@ -17,6 +17,7 @@ from dsjax.engine.transfer.page_channel import CHUNKS, TransferChannel, Transfer
 from dsjax.engine.transfer.send_buffers import ChunkTickets
 from dsjax.engine.transfer.transport import Shapes, Transport
 from dsjax.hosts.credentials import Credentials, local_credentials
+from dsjax.hosts.secure_channel import closed_on_failure
 
 _MOST_DROPPED = 4096
 
@@ -271,7 +272,8 @@ class _ServerConnection:
         self._address, self._report_lost, self.is_lost = address, lost, False
         self._requested: dict[int, Future[PullResponse]] = {}
         connection, self.transport = connect_to(address, space, CHUNKS, credentials)
-        self.channel = TransferChannel(connection)
+        with closed_on_failure(connection):
+            self.channel = TransferChannel(connection)
         self.channel.start(self._receive, self._lost)
 
     def request(self, number: int, ticket: str, timeout: float) -> PullResponse:

@@ -35,8 +35,9 @@ class JaxTransport(Transport):
 
     def publish(self, number: int, chunk: Chunk) -> bytes:
         """Let a chunk be pulled, once. The ticket is all that a puller needs."""
-        ticket = self._tickets[number] = secrets.token_bytes(_TICKET_BYTES)
+        ticket = secrets.token_bytes(_TICKET_BYTES)
         self._server.await_pull(_number_of(ticket), chunk)
+        self._tickets[number] = ticket
         return ticket
 
     def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:

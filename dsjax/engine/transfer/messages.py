@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TRANSFER_SECONDS = 30
 """Default of `--transfer-timeout`: what was asked for or offered, and then not heard of, is given up after it."""
 MOST_KEPT = 256
-"""Pages of a prefill rank in chunks that decode has not taken. Further ones stay in the rank's cache until there is room."""
+"""Pages that a prefill rank has room for in chunks that decode has not taken. Further ones stay in its cache until there is room."""
 CHUNK_PAGES = 16
 """Pages of one transfer in a chunk, at most; as many as a program moves at once (`MOVED_PAGES`)."""
 

@@ -14,7 +14,7 @@ from dsjax.background import note_failure, start_thread
 from dsjax.engine.transfer.messages import PullMessage, ToDecode, ToPrefill
 from dsjax.errors import UserError
 from dsjax.hosts.credentials import Credentials
-from dsjax.hosts.secure_channel import SecureChannel, connect
+from dsjax.hosts.secure_channel import SecureChannel, closed_on_failure, connect
 from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.wire import decoded, split_address
 
@@ -65,9 +65,17 @@ class TransferChannel:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def start(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> None:
-        """Begin to write, and to hand what is read to `receive`. closed: is called at the end."""
-        start_thread("transfer messages", self._read, receive, closed, name="dsjax-transfer-read")
-        start_thread("transfer messages", self._write, name="dsjax-transfer-write")
+        """Begin to write, and to hand what is read to `receive`. closed: is called at the end.
+
+        Raises:
+            RuntimeError: the system has no thread left; the connection is closed.
+        """
+        try:
+            start_thread("transfer messages", self._read, receive, closed, name="dsjax-transfer-read")
+            start_thread("transfer messages", self._write, name="dsjax-transfer-write")
+        except RuntimeError:
+            self.close()
+            raise
 
     def send(self, message: Any) -> None:
         """Queue a message."""
@@ -180,7 +188,11 @@ class TransferListener:
             self._channels.discard(channel)
 
         self._channels.add(channel)
-        channel.start(peer.receive, leave)
+        try:
+            channel.start(peer.receive, leave)
+        except RuntimeError:
+            leave()
+            raise
 
     def _objection(self, hello: Any) -> str:
         if not isinstance(hello, Greeting) or hello.version != VERSION:
@@ -203,17 +215,13 @@ def connect_to(
         OSError, EOFError, msgspec.MsgspecError: it cannot be reached, or is something else. UserError: the address is none, or it refuses,
             or one of the two sides does not belong to the other's deployment.
     """
-    connection = connect(split_address(address), service, credentials, _CONNECT_SECONDS)
-    try:
+    with closed_on_failure(connect(split_address(address), service, credentials, _CONNECT_SECONDS)) as connection:
         connection.settimeout(_CONNECT_SECONDS)
         write(connection, Greeting(VERSION, plain(space)))
         answer = read(connection)
         if not isinstance(answer, GreetingAnswer) or answer.error:
             raise UserError(answer.error if isinstance(answer, GreetingAnswer) else "it is no prefill engine")
         connection.settimeout(None)
-    except BaseException:
-        connection.close()
-        raise
     return connection, answer.transport
 
 

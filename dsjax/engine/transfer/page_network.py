@@ -14,8 +14,10 @@ from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
     CancelTransfer,
     Chunk,
+    FlushPages,
     PrefillLink,
     PrefillRequest,
+    ReleaseChunk,
     ToDecode,
     ToPrefill,
     TransferFailed,
@@ -23,6 +25,7 @@ from dsjax.engine.transfer.messages import (
 from dsjax.engine.transfer.page_channel import PAGES, TransferChannel, TransferListener, connect_to
 from dsjax.engine.transfer.prefill_service import PrefillEndpoint
 from dsjax.hosts.credentials import Credentials, local_credentials
+from dsjax.hosts.secure_channel import closed_on_failure
 from dsjax.hosts.wire import split_address
 
 if TYPE_CHECKING:
@@ -138,8 +141,8 @@ class RemoteLink(PrefillLink):
         with self._lock:
             if self._channel is not None:
                 self._channel.send(message)
-            elif isinstance(message, PrefillRequest | CancelTransfer) and not self._closed:
-                # Of all other messages the prefill side has forgotten what they are about.
+            elif not isinstance(message, ReleaseChunk) and not self._closed:
+                # Of a chunk the prefill side has forgotten everything: it has dropped those of the connection that is lost.
                 self._outbox.append(message)
                 if not self._connecting:
                     self._connecting = True
@@ -161,12 +164,15 @@ class RemoteLink(PrefillLink):
         channel, reason = None, ""
         try:
             connection, _ = connect_to(self.address, self._space, PAGES, self._credentials)
-            channel = TransferChannel(connection)
+            with closed_on_failure(connection):
+                channel = TransferChannel(connection)
         except Exception as error:  # whatever it is: what was asked for must not wait for an answer
             reason = f"the prefill engine at {self.address} cannot be reached: {error}"
         with self._lock:
             self._connecting, outbox, self._outbox = False, self._outbox, []
-            if channel is not None:
+            if channel is None:
+                self._outbox = _kept(outbox)
+            else:
                 for message in outbox:
                     channel.send(message)
                 if self._closed:
@@ -182,7 +188,7 @@ class RemoteLink(PrefillLink):
     def _give_up(self, error: Exception) -> None:
         """Release who waits for an answer over a connection that could not be made."""
         with self._lock:
-            self._connecting, self._outbox, self._channel = False, [], None
+            self._connecting, self._outbox, self._channel = False, _kept(self._outbox), None
         self.receive(TransferFailed("", f"the prefill engine at {self.address} cannot be reached: {error}"))
 
     def _take(self, message: Any) -> None:
@@ -194,6 +200,11 @@ class RemoteLink(PrefillLink):
             if self._channel is channel:
                 self._channel = None
         self.receive(TransferFailed("", f"the connection to the prefill engine at {self.address} is lost"))
+
+
+def _kept(outbox: Sequence[ToPrefill]) -> list[ToPrefill]:
+    """What the next connection still has to bring: a prefill engine that could not be reached has pages that nobody may find any more."""
+    return [message for message in outbox if isinstance(message, FlushPages)][:1]
 
 
 def handoff(address: str, room: int | None = None) -> dict[str, str]:

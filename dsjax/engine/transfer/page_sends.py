@@ -44,7 +44,7 @@ class PageSends(PageSource):
         self._sends.pop(request, None)
 
     def has_work(self) -> bool:
-        """Whether pages wait, and there is room for them in chunks."""
+        """Whether pages wait, and there is room for a chunk of them."""
         return any(waiting and self._buffers.room(rank) > 0 for rank, waiting in enumerate(self.waiting))
 
     def has_waiting(self, send: PageSend) -> bool:
@@ -66,16 +66,19 @@ class PageSends(PageSource):
         if send.next < end:
             pages = request.pages[send.next : end]
             self.ranks[rank].pool.hold(pages)
-            self.waiting[rank].append((send, send.next, pages))
+            waiting = self.waiting[rank]
+            if waiting and waiting[-1][0] is send:  # what has found no room goes into one chunk with what follows it
+                waiting[-1][2].extend(pages)
+            else:
+                waiting.append((send, send.next, pages))
             send.next = end
 
     def begin_rank(self, rank: int, now: float) -> None:
         """Put pages into chunks, as far as there is room. They are copied before anything else of this plan happens to them."""
         waiting, pool = self.waiting[rank], self.ranks[rank].pool
-        while waiting and (room := self._buffers.room(rank)) > 0:
+        while waiting and self._buffers.room(rank) > 0:
             send, first, pages = waiting.popleft()
-            most = min(CHUNK_PAGES, room)
-            some, rest = pages[:most], pages[most:]
+            some, rest = pages[:CHUNK_PAGES], pages[CHUNK_PAGES:]
             if rest:
                 waiting.appendleft((send, first + len(some), rest))
             number = self._buffers.begin(rank, send, first, len(some))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.transfer.messages import MOST_KEPT, Chunk, ChunkGoneError, ChunkReady, ToDecode
+from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, Chunk, ChunkGoneError, ChunkReady, ToDecode
 
 
 @dataclass(eq=False)
@@ -87,7 +87,7 @@ class _Buffer:
 
 
 class SendBuffers:
-    """Counts a rank's pages in chunks, from the plan that has them gathered until the chunk goes.
+    """Counts a rank's chunks, from the plan that has their pages gathered until the chunk goes.
 
     The engine's thread begins, cancels and expires; the executor's thread says what is ready; those who pull take and release from threads
     of their own.
@@ -105,12 +105,10 @@ class SendBuffers:
         timeout: float,
         offer: Callable[[PageSend, ChunkReady], None],
         clock: Callable[[], float],
-        most_kept: int = MOST_KEPT,
         tickets: ChunkTickets | None = None,
     ):
         self.timeout, self.tickets = timeout, tickets or ChunkTickets()
         self._offer, self._clock = offer, clock
-        self._most_kept = most_kept
         self._gone: list[int] = []
         self._buffers: dict[int, _Buffer] = {}
         self._numbers = itertools.count(1)
@@ -121,7 +119,7 @@ class SendBuffers:
     def reset(self, keepers: Sequence[Keeper]) -> None:
         """Keep no chunk any longer: another executor is to make them, on ranks with these keepers."""
         with self._lock:
-            self._keepers, self._room = list(keepers), [self._most_kept] * len(keepers)
+            self._keepers, self._room = list(keepers), [MOST_KEPT // CHUNK_PAGES] * len(keepers)
             self._buffers.clear()
             self._gone.clear()
 
@@ -133,17 +131,18 @@ class SendBuffers:
     @property
     def num_pages_kept(self) -> int:
         """Pages of all ranks in chunks that have not gone."""
-        return self._most_kept * len(self._room) - sum(self._room)
+        with self._lock:
+            return sum(buffer.offer.count for buffer in self._buffers.values())
 
     def room(self, rank: int) -> int:
-        """Count the further pages of a rank that may go into chunks now."""
+        """Count the further chunks of a rank that may be made now. One with a single page takes as much memory as a full one."""
         return self._room[rank]
 
     def begin(self, rank: int, send: PageSend, first: int, count: int) -> int:
         """Have pages go into a new chunk, and return its number."""
         with self._lock:
             number = next(self._numbers) % 2**31
-            self._room[rank] -= count
+            self._room[rank] -= 1
             address = self._keepers[rank].address
             if address:
                 address = f"{address}#{self.tickets.ticket(number)}"
@@ -227,6 +226,6 @@ class SendBuffers:
     def _drop(self, number: int) -> None:
         buffer = self._buffers.pop(number, None)
         if buffer is not None:
-            self._room[buffer.rank] += buffer.offer.count
+            self._room[buffer.rank] += 1
             if self._keepers[buffer.rank].elsewhere:
                 self._gone.append(number)

@@ -201,14 +201,19 @@ ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingAr
   const ffi::AnyBuffer out = call.result(0);
   const int64_t ranks = call.setting<int64_t>("ranks");
   const bool gathers = call.setting<bool>("gathers");
-  Part part{*call.values<int32_t>(1), static_cast<const char*>(call.data(0)), static_cast<char*>(out.untyped_data()),
-            [promise]() mutable { promise.SetAvailable(); }};
-  const int32_t group = *call.values<int32_t>(2);
-  if (!call.fits()) {
+  const ffi::AnyBuffer rows = call.array(0);
+  const int32_t *place = call.values<int32_t>(1), *group = call.values<int32_t>(2);
+  // All that is looked at here is of the program, and the same on every device: where it does not fit, no device waits for another.
+  if (!call.fits() || ranks < 1 || out.size_bytes() % ranks || rows.size_bytes() * (gathers ? ranks : 1) != out.size_bytes()) {
     promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "an exchange was given other arrays or settings than it takes"));
     return future;
   }
-  Meetings::here().arrive(run.run_id, group, ranks, out.size_bytes() / ranks, gathers, std::move(part),
+  Part part{*place, static_cast<const char*>(rows.untyped_data()), static_cast<char*>(out.untyped_data()), [promise](bool met) mutable {
+              if (met) return promise.SetAvailable();
+              promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                                          "the devices of an exchange had not the places 0 to ranks - 1, each of them once"));
+            }};
+  Meetings::here().arrive(run.run_id, *group, ranks, out.size_bytes() / ranks, gathers, std::move(part),
                           [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }

@@ -18,20 +18,26 @@
 namespace dsjax {
 
 // A device's part in an exchange. `from` holds one block for all (a gather) or one for each device, `to` has room for a block from each;
-// both stay as they are until `proceed` is called.
+// both stay as they are until `proceed` is called, with whether all devices had places of their own; `to` has nothing where they had not.
 struct Part {
   long rank;
   const char* from;
   char* to;
-  std::function<void()> proceed;
+  std::function<void(bool)> proceed;
 };
 
 class Meeting {
  public:
-  Meeting(long ranks, size_t block, bool gathers) : ranks_(ranks), block_(block), gathers_(gathers) { parts_.reserve(ranks); }
+  Meeting(long ranks, size_t block, bool gathers) : ranks_(ranks), block_(block), gathers_(gathers), taken_(ranks) { parts_.reserve(ranks); }
 
-  // Notes that a device has come, and gives how many came before it. Under the lock of `Meetings`.
+  // Notes that a device has come, and gives how many came before it. Under the lock of `Meetings`. A device whose place is none, or another
+  // one's, is counted too: the others must not wait for it, and hear with it that the exchange has failed.
   long enter(Part part) {
+    if (part.rank < 0 || part.rank >= ranks_ || taken_[part.rank]) {
+      part.rank = nowhere, failed_ = true;
+    } else {
+      taken_[part.rank] = true;
+    }
     parts_.push_back(std::move(part));
     return static_cast<long>(parts_.size()) - 1;
   }
@@ -48,17 +54,22 @@ class Meeting {
 
   // Has devices go on until all do. Any number of threads may call this.
   void proceed() {
-    for (long place; (place = next_.fetch_add(1, std::memory_order_relaxed)) < ranks_;) parts_[place].proceed();
+    for (long place; (place = next_.fetch_add(1, std::memory_order_relaxed)) < ranks_;) parts_[place].proceed(!failed_);
   }
 
  private:
+  static constexpr long nowhere = -1;
+
   void copy(const Part& source, const Part& target) const {
+    if (source.rank == nowhere || target.rank == nowhere) return;
     std::memcpy(target.to + source.rank * block_, source.from + (gathers_ ? 0 : target.rank * block_), block_);
   }
 
   const long ranks_;
   const size_t block_;
   const bool gathers_;
+  bool failed_ = false;
+  std::vector<bool> taken_;
   std::vector<Part> parts_;  // never moved: room for all is there from the beginning
   std::atomic<long> copied_{0}, next_{0};
 };

@@ -84,9 +84,10 @@ class _Clocked:
 def _engine(
     instance: Instance, batch: float, tokens: float, longest: int, *, one_token: bool = False
 ) -> SimulatedEngine:
+    """tokens: most prompt tokens of a step. Decodes are in the engine's budget too, so that it is larger by them, as in a recipe."""
     work = instance.workload
-    seqs = max(1, math.ceil(batch))
-    step_tokens = max(seqs, math.ceil(tokens))
+    seqs, chunk = max(1, math.ceil(batch)), math.ceil(tokens)
+    step_tokens = max(seqs, chunk) if one_token else chunk + seqs
     prices = _prices(instance, step_tokens, 0 if one_token else instance.options.drafts)
     cache = int(instance.memory.cache_tokens.value)
     return SimulatedEngine(
@@ -94,6 +95,7 @@ def _engine(
         instance.replicas,
         seqs=seqs,
         step_tokens=step_tokens,
+        chunk=chunk,
         cache_tokens=cache,
         longest=min(longest, cache),
         sharing=work.prefix_hit > 0,

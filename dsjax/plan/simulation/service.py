@@ -51,7 +51,8 @@ class SimulatedEngine:
     """One instance under the engine's scheduler: aggregated serving, or the prefill side (outputs of one token).
 
     gaps: (begin, seconds, decodes) of each step with decodes: a running request waits so long for its next token. made: tokens that a
-    step yields for a request; with drafts more than one, so that a request takes as many steps fewer.
+    step yields for a request; with drafts more than one, so that a request takes as many steps fewer. step_tokens: most of a step, decodes
+    among them; chunk: most of one prompt in a step, by default as many.
     """
 
     def __init__(
@@ -64,13 +65,14 @@ class SimulatedEngine:
         cache_tokens: int,
         longest: int,
         sharing: bool,
+        chunk: int | None = None,
         one_token: bool = False,
         made: float = 1.0,
     ):
         config = SchedulerConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=max(seqs, step_tokens),
-            prefill_chunk=max(seqs, step_tokens),
+            prefill_chunk=chunk or max(seqs, step_tokens),
             max_prefill_rows=step_tokens,
             page_size=PAGE,
             pages_per_rank=max(2, cache_tokens // PAGE + 1),

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,13 +12,13 @@ from typer.testing import CliRunner
 from dsjax.bench.network import command, programs
 from dsjax.bench.network.options import CollectiveGrid, VerdictOptions
 from dsjax.bench.network.programs import CollectiveProgram, device_groups, device_pairs
-from dsjax.bench.network.run import CollectiveCase, cases, check_cluster, expect, run_cases, sample
+from dsjax.bench.network.run import CollectiveCase, cases, check_cluster, expect, run_cases, sample, why_not
 from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.hosts.rendezvous import GroupError
 from dsjax.options import OptionError
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.measured_network import read_network
+from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE, read_network
 from sharding import MeshSpec
 
 CLUSTER = """
@@ -142,9 +143,34 @@ def test_a_process_without_a_device_in_a_pair_waits_for_the_others(monkeypatch):
     monkeypatch.setattr(type(pair), "takes_part", False)
     monkeypatch.setattr(CollectiveProgram, "loop", lambda program: pytest.fail("it has no device there"))
     grid = CollectiveGrid(only="send_receive", pair_sizes="64", repeats=1)
-    told = {"samples": [[0.0], [6.0]], "correct": [True, True], "each": [1.0], "free": [1e12]}
+    told = {"samples": [[0.0], [6.0]], "correct": [True, True], "each": [1.0], "free": [["host", 1, 1e12]]}
     found = run_cases(cases([pair], grid), grid, jnp.dtype("float32"), None, lambda stage, own: told[stage])
     assert found.rows[0].samples == (3.0,)
+
+
+def test_processes_of_one_host_share_its_memory_and_those_of_several_do_not():
+    (pair,) = device_pairs(MeshSpec.parse("dp=2").build())
+    case = CollectiveCase(pair, "send_receive", 1 << 30)
+    program = CollectiveProgram(pair, "send_receive", case.size, jnp.dtype("float32"))
+
+    def reason(hosts):
+        return why_not(case, program, [], 20.0, lambda stage, own: [[host, 2, 10e9] for host in hosts])
+
+    assert reason(["one"] * 4) == "needs 17.2 GB, and 10.0 GB are free"
+    assert reason(["one", "two", "three", "four"]) is None
+
+
+@pytest.mark.parametrize("collective", [*COLLECTIVES, SEND_RECEIVE])
+def test_a_loop_takes_no_more_memory_than_was_reckoned_before_it_was_made(collective, monkeypatch):
+    if collective == "ragged_all_to_all":
+        pytest.skip("the CPU has none")
+    (group,) = device_pairs(MeshSpec.parse("dp=2").build())
+    program = CollectiveProgram(group, collective, 1 << 20, jnp.dtype("float32"))
+    compiled, compile = [], jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *some: compiled.append(compile(*some)) or compiled[-1])
+    program.loop()(3)
+    (memory,) = [one.memory_analysis() for one in compiled]
+    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= program.memory + 4096
 
 
 @pytest.mark.parametrize("what", [KeyboardInterrupt(), GroupError("process 1 has gone away")])

@@ -1,6 +1,5 @@
 """`dsjax dynamo` without Dynamo: what it says, and what it chooses for the frontend."""
 
-import importlib.util
 import math
 import signal
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from with_dynamo import WITH_DYNAMO
 
 from dsjax.dynamo.command import DEADLINE, DRAIN, allow_shutdown, choose_parsers, runtime_config
 from dsjax.engine.text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def test_dynamo_gives_requests_as_long_to_finish_as_the_option_says():
 
 @pytest.mark.dynamo
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed")
+@WITH_DYNAMO
 def test_a_signal_while_it_compiles_ends_it_cleanly_and_at_once(tmp_path):
     """Dynamo waits for a start, and after its time limit calls C's `exit`, on which XLA's threads crash."""
     from demo_crowd import options
@@ -72,7 +72,7 @@ def test_a_signal_while_it_compiles_ends_it_cleanly_and_at_once(tmp_path):
 
 
 @pytest.mark.dynamo
-@pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed")
+@WITH_DYNAMO
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -89,7 +89,7 @@ def test_dynamos_own_options_are_refused_in_one_line(arguments, message):
 
 
 @pytest.mark.dynamo
-@pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed")
+@WITH_DYNAMO
 def test_an_endpoint_is_taken_apart_and_found_in_the_namespace_by_default():
     from dsjax.dynamo.command import TOOL_CALL_PARSERS
 
@@ -102,7 +102,7 @@ def test_an_endpoint_is_taken_apart_and_found_in_the_namespace_by_default():
     assert set(TOOL_CALL_PARSERS.values()) <= set(get_tool_parser_names())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed")
+@WITH_DYNAMO
 def test_a_prefill_worker_on_loopback_says_that_other_hosts_do_not_reach_it():
     from dsjax.dynamo.prefill import _reached_at
 

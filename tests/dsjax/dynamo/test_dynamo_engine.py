@@ -1,12 +1,12 @@
 """The workers as Dynamo calls them, without its runtime, over fake devices: what is cancelled, and what comes while a worker ends."""
 
 import asyncio
-import importlib.metadata
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from with_dynamo import WITH_DYNAMO
 
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import EngineParts
@@ -23,9 +23,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [
     pytest.mark.dynamo,
-    pytest.mark.skipif(
-        not any(importlib.metadata.distributions(name="ai-dynamo-runtime")), reason="NVIDIA Dynamo is not installed"
-    ),
+    WITH_DYNAMO,
 ]
 
 PROMPT = {"token_ids": [1, 2, 3]}
@@ -151,11 +149,11 @@ def test_a_decode_worker_waits_no_longer_for_the_end_of_a_request_that_has_ended
 
 def test_the_router_hears_that_a_prefill_worker_has_sent_the_pages_that_found_no_room_at_first():
     _, engine, used = prefill_worker()
-    engine.buffers._room = [6]
+    engine.buffers._room = [2]
     heard = []
     engine.post(prefill_request("a", range(49)), heard.append)
     turns(engine)
-    assert used == {0: 6}, "of 12 pages"
+    assert used == {0: 8}, "of 12 pages"
     steps = engine.core.executor.steps
     for _ in range(2):
         for message in heard:
@@ -183,3 +181,33 @@ def test_a_prefill_worker_hands_on_what_the_frontend_says_of_a_prompt():
     [chunk] = run(main())
     assert (chunk["finish_reason"], chunk["disaggregated_params"]) == ("length", {"address": "here"})
     assert handed == [([1, 2, 3], {"salt": "mine", "priority": -3, "room": 7, "dp_rank": 1})]
+
+
+def test_ranks_that_a_smaller_mesh_has_not_are_told_as_full_and_hold_nothing():
+    from dsjax.dynamo.worker import LoadReports
+
+    def loads(*used):
+        return [
+            SimpleNamespace(rank=rank, used_pages=pages, usable_pages=8, queried=0, hits={})
+            for rank, pages in enumerate(used)
+        ]
+
+    told, reports = [], LoadReports(3)
+    publish = lambda rank, seen: told.append((rank, seen.kv_used_blocks, seen.kv_total_blocks))  # noqa: E731
+    reports.publisher = SimpleNamespace(publish=publish)
+    reports.publish(loads(2, 2, 2))
+    told.clear()
+    for _ in range(2):
+        reports.publish(loads(0))
+    assert told == [(1, 8, 8), (2, 8, 8), (0, 0, 8)]
+    assert not reports.holds_pages
+    reports.publish(loads(0, 1, 1))
+    assert told[3:] == [(1, 1, 8), (2, 1, 8)]
+
+
+def test_asking_for_help_makes_no_engine_and_is_no_error():
+    from dsjax.dynamo.worker import Worker
+
+    with pytest.raises(SystemExit) as ended:
+        run(Worker.from_args(["--help"]))
+    assert ended.value.code == 0

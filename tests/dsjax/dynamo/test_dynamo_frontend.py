@@ -1,6 +1,5 @@
 """Dynamo's real frontend and KV router before two dsjax workers: every answer is the engine's own, also when a worker is killed."""
 
-import importlib.metadata
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +9,11 @@ import numpy as np
 import openai
 import pytest
 from demo_crowd import CLIENTS, NEW_TOKENS, one_device, options, prompt
+from with_dynamo import WITH_DYNAMO
 
 pytestmark = [
     pytest.mark.dynamo,
-    pytest.mark.skipif(
-        not any(importlib.metadata.distributions(name="ai-dynamo-runtime")), reason="NVIDIA Dynamo is not installed"
-    ),
+    WITH_DYNAMO,
     pytest.mark.slow,
 ]
 

@@ -1,16 +1,16 @@
 """Dynamo's frontend before a prefill and a decode worker on meshes of different shapes: every answer is that of one engine."""
 
-import importlib.util
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 from demo_crowd import one_device, options
+from with_dynamo import WITH_DYNAMO
 
 pytestmark = [
     pytest.mark.dynamo,
-    pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="NVIDIA Dynamo is not installed"),
+    WITH_DYNAMO,
     pytest.mark.slow,
 ]
 

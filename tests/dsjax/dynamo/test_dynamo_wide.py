@@ -1,7 +1,6 @@
 """Dynamo's frontend before workers whose meshes span two processes: aggregated, and a prefill and a decode side."""
 
 import contextlib
-import importlib.metadata
 import json
 import signal
 import urllib.request
@@ -10,13 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 from demo_crowd import one_device, options
+from with_dynamo import WITH_DYNAMO
 
-# By its distribution: this folder of tests is called dynamo too.
 pytestmark = [
     pytest.mark.dynamo,
-    pytest.mark.skipif(
-        not any(importlib.metadata.distributions(name="ai-dynamo-runtime")), reason="NVIDIA Dynamo is not installed"
-    ),
+    WITH_DYNAMO,
     pytest.mark.slow,
 ]
 

@@ -12,7 +12,7 @@ from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.transfer.messages import PrefillRequest
+from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, PrefillRequest
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
 
 
@@ -149,7 +149,7 @@ class Pair:
             assert not engine.core.scheduler.num_unfinished
             for index, rank in enumerate(engine.core.scheduler.ranks):
                 assert rank.pool.num_used == 0
-                assert engine.buffers.room(index) == 256
+                assert engine.buffers.room(index) == MOST_KEPT // CHUNK_PAGES
 
 
 def prompts(count, seed=0, longest=80):

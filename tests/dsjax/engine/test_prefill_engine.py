@@ -17,6 +17,8 @@ from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import (
+    CHUNK_PAGES,
+    MOST_KEPT,
     CancelTransfer,
     ChunkReady,
     PrefillRequest,
@@ -283,24 +285,24 @@ def test_an_engine_that_ends_ends_its_prefill_threads():
 
 def test_when_decode_takes_nothing_prefill_keeps_so_much_and_no_more():
     pair = Pair(pages=(65, 129))
-    pair.engines[0].buffers._room = [6]
+    pair.engines[0].buffers._room = [2]
     pair.core.executor.chunks_take = None
     requests = [pair.add(f"{i}", [i] * 50) for i in range(4)]
     for _ in range(60):
         pair.turn()
     assert pair.engines[0].buffers.room(0) == 0
-    assert sum(lease.offer.count for lease in pair.engines[0].buffers._buffers.values()) == 6
+    assert pair.engines[0].buffers.num_kept == 2
     pair.core.executor.chunks_take = 0
     pair.run()
     assert [request.output_token_ids for request in requests] == [expected_tokens([i] * 50, 6) for i in range(4)]
-    pair.engines[0].buffers._room = [256]
+    pair.engines[0].buffers._room = [MOST_KEPT // CHUNK_PAGES]
     pair.settle()
 
 
 def test_a_prefill_engine_that_can_do_nothing_until_decode_takes_pages_waits_for_that():
     pair = Pair(pages=(17, 129))
     [engine] = pair.engines
-    engine.buffers._room, pair.core.executor.chunks_take = [6], None
+    engine.buffers._room, pair.core.executor.chunks_take = [2], None
     requests = [pair.add(f"{i}", [i] * 50) for i in range(4)]
     for _ in range(60):
         pair.turn()

@@ -10,12 +10,17 @@ import shutil
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from deployments import KEY, OTHER, address_of, listening, make_certificates, relay
 
+from dsjax.engine.elastic import weight_peers
+from dsjax.engine.pipeline import process_links
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
+from dsjax.hosts import link_monitor, rendezvous
 from dsjax.hosts.cluster_key import ClusterKey
 from dsjax.hosts.credentials import CredentialOptions, Credentials
 from dsjax.hosts.secure_channel import (
@@ -367,3 +372,51 @@ def test_every_service_is_listed_and_documented():
     assert {"links", "experts"} <= found <= set(SERVICES)
     listed = ", ".join(f"`{name}`" for name in SERVICES)
     assert f"(a *service*: {listed})" in (root / "docs/security.md").read_text()
+
+
+class Member(NamedTuple):
+    address: str
+    port: int
+
+
+class Unusable:
+    """A connection that was greeted, and then ends."""
+
+    def __init__(self):
+        self.is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+    def fail(self, *arguments, **options):
+        raise ConnectionResetError("it has ended")
+
+    keep_alive = settimeout = send = fail
+
+
+@pytest.mark.parametrize("module", [weight_peers, process_links, rendezvous, link_monitor])
+def test_a_connection_that_ends_before_anybody_has_it_is_closed(module, monkeypatch):
+    made = []
+    monkeypatch.setattr(module, "connect", lambda *some: made.append(Unusable()) or made[-1])
+    options = SimpleNamespace(
+        heartbeat_timeout=5, process_id=1, coordinator=("here", 1), coordinator_text="here:1", start_timeout=0
+    )
+    group = SimpleNamespace(credentials=None, options=options)
+    if module is weight_peers:
+        peers = object.__new__(weight_peers.WeightPeers)
+        peers._addresses, peers._group, peers._seconds, peers._generation = {0: ("here", 1)}, group, 1.0, 0
+        assert peers._connect(0) is None
+    elif module is process_links:
+        links = object.__new__(process_links.ProcessLinks)
+        links._group = group
+        with pytest.raises(ConnectionResetError):
+            links._connect(("here", 1), b"", "hidden")
+    elif module is rendezvous:
+        with pytest.raises(rendezvous.GroupError, match="it has ended"):
+            rendezvous._connect(options, None)
+    else:
+        monitor = link_monitor.LinkMonitor(group, 1.0)
+        with pytest.raises(ConnectionResetError):
+            monitor._probe(Member("here", 1), None, None)
+    assert made
+    assert all(one.is_closed for one in made)

@@ -459,6 +459,29 @@ def exchanges(kernels, axes, *, beside_a_collective):
     return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False))
 
 
+@pytest.mark.parametrize("places", [[0, 1, 7, 3], [0, 1, -1, 3], [0, 1, 1, 3]])
+@pytest.mark.parametrize("gathers", [True, False])
+def test_devices_whose_places_are_not_all_different_fail_and_none_waits_for_them(kernels, places, gathers):
+    mesh = MeshSpec.parse("dp=4").build()
+
+    def run(rows, place):
+        return kernels.native.exchange(rows, place[0], jnp.int32(0), ranks=4, gathers=gathers)
+
+    spread = P(mesh.axis_names)
+    exchange = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False))
+    rows = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
+    with pytest.raises(Exception, match="had not the places 0 to ranks - 1"):
+        jax.block_until_ready(exchange(rows, np.array(places, np.int32)))
+    found = np.asarray(exchange(rows, np.arange(4, dtype=np.int32)))
+    expected = np.tile(rows, (4, 1)) if gathers else rows.reshape(4, 4, 3).swapaxes(0, 1).reshape(16, 3)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_rows_that_are_no_equal_blocks_are_refused_as_the_program_is_made(kernels):
+    with pytest.raises(ValueError, match="6 rows are exchanged between 4 devices"):
+        kernels.native.exchange(jnp.zeros((6, 2)), jnp.int32(0), jnp.int32(0), ranks=4, gathers=False)
+
+
 @pytest.mark.parametrize(("axes", "beside_a_collective"), [(("ep", "tp"), True), (("ep",), False), (("dp",), False)])
 def test_rows_that_pass_in_memory_arrive_as_those_of_a_collective(kernels, axes, beside_a_collective):
     run = exchanges(kernels, axes, beside_a_collective=beside_a_collective)

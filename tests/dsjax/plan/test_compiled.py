@@ -263,6 +263,37 @@ def test_a_file_that_is_no_dry_run_is_refused(tmp_path):
         read_dry_run(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("at", "value", "reason"),
+    [
+        (("batch",), "96", "batch is '96', expected a whole number of at least 1"),
+        (("context",), 0, "context is 0"),
+        (("page_size",), 0, "page_size is 0"),
+        (("cache_tokens",), -16, "cache_tokens is -16"),
+        (("tokens_per_device",), 0, "tokens_per_device is 0, expected a number above 0"),
+        (("step",), "verify", "its step is 'verify', expected decode or prefill"),
+        (("target",), None, "target is None, expected text"),
+        (("parameters", "total"), "many", "total is 'many'"),
+        (("device_bytes", "temporaries"), 1.5, "temporaries is 1.5"),
+        (("costs", "flops_by_dtype", "bf16"), float("inf"), "bf16 is inf"),
+        (("collectives", 0, "ranks"), 1, "ranks is 1, expected a whole number of at least 2"),
+        (("collectives", 0, "times"), True, "times is True"),
+        (("timeline", "step", "low"), 9.0, "expected a value within its range"),
+    ],
+)
+def test_a_dry_run_that_was_edited_by_hand_is_refused_with_the_field(tmp_path, at, value, reason):
+    found = json.loads((FILES / "dp8-decode.json").read_text())
+    *way, last = at
+    place = found
+    for name in way:
+        place = place[name]
+    place[last] = value
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(found))
+    with pytest.raises(UserError, match=re.escape(reason)):
+        read_dry_run(path)
+
+
 def test_what_the_dry_run_writes_now_is_read(v3, tmp_path):
     report = dry_run(DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=4"), batch=2, context=64))
     path = tmp_path / "demo.json"

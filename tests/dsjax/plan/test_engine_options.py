@@ -110,6 +110,22 @@ def test_variables_of_nccl_are_read_from_its_parameters_and_from_what_asks_the_e
     assert nccl(tmp_path) == {"NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_CONF_FILE"}
 
 
+def test_variables_of_tensorrt_llm_are_read_from_all_forms_in_which_its_files_ask_for_them():
+    """The forms of the three files that `environment_from` names, of which the level of the log has single quotation marks."""
+    from tools.engine_options import variables_read
+
+    text = """
+        getIntEnv("TRTLLM_FORCE_XQA"); std::getenv("TRTLLM_ENABLE_PDL"); getSanitizedBlockSizeFromEnv(
+            "TLLM_MOE_A2A_COMBINE_BLOCK_SIZE"); TLLM_LOG_WARNING("TRTLLM_HINT is unknown");
+        os.environ.get('TLLM_LOG_LEVEL'), os.environ.get("TRTLLM_CAN_USE_DEEP_EP", "1")
+    """
+    found = variables_read(text)
+    assert found == [
+        "TRTLLM_FORCE_XQA", "TRTLLM_ENABLE_PDL", "TLLM_MOE_A2A_COMBINE_BLOCK_SIZE", "TLLM_LOG_LEVEL", "TRTLLM_CAN_USE_DEEP_EP",
+    ]  # fmt: skip
+    assert set(found) <= set(accepted("tensorrt-llm")["environment"])
+
+
 @pytest.mark.parametrize("engine", LAUNCHED)
 def test_no_engine_listens_to_everybody_and_a_key_comes_from_the_environment(ask, engine):
     for one in every_launch(ask, engine):
@@ -127,7 +143,7 @@ def test_a_script_wants_a_key_where_the_engine_can_ask_for_one(ask, engine, asks
     instance = question.instance(parse_layout("dp=8", 0, question.config), {})
     made = launch(engine, "m", instance, 4, 512, "prefill and decode", 1)
     path = tmp_path / "run.sh"
-    path.write_text(script({"notes": []}, engine, [made], "dsjax plan"))
+    path.write_text(script({"notes": []}, engine, [made], "dsjax plan --model 'two\nexit 7'"))
     # What the script would start is a program of the test's own, which prints what it was given.
     program = tmp_path / shlex.split(documented(engine)["program"])[0]
     program.write_text('#!/bin/sh\necho "$@"; env\n')

@@ -16,7 +16,7 @@ from dsjax.plan.percentiles import Slo, guide, within
 from dsjax.plan.question import Question
 from dsjax.plan.search import search
 from dsjax.plan.simulation.load import OfferedLoad, requests
-from dsjax.plan.workload import Objective, PlanOptions, RequestClass, Workload
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, RequestClass, Workload
 
 pytestmark = pytest.mark.slow  # all together
 
@@ -55,7 +55,19 @@ def test_the_search_is_guided_by_bounds_on_means_and_never_by_a_median():
     slos = [Slo.parse(text, TWO) for text in ("long:ttft-p95=900", "ttft-p50=100", "e2e-p99=7680")]
     found = guide(Objective(ttft=2.0), slos, TWO)
     assert found.ttft == 0.9
-    assert found.tpot == pytest.approx(7.68 / TWO.output.mean)
+    assert found.tpot == pytest.approx(7.68 / (TWO.output.mean - 1))
+
+
+def test_the_ttft_of_a_class_of_short_prompts_bounds_no_mean_of_all():
+    """The mean prompt of TWO has 1,229 tokens: a mean TTFT above 50 ms breaks no bound on prompts of 512."""
+    assert guide(Objective(), [Slo.parse("short:ttft-p95=50", TWO)], TWO) == Objective()
+
+
+def test_the_end_to_end_time_of_outputs_of_one_token_bounds_the_first():
+    one = Workload(Lengths(2000), Lengths(1))
+    assert guide(Objective(), [Slo.parse("e2e-p95=300", one)], one) == Objective(ttft=0.3)
+    two = Workload(Lengths(2000), Lengths(2))
+    assert guide(Objective(), [Slo.parse("e2e-p95=300", two)], two) == Objective(tpot=0.3)
 
 
 @pytest.fixture(scope="module")

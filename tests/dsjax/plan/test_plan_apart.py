@@ -13,9 +13,10 @@ from dsjax.hardware import load_hardware
 from dsjax.plan.apart import IN_TURN, ApartStep, _seconds
 from dsjax.plan.candidate import aggregated
 from dsjax.plan.engine import PUBLISHED, dsjax_engine
+from dsjax.plan.figure import exact
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
-from dsjax.plan.moves import moves
+from dsjax.plan.moves import in_one_process, moves, published_moves
 from dsjax.plan.pools import most_instances, pairs
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.recipe import published_beside
@@ -141,6 +142,19 @@ def test_our_moves_are_copies_that_the_host_begins_or_a_connection_to_each_host(
     assert far.one_call
     assert far.back.value == pytest.approx(8 * 8 * 50 * 2e4 / 1e9 + 152e-6, rel=1e-3), "the rows that are needed"
     assert farther.back.value == pytest.approx(far.back.value), "three connections to three hosts, at the same time"
+
+
+def test_experts_on_hosts_beside_those_with_attention_are_reached_over_the_network_whatever_their_device(ask):
+    cluster = ask("h200-32").cluster
+    beside = cluster.with_experts_on(cluster.hardware, 2)
+    assert not in_one_process(beside, beside.experts, 6)
+    assert moves(beside, beside.experts, 2, 4, 100, 50.0, (1e4, 2e4)).one_call
+    wide = ask("gb200-nvl72-36").cluster
+    apart = wide.with_experts_on(wide.hardware, 2)
+    near, far = (
+        published_moves(one, one.experts or one, 4, 8, 128.0, 8, (7392.0, 14336.0), exact(1.0)) for one in (wide, apart)
+    )
+    assert far.there.value > near.there.value, "the fast link does not join them"
 
 
 def test_rows_that_find_no_room_take_further_rounds(ask):

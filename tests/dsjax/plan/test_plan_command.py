@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ from dsjax.engine.contract.speculative import MOST_DRAFTS
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.errors import UserError
-from dsjax.plan.dynamo_graph import planned_graph
+from dsjax.plan.dynamo_graph import deployment_name, planned_graph
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.kubernetes import overlay
 from dsjax.plan.precision import precision
@@ -311,6 +312,38 @@ def test_dynamo_s_workers_are_on_the_hosts_of_their_side(ask):
     question = dataclasses.replace(question, cluster=dataclasses.replace(question.cluster, prefill=first))
     graph = planned_graph("pd", "deepseek-v3", question, search(question).winner, "dsjax plan")
     assert {side.kind: (side.hosts, side.devices) for side in graph.sides} == {"prefill": (4, 4), "decode": (2, 8)}
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("r1.yaml", "r1"),
+        ("R1 on H200.yaml", "r1-on-h200"),
+        ("2026-plan.yaml", "dsjax-2026-plan"),  # a service's name begins with a letter
+        ("prüfung².yaml", "pr-fung"),
+        ("---.yaml", "dsjax"),
+        ("a" * 60 + ".yaml", "a" * 40),
+    ],
+)
+def test_a_deployment_has_a_name_that_kubernetes_takes(file, name):
+    assert deployment_name(Path(file)) == name
+
+
+def test_a_model_that_pods_cannot_download_is_refused(ask, tmp_path):
+    question, winner = separated(ask, "deepseek-v2-lite", "dp=1", "dp=2", 0, counts=(2, 3))
+    for model in (str(tmp_path), "demo", 'org/name" && ls', "org/a b"):
+        with pytest.raises(UserError, match="expected a repository"):
+            planned_graph("pd", model, question, winner, "dsjax plan")
+
+
+def test_what_a_user_has_named_in_several_lines_stays_a_comment(ask):
+    question, winner = separated(ask, "deepseek-v2-lite", "dp=1", "dp=2", 0, counts=(2, 3))
+    cluster = dataclasses.replace(question.cluster, description="ours\nkind: Pod")
+    question = dataclasses.replace(question, cluster=cluster)
+    text = planned_graph("pd", "deepseek-v2-lite", question, winner, "dsjax plan --model 'a\nkind: Pod'").text()
+    head = text[: text.index("---")]
+    assert head.count("kind: Pod") == 2
+    assert all(line.startswith("#") for line in head.splitlines())
 
 
 def test_sides_of_a_recipe_take_one_another_s_pages(ask):

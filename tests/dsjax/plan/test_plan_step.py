@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dsjax.dryrun.prices import Assumed
 from dsjax.hardware import load_hardware
 from dsjax.model.mla_costs import mla_cost
 from dsjax.plan.chip import Chip
@@ -185,6 +186,16 @@ def test_dsjax_gathers_scatters_and_gathers_over_tp_in_each_layer_with_experts(v
     assert cut["combine"].value == pytest.approx(2 * half_a_sum(cluster, 8, 8 * row) * v3.num_moe_layers)
     apart = own_exchange(cluster, "gather", 8, 8, 8, row, exact(1.0)).value
     assert whole["combine"].value == pytest.approx((apart + half_a_sum(cluster, 8, 8 * row)) * v3.num_moe_layers)
+
+
+def test_a_collective_of_xlas_begins_in_a_plan_as_in_the_timeline_of_a_dry_run():
+    cluster = load_cluster("h100-32")
+    timeline = Assumed.of(cluster)
+    inside, between = (xla_collective(cluster, ranks, exact(0.0)) for ranks in (8, 32))
+    assert inside.value == timeline.fixed_inside.value < timeline.fixed_between.value
+    assert between.value == timeline.fixed_between.value + cluster.latency
+    assert "NVIDIA/nccl" in timeline.fixed_inside.source
+    assert "NVIDIA/nccl" not in Assumed.of(load_cluster("tpu-v6e-32")).fixed_inside.source
 
 
 def test_layouts_of_as_wide_experts_share_no_exchange_where_tp_differs(v3):

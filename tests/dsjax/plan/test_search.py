@@ -11,9 +11,10 @@ import pytest
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan import relief
+from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.explain import widening
-from dsjax.plan.limits import Forbidden, Remedy, bottlenecks, forbidden, on
+from dsjax.plan.limits import Forbidden, Remedy, _grown, bottlenecks, forbidden, on
 from dsjax.plan.prompts import MEAN_OF_STEPS
 from dsjax.plan.report import sentence, to_json
 from dsjax.plan.search import search
@@ -234,6 +235,23 @@ def test_weights_that_fit_nowhere_are_a_matter_of_memory(ask):
     assert reason.bound == "memory"
     assert {"memory of a device", "hosts"} == {remedy.resource for remedy in reason.remedies}
     assert "memory forbids it" in sentence(reason)
+
+
+def test_more_devices_are_those_that_are_left_out_first(ask):
+    few = PlanOptions(max_devices=4, redundant=0, modes=("aggregated",))
+    (reason,) = forbidden(search(ask("h200-16", options=few)))
+    assert {remedy.resource: remedy.factor for remedy in reason.remedies}["devices"] == 2
+
+
+def test_what_is_given_of_a_separated_service_holds_with_more_hosts_too(ask):
+    pins = Pins(prefill_count=1, decode_count=1)
+    (reason,) = forbidden(search(ask("tpu-v5e-32", options=PlanOptions(redundant=0, pins=pins))))
+    assert {"memory of a device", "hosts"} == {remedy.resource for remedy in reason.remedies}
+
+
+def test_more_hosts_are_of_every_kind():
+    grown = _grown(load_cluster("h800-16-h20-16"), 2)
+    assert (grown.num_devices, grown.prefill.num_devices) == (32, 32)
 
 
 def test_the_first_bottleneck_is_what_doubling_moves_most(ask):

@@ -18,12 +18,14 @@ from dsjax.plan.cluster import load_cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.recipe import serve_options
 from dsjax.plan.simulation import deployment
-from dsjax.plan.simulation.load import OfferedLoad, requests
+from dsjax.plan.simulation.load import Asked, OfferedLoad, requests
 from dsjax.plan.simulation.outcome import Spread
 from dsjax.plan.simulation.prices import Fastest, RankWork, StepPrices
 from dsjax.plan.simulation.reported import FIELDS, calibrated_report, reported, warm
 from dsjax.plan.simulation.run import simulate
+from dsjax.plan.simulation.service import Served
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
@@ -61,6 +63,26 @@ def test_a_step_through_stages_is_played_with_what_stages_add(candidate):
     assert prices.seconds(work) == pytest.approx(instance.decode_step(16).value, rel=0.035)
     assert prices.seconds(work) > instance.stage.decode_step(16).value + 0.006  # the host, which no other batch hides
     assert prices.seconds([RankWork()] * ranks) == 0
+
+
+def test_a_step_with_all_decodes_but_one_still_takes_a_whole_prompt(candidate):
+    """64 requests of a rank and prompts of 100 tokens, as many as a step may take: what starts it gives the decodes room beside them."""
+    found = candidate(batch=64, prompt=100, output=64)
+    found = aggregated(found.decode, 1, 64, 100)
+    engine = deployment._engine(found.decode, found.batch, found.prefill_tokens, 4096)
+    prompt = Asked(0.0, 100, 0, 200)  # none ends meanwhile
+    for number in range(63):
+        engine.add(Served(number, prompt, 0.0), 0.0)
+        engine.begin(0.0)
+        engine.end(0.0)
+    engine.add(Served(63, prompt, 0.0), 0.0)
+    engine.begin(0.0)
+    (rank,) = engine._plan.ranks
+    assert sum(row.length for row in rank.prefills) == 100
+    options = serve_options("deepseek-v3", found.decode, found.batch, found.prefill_tokens)
+    config = engine._scheduler.ranks[0].config
+    assert config.max_num_batched_tokens == int(options["--max-num-batched-tokens"]) == 164
+    assert config.prefill_chunk == int(options["--prefill-chunk"]) == 100
 
 
 @pytest.mark.parametrize(("mesh", "overlap"), [("dp=8", False), ("dp=8", True), ("tp=8,ep=1", False)])

@@ -60,7 +60,11 @@ class NixlTransport(Transport):
         """Copy a chunk into a buffer that others may read."""
         [device] = next(iter(chunk.values())).devices()
         buffer = self._sends.acquire(shapes_of(chunk), device)
-        buffer.write(chunk, number)
+        try:
+            buffer.write(chunk, number)
+        except BaseException:
+            buffer.close()  # its arrays may have been given up to a program that failed
+            raise
         with self._lock:
             self._published[number] = buffer
         return msgspec.msgpack.encode(Ticket(buffer.number, buffer.descriptions, buffer.memory, buffer.mark_memory))
@@ -85,12 +89,15 @@ class NixlTransport(Transport):
                 self._agent.read(address, theirs.memory, buffer.memory)
                 self._agent.read(address, theirs.mark, buffer.mark_memory)
         except BaseException:
-            self.disconnect(address)  # before the memory is given back that its process's data may still come to
-            buffer.close()
+            try:
+                self.disconnect(address)  # before the memory is given back that its process's data may still come to
+            finally:
+                buffer.close()
             raise
-        chunk = buffer.copied() if buffer.mark[0] == number else None
-        self._receives.release(buffer)
-        return chunk
+        try:
+            return buffer.copied() if buffer.mark[0] == number else None
+        finally:
+            self._receives.release(buffer)
 
     def disconnect(self, address: str) -> None:
         """Know nothing of a process any more that has gone."""

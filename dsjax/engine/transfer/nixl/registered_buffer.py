@@ -52,8 +52,14 @@ class RegisteredBuffer:
             self._find(),
             MemoryRegions(HOST, [Region(self.mark.ctypes.data, self.mark.nbytes)]),
         )
-        self._registered = [agent.register(memory) for memory in (self.memory, self.mark_memory)]
-        self.descriptions = [agent.describe(registered) for registered in self._registered]
+        self._registered: list[Any] = []
+        try:
+            for memory in (self.memory, self.mark_memory):
+                self._registered.append(agent.register(memory))
+            self.descriptions = [agent.describe(registered) for registered in self._registered]
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, chunk: Chunk, mark: int) -> None:
         """Copy a chunk into the arrays, and mark them as that chunk's."""

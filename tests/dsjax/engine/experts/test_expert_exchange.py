@@ -15,6 +15,7 @@ from layouts import TINY, prompts, write_checkpoint
 from dsjax import LLM
 from dsjax.engine.contract.commands import ReadLoads, StageExperts, int32s
 from dsjax.engine.device.expert_programs import pack_moves
+from dsjax.engine.experts import expert_exchange
 from dsjax.engine.experts.eplb import ExpertMover
 from sharding.layer_placement import exchange_rounds
 
@@ -45,6 +46,13 @@ def experts(llm: LLM, path: str) -> np.ndarray:
         by_expert[layer, row] = array[layer]
         np.testing.assert_array_equal(by_expert[layer, row], array[layer])
     return by_expert
+
+
+def test_the_balancer_is_told_the_hosts_of_a_copy_of_the_experts(llm, monkeypatch):
+    mover = llm.executor.extension(ExpertMover)
+    assert mover.slots.hosts == 1
+    monkeypatch.setattr(expert_exchange, "hosts_of_experts", lambda devices, ranks: devices.size // ranks + 1)
+    assert mover.slots.hosts == 2
 
 
 def expert_paths(llm: LLM) -> list[str]:

@@ -33,11 +33,13 @@ from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.transfer import page_channel, page_network
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
     CancelTransfer,
     ChunkGoneError,
     ChunkReady,
+    FlushPages,
     PrefillRequest,
     ReleaseChunk,
     TransferFailed,
@@ -407,6 +409,60 @@ def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_ke
     link.send(PrefillRequest("d", b"", 0, 1))
     until(lambda: len(messages) == 2)
     link.close()
+
+
+def test_a_flush_that_finds_no_prefill_engine_is_the_first_thing_that_the_next_connection_brings(monkeypatch):
+    server, transport = served()
+    flushed, reachable = [], []
+    server.engine.service.flush_core = lambda: flushed.append(True)
+    connect = page_network.connect_to
+
+    def connect_to(*arguments):
+        if not reachable:
+            raise OSError("no route")
+        return connect(*arguments)
+
+    monkeypatch.setattr(page_network, "connect_to", connect_to)
+    link, messages = linked(server, transport, page_size=4)
+    for _ in range(2):
+        link.send(FlushPages())
+        until(lambda: messages and not link._connecting)
+        assert "cannot be reached" in messages.pop().reason
+    reachable.append(True)
+    link.send(prefill_request("a", range(33)))
+    until(lambda: sum(message.count for message in messages) == 8)
+    assert flushed == [True]
+    link.send(FlushPages())
+    until(lambda: len(flushed) == 2)
+    link.close()
+    link.send(FlushPages())
+    assert link._outbox == []
+    server.shutdown()
+
+
+def test_a_connection_that_no_thread_can_be_had_for_is_closed(monkeypatch):
+    server, transport = served()
+    made, connect = [], page_network.connect_to
+    monkeypatch.setattr(page_network, "connect_to", lambda *some: made.append(connect(*some)) or made[-1])
+
+    def start_thread(*arguments, **options):
+        raise RuntimeError("can't start new thread")
+
+    link, messages = linked(server, transport, page_size=4)
+    link.send(prefill_request("a", range(33)))
+    until(lambda: sum(message.count for message in messages) == 8)
+    [(connection, _)] = made
+    link._channel.close()
+    until(lambda: link._channel is None)
+    with monkeypatch.context() as without:
+        without.setattr(page_channel, "start_thread", start_thread)
+        link.send(prefill_request("b", range(33)))
+        until(lambda: len(made) == 2 and not link._connecting)
+    assert link._channel is None
+    for connection, _ in made:
+        until(lambda connection=connection: connection._connection.fileno() == -1)
+    link.close()
+    server.shutdown()
 
 
 def test_nothing_is_kept_of_a_side_that_has_gone():

@@ -4,12 +4,14 @@ These are the tests of `transfer/transport.py`, `transfer/jax_transport.py`, `tr
 and `transfer/nixl/registered_buffer.py` too.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ from transports import EACH_BACKEND, NIXL
 
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer import transport as table
+from dsjax.engine.transfer.nixl import nixl_transport, registered_buffer
 from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.errors import UserError
 
@@ -70,6 +73,89 @@ def test_chunks_are_published_and_pulled_in_many_threads_at_once(ends):
 
     with ThreadPoolExecutor(8) as threads:
         assert sorted(threads.map(hand_over, range(1, 201))) == list(range(1, 201))
+
+
+class FakeAgent:
+    """Counts what is registered, and reads nothing."""
+
+    def __init__(self):
+        self.name, self.registered, self.fails = "fake", [], ""
+
+    def register(self, memory):
+        self.registered.append(memory)
+        return memory
+
+    def deregister(self, memory):
+        self.registered.remove(memory)
+
+    def describe(self, memory):
+        if self.fails == "describe":
+            raise RuntimeError("injected")
+        return b""
+
+    @contextlib.contextmanager
+    def reading(self, address, memory, descriptions):
+        yield
+
+    def read(self, address, theirs, ours):
+        if self.fails == "read":
+            raise ConnectionError("injected")
+
+    def disconnect(self, address):
+        raise RuntimeError("injected")
+
+
+@pytest.fixture
+def with_fake_agent(monkeypatch):
+    monkeypatch.setattr(nixl_transport, "Agent", FakeAgent)
+    return nixl_transport.NixlTransport(jax.devices()[0], "127.0.0.1")
+
+
+def test_a_buffer_that_a_chunk_could_not_be_copied_into_is_registered_no_longer(with_fake_agent, monkeypatch):
+    def fail(*arrays):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(registered_buffer, "_overwrite", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        with_fake_agent.publish(1, chunk(1))
+    assert with_fake_agent._agent.registered == []
+    with_fake_agent._agent.fails = "describe"
+    with pytest.raises(RuntimeError, match="injected"):
+        with_fake_agent.publish(2, chunk(2))
+    assert with_fake_agent._agent.registered == []
+
+
+def test_a_buffer_that_could_not_be_copied_out_of_is_used_again_and_one_that_was_not_read_is_not(
+    with_fake_agent, monkeypatch
+):
+    ticket = with_fake_agent.publish(1, chunk(1))
+    device, agent, pool = jax.devices()[0], with_fake_agent._agent, with_fake_agent._receives
+    monkeypatch.setattr(
+        registered_buffer.RegisteredBuffer, "copied", lambda self: (_ for _ in ()).throw(RuntimeError("no memory"))
+    )
+    first = pool.acquire(SHAPES, device)
+    first.mark[0] = 1  # as a read would have left it
+    pool.release(first)
+    with pytest.raises(RuntimeError, match="no memory"):
+        with_fake_agent.read("there", 1, ticket, SHAPES, device)
+    assert pool.acquire(SHAPES, device) is first
+    pool.release(first)
+    agent.fails, before = "read", len(agent.registered)
+    with pytest.raises(RuntimeError, match="injected"):  # what fails as the process is forgotten keeps no memory either
+        with_fake_agent.read("there", 1, ticket, SHAPES, device)
+    assert len(agent.registered) == before - 2
+
+
+def test_nothing_is_kept_of_a_chunk_that_jaxs_server_did_not_take(monkeypatch):
+    sender = open_transport("jax", jax.devices()[0], "127.0.0.1")
+
+    def await_pull(number, published):
+        raise RuntimeError("injected")
+
+    sender._server = SimpleNamespace(await_pull=await_pull)
+    with pytest.raises(RuntimeError, match="injected"):
+        sender.publish(1, chunk(1))
+    assert sender._tickets == {}
 
 
 def test_a_process_that_was_disconnected_can_be_pulled_from_again(ends):
