@@ -14,9 +14,19 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from sharding.cores import most_threads
 from sharding.dispatch.group import Parts, places_in
 
-TARGETS = ("experts", "dense", "norm", "absorbed_attention", "expanded_attention", "index_choice", "exchange")
+TARGETS = (
+    "experts",
+    "experts_together",
+    "dense",
+    "norm",
+    "absorbed_attention",
+    "expanded_attention",
+    "index_choice",
+    "exchange",
+)
 HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
 """What an expert's hidden values can be rounded to, in the order of the enumeration ``Hidden`` in ``native/experts.h``."""
 
@@ -68,28 +78,67 @@ class NativeKernels:
             ``dsjax.fp4.rows``. Rows are what the caller made of them.
         rows: ``[N, W]`` of four-byte elements, whose first D columns are float32 (``PackedRows`` are read where they lie).
         """
+        arguments, D, settings = self._of_experts(
+            stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers
+        )
+        gate_up = arguments[0]
+        out = jax.ShapeDtypeStruct((*ids_NK.shape, D) if apart else (ids_NK.shape[0], D), jnp.float32)
+        _, X, _, _, F = gate_up.shape
+        sizes = (X, D, F, *ids_NK.shape, gate_up.dtype.itemsize, apart)
+        return self._call("experts", out, sizes)(*arguments, **settings)[0]
+
+    def experts_together(
+        self,
+        stack: Mapping[str, Array],
+        layer: Int[Array, ""],
+        rows: Float[Array, "N D"],
+        ids_NK: Int[Array, "N K"],
+        weights_NK: Float[Array, "N K"],
+        place: Int[Array, ""],
+        group: Int[Array, ""],
+        *,
+        ranks: int,
+        held: int,
+        pieces: int = 1,
+        fp4_block: int = 0,
+        hidden: str = "float32",
+        powers: bool = False,
+    ) -> tuple[Float[Array, "N D"], Int[Array, "X"], Int[Array, ""]]:
+        """``experts`` of ``ranks`` devices of this process, without rows that travel: each device's are read where they lie.
+
+        ids_NK: number the experts of all devices, ``held`` of each; what ``stack`` has behind these is not used. place: this device's in
+            its group; group: which of the groups it is. The rest is as in ``experts``.
+
+        Returns the sums of this device's tokens; how many tokens of all devices each of its experts got; and how many tokens have any of
+        them. Two such calls of a program that are not one after the other for every device must differ in N.
+        """
+        arguments, D, settings = self._of_experts(
+            stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers
+        )
+        N, K = ids_NK.shape
+        out = [jax.ShapeDtypeStruct((N, D), jnp.float32), jax.ShapeDtypeStruct((held + 1,), jnp.int32)]
+        together = {"ranks": np.int64(ranks), "held": np.int64(held), "together": np.int64(min(ranks, most_threads()))}
+        sums, counts, _ = self._call("experts_together", out, (N, K, D))(
+            *arguments, place, group, **settings, **together
+        )
+        return sums, counts[:-1], counts[-1]
+
+    def _of_experts(self, stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers):
+        """What the calls for experts have in common: their first arguments, D, and settings."""
         gate_up, down = stack["gate_up.weight"], stack["down.weight"]
         none = jnp.zeros((1,), jnp.float32)
         scales = [
             stack.get(f"{name}.{part}", none) for part in ("scale", "global_scale") for name in ("gate_up", "down")
         ]
-        _, X, D, _, F = gate_up.shape
-        D *= 2 if fp4_block else 1
-        out = jax.ShapeDtypeStruct((*ids_NK.shape, D) if apart else (ids_NK.shape[0], D), jnp.float32)
-        return self._call("experts", out, (X, D, F, *ids_NK.shape, gate_up.dtype.itemsize, apart))(
-            gate_up,
-            down,
-            *scales,
-            layer.astype(jnp.int32),
-            rows,
-            ids_NK.astype(jnp.int32),
-            weights_NK.astype(jnp.float32),
-            threads=np.int64(self.threads),
-            pieces=np.int64(pieces),
-            fp4_block=np.int64(fp4_block),
-            hidden=np.int64(HIDDEN_FORMATS.index(hidden)),
-            powers=powers,
-        )[0]
+        routed = layer.astype(jnp.int32), rows, ids_NK.astype(jnp.int32), weights_NK.astype(jnp.float32)
+        settings = {
+            "threads": np.int64(self.threads),
+            "pieces": np.int64(pieces),
+            "fp4_block": np.int64(fp4_block),
+            "hidden": np.int64(HIDDEN_FORMATS.index(hidden)),
+            "powers": powers,
+        }
+        return (gate_up, down, *scales, *routed), gate_up.shape[2] * (2 if fp4_block else 1), settings
 
     def dense(
         self,
@@ -261,25 +310,34 @@ class NativeKernels:
 class ExchangeInMemory:
     """``sharding.dispatch.group.InMemory`` by the native kernels: rows pass between the devices of this process without a collective.
 
-    mesh_axes: all axes of the mesh.
+    mesh_axes: all axes of the mesh. together: whether these kernels compute a step's experts, so that a rank can have its tokens' terms
+        without an exchange.
     """
 
     kernels: NativeKernels
     mesh_axes: tuple[str, ...]
+    together: bool = False
 
     def __call__(
         self, rows_NW: Array, axes: tuple[str, ...], ranks: int, gathers: bool, parts: Parts | None = None
     ) -> Array:
         """Inside ``shard_map``: an exchange over ``axes``, which ``ranks`` devices have, or each of ``parts`` of theirs."""
-        others = tuple(axis for axis in self.mesh_axes if axis not in axes)
-        group, place = lax.axis_index(others), lax.axis_index(axes)
+        group, place = self.meeting(axes)
         if parts is not None:
             # Parts that have devices in common must not have a number in common: a part's is made of its first two members.
             size = len(parts) * ranks
             numbers = {rank: part[0] * size + part[1] for part in parts for rank in part}
             number = jnp.asarray([numbers[rank] for rank in range(size)], jnp.int32)[place]
-            group, place = group + lax.axis_size(others) * number, places_in(parts)[place]
+            group += lax.axis_size(self._others(axes)) * number
+            place = places_in(parts)[place]
         return self.kernels.exchange(rows_NW, place, group, ranks=ranks, gathers=gathers)
+
+    def meeting(self, axes: tuple[str, ...]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Inside ``shard_map``: which of the groups of devices along ``axes`` this device is in, and its place there."""
+        return lax.axis_index(self._others(axes)), lax.axis_index(axes)
+
+    def _others(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in self.mesh_axes if axis not in axes)
 
 
 @functools.cache

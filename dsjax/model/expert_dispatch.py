@@ -64,14 +64,7 @@ class ExpertDispatch:
         experts = of.block.moe.experts
         stack = experts.stored()
         specs = {name: self._expert_spec(experts, name) for name in stack}
-        product = ExpertProduct(
-            weight_dtype=experts.down.weight.info.dtype,
-            platform=mesh.devices.flat[0].platform,
-            mean_load=self.mean_load(tokens),
-            kernels=products.kernels,
-            scheme=products.scheme,
-            width_shares=spec.expert_width_shards,
-        )
+        product = self._product(self.mean_load(tokens))
         exchange = Exchange.of(
             spec,
             mesh,
@@ -98,6 +91,23 @@ class ExpertDispatch:
         # Devices that share an expert's width compute the pairs of all of them.
         return local_rows * spec.ep_size * spec.expert_width_shards * top_k / self.placement.n_physical
 
+    def _product(self, mean_load: float | None = None) -> ExpertProduct:
+        """The routed experts' product on one rank."""
+        products = self.products
+        return ExpertProduct(
+            weight_dtype=self._stored[0],
+            platform=self.sharding.mesh.devices.flat[0].platform,
+            mean_load=mean_load,
+            kernels=products.kernels,
+            scheme=products.scheme,
+            width_shares=self.sharding.spec.expert_width_shards,
+        )
+
+    @property
+    def _stored(self) -> list[np.dtype]:
+        """What the experts' weights mean, of each of their stacks; none where experts are on devices of their own."""
+        return [info.dtype for path, info in self.products.infos.items() if path.endswith("experts.down.weight")]
+
     def _slot_distances(self, runs: int) -> Int[np.ndarray, "R P"] | None:
         """What ``assign_copies`` takes, where a token goes to the nearest copies; runs: of a DP rank's tokens."""
         if not self.nearest_copies:
@@ -119,4 +129,5 @@ class ExpertDispatch:
         alone = all(device.process_index == jax.process_index() for device in mesh.devices.flat)
         if not self.products.native or not alone or self.dispatch.overlapped:
             return None
-        return ExchangeInMemory(self.products.kernels.native, mesh.axis_names)
+        together = bool(self._stored) and self._product().is_native(np.dtype(np.float32))
+        return ExchangeInMemory(self.products.kernels.native, mesh.axis_names, together)

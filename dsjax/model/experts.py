@@ -93,7 +93,7 @@ class ExpertProduct:
         """Weighted sum of each row's experts, accumulated in float32, in the dtype of ``rows_ND``."""
         with jax.named_scope("experts"):
             experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme)
-            if self._is_native(rows_ND):
+            if self.is_native(rows_ND.dtype):
                 return self._native(experts, rows_ND, ids_NK, weights_NK)
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
             if self.kernels.fixed and ids_NK.shape[1] > 1:
@@ -126,43 +126,67 @@ class ExpertProduct:
         self, params: Params, rows_ND: Float[Array, "N D"], ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
     ) -> Float[Array, "N K D"]:
         """What each of a row's experts gives, with its weight; zero for none. ``sharding.dispatch`` adds them where the row came from."""
-        if self._is_native(rows_ND):
+        if self.is_native(rows_ND.dtype):
             experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme)
             return self._native(experts, rows_ND, ids_NK, weights_NK, apart=True)
         N, K = ids_NK.shape
         repeated = rows_ND.take(jnp.repeat(jnp.arange(N), K), axis=0)
         return self(params, repeated, ids_NK.reshape(N * K, 1), weights_NK.reshape(N * K, 1)).reshape(N, K, -1)
 
-    def _is_native(self, rows_ND) -> bool:
-        native = self.kernels.name("experts") == "native" and rows_ND.dtype == jnp.float32
+    def is_native(self, dtype: np.dtype) -> bool:
+        """Whether rows of ``dtype`` go through the native kernel."""
+        native = self.kernels.name("experts") == "native" and dtype == jnp.float32
         # Quantised rows are for weights in FP8 and FP4.
         multiplies = not self.scheme.dynamic or self.weight_dtype in (fp8.E4M3, PACKED)
         return native and multiplies and self.implementation == "auto"
 
+    def together(
+        self,
+        params: Params,
+        rows_ND: Float[Array, "N D"],
+        slots_NK: Int[Array, "N K"],
+        weights_NK: Float[Array, "N K"],
+        place: Int[Array, ""],
+        group: Int[Array, ""],
+        *,
+        ranks: int,
+        held: int,
+    ) -> tuple[Float[Array, "N D"], Int[Array, "X"], Int[Array, ""]]:
+        """As the call, over the experts of ``ranks`` devices that share a memory: ``NativeKernels.experts_together``."""
+        experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme)
+        options = self._native_options(experts)
+        rows_ND = self._rounded(rows_ND, options["hidden"])
+        where = {"ranks": ranks, "held": held}
+        arguments = experts.stack(), experts.layer, rows_ND, slots_NK, weights_NK, place, group
+        return self.kernels.native.experts_together(*arguments, **where, **options)
+
     def _native(self, experts: Experts, rows_ND, ids_NK, weights_NK, apart: bool = False) -> Array:
-        stack, layer = experts.stack(), experts.layer
-        hidden = (self.scheme.experts or "fp8") if self.scheme.dynamic else "float32"
+        options = self._native_options(experts)
         # What travelled in FP8 is rounded to it already.
-        rounded = hidden == "fp8" and isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8
-        if hidden != "float32" and not rounded:
-            rows_ND = rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)
-            rows_ND = (
-                nvfp4_rows.round_trip(rows_ND) if hidden == "nvfp4" else fp8.dequantise(*self.scheme.quantise(rows_ND))
-            )
+        if not (options["hidden"] == "fp8" and isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8):
+            rows_ND = self._rounded(rows_ND, options["hidden"])
         if isinstance(rows_ND, PackedRows):
             # A packed float32 row begins with its values: the kernel reads the rows that it needs where they lie.
             rows_ND = rows_ND.words_NW if not rows_ND.wire.fp8 else rows_ND.take(jnp.arange(rows_ND.shape[0]))
-        depth = stack["down.weight"].shape[2] * (2 if experts.fp4 is not None else 1)
-        pieces = pieces_here(depth * self.width_shares, self.width_shares)
-        block = experts.fp4.block if experts.fp4 is not None else 0
-        options = {
-            "pieces": pieces,
-            "apart": apart,
-            "fp4_block": block,
-            "hidden": hidden,
+        return self.kernels.native.experts(
+            experts.stack(), experts.layer, rows_ND, ids_NK, weights_NK, apart=apart, **options
+        )
+
+    def _native_options(self, experts: Experts) -> dict[str, int | str | bool]:
+        depth = experts.stack()["down.weight"].shape[2] * (2 if experts.fp4 is not None else 1)
+        return {
+            "pieces": pieces_here(depth * self.width_shares, self.width_shares),
+            "fp4_block": experts.fp4.block if experts.fp4 is not None else 0,
+            "hidden": (self.scheme.experts or "fp8") if self.scheme.dynamic else "float32",
             "powers": self.scheme.powers,
         }
-        return self.kernels.native.experts(stack, layer, rows_ND, ids_NK, weights_NK, **options)
+
+    def _rounded(self, rows_ND, hidden: str):
+        """Rows as what their hidden values are rounded to."""
+        if hidden == "float32":
+            return rows_ND
+        rows_ND = rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)
+        return nvfp4_rows.round_trip(rows_ND) if hidden == "nvfp4" else fp8.dequantise(*self.scheme.quantise(rows_ND))
 
     def _pallas(self, experts: Experts, stack, rows_ND, ids_NK, weights_NK, mean_load: float) -> Float[Array, "N D"]:
         """Rounds of sorted pairs through the kernels; under even routing there is one."""

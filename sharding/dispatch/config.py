@@ -38,7 +38,8 @@ class DispatchConfig:
         token's sum has the same bits whatever the method, the mesh and the placement of experts (``docs/exactness.md``). Otherwise a rank
         adds what its experts give before it answers, which moves fewer rows.
     in_memory: carries rows between devices of one process, in the place of XLA's collectives; with ``by_choice``, and not with
-        ``overlapped``, as exchanges then are not one after the other. None: XLA's.
+        ``overlapped``, as exchanges then are not one after the other. None: XLA's. ``auto`` then sends nothing where experts can read
+        tokens where they lie (``sharding/dispatch/memory.py``).
     """
 
     method: Literal["auto", "gather", "padded", "ragged", "hierarchical"] = "auto"
@@ -51,6 +52,13 @@ class DispatchConfig:
     in_memory: InMemory | None = None
     devices_per_host: int | None = None
     routed_groups: tuple[int, int] | None = None
+
+    @property
+    def reads_in_memory(self) -> bool:
+        """Whether experts read tokens where they lie: what these are rounded to on a wire they would not be."""
+        return (
+            self.in_memory is not None and self.in_memory.together and (self.method, self.wire) == ("auto", "compute")
+        )
 
     def __post_init__(self):
         if self.method not in METHODS:

@@ -20,6 +20,7 @@ from sharding.dispatch.gather import Gather, GatherByChoice
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.hierarchical import Hierarchical
 from sharding.dispatch.local import Counts, LocalExperts, RankExperts
+from sharding.dispatch.memory import Memory
 from sharding.dispatch.methods import Alone, ByChoice, InChunks
 from sharding.dispatch.padded import Padded
 from sharding.dispatch.ragged import Ragged
@@ -230,7 +231,8 @@ def _own(tree: Any) -> Any:
 class ExchangePlan(NamedTuple):
     """How a rank's tokens are exchanged: the method, tokens of a chunk, chunks, and rows that a rank may send to another in a round.
 
-    method: ``local`` where the group is this rank alone: no collective at all. rows, choices: what is sent of a chunk, and how many of a
+    method: ``local`` where the group is this rank alone, ``memory`` where emulated devices' experts read rows where they lie: no collective
+        at all. rows, choices: what is sent of a chunk, and how many of a
         token's choices a row is for: a token for all of them, or for each of them. crossing: rows that a rank may send to another host
         in a round of ``hierarchical``.
     """
@@ -252,6 +254,8 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
     capacity = min(chunk, config.capacity or default_capacity(chunk, top_k, group.size, config.overlapped))
     if group.all_ranks == 1:
         return ExchangePlan("local", chunk, chunks, capacity, chunk, top_k)
+    if config.reads_in_memory and group.width == 1:
+        return ExchangePlan("memory", chunk, chunks, capacity, chunk, top_k)
     # Terms that come back by choice are not added on the way, so that a row to a host stands for one choice alone.
     on_host = 1 if config.by_choice and config.method == "auto" else group.on_host
     method = choose_method(
@@ -304,6 +308,8 @@ def _method(
     by_choice = config.by_choice and plan.method != "local"
     if plan.method == "local":
         method = Alone(home)
+    elif plan.method == "memory":
+        method = Memory(group)
     elif plan.method == "gather" and by_choice:
         method = GatherByChoice(group, wire, plan.chunk, top_k, plan.capacity)
     elif plan.method == "gather":
@@ -315,7 +321,7 @@ def _method(
     else:
         method = Ragged(group, wire, plan.rows, plan.choices, inner_home)
     if by_choice:
-        method = ByChoice(group, method, apart=plan.method != "gather", home=home, top_k=top_k)
+        method = ByChoice(group, method, apart=plan.method not in ("gather", "memory"), home=home, top_k=top_k)
     return method if plan.chunks == 1 else InChunks(method, tokens, plan.chunk, plan.chunks)
 
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.local import Counts, RankExperts, add_sent, goes_to, home_slots
+from sharding.dispatch.local import Counts, RankExperts, home_slots, sent_to_experts
 from sharding.dispatch.route import fill_cells, total_counts
 from sharding.dispatch.transit import NoRoundsApart, OneStage, Transit
 from sharding.dispatch.wire import PackedRows, WireFormat
@@ -83,7 +83,7 @@ class Gather(OneStage, NoRoundsApart):
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The sums that came, and those of own tokens' own expert."""
         kept, y_TD = transit.kept, transit.rows
-        return y_TD if kept.own is None else y_TD + kept.own, _count(self.group, kept.seen, kept.slots_TK, 1)
+        return y_TD if kept.own is None else y_TD + kept.own, sent_to_experts(self.group, kept.seen, kept.slots_TK, 1)
 
 
 class _KeptByChoice(NamedTuple):
@@ -151,7 +151,7 @@ class GatherByChoice(OneStage, NoRoundsApart):
         else:
             terms_TKD, seen, rounds = self._from_queues(transit.rows, slots_TK, seen, queued, experts)
         y_TD = add_in_order(terms_TKD.astype(jnp.float32), axis=1).astype(self.wire.dtype)
-        return y_TD, _count(self.group, seen, slots_TK, rounds)
+        return y_TD, sent_to_experts(self.group, seen, slots_TK, rounds)
 
     def _from_columns(self, cells: Array, slots_TK: Array) -> Float[Array, "T K D"]:
         """This rank's terms, of which every rank returned a column for each choice or expert."""
@@ -227,9 +227,3 @@ def _returned(group: ExpertGroup, terms_CD: Float[Array, "C D"], each: int) -> F
     """Exchange terms: give what the group's ranks return of this rank's tokens, ``each`` cells of each rank, widths added up."""
     returned = group.exchange_all(terms_CD).reshape(group.size, group.width, each, -1)
     return add_as_tree(jnp.moveaxis(returned, 1, 0)).reshape(group.size * each, -1)
-
-
-def _count(group: ExpertGroup, seen: Counts, slots_TK: Int[Array, "T K"], rounds: Array | int) -> Counts:
-    if seen:
-        seen = add_sent(group, seen, jnp.sum(goes_to(group, slots_TK), axis=0), rounds)
-    return seen

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,26 @@ from sharding.sums import tree_sum
 Parts = tuple[tuple[int, ...], ...]
 """Ranks along some mesh axes in parts of equal size, of which each exchanges by itself (JAX's ``axis_index_groups``)."""
 
-InMemory = Callable[[jax.Array, tuple[str, ...], int, bool, Parts | None], jax.Array]
-"""``(rows_NW, axes, ranks, gathers, parts)``: an exchange between devices that share a memory, over mesh axes of which ``ranks`` devices
-meet: all that the axes have, or those of each part.
 
-It gives what ``lax.all_gather(rows_NW, axes, axis_index_groups=parts, tiled=True)`` gives where it gathers, otherwise what
-``lax.all_to_all(rows_NW, axes, 0, 0, axis_index_groups=parts, tiled=True)`` does.
-"""
+class InMemory(Protocol):
+    """An exchange between devices that share a memory.
+
+    together: whether a rank's experts can read and answer the tokens of all of them where those lie (``sharding/dispatch/memory.py``).
+    """
+
+    together: bool
+
+    def __call__(
+        self, rows_NW: jax.Array, axes: tuple[str, ...], ranks: int, gathers: bool, parts: Parts | None = None
+    ) -> jax.Array:
+        """Over mesh axes of which ``ranks`` devices meet: all that the axes have, or those of each part.
+
+        It gives what ``lax.all_gather(rows_NW, axes, axis_index_groups=parts, tiled=True)`` gives where it gathers, otherwise what
+        ``lax.all_to_all(rows_NW, axes, 0, 0, axis_index_groups=parts, tiled=True)`` does.
+        """
+
+    def meeting(self, axes: tuple[str, ...]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Which of the groups of devices along ``axes`` this device is in, and its place there."""
 
 
 @dataclass(frozen=True)

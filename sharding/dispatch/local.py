@@ -61,6 +61,17 @@ class RankExperts:
         out = self.local_experts(self.params, repeated, ids.reshape(N * J, 1), weights.reshape(N * J, 1))
         return out.reshape(N, J, -1), self._seen(ids)
 
+    def together(
+        self, rows_ND: Float[Array, "N D"], slots_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
+    ) -> tuple[Float[Array, "N D"], Counts]:
+        """Weighted sums of this rank's tokens over the experts of the whole group, all of whose ranks call this; and the counts."""
+        axes, ranks, held = self.group.all_axes, self.group.size, self.group.experts
+        group, place = self.group.in_memory.meeting(axes)
+        y_ND, per_expert, received = self.local_experts.together(
+            self.params, rows_ND, slots_NK, weights_NK, place, group, ranks=ranks, held=held
+        )
+        return y_ND, {"tokens_per_expert": per_expert, "rows_received": received} if self.count else {}
+
     @property
     def without_home(self) -> RankExperts:
         """The same, as they are for tokens that do not use the one expert more."""
@@ -122,3 +133,8 @@ def add_sent(group: ExpertGroup, seen: Counts, to_G: Int[Array, "G"], rounds: ja
         "rows_received": seen["rows_received"] - sent_here,
         "rounds": jnp.int32(rounds),
     }
+
+
+def sent_to_experts(group: ExpertGroup, seen: Counts, slots_TK: Int[Array, "T K"], rounds: jax.Array | int) -> Counts:
+    """``add_sent`` where a token's row is for all of its experts on a rank."""
+    return add_sent(group, seen, jnp.sum(goes_to(group, slots_TK), axis=0), rounds) if seen else seen

@@ -4,6 +4,7 @@
 #include "exchange.h"
 #include "experts.h"
 #include "index.h"
+#include "together.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -80,7 +81,7 @@ class Call {
 // gate_up [L, X, D, 2, F], down [L, X, F, D], their scales (or anything, unless the weights are one byte wide), scales of whole
 // matrices in NVFP4, [L, X, 2, 1] and [L, X, 1] (or one value), layer [], all with D or F halved along the depth in FP4 (fp4_block not 0),
 // rows [N, W >= D] of 4 bytes an element, ids [N, K], weights [N, K] -> [N, D], or [N, K, D]: the terms of each sum apart.
-ffi::Error experts(ffi::ThreadPool pool, Call call) {
+Experts described_experts(Call& call) {
   auto shape = call.shape(0), table = call.shape(8);
   const int64_t fp4_block = call.setting<int64_t>("fp4_block");
   const bool wholes = fp4_block && call.shape(4).size() == 4;
@@ -103,8 +104,10 @@ ffi::Error experts(ffi::ThreadPool pool, Call call) {
   kernel.N = table[0], kernel.K = table[1];
   kernel.out = call.results<float>(0);
   kernel.pieces = call.setting<int64_t>("pieces"), kernel.apart = call.result(0).dimensions().size() == 3;
-  return call.run(kernel, pool);
+  return kernel;
 }
+
+ffi::Error experts(ffi::ThreadPool pool, Call call) { return call.run(described_experts(call), pool); }
 
 // weight [L, K, J] or [L, K, 2, J], or transposed [L, J, K]; its scales (or anything, unless it is one byte wide), layer [], rows [N, K]
 // -> [N, J] or [N, 2, J].
@@ -218,6 +221,30 @@ ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingAr
   return future;
 }
 
+// As `experts`, of `ranks` devices together: ids number the experts of all of them, `held` of each; and behind the weights this device's
+// place in its group, [], and which of the groups it is, [] -> [N, D], and int32 [held + 1], counts as of `Guest`.
+ffi::Future experts_together(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary settings) {
+  Call call(args, results, settings);
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  const int64_t ranks = call.setting<int64_t>("ranks"), together = call.setting<int64_t>("together");
+  Guest guest{*call.values<int32_t>(10), call.setting<int64_t>("held"), described_experts(call), nullptr, call.results<float>(0),
+              call.results<int32_t>(1), [promise]() mutable { promise.SetAvailable(); }};
+  guest.experts.threads = static_cast<int>(call.setting<int64_t>("threads"));
+  guest.experts.apart = false;
+  const int32_t group = *call.values<int32_t>(11);
+  const ffi::AnyBuffer memory = call.scratch();
+  guest.terms = static_cast<float*>(memory.untyped_data());
+  const size_t needed = sizeof(float) * guest.experts.N * guest.experts.K * guest.experts.D;
+  if (!call.fits() || memory.size_bytes() < needed || guest.rank < 0 || guest.rank >= ranks) {
+    promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "experts were given other arrays or settings than they take"));
+    return future;
+  }
+  Gatherings::here().arrive(run.run_id, group, ranks, std::move(guest), static_cast<int>(together),
+                            [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  return future;
+}
+
 typedef ffi::Error (*Kernel)(ffi::ThreadPool, Call);
 
 // One function type for all, so that FFI's templates are compiled once.
@@ -239,6 +266,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_index_choice, dsjax::called<dsjax::index_cho
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     dsjax_exchange, dsjax::exchange_rows,
     ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    dsjax_experts_together, dsjax::experts_together,
+    ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
 // Bytes of working memory, by the numbers that a kernel's own fields of these names hold.
 extern "C" int64_t dsjax_experts_scratch(int64_t X, int64_t D, int64_t F, int64_t N, int64_t K, int64_t bytes, int64_t apart, int64_t threads) {
@@ -253,6 +283,7 @@ extern "C" int64_t dsjax_dense_scratch(int64_t N, int64_t threads) {
   return static_cast<int64_t>(kernel.scratch_bytes());
 }
 extern "C" int64_t dsjax_exchange_scratch(int64_t) { return 0; }
+extern "C" int64_t dsjax_experts_together_scratch(int64_t N, int64_t K, int64_t D, int64_t) { return sizeof(float) * N * K * D; }
 extern "C" int64_t dsjax_norm_scratch(int64_t) { return static_cast<int64_t>(dsjax::Norm{}.scratch_bytes()); }
 
 template <class Kernel>

@@ -12,6 +12,7 @@ namespace dsjax {
 
 constexpr long kLeastWork = 1 << 19;  // multiply-adds below which another thread is not worth waking
 constexpr long kNear = 2048;           // floats from a matrix's row to the next, up to which panels would cost more than they save
+constexpr long kLeastInPlace = 4;      // rows from which such a matrix is read in place, and not as it streams by
 
 struct Dense {
   // [layers, K, parts * width]; `bytes` of an element: 4 float32, 2 bfloat16, 1 FP8 with scales [layers, K/128, parts, width/128].
@@ -38,10 +39,9 @@ struct Dense {
     }
     const long all = static_cast<long>(filled.size());
     if (all == 0) return;
-    const bool streams = N <= kStreamRows && !transposed;
     const bool alone = threads <= 1 || all * K * parts * width < kLeastWork;
-    const long rows = streams ? all : std::min(all, Panels::kMostRows), row_items = (all + rows - 1) / rows;
-    long step = streams ? kStreamColumns : kPanelWidth;
+    const long rows = streams() ? all : std::min(all, Panels::kMostRows), row_items = (all + rows - 1) / rows;
+    long step = streams() ? kStreamColumns : kPanelWidth;
     if (!alone) {
       const long wanted = (2 * threads + row_items - 1) / row_items;  // items of columns
       step = std::min(step, std::max(kStrip, (parts * width / wanted + kStrip - 1) / kStrip * kStrip));
@@ -77,6 +77,9 @@ struct Dense {
     return false;
   }
 
+  bool near() const { return bytes == 4 && !transposed && parts * width <= kNear; }
+  bool streams() const { return N <= kStreamRows && !transposed && !(near() && N >= kLeastInPlace); }
+
   long own_floats() const {
     const long panels = Panels::floats(std::min(N, Panels::kMostRows), true);
     return (std::max(panels, N <= kStreamRows ? Stream::floats(N) : 0) + 15) / 16 * 16;
@@ -89,9 +92,9 @@ struct Dense {
     const Matrix<Format> b{
         static_cast<const typename Format::Stored*>(weight) + layer * K * stride + part * width, stride,
         Matrix<Format>::scaled ? scale + (layer * ((K + kScaleBlock - 1) / kScaleBlock) * parts + part) * blocks : nullptr, parts * blocks};
-    if (N <= kStreamRows) return stream_product(own, N, count, a, b, from, to, K, c, 0, K / pieces);
+    if (streams()) return stream_product(own, N, count, a, b, from, to, K, c, 0, K / pieces);
     if constexpr (std::is_same_v<Format, Float32>)
-      if (stride <= kNear) return place_product(count, a, b, from, to, K, c, 0, K / pieces);
+      if (near()) return place_product(count, a, b, from, to, K, c, 0, K / pieces);
     panel_product(own, std::min(N, Panels::kMostRows), count, a, b, from, to, K, c, 0, K / pieces);
   }
 };

@@ -46,6 +46,9 @@ struct Experts {
   // What hidden values are rounded to before they are multiplied with `down`; with `powers`, FP8's scales are powers of two.
   Hidden hidden_format = Hidden::float32;
   bool powers = false;
+  // Where each row lies, and where each sum goes, in the place of `rows` and `out`; null: as said above. For K = 1 alone.
+  const float* const* row_at = nullptr;
+  float* const* out_at = nullptr;
 
   // Bytes of working memory that `run` needs, aligned to 64.
   size_t scratch_bytes() const { return layout(nullptr).total; }
@@ -180,7 +183,8 @@ struct Experts {
     const float* a[kChunkRows];
     float* c[kChunkRows];
     for (int32_t r = 0; r < chunk.count; r++) {
-      a[r] = rows + at.row[chunk.first + r] * row_stride;
+      const long row = at.row[chunk.first + r];
+      a[r] = row_at ? row_at[row] : rows + row * row_stride;
       c[r] = both + r * 2 * columns;
     }
     const long expert = layer * X + chunk.expert;
@@ -212,6 +216,9 @@ struct Experts {
     }
   }
 
+  // Where a row's sum goes, or the term of one of its choices.
+  float* own_out(long row, long choice) const { return out_at ? out_at[row] : out + (row * (apart ? K : 1) + (apart ? choice : 0)) * D; }
+
   // Columns [from, to) of a round's results: the terms of all its pairs, and then each row's sum of them.
   void results(const Layout& at, const Round& first, const Round& last, long from, long to, int worker) const {
     float* terms = reinterpret_cast<float*>(at.own + at.own_bytes * worker);
@@ -222,14 +229,14 @@ struct Experts {
       for (int32_t r = 0; r < chunk.count; r++) {
         const long pair = chunk.first + r;
         a[r] = at.hidden + (pair - first.pair) * F;
-        c[r] = sums_apart() ? terms + (pair - first.pair) * strip() : out + (at.row[pair] * (apart ? K : 1) + (apart ? at.choice[pair] : 0)) * D + from;
+        c[r] = sums_apart() ? terms + (pair - first.pair) * strip() : own_out(at.row[pair], at.choice[pair]) + from;
       }
       with_matrix(down, down_scale, layer * X + chunk.expert, F, D, 1, 0, [&](const auto& b) {
         through(chunk.count, a, b, from, to, F, c, product_memory(at, worker), -from, F / pieces);
       });
     }
     for (long n = first.row; n < last.row; n++) {
-      float* row = out + n * (apart ? K : 1) * D;
+      float* row = own_out(n, 0);
       if (!sums_apart()) {
         for (long k = 0; k < K; k++)
           if (at.place[n * K + k] < 0) std::fill(row + k * D + from, row + k * D + to, 0.0f);

@@ -1,6 +1,7 @@
 """The native kernels give what the plain forms give, over shapes of all kinds."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -20,6 +21,7 @@ from dsjax.model.fp8_product import ActivationScheme
 from dsjax.model.sparse import choose, index_scores
 from dsjax.model.sparse.choose import pack
 from sharding import fp8
+from sharding.dispatch import DispatchConfig, dispatch
 from sharding.dispatch.wire import WireFormat
 from sharding.mesh import MeshSpec
 from sharding.sums import add_as_tree, add_in_order
@@ -489,3 +491,30 @@ def test_rows_that_pass_in_memory_arrive_as_those_of_a_collective(kernels, axes,
         rows = np.random.default_rng(seed).normal(size=(16, 5)).astype(np.float32)
         mine, theirs = run(rows)
         np.testing.assert_array_equal(mine, theirs)
+
+
+def dispatched(kernels, case, spec, config):
+    """What ``dispatch`` gives for the case's rows, whose experts are spread over ``spec``."""
+    product = ExpertProduct(weight_dtype=STORED[case.down.itemsize], kernels=with_threads(kernels, 1))
+    params = case.params()
+    specs = {name: P() if name == "layer" else P(None, spec.expert_axes) for name in params}
+    run = functools.partial(dispatch, spec, spec.build(), config, local_experts=product, param_specs=specs)
+    call = lambda params, *tokens: run(*tokens, params=params, experts=case.down.shape[1])  # noqa: E731
+    return jax.jit(call)(params, case.rows, case.ids, case.weights)
+
+
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=4,tp=2", "dp=4,tp=2,ep=4", "dp=8,ep=2"])
+@pytest.mark.parametrize(("stored", "tokens"), [(2, 8), (4, 48)])
+def test_experts_that_read_tokens_where_they_lie_give_the_sums_of_one_device(kernels, mesh, stored, tokens):
+    case = ExpertsCase.drawn(5, X=16, D=40, F=24, N=tokens, K=4, stored=stored, routing="some")
+    case.ids[: tokens // 8] = -1  # a rank without a token
+    spec = MeshSpec.parse(mesh)
+    carried = ExchangeInMemory(kernels.native, spec.build().axis_names, together=True)
+    config = DispatchConfig(by_choice=True, report=True, in_memory=carried)
+    sums, counts = dispatched(kernels, case, spec, config)
+    np.testing.assert_array_equal(sums, experts_of(kernels, case))
+    gathered, counted = dispatched(kernels, case, spec, dataclasses.replace(config, method="gather"))
+    np.testing.assert_array_equal(gathered, sums)
+    assert counts.keys() == counted.keys()
+    for name, count in counts.items():
+        np.testing.assert_array_equal(count, counted[name], name)

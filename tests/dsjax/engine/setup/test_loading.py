@@ -54,13 +54,13 @@ def test_dispatch_is_told_as_what_launches_do(tmp_path, mesh, dispatch, halves, 
     assert facts.dispatch == {"prefill": prefill, "decode": decode}
 
 
-def test_prompts_whose_rows_pass_in_memory_are_told_to_be_padded(tmp_path, kernels):
+def test_where_experts_read_tokens_in_memory_this_is_told(tmp_path, kernels):
     write_checkpoint(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
     options = {"mesh": "dp=8", "prefill_chunk": 100, "max_num_seqs": 4, "cache_tokens": 512, "kernels": "native"}
     facts = load_model(EngineArgs(model=str(tmp_path), **options)).facts
-    assert facts.dispatch == {"prefill": "padded", "decode": "gather"}
+    assert facts.dispatch == {"prefill": "memory", "decode": "memory"}
 
 
 @pytest.mark.parametrize(

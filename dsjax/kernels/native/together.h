@@ -1,0 +1,165 @@
+// The routed experts of several devices that share a memory: a token's row is read, and what each of its experts gives is written, where
+// the token's own device has it. Nothing is sent, and nothing waits: the last device to arrive computes for all, with other threads' help.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "exchange.h"
+#include "experts.h"
+
+namespace dsjax {
+
+// A device's part. Everything that it points to stays as it is until `proceed` is called.
+struct Guest {
+  long rank;
+  long held;        // experts of each device: this one has those numbered from rank * held on, `experts` behind them perhaps more
+  Experts experts;  // this device's, with its own tokens: ids number the experts of all devices, -1 for none
+  float* terms;     // [N, K, D]: where what the experts give is left
+  float* out;       // [N, D]: the sums, in the order of each token's choices
+  int32_t* counts;  // [held + 1]: tokens of each of this device's experts, and how many have any of them
+  std::function<void()> proceed;
+};
+
+class Together {
+ public:
+  explicit Together(long ranks) : guests_(ranks) {}
+
+  // Notes that a device has come, and says whether it was the last one. Under the lock of `Meetings`.
+  bool enter(Guest guest) {
+    guests_[guest.rank] = std::move(guest);
+    return ++arrived_ == static_cast<long>(guests_.size());
+  }
+
+  // Computes what all devices came for.
+  void run(int threads, const Schedule& schedule) {
+    Phases::run(
+        2, [&](int) { return static_cast<long>(guests_.size()); },
+        [&](int phase, long rank, int) { phase == 0 ? give(guests_[rank], schedule) : add(guests_[rank]); }, threads, schedule);
+  }
+
+  // Has devices go on until all do. Any number of threads may call this.
+  void proceed() {
+    for (size_t rank; (rank = next_.fetch_add(1, std::memory_order_relaxed)) < guests_.size();) guests_[rank].proceed();
+  }
+
+ private:
+  // Tokens with an expert on one device, a pair of a token and an expert after the other, and working memory for their products. A thread
+  // keeps its own: pages that went back after each layer would be asked for, and cleared, for the next.
+  struct Desk {
+    std::vector<const float*> rows;
+    std::vector<int32_t> ids;
+    std::vector<float> weights;
+    std::vector<float*> terms;
+    std::unique_ptr<char, decltype(&std::free)> scratch{nullptr, &std::free};
+    size_t bytes = 0;
+
+    void clear() { rows.clear(), ids.clear(), weights.clear(), terms.clear(); }
+    char* memory(size_t wanted) {
+      if (wanted > bytes) {
+        bytes = (wanted + 63) / 64 * 64;
+        scratch.reset();
+        scratch.reset(static_cast<char*>(std::aligned_alloc(64, bytes)));
+      }
+      return scratch.get();
+    }
+  };
+
+  // What one device's experts give for everybody's tokens.
+  void give(const Guest& holder, const Schedule& schedule) const {
+    static thread_local Desk desk;
+    auto& rows = desk.rows;
+    auto& ids = desk.ids;
+    auto& weights = desk.weights;
+    auto& terms = desk.terms;
+    const long first = holder.rank * holder.held;
+    desk.clear();
+    std::fill(holder.counts, holder.counts + holder.held + 1, 0);
+    for (const Guest& home : guests_) {
+      const Experts& tokens = home.experts;
+      for (long n = 0; n < tokens.N; n++) {
+        bool any = false;
+        for (long pair = n * tokens.K; pair < (n + 1) * tokens.K; pair++) {
+          const long id = tokens.ids[pair] - first;
+          if (tokens.ids[pair] < 0 || id < 0 || id >= holder.held) continue;
+          any = true;
+          holder.counts[id]++;
+          rows.push_back(tokens.rows + n * tokens.row_stride);
+          ids.push_back(static_cast<int32_t>(id));
+          weights.push_back(tokens.weights[pair]);
+          terms.push_back(home.terms + pair * tokens.D);
+        }
+        holder.counts[holder.held] += any;
+      }
+    }
+    if (rows.empty()) return;
+    Experts experts = holder.experts;
+    experts.row_at = rows.data(), experts.ids = ids.data(), experts.weights = weights.data(), experts.out_at = terms.data();
+    experts.N = static_cast<long>(rows.size()), experts.K = 1;
+    experts.run(desk.memory(experts.scratch_bytes()), schedule);
+  }
+
+  // Each of a device's tokens: its terms one after the other, as `Experts` adds them where one device has all.
+  static void add(const Guest& home) {
+    const Experts& tokens = home.experts;
+    const long K = tokens.K, D = tokens.D;
+    for (long n = 0; n < tokens.N; n++) {
+      float* sum = home.out + n * D;
+      bool any = false;
+      for (long k = 0; k < K; k++) {
+        if (tokens.ids[n * K + k] < 0) continue;
+        const float* term = home.terms + (n * K + k) * D;
+        if (!any) {
+          std::copy(term, term + D, sum);
+          any = true;
+          continue;
+        }
+        long d = 0;
+        for (; d + kLanes <= D; d += kLanes) store(sum + d, load(sum + d) + load(term + d));
+        for (; d < D; d++) sum[d] += term[d];
+      }
+      if (!any) std::fill(sum, sum + D, 0.0f);
+    }
+  }
+
+  std::vector<Guest> guests_;  // by rank
+  long arrived_ = 0;
+  std::atomic<size_t> next_{0};
+};
+
+// The groups of devices that are about to compute their experts together in this process.
+class Gatherings {
+ public:
+  // An execution of a program, a group of its devices, and how many tokens each has. The devices of a group come to the calls of one
+  // key one after the other, each device in the same order.
+  typedef std::tuple<int64_t, int64_t, long> Key;
+
+  static Gatherings& here() {
+    static Gatherings* gatherings = new Gatherings;  // outlives every thread
+    return *gatherings;
+  }
+
+  // A device's arrival. Its part is over when `guest.proceed` is called, perhaps before this returns.
+  void arrive(int64_t run, int64_t group, long ranks, Guest guest, int threads, const Schedule& schedule) {
+    std::shared_ptr<Together> together;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const Key key{run, group, guest.experts.N};
+      auto& entry = open_[key];
+      if (!entry) entry = std::make_shared<Together>(ranks);
+      together = entry;
+      if (!together->enter(std::move(guest))) return;
+      open_.erase(key);
+    }
+    together->run(threads, schedule);
+    // A task for each device, since what a device does next may wait for the others: XLA's collectives do.
+    for (long device = 0; device < ranks; device++) schedule([together] { together->proceed(); });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<Key, std::shared_ptr<Together>> open_;
+};
+
+}  // namespace dsjax

@@ -1,0 +1,40 @@
+"""``memory``: devices that share a memory need no exchange, since each rank's experts read everybody's tokens where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Array
+
+from sharding.dispatch.group import ExpertGroup
+from sharding.dispatch.local import Counts, RankExperts, sent_to_experts
+from sharding.dispatch.transit import NoRoundsApart, Transit
+
+
+@dataclass(frozen=True)
+class Memory(NoRoundsApart):
+    """``Method`` of emulated devices, whose experts add a token's terms in the order of its choices. All of it is ``compute``."""
+
+    group: ExpertGroup
+
+    def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
+        """Nothing to pack."""
+        return Transit((x_TD, weights_TK), slots_TK)
+
+    def send(self, transit: Transit) -> Transit:
+        """Nothing travels."""
+        return transit
+
+    def compute(self, transit: Transit, experts: RankExperts) -> Transit:
+        """The weighted sums of this rank's tokens, whosever experts they have."""
+        (x_TD, weights_TK), slots_TK = transit.rows, transit.kept
+        y_TD, seen = experts.together(x_TD, slots_TK, weights_TK)
+        return Transit(y_TD, sent_to_experts(self.group, seen, slots_TK, 1))
+
+    def answer(self, transit: Transit) -> Transit:
+        """Nothing travels."""
+        return transit
+
+    def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
+        """The sums as they are."""
+        return transit.rows, transit.kept
