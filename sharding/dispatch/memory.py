@@ -8,11 +8,11 @@ from jaxtyping import Array
 
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, sent_to_experts
-from sharding.dispatch.transit import NoRoundsApart, Transit
+from sharding.dispatch.transit import NoRoundsApart, OneStage, Transit
 
 
 @dataclass(frozen=True)
-class Memory(NoRoundsApart):
+class Memory(OneStage, NoRoundsApart):
     """``Method`` of emulated devices, whose experts add a token's terms in the order of its choices. All of it is ``compute``."""
 
     group: ExpertGroup

@@ -170,7 +170,10 @@ def test_experts_move_for_all_attention_processes_at_once(checkpoint, alone):
         before = [process._writer.rows.copy() for process in deployment.experts]
         for _ in range(3):
             deployment.ask()
-            assert deployment.answer() == {"tokens": alone, "mesh": "dp=4", "changes": {}}
+            answer = deployment.answer()
+            assert answer["tokens"] == alone
+        assert answer["rebalances"]
+        assert answer["failures"] == 0
         assert all(
             (process._writer.rows != rows).any() for process, rows in zip(deployment.experts, before, strict=True)
         )
