@@ -1,7 +1,7 @@
 """Experts that follow the load at each stage: tokens are those of one device, and all that a server says of it is of all stages together.
 
-The model has one dense layer, four with experts, and the MTP module; the first of three stages has the dense layer alone. What goes from one
-stage to the next while experts move is that of `pipeline/pending_stages.py`.
+The model has one dense layer, four with experts, and the MTP module; the first of three stages has the dense layer alone. What goes from
+one stage to the next while experts move is that of `pipeline/pending_stages.py`.
 """
 
 import jax
