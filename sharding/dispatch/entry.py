@@ -285,7 +285,7 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
 def resolved_method(
     spec: MeshSpec, config: DispatchConfig, *, tokens: int, top_k: int, experts: int, platform: str
 ) -> str:
-    """What ``dispatch`` does where a DP rank has ``tokens`` tokens: a method's name, or ``local``.
+    """What ``dispatch`` does where a DP rank has ``tokens`` tokens: a method's name, ``local`` or ``memory``.
 
     ``local`` is said of a mesh where one device holds all experts, so that nothing is sent, whatever ``config`` asks for.
 
