@@ -495,7 +495,8 @@ def dispatch_method(step: ModelStep, tokens: int, *, halved: bool = False) -> st
 
     halved: it is computed in two halves, of which each is sent by itself.
 
-    ``local`` where one device holds all experts, ``memory`` where emulated devices' experts read tokens where they lie, ``apart`` where experts have devices of their own, ``none`` for a model without any.
+    ``local`` where one device holds all experts, ``memory`` where emulated devices' experts read tokens where they
+    lie, ``apart`` where experts have devices of their own, ``none`` for a model without any.
     """
     if not step.config.is_moe:
         return "none"
