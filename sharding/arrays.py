@@ -22,7 +22,7 @@ def put(tree: Any, sharding: Sharding) -> Any:
 
 
 def own_parts(array: jax.Array) -> list[jax.Array]:
-    """Of an array that is divided over its first axis alone, the parts on the devices of this process, in the order of that axis."""
+    """Give the parts of an array on the devices of this process, in the order of its first axis, the only one that is divided."""
     return [shard.data for shard in sorted(array.addressable_shards, key=lambda shard: _start(shard.index))]
 
 

@@ -182,7 +182,7 @@ class ExpertProduct:
         }
 
     def _rounded(self, rows_ND, hidden: str):
-        """Rows as what their hidden values are rounded to."""
+        """Round rows to the format that hidden values are rounded to."""
         if hidden == "float32":
             return rows_ND
         rows_ND = rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)

@@ -29,7 +29,8 @@ def layouts_apart(question: Question) -> Iterator[InstanceLayout]:
 def pairs(question: Question) -> list[tuple[int, int]]:
     """(devices with attention, devices with experts) of an instance.
 
-    Of dsjax attention is priced as one process, of one host, and experts as a process for each host: or both as one process of one host.
+    Of dsjax, two arrangements have a price: attention in one process on one host with a process of experts on each further host, and both
+    in one process on one host.
     Others have whole hosts on either side, or one host.
 
     Raises:

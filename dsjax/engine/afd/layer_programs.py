@@ -24,7 +24,7 @@ from sharding.dispatch.between import Between
 class OnHost:
     """An array's values on the host, once, for several threads: two that ask a `jax.Array` for them at once may get a copy half made.
 
-    Of an array that other processes share, they are those of the parts on this process's devices.
+    Where other processes share the array, only the parts on this process's devices are copied.
     """
 
     def __init__(self, array: Array):

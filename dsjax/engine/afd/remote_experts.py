@@ -92,7 +92,7 @@ class RemoteExperts(Side):
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
         """Have the processes bring experts of a layer to the devices that will have them: each takes its own from the others.
 
-        Of several attention processes one asks for it: no call depends on what is staged.
+        Where attention has several processes, one of them asks for it: no call depends on what is staged.
         """
         if self.others is None or self.others.leads:
             self._everywhere(Stage(row, np.array(moves, "<i4").tobytes()))
@@ -100,8 +100,8 @@ class RemoteExperts(Side):
     def place(self, row: int, experts: np.ndarray) -> None:
         """Have the slots of a layer hold these logical experts, on all processes; one that goes meanwhile comes back so.
 
-        Of several attention processes one asks for it. Before, each has the answers to all its calls (``WayToProcesses.returned``), and
-        none makes another call until it is done.
+        Where attention has several processes, one of them asks for it. Before, each has the answers to all its calls
+        (``WayToProcesses.returned``), and none makes another call until it is done.
         """
         placement = self.placement.copy()
         placement[row] = experts
@@ -188,8 +188,8 @@ class WayToProcesses:
     def returned(self, away: list[_CallOfPart]) -> tuple[list[Array], int]:
         """Wait for the answers, and send them to the tokens' devices.
 
-        Of several attention processes each then waits until all have theirs: a process with experts that dies may have answered some.
-        The others' word comes while this one copies.
+        Where attention has several processes, each then waits until all have theirs: a process with experts that dies may have
+        answered some. The others' word comes while this one copies.
 
         Raises:
             RuntimeError: the experts cannot do it, or another process of the attention side has gone or failed.

@@ -81,7 +81,9 @@ class ExpertsOfStages:
 
 
 class ExpertsOfProcesses(ExpertsOfStages):
-    """The same where other processes have stages too. Process 0, which has the balancer, hears from all others what came of each command.
+    """Moves the experts of all stages, of which other processes have some.
+
+    Process 0, which has the balancer, hears from all others what came of each command.
 
     Where experts are everywhere follows from what was placed: it is told at the start, and once more when programs are warm.
 

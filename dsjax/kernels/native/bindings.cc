@@ -195,6 +195,15 @@ ffi::Error index_choice(ffi::ThreadPool pool, Call call) {
   return call.run(kernel, pool);
 }
 
+// How a device goes on after a meeting: what it promised XLA is kept, or has failed.
+std::function<void(bool)> kept(ffi::Promise promise) {
+  return [promise](bool met) mutable {
+    if (met) return promise.SetAvailable();
+    promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                                "the devices of an exchange had not the places 0 to ranks - 1, each of them once"));
+  };
+}
+
 // rows [N, W], this device's place in its group of `ranks`, [], and which of the groups it is, [] -> [N * ranks, W], every device's rows
 // (gathers), or [N, W], where N / ranks rows are from each device.
 ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary settings) {
@@ -211,13 +220,9 @@ ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingAr
     promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "an exchange was given other arrays or settings than it takes"));
     return future;
   }
-  Part part{*place, static_cast<const char*>(rows.untyped_data()), static_cast<char*>(out.untyped_data()), [promise](bool met) mutable {
-              if (met) return promise.SetAvailable();
-              promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                                          "the devices of an exchange had not the places 0 to ranks - 1, each of them once"));
-            }};
-  Meetings::here().arrive(run.run_id, *group, ranks, out.size_bytes() / ranks, gathers, std::move(part),
-                          [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  Exchange::arrive(run.run_id, *group, ranks, out.size_bytes() / ranks, gathers,
+                   Part{*place, static_cast<const char*>(rows.untyped_data()), static_cast<char*>(out.untyped_data()), kept(promise)},
+                   [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }
 
@@ -227,21 +232,25 @@ ffi::Future experts_together(ffi::RunId run, ffi::ThreadPool pool, ffi::Remainin
   Call call(args, results, settings);
   ffi::Promise promise;
   ffi::Future future(promise);
-  const int64_t ranks = call.setting<int64_t>("ranks"), together = call.setting<int64_t>("together");
-  Guest guest{*call.values<int32_t>(10), call.setting<int64_t>("held"), described_experts(call), nullptr, call.results<float>(0),
-              call.results<int32_t>(1), [promise]() mutable { promise.SetAvailable(); }};
-  guest.experts.threads = static_cast<int>(call.setting<int64_t>("threads"));
-  guest.experts.apart = false;
-  const int32_t group = *call.values<int32_t>(11);
+  const int64_t ranks = call.setting<int64_t>("ranks"), held = call.setting<int64_t>("held"), together = call.setting<int64_t>("together");
+  const int32_t *place = call.values<int32_t>(10), *group = call.values<int32_t>(11);
+  float* out = call.results<float>(0);
+  int32_t* counts = call.results<int32_t>(1);
   const ffi::AnyBuffer memory = call.scratch();
-  guest.terms = static_cast<float*>(memory.untyped_data());
-  const size_t needed = sizeof(float) * guest.experts.N * guest.experts.K * guest.experts.D;
-  if (!call.fits() || memory.size_bytes() < needed || guest.rank < 0 || guest.rank >= ranks) {
+  // As for `exchange_rows`: what does not fit here fits on no device.
+  if (!call.fits() || ranks < 1) {
     promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "experts were given other arrays or settings than they take"));
     return future;
   }
-  Gatherings::here().arrive(run.run_id, group, ranks, std::move(guest), static_cast<int>(together),
-                            [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  Experts experts = described_experts(call);
+  experts.threads = static_cast<int>(call.setting<int64_t>("threads"));
+  if (!call.fits() || memory.size_bytes() < sizeof(float) * experts.N * experts.K * experts.D) {
+    promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "experts were given other settings, or less working memory, than they need"));
+    return future;
+  }
+  float* terms = static_cast<float*>(memory.untyped_data());
+  Together::arrive(run.run_id, *group, ranks, Guest{*place, held, experts, terms, out, counts, kept(promise)}, static_cast<int>(together),
+                   [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }
 

@@ -1,13 +1,11 @@
 // The routed experts of several devices that share a memory: a token's row is read, and what each of its experts gives is written, where
-// the token's own device has it. Nothing is sent, and nothing waits: the last device to arrive computes for all, with other threads' help.
+// the token's own device has it. Nothing is sent: the last device to arrive computes for all, with other threads' help.
 #pragma once
 
 #include <cstdlib>
-#include <memory>
-#include <vector>
 
-#include "exchange.h"
 #include "experts.h"
+#include "meetings.h"
 
 namespace dsjax {
 
@@ -19,32 +17,33 @@ struct Guest {
   float* terms;     // [N, K, D]: where what the experts give is left
   float* out;       // [N, D]: the sums, in the order of each token's choices
   int32_t* counts;  // [held + 1]: tokens of each of this device's experts, and how many have any of them
-  std::function<void()> proceed;
+  std::function<void(bool)> proceed;
 };
 
-class Together {
+class Together : public Meeting<Guest> {
  public:
-  explicit Together(long ranks) : guests_(ranks) {}
+  using Meeting::Meeting;
 
-  // Notes that a device has come, and says whether it was the last one. Under the lock of `Meetings`.
-  bool enter(Guest guest) {
-    guests_[guest.rank] = std::move(guest);
-    return ++arrived_ == static_cast<long>(guests_.size());
-  }
-
-  // Computes what all devices came for.
-  void run(int threads, const Schedule& schedule) {
-    Phases::run(
-        2, [&](int) { return static_cast<long>(guests_.size()); },
-        [&](int phase, long rank, int) { phase == 0 ? give(guests_[rank], schedule) : add(guests_[rank]); }, threads, schedule);
-  }
-
-  // Has devices go on until all do. Any number of threads may call this.
-  void proceed() {
-    for (size_t rank; (rank = next_.fetch_add(1, std::memory_order_relaxed)) < guests_.size();) guests_[rank].proceed();
+  // A device's arrival. Its part is over when `guest.proceed` is called, perhaps before this returns.
+  static void arrive(int64_t run, int64_t group, long ranks, Guest guest, int threads, const Schedule& schedule) {
+    typedef Meetings<Together> Gatherings;
+    const size_t tokens = guest.experts.N;
+    const auto make = [&] { return std::make_shared<Together>(ranks); };
+    const auto [together, place] = Gatherings::here().enter({run, group, tokens, false}, make, std::move(guest));
+    if (place + 1 < ranks) return;
+    together->run(threads, schedule);
+    Gatherings::proceed(together, ranks, schedule);
   }
 
  private:
+  // Computes what all devices came for.
+  void run(int threads, const Schedule& schedule) const {
+    if (failed_) return;
+    Phases::run(
+        2, [&](int) { return ranks_; },
+        [&](int phase, long place, int) { phase == 0 ? give(parts_[place], schedule) : add(parts_[place]); }, threads, schedule);
+  }
+
   // Tokens with an expert on one device, a pair of a token and an expert after the other, and working memory for their products. A thread
   // keeps its own: pages that went back after each layer would be asked for, and cleared, for the next.
   struct Desk {
@@ -76,7 +75,7 @@ class Together {
     const long first = holder.rank * holder.held;
     desk.clear();
     std::fill(holder.counts, holder.counts + holder.held + 1, 0);
-    for (const Guest& home : guests_) {
+    for (const Guest& home : parts_) {
       const Experts& tokens = home.experts;
       for (long n = 0; n < tokens.N; n++) {
         bool any = false;
@@ -122,44 +121,6 @@ class Together {
       if (!any) std::fill(sum, sum + D, 0.0f);
     }
   }
-
-  std::vector<Guest> guests_;  // by rank
-  long arrived_ = 0;
-  std::atomic<size_t> next_{0};
-};
-
-// The groups of devices that are about to compute their experts together in this process.
-class Gatherings {
- public:
-  // An execution of a program, a group of its devices, and how many tokens each has. The devices of a group come to the calls of one
-  // key one after the other, each device in the same order.
-  typedef std::tuple<int64_t, int64_t, long> Key;
-
-  static Gatherings& here() {
-    static Gatherings* gatherings = new Gatherings;  // outlives every thread
-    return *gatherings;
-  }
-
-  // A device's arrival. Its part is over when `guest.proceed` is called, perhaps before this returns.
-  void arrive(int64_t run, int64_t group, long ranks, Guest guest, int threads, const Schedule& schedule) {
-    std::shared_ptr<Together> together;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      const Key key{run, group, guest.experts.N};
-      auto& entry = open_[key];
-      if (!entry) entry = std::make_shared<Together>(ranks);
-      together = entry;
-      if (!together->enter(std::move(guest))) return;
-      open_.erase(key);
-    }
-    together->run(threads, schedule);
-    // A task for each device, since what a device does next may wait for the others: XLA's collectives do.
-    for (long device = 0; device < ranks; device++) schedule([together] { together->proceed(); });
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<Key, std::shared_ptr<Together>> open_;
 };
 
 }  // namespace dsjax

@@ -24,7 +24,7 @@ from sharding import fp8
 from sharding.dispatch import DispatchConfig, dispatch
 from sharding.dispatch.wire import WireFormat
 from sharding.mesh import MeshSpec
-from sharding.sums import add_as_tree, add_in_order
+from sharding.sums import add_as_tree, add_in_order, pieces_here
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
 
@@ -477,6 +477,25 @@ def test_devices_whose_places_are_not_all_different_fail_and_none_waits_for_them
     found = np.asarray(exchange(rows, np.arange(4, dtype=np.int32)))
     expected = np.tile(rows, (4, 1)) if gathers else rows.reshape(4, 4, 3).swapaxes(0, 1).reshape(16, 3)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 7, 3], [0, 1, -1, 3], [0, 1, 1, 3]])
+def test_devices_of_other_places_than_they_should_have_fail_where_experts_read_in_memory_too(kernels, places):
+    case = ExpertsCase.drawn(6, X=8, D=24, F=16, N=8, K=2, routing="all")
+    mesh, stack = MeshSpec.parse("dp=4").build(), {k: v for k, v in case.params().items() if k != "layer"}
+    layer = jnp.int32(len(case.down) - 1)
+
+    def run(stack, rows, ids, weights, place):
+        where = {"ranks": 4, "held": 2, "pieces": pieces_here(16, 1)}
+        return kernels.native.experts_together(stack, layer, rows, ids, weights, place[0], jnp.int32(0), **where)[0]
+
+    spread = P(mesh.axis_names)
+    specs = dict.fromkeys(stack, P(None, mesh.axis_names)), spread, spread, spread, spread
+    together = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spread, check_vma=False))
+    arguments = stack, case.rows, case.ids, case.weights
+    with pytest.raises(Exception, match="had not the places 0 to ranks - 1"):
+        jax.block_until_ready(together(*arguments, np.array(places, np.int32)))
+    np.testing.assert_array_equal(together(*arguments, np.arange(4, dtype=np.int32)), experts_of(kernels, case))
 
 
 def test_rows_that_are_no_equal_blocks_are_refused_as_the_program_is_made(kernels):

@@ -59,7 +59,7 @@ def slots_of(llm):
 
 
 def by_expert(llm):
-    """Of each stage, each parameter of experts by logical expert, from whichever slots have it; every copy must be the same."""
+    """Give the parameters of each stage's experts by logical expert, from whichever slots have them; every copy must be the same."""
     found, first = [], 0
     rows = slots_of(llm).physical_to_logical
     for stage in llm.executor.stages:

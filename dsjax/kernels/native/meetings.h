@@ -1,0 +1,92 @@
+// Devices of one process that do something together, each in a call of its own. None waits: a device that arrives leaves word how it goes
+// on, and once the last has come and the work is done, all are told to, each as a task.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "phases.h"
+
+namespace dsjax {
+
+// What the devices of a group bring. A `Part` has `rank`, the device's place in its group, and `proceed`, which is called with whether
+// every device had a place of its own: nothing has been done where it had not.
+template <class Part>
+class Meeting {
+ public:
+  explicit Meeting(long ranks) : ranks_(ranks), taken_(ranks) { parts_.reserve(ranks); }
+
+  // Notes that a device has come, and gives how many came before it. Under the lock of `Meetings`. A device whose place is none, or another
+  // one's, is counted too: the others must not wait for it, and hear with it that the meeting has failed.
+  long enter(Part part) {
+    if (part.rank < 0 || part.rank >= ranks_ || taken_[part.rank]) {
+      part.rank = nowhere, failed_ = true;
+    } else {
+      taken_[part.rank] = true;
+    }
+    parts_.push_back(std::move(part));
+    return static_cast<long>(parts_.size()) - 1;
+  }
+  bool complete() const { return static_cast<long>(parts_.size()) == ranks_; }
+
+  // Has devices go on until all do. Any number of threads may call this.
+  void proceed() {
+    for (long place; (place = next_.fetch_add(1, std::memory_order_relaxed)) < ranks_;) parts_[place].proceed(!failed_);
+  }
+
+ protected:
+  static constexpr long nowhere = -1;
+
+  const long ranks_;
+  bool failed_ = false;
+  std::vector<Part> parts_;  // in the order of arrival; never moved: room for all is there from the beginning
+
+ private:
+  std::vector<bool> taken_;
+  std::atomic<long> next_{0};
+};
+
+// The meetings of one kind that are under way in this process.
+template <class Kind>
+class Meetings {
+ public:
+  // Which meeting it is: an execution of a program, a group of its devices, and what tells apart those of a program that are not one after
+  // the other for every device. The devices of a group come to the meetings of one key one after the other, each device in the same order.
+  typedef std::tuple<int64_t, int64_t, size_t, bool> Key;
+
+  static Meetings& here() {
+    static Meetings* meetings = new Meetings;  // outlives every thread
+    return *meetings;
+  }
+
+  // Has a device come, and gives its meeting, and how many came before it. `make`: makes the meeting, for the first.
+  template <class Make, class Part>
+  std::pair<std::shared_ptr<Kind>, long> enter(const Key& key, Make make, Part part) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::shared_ptr<Kind>& entry = open_[key];
+    if (!entry) entry = make();
+    const std::shared_ptr<Kind> meeting = entry;
+    const long place = meeting->enter(std::move(part));
+    if (meeting->complete()) open_.erase(key);
+    return {meeting, place};
+  }
+
+  // Has all devices of a meeting go on. There is a task for each, since what a device does next may wait for the others: XLA's
+  // collectives do.
+  static void proceed(const std::shared_ptr<Kind>& meeting, long ranks, const Schedule& schedule) {
+    for (long device = 0; device < ranks; device++) schedule([meeting] { meeting->proceed(); });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<Key, std::shared_ptr<Kind>> open_;
+};
+
+}  // namespace dsjax
