@@ -102,8 +102,10 @@ class ProcessLinks:
         self._expected = set(self._inboxes)  # each comes over one connection, of one process
         address = group.options.address
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        # One for each inbox, and for each process one that is about to be closed.
+        most = len(self._inboxes) + len(order)
         self._listener = SecureListener(
-            listener, group.credentials, {SERVICE: self._serve}, "dsjax-stages", most_connections=len(order) + 1
+            listener, group.credentials, {SERVICE: self._serve}, "dsjax-stages", most_connections=most
         )
         self._channels, self._to_leader = list[SecureChannel](), list[SecureChannel]()
         try:
