@@ -1,4 +1,4 @@
-"""Hold every layout × dispatch × pair of MLA forms to the answer of one device: (15 × 4 + 2) × 6 runs of a tiny model.
+"""Hold every layout × dispatch × pair of MLA forms to the answer of one device: (15 × 5 + 2) × 6 runs of a tiny model.
 
 Runs whose products are native (``ModelStep.is_exact``) must equal one device's to the bit: logits, tokens, log-probabilities. What
 plain forms compute (``--kernels plain``) keeps a bound of float32's rounding, and the same
@@ -151,7 +151,8 @@ def main() -> int:
     )
     parser.add_argument("--kernels", default="auto", help="as of dsjax serve; one device is held to the plain forms")
     pairs = {"/".join(pair): pair for pair in FORMS}
-    parser.add_argument("--dispatch", nargs="+", choices=DISPATCHES, default=DISPATCHES, help="these dispatches only")
+    ways = ("auto", *DISPATCHES)  # auto: between emulated devices no method that has a name to ask for
+    parser.add_argument("--dispatch", nargs="+", choices=ways, default=ways, help="these dispatches only")
     parser.add_argument(
         "--forms",
         nargs="+",
