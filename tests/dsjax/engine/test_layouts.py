@@ -62,7 +62,7 @@ RUNS = [
         {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS,
     ),
     ("dp=8", "auto", "A_CC_ME", "AM_CC_ME", MIXED),
-    ("dp=4,tp=8", "auto", "CC", "A_CC", BY_DATA | FUSED | CHUNKS),
+    ("dp=4,tp=8", "auto", "CC", "A_CC", BY_DATA | CHUNKS),
     ("dp=2,tp=2+ep=8", "auto", "A_CC_ME", "AM_CC_ME", MIXED | BY_DATA | HOST_EMBEDDING),
 ]
 # Sparse attention: both of its ways in prefill and in decode, on meshes with and without tp.
