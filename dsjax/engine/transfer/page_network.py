@@ -169,17 +169,17 @@ class RemoteLink(PrefillLink):
         except Exception as error:  # whatever it is: what was asked for must not wait for an answer
             reason = f"the prefill engine at {self.address} cannot be reached: {error}"
         with self._lock:
-            self._connecting, outbox, self._outbox = False, self._outbox, []
             if channel is None:
-                self._outbox = _kept(outbox)
+                self._outbox = _kept(self._outbox)
+            elif self._closed:
+                channel.close()
             else:
-                for message in outbox:
+                # Started first: where no thread can be had, `_give_up` still finds what waits, and no other thread connects until it has.
+                channel.start(self._take, lambda: self._lost(channel))
+                for message in self._outbox:
                     channel.send(message)
-                if self._closed:
-                    channel.close()
-                else:
-                    self._channel = channel
-                    channel.start(self._take, lambda: self._lost(channel))
+                self._outbox, self._channel = [], channel
+            self._connecting = False
         if reason:
             # What was asked for until now is given up; what is asked for from now on has another connection tried.
             _log.warning("%s. Prompts are computed where they are decoded.", reason)
