@@ -18,11 +18,14 @@ from dsjax.hosts.rendezvous import JoinRequest
 KEY = Credentials(ClusterKey("k" * 32, "the test"))
 
 
-def groups(count: int, seconds: int = 5) -> list[HostGroup]:
+def groups(count: int, seconds: int = 5, start: int = 60) -> list[HostGroup]:
+    """The groups of so many processes, each of which is a thread. seconds, start: their heartbeat's and their start's timeout."""
     store = MemoryStore()
     members = [JoinRequest(index, count, "host", 10 + index, "127.0.0.1", "m") for index in range(count)]
     return [
-        HostGroup(HostOptions(("127.0.0.1", 1), count, index, "127.0.0.1", 1, seconds), members, store, credentials=KEY)
+        HostGroup(
+            HostOptions(("127.0.0.1", 1), count, index, "127.0.0.1", start, seconds), members, store, credentials=KEY
+        )
         for index in range(count)
     ]
 
