@@ -117,7 +117,7 @@ def test_experts_are_placed_for_a_side_that_is_alone(process):
 
 
 def until(holds):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)

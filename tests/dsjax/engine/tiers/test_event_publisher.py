@@ -180,7 +180,7 @@ def test_what_the_publisher_cannot_keep_up_with_leaves_a_gap_in_the_numbers(tmp_
     pytest.importorskip("zmq")
     config = KvEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/events", max_queue_size=1)
     publisher, go_on, encoder = EventPublisher(config, 1), threading.Event(), msgspec.msgpack.Encoder()
-    publisher._encoder = SimpleNamespace(encode=lambda batch: go_on.wait(10) and encoder.encode(batch))
+    publisher._encoder = SimpleNamespace(encode=lambda batch: go_on.wait(60) and encoder.encode(batch))
     publisher.publish(0, [])
     while publisher._queue.qsize():
         time.sleep(0.001)
