@@ -326,7 +326,7 @@ def listening(serve):
 
 
 def has_ended(channel):
-    channel.settimeout(20)
+    channel.settimeout(60)
     with pytest.raises((EOFError, OSError)):
         channel.receive(100)
     return True

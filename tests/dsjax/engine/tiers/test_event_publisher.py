@@ -323,7 +323,7 @@ def test_the_default_is_bound_on_loopback_and_other_addresses_are_bound_as_vllm_
 def greet(path, kind):
     """Connect to a bound `ipc://` endpoint as a socket of a kind, and speak ZMTP 3.0 up to the handshake's end; give the connection."""
     connection = sockets.socket(sockets.AF_UNIX)
-    connection.settimeout(10)
+    connection.settimeout(60)
     connection.connect(path.removeprefix("ipc://"))
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     body = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
