@@ -571,11 +571,12 @@ def test_experts_together_keep_memory_for_the_threads_that_compute_and_not_for_a
     config = DispatchConfig(
         by_choice=True, in_memory=ExchangeInMemory(kernels.native, spec.build().axis_names, together=True)
     )
-    for _ in range(20):
-        dispatched(kernels, case, spec, config)
     desks = ctypes.CDLL(str(kernels.native.path)).dsjax_experts_together_desks
     desks.restype = ctypes.c_int64
-    assert 1 <= desks() <= most_threads()
+    before = desks()  # of what computed in this process before, several groups of devices at once
+    for _ in range(20):
+        dispatched(kernels, case, spec, config)
+    assert 1 <= desks() <= max(before, most_threads())
 
 
 def dispatched(kernels, case, spec, config):
