@@ -61,7 +61,8 @@ class Served:
         flags = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
         command = ["-m", "dsjax.serve", "--model", str(checkpoint), "--served-model-name", "tiny", "--port", "0"]
         with mock.patch.dict(os.environ, {"DSJAX_CLUSTER_KEY": CLUSTER_KEY}):
-            self.group = Group([*command, "--mesh", "dp=4", "--batch-invariant", "--admin-api-key", "admin", *flags], 2)
+            command += ["--mesh", "dp=4", "--batch-invariant", "--admin-api-key", "admin"]
+            self.group = Group([*command, *flags], 2, heartbeat=20)  # for which a process that hangs is waited for
         self.group.wait_for(0, "serving tiny at", 300)
         self.leader = re.search(r"serving tiny at (http://[\d.:]+)", self.group.output[0]).group(1)
         self.follower = re.search(r"/metrics at (http://[\d.:]+)", self.group.output[1]).group(1)
