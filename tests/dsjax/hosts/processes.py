@@ -124,7 +124,7 @@ class Group(Processes):
         *,
         options: dict[int, list[str]] | None = None,
         timeout: int = 120,
-        heartbeat: int = 60,
+        heartbeat: int = 30,
         stuck: int = 120,
         address: str = "127.0.0.1",
         before: Callable[[int], list[str]] = lambda index: [],

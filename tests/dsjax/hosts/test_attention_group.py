@@ -37,7 +37,7 @@ SIZES = {
     "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
 }
 HEARTBEAT = 12
-"""Seconds of a group of the tests, after which a collective that a process does not join fails."""
+"""Seconds after which a collective that a process does not join fails, where a test waits for longer."""
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ class Deployment:
     """Two attention processes, and processes with experts, which share the expert devices.
 
     Args:
-        mesh: of the attention side. processes: with experts. options: of all.
+        mesh: of the attention side. processes: with experts. heartbeat: of the attention side's group. options: of all.
     """
 
-    def __init__(self, checkpoint, mesh: str, processes: int = 1, **options):
+    def __init__(self, checkpoint, mesh: str, processes: int = 1, heartbeat: int = 30, **options):
         addresses = ",".join(f"127.0.0.1:{free_port()}" for _ in range(processes))
         self.options = {"attention_mesh": mesh, "expert_mesh": "ep=4", "afd_address": addresses, **SIZES, **options}
         self.options["model"] = str(checkpoint)
@@ -69,7 +69,7 @@ class Deployment:
         self.experts = [self.start_experts(rank) for rank in range(processes)]
         given = json.dumps(self.options | {"afd_role": "attention"})
         self.group = Group(
-            ["tests/dsjax/hosts/llm_process.py", "--options", given], 2, heartbeat=HEARTBEAT, timeout=240, stuck=240
+            ["tests/dsjax/hosts/llm_process.py", "--options", given], 2, heartbeat=heartbeat, timeout=240, stuck=240
         )
         self.lines = 0
 
@@ -149,7 +149,7 @@ def test_two_attention_processes_make_the_tokens_of_one_device(checkpoint, alone
 @pytest.mark.parametrize("mesh", ["tp=4", "dp=4"])
 def test_experts_that_go_when_one_attention_process_has_its_answer_are_waited_for_by_both(checkpoint, alone, mesh):
     """For longer than a collective waits for a process that does not join it."""
-    with Deployment(checkpoint, mesh) as deployment:
+    with Deployment(checkpoint, mesh, heartbeat=HEARTBEAT) as deployment:
         deployment.ready()
         deployment.ask()
         assert deployment.answer()["tokens"] == alone
