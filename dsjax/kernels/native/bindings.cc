@@ -196,10 +196,10 @@ ffi::Error index_choice(ffi::ThreadPool pool, Call call) {
 }
 
 // How a device goes on after a meeting: what it promised XLA is kept, or has failed.
-std::function<void(End)> kept(ffi::Promise promise) {
-  return [promise](End end) mutable {
-    if (end == End::done) return promise.SetAvailable();
-    if (end == End::no_memory)
+std::function<void(Outcome)> kept(ffi::Promise promise) {
+  return [promise](Outcome outcome) mutable {
+    if (outcome == Outcome::met) return promise.SetAvailable();
+    if (outcome == Outcome::no_memory)
       return promise.SetError(ffi::Error(ffi::ErrorCode::kResourceExhausted, "there is no memory for what experts of a device are to compute"));
     promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument,
                                 "the devices of an exchange had not the places 0 to ranks - 1, each of them once"));

@@ -15,7 +15,7 @@ struct Part {
   long rank;
   const char* from;
   char* to;
-  std::function<void(End)> proceed;
+  std::function<void(Outcome)> proceed;
 };
 
 class Exchange : public Meeting<Part> {

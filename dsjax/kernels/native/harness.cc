@@ -181,8 +181,8 @@ void meet(long programs, long devices, long times, Arrive arrive) {
   for (long device = 0; device < programs * devices; device++) all.push_back({device / devices, device % devices, times});
   std::function<void(Device&)> go_on = [&](Device& device) {
     if (device.left-- == 0) return;
-    arrive(device.program, device.rank, schedule, [&](End end) {
-      if (end != End::done) std::fprintf(stderr, "a meeting has ended as %d\n", static_cast<int>(end)), std::exit(4);
+    arrive(device.program, device.rank, schedule, [&](Outcome outcome) {
+      if (outcome != Outcome::met) std::fputs(outcome == Outcome::no_memory ? "no memory\n" : "failed\n", stderr), std::exit(4);
       go_on(device);
     });
   };
@@ -195,7 +195,7 @@ void exchange(const std::vector<int64_t>& s) {
   const long programs = s[0], ranks = s[1], width = s[2], gathers = s[3], times = s[4], own = (gathers ? 1 : ranks) * width;
   auto given = read<float>(programs * ranks * own);
   std::vector<float> rows(given.size()), out(programs * ranks * ranks * width);
-  meet(programs, ranks, times, [&](long program, long rank, const Schedule& schedule, std::function<void(End)> proceed) {
+  meet(programs, ranks, times, [&](long program, long rank, const Schedule& schedule, std::function<void(Outcome)> proceed) {
     const long device = program * ranks + rank;
     float *from = rows.data() + device * own, *to = out.data() + device * ranks * width;
     std::copy(given.data() + device * own, given.data() + (device + 1) * own, from);
@@ -216,7 +216,7 @@ void experts_together(const std::vector<int64_t>& s, int threads) {
   auto weights = read<float>(programs * ranks * N * K);
   std::vector<float> rows(given.size()), terms(ids.size() * D), out(given.size());
   std::vector<int32_t> counts(programs * ranks * (held + 1));
-  meet(programs, ranks, times, [&](long program, long rank, const Schedule& schedule, std::function<void(End)> proceed) {
+  meet(programs, ranks, times, [&](long program, long rank, const Schedule& schedule, std::function<void(Outcome)> proceed) {
     const long device = program * ranks + rank;
     auto of = [&](auto& array, long each) { return array.data() + device * each; };
     std::copy(of(given, N * D), of(given, N * D) + N * D, of(rows, N * D));

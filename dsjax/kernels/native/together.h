@@ -18,7 +18,7 @@ struct Guest {
   float* terms;     // [N, K, D]: where what the experts give is left
   float* out;       // [N, D]: the sums, in the order of each token's choices
   int32_t* counts;  // [held + 1]: tokens of each of this device's experts, and how many have any of them
-  std::function<void(End)> proceed;
+  std::function<void(Outcome)> proceed;
 };
 
 class Together : public Meeting<Guest> {
@@ -42,12 +42,12 @@ class Together : public Meeting<Guest> {
  private:
   // Computes what all devices came for.
   void run(int threads, const Schedule& schedule) {
-    if (end_ != End::done) return;
+    if (outcome_ != Outcome::met) return;
     Phases::run(
         2, [&](int) { return ranks_; },
         [&](int phase, long place, int) {
           if (phase == 0) give(parts_[place], schedule);
-          else if (end_ == End::done) add(parts_[place]);
+          else if (outcome_ == Outcome::met) add(parts_[place]);
         },
         threads, schedule);
   }
@@ -112,7 +112,7 @@ class Together : public Meeting<Guest> {
       desk = Desks::here().take();
       give(holder, *desk, schedule);
     } catch (const std::bad_alloc&) {
-      end_ = End::no_memory;
+      outcome_ = Outcome::no_memory;
     }
     if (desk) Desks::here().leave(std::move(desk));
   }
