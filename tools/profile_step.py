@@ -11,6 +11,10 @@ from. The context grows by one token a step, as in decoding. On emulated devices
 operation's time includes waiting for a core; the shares are then what to read, and collectives are shown apart because
 most of their time is waiting for the last device.
 
+Beside each part of a V3 model stands the time that its weights, its cache and its multiply-adds take at these cores' own rates, and the
+share of the part's time that the larger of reading and multiplying is. Both rates are measured in the run: that of multiplying on a
+matrix that the caches hold, that of reading on as many bytes as the whole step reads. Nothing can be faster than either.
+
 With ``--constant-placement`` nothing is profiled: the step runs by turns with another one that differs in one thing, the places of
 the experts, which are constants of that program. Where nothing is redundant, this difference is what tables that balancing could
 change cost those who do not use it. With ``--compiler-options`` the other step is compiled with XLA's own options.
@@ -35,9 +39,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
+from dsjax.config import ModelConfig
+from dsjax.engine.device.process import cache_folder
+from dsjax.kernels.table import choose_kernels
+from dsjax.model.mla_costs import mla_cost, weight_values
+from dsjax.model.parameter_counts import parameter_counts
 from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
+from tools.bench_products import multiplier, read_bandwidth
 
 SCOPES = ("mla_project", "cache_write", "attend", "mla_output", "router", "experts", "mlp", "head")
 COLLECTIVE = re.compile(r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|all[-_]reduce|collective")
@@ -63,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     emulate_devices(MeshSpec.parse(args.mesh).num_devices)
 
-    from dsjax import LLM
+    from dsjax import LLM  # after the devices are set
 
     pages = (args.context + WARM + args.steps + TRACED) // 16 + 1
     llm = LLM(
@@ -82,7 +94,10 @@ def main() -> None:
         f"{args.mesh}, {args.rows} rows a rank at context {args.context}: {seconds * 1e3:.2f} ms a step (median of {args.steps})"
     )
     print(f"processor time {processor * 1e3:.2f} ms a step; threads waited {waits:.0f} times")
-    print_table(trace(run), scopes_of(text))
+    work = step_work(
+        llm.config, args.rows * (llm.executor.limits.num_ranks if args.ranks is None else args.ranks), args.context
+    )
+    print_table(trace(run), scopes_of(text), work, *own_rates(sum(read for _, read in work.values())))
 
 
 def decode_step(llm, rows: int, context: int, pages: int, ranks: int | None):
@@ -208,16 +223,83 @@ def scopes_of(text: str) -> dict[str, str]:
     return found
 
 
-def print_table(events: list[dict], scopes: dict[str, str]) -> None:
-    """Time and share of each part; loops are left out, since the trace has their bodies' operations too."""
+def step_work(config: ModelConfig, rows: int, context: int) -> dict[str, tuple[float, float]]:
+    """Multiply-adds, and bytes of weights and cache read once, of a decode step's parts, all in float32; none where attention is sparse.
+
+    rows: of all ranks together; each attends to `context` positions in an absorbed form. Of the experts those are read that so many
+    tokens choose on average, if each chooses at random.
+    """
+    if config.index_topk is not None:
+        return {}
+    layers, experts = config.num_hidden_layers, config.n_routed_experts
+    attention = mla_cost(
+        config,
+        "A_CC_ME",
+        rows=rows,
+        chunk=1,
+        context=context,
+        weight_itemsize=4,
+        cache_itemsize=4,
+        activation_itemsize=4,
+    )
+    heads, rank = config.num_attention_heads, config.kv_lora_rank
+    output = heads * config.v_head_dim * config.hidden_size
+    absorbed = heads * rank * (config.qk_nope_head_dim + config.v_head_dim)
+    project = weight_values(config, "A_CC_ME") - output - absorbed
+    counts, chosen = parameter_counts(config), config.num_experts_per_tok
+    read = experts * (1 - (1 - chosen / experts) ** rows)
+    mlps = config.num_dense_layers * counts["dense_mlp"] + config.num_moe_layers * counts["shared_experts"]
+    router, head = config.num_moe_layers * counts["router"], config.vocab_size * config.hidden_size
+    values = {
+        "mla_project": layers * project,
+        "mla_output": layers * output,
+        "mlp": mlps,
+        "router": router,
+        "head": head,
+    }
+    work = {part: (float(rows * count), 4.0 * count) for part, count in values.items()}
+    cache = attention.attention_flops / 2 + rows * absorbed, attention.cache_read_bytes + 4 * absorbed
+    work["attend"] = layers * cache[0], layers * cache[1]
+    routed = config.num_moe_layers * counts["expert"]
+    work["experts"] = routed * rows * chosen, 4.0 * routed * read
+    return work
+
+
+def own_rates(step_bytes: float) -> tuple[float, float]:
+    """Multiply-adds and bytes a second of these cores: with a matrix in the caches, and reading as many bytes as a step does."""
+    kernels = choose_kernels("native", "cpu", np.dtype(np.float32), devices=1, cache=cache_folder() / "native")
+    multiply, array = multiplier(kernels), np.zeros(max(int(step_bytes), 1 << 20) // 8, np.uint64)
+    multiplied = max(multiply(time.perf_counter) for _ in range(50))
+    return multiplied, max(read_bandwidth(array, kernels.native.threads, time.perf_counter) for _ in range(50))
+
+
+def print_table(
+    events: list[dict],
+    scopes: dict[str, str],
+    work: dict[str, tuple[float, float]],
+    multiply_rate: float,
+    read_rate: float,
+) -> None:
+    """Time and share of each part, and what the cores' rates allow; loops are left out: the trace has their bodies' operations too."""
     total: Counter = Counter()
     for event in events:
         name = event["name"]
         if name in scopes and not re.match(r"while|call|conditional", name):
             total["collectives" if COLLECTIVE.match(name) else scopes[name]] += event["dur"]
     everything = sum(total.values())
+    table = Table(
+        title=f"these cores: {multiply_rate / 1e9:.0f} G multiply-adds a second, {read_rate / 1e9:.1f} GB/s read of a step's bytes"
+    )
+    for column in ("part", "ms", "share", "multiplying, ms", "reading, ms", "of the larger"):
+        table.add_column(column, justify="left" if column == "part" else "right")
     for part, microseconds in total.most_common():
-        print(f"{part:30} {microseconds / TRACED / 1e3:9.2f} ms  {microseconds / everything:6.1%}")
+        line = [part, f"{microseconds / TRACED / 1e3:.2f}", f"{microseconds / everything:.1%}"]
+        if part in work:
+            least = work[part][0] / multiply_rate, work[part][1] / read_rate
+            line += [f"{seconds * 1e3:.3f}" for seconds in least]
+            line.append(f"{max(least) * TRACED * 1e6 / microseconds:.0%}")
+        table.add_row(*line)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

@@ -104,20 +104,20 @@ class ExpertCounts:
     Attributes:
         tokens_per_expert: `[layers, physical experts]`, of the model's MoE layers; where experts move, of whichever a slot held.
         rows_sent: `[ranks]`, rows of tokens that each device sent to others.
+        logical_load: `[layers, logical experts]`, tokens, wherever they were computed.
+        physical_to_logical: `[layers, physical experts]`, the logical expert in each slot when the last of them was computed.
         rounds: of dispatch, of each layer the most of any rank; summed over layers and launches.
         dispatch_bytes: sent by all devices.
         padding_share: of those bytes, the share that carried no token's row; 0 to 1.
-        logical_load: `[layers, logical experts]`, tokens, wherever they were computed.
-        physical_to_logical: `[layers, physical experts]`, the logical expert in each slot when the last of them was computed.
     """
 
     tokens_per_expert: np.ndarray
     rows_sent: np.ndarray
+    logical_load: np.ndarray
+    physical_to_logical: np.ndarray
     rounds: int
     dispatch_bytes: int
     padding_share: float
-    logical_load: np.ndarray
-    physical_to_logical: np.ndarray
 
 
 class ExecutorCounts(NamedTuple):
@@ -126,7 +126,8 @@ class ExecutorCounts(NamedTuple):
     Attributes:
         num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
         compilations_after_warm_up: programs compiled since warm-up ended; 0 as long as there was none.
-        experts: only while recording is on; without the last launches, which are read together once a second.
+        experts: only while recording is on; without the last launches, which are read together once a second. Where model stages are of
+            several processes, as `Executor.expert_counts` gave it last.
     """
 
     num_padding_tokens: int = 0

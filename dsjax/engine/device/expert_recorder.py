@@ -128,9 +128,9 @@ class DispatchSums:
         return ExpertCounts(
             np.array(self._tokens),
             np.array(self._rows),
-            self._rounds,
-            self._wire,
-            padding,
             np.array(self._logical),
             self._placements.physical_to_logical[: len(self._tokens)],
+            rounds=int(self._rounds),
+            dispatch_bytes=int(self._wire),
+            padding_share=float(padding),
         )

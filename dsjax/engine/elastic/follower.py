@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 from dsjax.background import start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.stream.leader import EndMessage, LaunchMessage, Message, Record, WarmUp, decode, is_collected
+from dsjax.engine.stream.leader import (
+    EndMessage,
+    LaunchMessage,
+    Message,
+    ReadRecord,
+    Record,
+    WarmUp,
+    decode,
+    is_collected,
+)
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.stream import StreamReader
@@ -352,18 +361,25 @@ class _Work:
             self._warm_up()
         elif isinstance(message, Record):
             executor.set_recording(message.on)
+        elif isinstance(message, ReadRecord):
+            self._collect_until(message.collected)
+            executor.expert_counts()
         elif isinstance(message, LaunchMessage):
             follower.phase, follower.has_served = "ready", True
-            while self._collected < message.collected:
-                executor.collect(self._under_way.popleft())
-                self._collected += 1
-                follower.steps += 1
+            self._collect_until(message.collected)
             pending = executor.launch(message.command)
             follower.commands += 1
             if is_collected(message.command):
                 self._under_way.append(pending)
                 if executor.max_in_flight == 1:
                     self._running.append(pending)
+
+    def _collect_until(self, collected: int) -> None:
+        """Collect results until there are so many since the start, as the leader has."""
+        while self._collected < collected:
+            self._executor.collect(self._under_way.popleft())
+            self._collected += 1
+            self._follower.steps += 1
 
     def _warm_up(self) -> None:
         group = self._follower.group

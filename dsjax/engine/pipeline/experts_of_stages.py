@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -16,13 +14,11 @@ from dsjax.engine.device.access import Pending
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.engine.experts.expert_exchange import expert_share
 from dsjax.engine.pipeline.pending_stages import PendingStages
-from dsjax.engine.pipeline.process_links import Found, ProcessLinks
+from dsjax.engine.pipeline.process_links import Found, ProcessLinks, parts_of, plain
 from dsjax.engine.pipeline.stage_executor import StageExecutor
 
 OF_EXPERTS = ReadLoads | StageExperts | PlaceExperts
 """Commands of which each stage carries out what concerns its own layers."""
-
-Part = TypeVar("Part", LoadWindow, Exchanged, ExpertSlots)
 
 
 class ExpertsOfStages:
@@ -95,51 +91,44 @@ class ExpertsOfProcesses(ExpertsOfStages):
         super().__init__(stages, config)
         self._links = links
         self._whole: ExpertSlots | None = None
-        # Of process 0: each hears one thing that all others tell, in the order in which they do.
-        self._unheard: deque[Callable[[], None]] = deque()
         self.meet()
 
     @property
     def slots(self) -> ExpertSlots:
         """Where the experts of all processes are; to be asked in process 0."""
         while self._whole is None:
-            self._hear_next()
+            self._links.hear_found()
         return self._whole
 
     def meet(self) -> None:
         """Have process 0 know where the experts here are, and what it takes to move them. All processes do so at the same place."""
         own = [mover.slots for mover in self._movers if mover is not None]
-        told = _plain(self._together(own) if own else None)
+        told = plain(self._together(own) if own else None)
         if self._links.leads:
-            self._unheard.append(lambda: self._hear_slots(told))
+            self._links.expect(lambda: told, self._enter_slots)
         else:
             self._links.tell(lambda: told)
 
     def launched(self, pending: PendingStages) -> None:
         """Tell process 0 what comes of a command here, or remember that the others will."""
         if self._links.leads:
-            self._unheard.append(lambda: self._hear(pending))
+            self._links.expect(lambda: plain(self._collect_here(pending)), lambda found: self._enter(pending, found))
             return
         own = self._own(pending)
-        self._links.tell(lambda: _plain(_joined([stage.found(part) for stage, part in own])))
+        self._links.tell(lambda: plain(_joined([stage.found(part) for stage, part in own])))
 
     def collect(self, pending: PendingStages) -> LoadWindow | Exchanged:
         """What came of a command at the stages of all processes; in process 0. Waits for them."""
         while pending.results is None:
-            self._hear_next()
+            self._links.hear_found()
         return pending.results
 
-    def _hear_next(self) -> None:
-        self._unheard[0]()
-        self._unheard.popleft()
+    def _enter_slots(self, found: Sequence[Found]) -> None:
+        self._whole = self._together(parts_of(ExpertSlots, found))
 
-    def _hear_slots(self, own: Found) -> None:
-        self._whole = self._together(_read(ExpertSlots, self._links.ask(own)))
-
-    def _hear(self, pending: PendingStages) -> None:
+    def _enter(self, pending: PendingStages, found: Sequence[Found]) -> None:
         command = pending.command
-        kind = LoadWindow if isinstance(command, ReadLoads) else Exchanged
-        result = _joined(_read(kind, self._links.ask(_plain(self._collect_here(pending)))))
+        result = _joined(parts_of(LoadWindow if isinstance(command, ReadLoads) else Exchanged, found))
         if isinstance(command, PlaceExperts) and result.error is None:
             placed = self._whole.physical_to_logical.copy()
             placed[command.layer] = np.frombuffer(command.physical_to_logical, "<i4")
@@ -152,17 +141,3 @@ def _joined(parts: Sequence[LoadWindow | Exchanged]) -> LoadWindow | Exchanged |
     if parts and isinstance(parts[0], LoadWindow):
         return LoadWindow(*(np.concatenate(each) for each in zip(*parts, strict=True)))
     return next(iter(parts), None)
-
-
-def _plain(part: LoadWindow | Exchanged | ExpertSlots | None) -> Found:
-    """A part as plain values and arrays; these come first in all of them."""
-    if part is None:
-        return [], []
-    fields = part if isinstance(part, tuple) else [getattr(part, field.name) for field in dataclasses.fields(part)]
-    arrays = [value for value in fields if isinstance(value, np.ndarray)]
-    return list(fields[len(arrays) :]), arrays
-
-
-def _read(kind: type[Part], everybody: Sequence[Found]) -> list[Part]:
-    """The parts of those processes that have any."""
-    return [kind(*arrays, *values) for values, arrays in everybody if values or arrays]

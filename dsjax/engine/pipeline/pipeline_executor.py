@@ -169,7 +169,7 @@ class PipelineExecutor:
         """What the last step did, and what happened since the start."""
         each = [stage.counts() for stage in self.stages]
         late = sum(one.compilations_after_warm_up for one in each)
-        return ExecutorCounts(each[-1].num_padding_tokens, late, _counts_of_all([one.experts for one in each]))
+        return ExecutorCounts(each[-1].num_padding_tokens, late, counts_of_all([one.experts for one in each]))
 
     @property
     def recording(self) -> bool:
@@ -183,7 +183,7 @@ class PipelineExecutor:
 
     def expert_counts(self) -> ExpertCounts | None:
         """What all stages recorded since recording began, layers in order."""
-        return _counts_of_all([stage.expert_counts() for stage in self.stages])
+        return counts_of_all([stage.expert_counts() for stage in self.stages])
 
     def shutdown(self) -> None:
         """Give back what all stages hold."""
@@ -196,8 +196,8 @@ class PipelineExecutor:
             stage.release()
 
 
-def _counts_of_all(stages: Sequence[ExpertCounts | None]) -> ExpertCounts | None:
-    """The counts of all stages: layers one behind the other, and so the devices."""
+def counts_of_all(stages: Sequence[ExpertCounts | None]) -> ExpertCounts | None:
+    """The counts of several stages: layers one behind the other, and so the devices. None: of none there are any."""
     counts = [one for one in stages if one is not None]
     if not counts:
         return None

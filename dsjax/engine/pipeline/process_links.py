@@ -9,15 +9,17 @@ other member of the deployment says here is no hidden state, and ends nothing bu
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import logging
 import queue
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import msgspec
@@ -39,6 +41,7 @@ _MOST_RESULTS = 1 << 26
 """Bytes of a step's results without arrays: the scores of a prompt's tokens are most of it."""
 Found = tuple[list[Any], list[np.ndarray]]
 """What a process has found out: values that MessagePack knows, and arrays."""
+Part = TypeVar("Part")
 _HIDDEN, _RESULTS, _FOUND = "hidden", "results", "found by process {}"
 _log = logging.getLogger(__name__)
 
@@ -95,6 +98,7 @@ class ProcessLinks:
             role: queue.SimpleQueue() for role in (_HIDDEN, _RESULTS, *found)
         }
         self._order, self._found = order, list[Found]()
+        self._expected_found: deque[tuple[Callable[[], Found], Callable[[list[Found]], None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._sent: Future[None] | None = None
         self._error: Exception | None = None
@@ -167,8 +171,20 @@ class ProcessLinks:
         """Send process 0 what this one has found out. of: waits for it, and gives it."""
         self._later(lambda: self._send_results(self._to_leader, *of()))
 
-    def ask(self, own: Found) -> list[Found]:
-        """What each process has found out, in the order of their stages: of the others what they tell next. own: of this one, process 0."""
+    def expect(self, own: Callable[[], Found], enter: Callable[[list[Found]], None]) -> None:
+        """Remember, in process 0, that all others tell something, behind what they tell before it.
+
+        own: gives what this process has found out itself. enter: takes what all have, in the order of their stages.
+        """
+        self._expected_found.append((own, enter))
+
+    def hear_found(self) -> None:
+        """Wait for the first thing that is expected, and enter it. After an interrupt it is expected as before."""
+        own, enter = self._expected_found[0]
+        enter(self._ask(own()))
+        self._expected_found.popleft()
+
+    def _ask(self, own: Found) -> list[Found]:
         while len(self._found) < len(self._order):
             number = self._order[len(self._found)]
             self._found.append(self._take(_FOUND.format(number)) if number else own)
@@ -280,6 +296,20 @@ class ProcessLinks:
             return
         self._group.check(error)
         raise GroupError(f"the connection between two stages has ended: {error}") from error
+
+
+def plain(part: Any) -> Found:
+    """A named tuple or a dataclass, whose arrays come first, as plain values and arrays; None: nothing."""
+    if part is None:
+        return [], []
+    fields = part if isinstance(part, tuple) else [getattr(part, field.name) for field in dataclasses.fields(part)]
+    arrays = [value for value in fields if isinstance(value, np.ndarray)]
+    return list(fields[len(arrays) :]), arrays
+
+
+def parts_of(kind: type[Part], everybody: Sequence[Found]) -> list[Part]:
+    """What was `plain`, of those processes that had any."""
+    return [kind(*arrays, *values) for values, arrays in everybody if values or arrays]
 
 
 _openings = msgspec.msgpack.Decoder(Opening)

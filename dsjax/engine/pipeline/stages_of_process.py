@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from dsjax.engine.contract.commands import Command, Score, Step
-from dsjax.engine.contract.executor import Progress
+from dsjax.engine.contract.executor import ExecutorCounts, ExpertCounts, Progress
 from dsjax.engine.pipeline.experts_of_stages import OF_EXPERTS, ExpertsOfProcesses
 from dsjax.engine.pipeline.pending_stages import PendingStages
-from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
-from dsjax.engine.pipeline.process_links import ProcessLinks
+from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor, counts_of_all
+from dsjax.engine.pipeline.process_links import Found, ProcessLinks, parts_of, plain
 from dsjax.engine.pipeline.stage_executor import StageExecutor
-from dsjax.errors import UserError
 from sharding.arrays import put
 
 
@@ -32,6 +31,7 @@ class StagesOfProcess(PipelineExecutor):
     def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks, experts: ExpertsOfProcesses | None = None):
         super().__init__(stages, experts)
         self._links = links
+        self._loads: ExpertCounts | None = None
         first = self.stages[0]
         if not first.model.begins:
             first.arriving = links.arriving(lambda hidden: put(hidden, first.programs.rows))
@@ -81,16 +81,29 @@ class StagesOfProcess(PipelineExecutor):
         if self._experts is not None:
             self._experts.meet()
 
-    def set_recording(self, on: bool) -> None:
-        """Refuse: each process would have the loads of its own layers alone.
+    def counts(self) -> ExecutorCounts:
+        """What the last step did here, and what happened since the start; of the experts' load what was read last."""
+        return super().counts()._replace(experts=self._loads)
 
-        Raises:
-            UserError: always, where it is to be turned on.
-        """
-        if on:
-            raise UserError(
-                "the experts' loads are not put together where stages are of several processes; use one process"
-            )
+    def set_recording(self, on: bool) -> None:
+        """Whether the experts' load is recorded from the next step on, at the stages here."""
+        super().set_recording(on)
+        self._loads = None
+
+    def expert_counts(self) -> ExpertCounts | None:
+        """What all stages recorded since recording began, in process 0; all others tell it. All processes read at the same place."""
+        if not self.recording:
+            return None
+        own = super().expert_counts()
+        if not self._links.leads:
+            self._links.tell(lambda: plain(own))
+            return own
+        heard = list[list[Found]]()
+        self._links.expect(lambda: plain(own), heard.append)
+        while not heard:
+            self._links.hear_found()
+        self._loads = counts_of_all(parts_of(ExpertCounts, heard[0]))
+        return self._loads
 
     def shutdown(self) -> None:
         """Give back what all stages here hold, and end the connections."""

@@ -12,7 +12,7 @@ import msgspec
 
 from dsjax.background import contained, start_thread
 from dsjax.engine.contract.commands import Command, Flush, Score, Step
-from dsjax.engine.contract.executor import Executor, ExecutorWrapper, Kind, Progress
+from dsjax.engine.contract.executor import Executor, ExecutorWrapper, ExpertCounts, Kind, Progress
 from dsjax.engine.transfer.messages import ChunkPort, Pull, PulledChunk
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.stream import StreamReader, StreamWriter
@@ -34,6 +34,12 @@ class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
     on: bool
 
 
+class ReadRecord(msgspec.Struct, frozen=True, array_like=True, tag="read record"):
+    """Read the experts' counts, once `collected` results have been collected: a process may have to tell process 0 its own."""
+
+    collected: int
+
+
 class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag="warm up"):
     """Compile every program."""
 
@@ -44,7 +50,7 @@ class EndMessage(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     reason: str | None = None
 
 
-Message = LaunchMessage | Record | WarmUp | EndMessage
+Message = LaunchMessage | Record | ReadRecord | WarmUp | EndMessage
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -145,6 +151,14 @@ class LeaderExecutor(ExecutorWrapper):
         self.inner.set_recording(on)  # first, as it may refuse
         self._put(Record(on))
 
+    def expert_counts(self) -> ExpertCounts | None:
+        """What all processes recorded since recording began; None while it is off."""
+        if not self.inner.recording:
+            return None
+        self.group.check()
+        self._put(ReadRecord(self.collected))
+        return self._inner(self.inner.expert_counts)
+
     def extension(self, kind: type[Kind]) -> Kind | None:
         """Give what the inner executor offers. Chunks are pulled by all processes, so what is reported of them is put together."""
         port = self.inner.extension(kind)
@@ -188,9 +202,9 @@ class LeaderExecutor(ExecutorWrapper):
     def _put(self, message: Message) -> int:
         return self._stream.put(_encoder.encode(message))
 
-    def _inner(self, method: Any, argument: Any) -> Any:
+    def _inner(self, method: Any, *arguments: Any) -> Any:
         try:
-            return method(argument)
+            return method(*arguments)
         except (
             RuntimeError
         ) as error:  # a collective that lost its other side, as may be known soon (`Generations.after`)

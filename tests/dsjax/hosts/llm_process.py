@@ -1,4 +1,7 @@
-"""One process of a group behind `LLM`, for the one that started it: each line that process 0 reads has all prompts generated again."""
+"""One process of a group behind `LLM`, for the one that started it: each line that process 0 reads has all prompts generated again.
+
+With the line `record` the experts' loads of it are recorded.
+"""
 
 import argparse
 import json
@@ -24,13 +27,20 @@ def main() -> None:
     given = vars(parser.parse_args())
     llm = LLM(**given.pop("options"), **given)  # returns in process 0 alone
     print("ready", flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        records = line.strip() == "record"
+        if records:
+            llm.engine.flush_prefix_cache()
+            llm.executor.set_recording(True)
         generations = llm.engine.core.generations  # None where the mesh never changes
         changes = {} if generations is None else generations.counts.changes
         said = {"tokens": generate(llm), "mesh": llm.facts.mesh, "changes": dict(changes)}
         balance = llm.engine.core.statistics().get("balance")  # None where experts stay where they are
         if balance is not None:
             said |= {"rebalances": balance.rebalances, "failures": balance.failures}
+        if records:
+            said["loads"] = llm.executor.expert_counts().logical_load.tolist()
+            llm.executor.set_recording(False)
         print(json.dumps(said), flush=True)
     llm.shutdown()
 

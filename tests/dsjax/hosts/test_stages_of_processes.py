@@ -40,7 +40,11 @@ def checkpoint(tmp_path_factory):
 def alone(checkpoint):
     llm = LLM(str(checkpoint), **SIZES)
     try:
-        return generate(llm)
+        tokens = generate(llm)
+        llm.engine.flush_prefix_cache()
+        llm.executor.set_recording(True)
+        generate(llm)
+        return tokens, llm.executor.expert_counts().logical_load.tolist()
     finally:
         llm.shutdown()
 
@@ -59,10 +63,13 @@ def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_t
         group.processes[1].send_signal(signal.SIGTERM)  # as where a whole group is deleted: requests are finished
         group.wait_for(1, "goes on until process 0 ends")
         group.write(0, "go\n")  # from pages of the cache, in part
+        group.write(0, "record\n")
         group.processes[0].stdin.close()
         assert group.codes(240) == [0, 0], group.last_words()
         lines = [json.loads(line) for line in group.output[0].splitlines() if line.startswith("{")]
-        assert [line["tokens"] for line in lines] == [alone, alone]
+        tokens, loads = alone
+        assert [line["tokens"] for line in lines] == [tokens, tokens, tokens]
+        assert lines[-1]["loads"] == loads
         assert lines[0]["mesh"] == "pp=2,dp=2"
         assert lines[-1]["rebalances"]
         assert lines[-1]["failures"] == 0

@@ -76,4 +76,4 @@ class ScriptedExecutor(FakeExecutor):
         tokens = np.arange(8, dtype=np.int64).reshape(2, 4)
         places = np.array([[0, 1, 2, 0], [2, 1, 0, 1]])
         logical = np.array([[3, 1, 2], [6, 12, 4]])
-        return ExpertCounts(tokens, np.array([3, 4], np.int64), 2, 4096, 0.25, logical, places)
+        return ExpertCounts(tokens, np.array([3, 4], np.int64), logical, places, 2, 4096, 0.25)

@@ -49,6 +49,24 @@ def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_with
     assert group.error is None
 
 
+def test_the_record_is_read_everywhere_when_as_many_results_are_collected():
+    group = Group()
+    leader = LeaderExecutor(Told(), group.leader)
+    leader.set_recording(True)
+    leader.collect(leader.launch(step(1)))
+    leader.expert_counts()
+    group.until(lambda: group.loaded and ("read record",) in group.loaded[0].events)
+    events = group.loaded[0].events
+    assert events[0] == ("record", True)
+    assert events.index(("collect", 1)) < events.index(("read record",))
+    leader.set_recording(False)
+    assert leader.expert_counts() is None  # and nobody is asked
+    leader.launch(step(2))
+    group.until(lambda: group.loaded[0].launched == 2)
+    assert group.loaded[0].events.count(("read record",)) == 1
+    group.end()
+
+
 def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_with_the_reason():
     group = Group()
     group.until(lambda: group.loaded)

@@ -69,9 +69,14 @@ def test_process_0_has_what_each_process_tells_in_the_order_of_their_stages(link
     last.tell(lambda: ([0.5, "no"], []))
     last.tell(lambda: ([], [counts, counts[:1]]))
     middle.tell(lambda: ([], []))
-    assert first.ask(([0.25, None], [])) == [([0.25, None], []), ([], []), ([0.5, "no"], [])]
+    heard = []
+    first.expect(lambda: ([0.25, None], []), heard.append)
+    first.expect(lambda: ([], []), heard.append)
+    first.hear_found()
+    assert heard == [[([0.25, None], []), ([], []), ([0.5, "no"], [])]]
     middle.tell(lambda: ([1], []))
-    *_, (values, arrays) = first.ask(([], []))
+    first.hear_found()
+    *_, (values, arrays) = heard[1]
     assert values == []
     for found, expected in zip(arrays, (counts, counts[:1]), strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -23,7 +23,6 @@ from dsjax.engine.pipeline.experts_of_stages import ExpertsOfProcesses
 from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
 from dsjax.engine.setup.assembly import expert_placement
 from dsjax.engine.stream.leader import is_collected
-from dsjax.errors import UserError
 
 SIZES = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4}
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
@@ -52,7 +51,7 @@ class Leading(ExecutorWrapper):
         self._thread.start()
 
     def launch(self, command):
-        self.told.put((self.collected, command))
+        self.told.put((self.collected, lambda other: other.launch(command)))
         self.under_way += isinstance(command, Step)
         self.most = max(self.most, self.under_way)
         return self.inner.launch(command)
@@ -68,6 +67,14 @@ class Leading(ExecutorWrapper):
         self.under_way -= isinstance(pending.command, Step)
         return found
 
+    def set_recording(self, on):
+        self.inner.set_recording(on)
+        self.told.put((self.collected, lambda other: other.set_recording(on)))
+
+    def expert_counts(self):
+        self.told.put((self.collected, lambda other: other.expert_counts()))
+        return self.inner.expert_counts()
+
     def end(self):
         self.told.put(None)
         self._thread.join(60)
@@ -75,18 +82,31 @@ class Leading(ExecutorWrapper):
     def _follow(self, other):
         launched, collected = deque(), 0
         while (message := self.told.get()) is not None:
-            wanted, command = message
+            wanted, carry_out = message
             while collected < wanted:
                 other.collect(launched.popleft())
                 collected += 1
-            pending = other.launch(command)
-            if is_collected(command):
+            pending = carry_out(other)
+            if pending is not None and is_collected(getattr(pending, "command", None)):
                 launched.append(pending)
 
 
 def made(llm):
     outputs = llm.generate(prompts()[3:6], PARAMS)
     return [(one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs) for one in outputs]
+
+
+def recorded(llm):
+    """(The experts' loads of a few requests, what metrics show of them, what is there when the record has ended.)"""
+    llm.engine.flush_prefix_cache()
+    executor = llm.engine.core.executor
+    executor.set_recording(True)
+    made(llm)
+    loads, shown = executor.expert_counts(), executor.counts().experts
+    executor.set_recording(False)
+    after = executor.counts().experts
+    llm.engine.flush_prefix_cache()
+    return loads, shown, after
 
 
 @pytest.fixture(scope="module")
@@ -96,25 +116,24 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(checkpoint):
-    """(what one process makes, what two make, logits of each, the executor of process 0)."""
+    """(what one process makes, what two make, logits of each, loads of each, the executor of process 0)."""
     llm = LLM(str(checkpoint), mesh="pp=2", max_model_len=64, **SIZES, **DRAFTS)
     sequence = prompts()[-1]["prompt_token_ids"]
-    expected, logits = made(llm), llm.logits([sequence])[0]
-    llm.engine.flush_prefix_cache()
+    expected, logits, loads = made(llm), llm.logits([sequence])[0], recorded(llm)
     stages, links = llm.executor.stages, links_of([0, 1])
     first, last = (StagesOfProcess([stage], link) for stage, link in zip(stages, links, strict=True))
     llm.engine.core.executor = leading = Leading(first, last, links[0])
     two, logits_of_two = made(llm), llm.logits([sequence])[0]
     llm.engine.flush_prefix_cache()
-    again = made(llm)
+    again, loads_of_two = made(llm), recorded(llm)
     leading.end()
-    yield expected, (two, again), (logits, logits_of_two), leading
+    yield expected, (two, again), (logits, logits_of_two), (loads, loads_of_two), leading
     for link in links:
         link.close()
 
 
 def test_two_make_what_one_makes_to_the_bit(found):
-    expected, (two, again), (logits, logits_of_two), _ = found
+    expected, (two, again), (logits, logits_of_two), *_ = found
     assert two == expected
     assert again == expected
     np.testing.assert_array_equal(logits_of_two, logits)
@@ -131,11 +150,15 @@ def test_a_step_that_process_0_has_waited_for_is_done_at_the_last_stage(found):
     assert set(leading.done_at_wait) == {1}
 
 
-def test_loads_of_experts_are_not_recorded_by_halves(found):
-    *_, leading = found
-    with pytest.raises(UserError, match="not put together"):
-        leading.set_recording(True)
-    leading.set_recording(False)
+def test_the_record_of_loads_has_the_layers_and_devices_of_all_processes_and_begins_anew_each_time(found):
+    *_, ((loads, _, after), (loads_of_two, shown_of_two, after_of_two)), _ = found
+    for name in ("tokens_per_expert", "logical_load", "physical_to_logical", "rows_sent"):
+        np.testing.assert_array_equal(getattr(loads_of_two, name), getattr(loads, name))
+    assert loads.tokens_per_expert.sum(1).min() > 0
+    assert (loads_of_two.rounds, loads_of_two.dispatch_bytes) == (loads.rounds, loads.dispatch_bytes)
+    assert loads_of_two.padding_share == pytest.approx(loads.padding_share)
+    np.testing.assert_array_equal(shown_of_two.tokens_per_expert, loads.tokens_per_expert)
+    assert (after, after_of_two) == (None, None)
 
 
 @pytest.fixture(scope="module")
