@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+import httpx._config as _http_config
 import httpx._transports.default as _http
 import hypothesis
 import pytest
@@ -24,12 +25,12 @@ from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# The number of emulated devices, and a stuck collective that aborts in a minute instead of hanging the suite.
+# The number of emulated devices, and a stuck collective that aborts in three minutes instead of hanging the suite.
 _XLA_FLAGS = (
     *QUICK_COMPILATION,
     "--xla_force_host_platform_device_count=32",
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
-    "--xla_cpu_collective_call_terminate_timeout_seconds=40",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=180",
 )
 
 COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "d" / "compiled"
@@ -111,6 +112,9 @@ _COMPILED_BEFORE = os.environ.get("JAX_COMPILATION_CACHE_DIR")
 # httpx reads the certificates of all authorities for every client, which `httpx.get` makes anew each time: 50 ms, thousands of times. No
 # client here changes its context, and hardly one uses it.
 _http.create_ssl_context = functools.cache(_http.create_ssl_context)
+# Where a test says nothing else, httpx would give a server five seconds for each answer, which on a busy machine may take longer.
+for _part in ("connect", "read", "write", "pool"):
+    setattr(_http_config.DEFAULT_TIMEOUT_CONFIG, _part, 120.0)
 
 # JAX's traces are large graphs that live as long as their programs; Python would look through them every 700 new objects. What there is
 # when all files have been read stays: it is looked through neither meanwhile nor later (`pytest_collection_finish`).

@@ -95,7 +95,7 @@ def test_the_commits_of_a_page_are_told_from_words_numbers_and_other_repositorie
 
 def test_every_commit_that_a_page_names_exists():
     def git(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240)
 
     if shutil.which("git") is None or git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("needs the repository's whole history")

@@ -207,6 +207,9 @@ class ExpertProcess:
             return (
                 f"this is generation {hello.generation} of the attention side, which goes on with generation {latest}"
             )
+        joint = self._joint.get((hello.side, hello.generation))
+        if joint is not None and joint.processes != hello.processes:
+            return f"it is one of {hello.processes} processes, and others of this generation are of {joint.processes}"
         for (side, generation), joint in self._joint.items():
             if side == hello.side and generation < hello.generation:
                 joint.end()
@@ -322,8 +325,11 @@ class ExpertProcess:
     def _compute(self, program: Compiled, parts: Sequence[Part], call: Call) -> list[np.ndarray]:
         half = self._half
         arrived = np.repeat(self._empty_row, half.size * call.cells, axis=0)
+        is_filled = np.zeros(len(arrived), bool)
         for part in parts:
-            arrived[part.cells] = part.rows
+            if is_filled[part.cells].any():
+                raise ValueError("two processes of the attention side fill the same cells")
+            arrived[part.cells], is_filled[part.cells] = part.rows, True
         everywhere = NamedSharding(self.side.mesh, P())
         [described] = half.described_arrivals(1, call.cells)
         [answer] = program(self.side.params, [put(arrived, described.sharding)], put(np.int32(call.layer), everywhere))

@@ -110,7 +110,8 @@ class NativeKernels:
             its group; group: which of the groups it is. The rest is as in ``experts``.
 
         Returns the sums of this device's tokens; how many tokens of all devices each of its experts got; and how many tokens have any of
-        them. Two such calls of a program that are not one after the other for every device must differ in N.
+        them. Two such calls of a program with the same ``group`` must differ in N, unless they are of the same devices, for all of which
+        one is after the other.
         """
         arguments, D, settings = self._of_experts(
             stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers
@@ -197,7 +198,8 @@ class NativeKernels:
             ValueError: the rows are no equal blocks. Where two devices have the same place, or one has none of 0 to ``ranks - 1``, the
                 program fails on every device of the group.
 
-        Two exchanges of a program that are not one after the other for every device must differ in the bytes of a block, or in ``gathers``.
+        Two exchanges of a program with the same ``group`` must differ in the bytes of a block, or in ``gathers``, unless they are of the
+        same devices, for all of which one is after the other.
         """
         rows, *width = rows_NW.shape
         if not gathers and rows % ranks:
@@ -333,8 +335,15 @@ class ExchangeInMemory:
         return self.kernels.exchange(rows_NW, place, group, ranks=ranks, gathers=gathers)
 
     def meeting(self, axes: tuple[str, ...]) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Inside ``shard_map``: which of the groups of devices along ``axes`` this device is in, and its place there."""
-        return lax.axis_index(self._others(axes)), lax.axis_index(axes)
+        """Inside ``shard_map``: which of the groups of devices along ``axes`` this device is in, and its place there.
+
+        No group along other axes has the number: a device that is past an exchange may be at the next one, along other axes, while others
+        are still at the first.
+        """
+        along = sum(1 << i for i, axis in enumerate(self.mesh_axes) if axis in axes)
+        # A part's number, as of the call, is less than the square of all devices' number.
+        first = along * lax.axis_size(self.mesh_axes) ** 2
+        return first + lax.axis_index(self._others(axes)), lax.axis_index(axes)
 
     def _others(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in self.mesh_axes if axis not in axes)

@@ -36,7 +36,7 @@ class InMemory(Protocol):
         """
 
     def meeting(self, axes: tuple[str, ...]) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Which of the groups of devices along ``axes`` this device is in, and its place there."""
+        """Which of the groups of devices along ``axes`` this device is in, by a number that no other group has; and its place there."""
 
 
 @dataclass(frozen=True)

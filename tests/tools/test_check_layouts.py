@@ -21,7 +21,7 @@ def test_with_servings_compilation_no_flag_of_the_tests_is_left(asked):
     code = "from quick_compilation import QUICK_COMPILATION; print(len(QUICK_COMPILATION))"
     ran = [sys.executable, "-c", code, *arguments]
     found = subprocess.run(
-        ran, cwd=TOOL.parents[1] / "tests", env=environment, capture_output=True, text=True, timeout=60
+        ran, cwd=TOOL.parents[1] / "tests", env=environment, capture_output=True, text=True, timeout=240
     )
     assert (int(found.stdout) > 0) == (asked == "not at all"), found.stderr
 

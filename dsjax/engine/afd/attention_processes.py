@@ -118,6 +118,9 @@ class AttentionProcesses:
             raise ConnectionError(f"{channel.peer} does not begin as a process with attention does: {error}") from error
         if generation != self._generation:
             raise ConnectionError(f"{channel.peer} is of generation {generation}, expected {self._generation}")
+        expected = sorted(member.process_id for member in self._group.present if member.process_id > self._own)
+        if process not in expected:
+            raise ConnectionError(f"{channel.peer} says that it is process {process}, expected one of {expected}")
         self._keep(process, channel)
 
     def _connect(self, ports: Mapping[int, int]) -> None:
@@ -144,6 +147,8 @@ class AttentionProcesses:
         channel.settimeout(None)
         channel.keep_alive(self._group.options.heartbeat_timeout, unacknowledged=True)
         with self._come:
+            if process in self._channels:
+                raise ConnectionError(f"{channel.peer} says that it is process {process}, which is here already")
             self._channels[process] = channel
             self._come.notify_all()
         if self._closed:

@@ -46,7 +46,7 @@ class JointCalls:
     """
 
     def __init__(self, processes: int):
-        self._processes = range(processes)
+        self.processes = processes
         self._connections: Counter[int] = Counter()
         self._parts: dict[int, Part] = {}
         self._answered: dict[int, int] = {}  # the latest number of each process
@@ -115,7 +115,7 @@ class JointCalls:
     def _is_complete(self, number: int) -> bool:
         """Whether no further part of a call can come."""
         return self._is_over or all(
-            self._has_made(process, number) or not self._connections[process] for process in self._processes
+            self._has_made(process, number) or not self._connections[process] for process in range(self.processes)
         )
 
     def _has_made(self, process: int, number: int) -> bool:

@@ -42,7 +42,8 @@ class RemoteExperts(Side):
             experts moved, they let in a connection of this name alone. placement: the logical expert in each physical slot of each
             layer; likewise. A process that comes back is told of it, and takes from the checkpoint what it had not.
         generation: as of ``Hello``; likewise. member: which process of the attention side this is, and of how many; likewise.
-        others: the other processes of the attention side; None: there are none. They have the same name, generation and placement.
+        others: the other processes of the attention side; None: there are none. They have the same name, generation and placement;
+            ``join`` assigns them.
     """
 
     padded = False
@@ -65,6 +66,7 @@ class RemoteExperts(Side):
         self.name = secrets.token_bytes(8)
         self.generation, self.member, self._calls = 0, (0, 1), itertools.count()
         self.others: AttentionProcesses | None = None
+        self._is_abandoned = False
         self.links = [
             ExpertLink(address, own, partial(self._hello, part), patience=patience, silence=silence)
             for part, (address, own) in enumerate(zip(addresses, credentials, strict=True))
@@ -124,14 +126,26 @@ class RemoteExperts(Side):
         """Wait until the other processes of the attention side have told too; give the greatest number, ``number`` among them."""
         return number if self.others is None else self.others.wait(number)
 
+    def join(self, others: AttentionProcesses) -> None:
+        """Be one of several processes of the attention side, from now on."""
+        self.others = others
+        if self._is_abandoned:
+            others.close()
+
     def give_up(self) -> None:
-        """Have the other processes of the attention side hear that this one does not go on."""
+        """Have the other processes of the attention side hear that this one does not go on.
+
+        One of them may be waiting at a process with experts for this one's rows, which computes without them once this one's link has
+        ended.
+        """
         if self.others is not None:
-            self.others.close()
+            self.abandon()
 
     def abandon(self) -> None:
         """End what waits for other processes: this generation of the attention side has broken."""
-        self.give_up()
+        self._is_abandoned = True
+        if self.others is not None:
+            self.others.close()
         for link in self.links:
             link.give_up()
 
@@ -159,7 +173,7 @@ class RemoteExperts(Side):
 
     def close(self) -> None:
         """End the connections and their threads."""
-        self.give_up()
+        self.abandon()
         for link in self.links:
             link.close()
 

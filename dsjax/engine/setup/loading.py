@@ -27,6 +27,7 @@ from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
 from dsjax.engine.afd.attention_processes import AttentionProcesses
+from dsjax.engine.afd.expert_link import LinkClosedError
 from dsjax.engine.afd.expert_side import ExpertSide, SidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
 from dsjax.engine.afd.options import afd_addresses, expert_spec
@@ -274,10 +275,15 @@ def _connect_experts(
     side.generation, side.name = group.generation, group.agreement.ask("attention side", name)[0]
     ids = [member.process_id for member in group.present]
     side.member = ids.index(group.options.process_id), len(ids)
-    group.agreement.run("experts", lambda: side.connect(known=is_later))
-    if len(group.present) > 1:
-        side.others = AttentionProcesses(group)
+    # Before anything is waited for: a process that is lost meanwhile ends the wait of all others.
     group.collectives.cut_with(group.generation, side.abandon)
+    try:
+        group.agreement.run("experts", lambda: side.connect(known=is_later))
+    except LinkClosedError as error:
+        group.check(error)
+        raise
+    if len(group.present) > 1:
+        side.join(AttentionProcesses(group))
 
 
 def _mover(args: EngineArgs, step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:

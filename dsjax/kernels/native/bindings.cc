@@ -196,9 +196,11 @@ ffi::Error index_choice(ffi::ThreadPool pool, Call call) {
 }
 
 // How a device goes on after a meeting: what it promised XLA is kept, or has failed.
-std::function<void(bool)> kept(ffi::Promise promise) {
-  return [promise](bool met) mutable {
-    if (met) return promise.SetAvailable();
+std::function<void(Outcome)> kept(ffi::Promise promise) {
+  return [promise](Outcome outcome) mutable {
+    if (outcome == Outcome::met) return promise.SetAvailable();
+    if (outcome == Outcome::no_memory)
+      return promise.SetError(ffi::Error(ffi::ErrorCode::kResourceExhausted, "there is no memory for what experts of a device are to compute"));
     promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument,
                                 "the devices of an exchange had not the places 0 to ranks - 1, each of them once"));
   };
@@ -238,13 +240,16 @@ ffi::Future experts_together(ffi::RunId run, ffi::ThreadPool pool, ffi::Remainin
   int32_t* counts = call.results<int32_t>(1);
   const ffi::AnyBuffer memory = call.scratch();
   // As for `exchange_rows`: what does not fit here fits on no device.
-  if (!call.fits() || ranks < 1) {
+  if (!call.fits() || ranks < 1 || held < 1) {
     promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "experts were given other arrays or settings than they take"));
     return future;
   }
   Experts experts = described_experts(call);
   experts.threads = static_cast<int>(call.setting<int64_t>("threads"));
-  if (!call.fits() || memory.size_bytes() < sizeof(float) * experts.N * experts.K * experts.D) {
+  const bool holds = held <= experts.X && call.result(1).element_count() == static_cast<size_t>(held) + 1;
+  const bool reads = call.array(7).element_type() == ffi::F32 && call.array(9).element_count() == call.array(8).element_count() &&
+                     call.result(0).element_count() == static_cast<size_t>(experts.N * experts.D) && experts.row_stride >= experts.D;
+  if (!call.fits() || !holds || !reads || memory.size_bytes() < sizeof(float) * experts.N * experts.K * experts.D) {
     promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "experts were given other settings, or less working memory, than they need"));
     return future;
   }
@@ -293,6 +298,7 @@ extern "C" int64_t dsjax_dense_scratch(int64_t N, int64_t threads) {
 }
 extern "C" int64_t dsjax_exchange_scratch(int64_t) { return 0; }
 extern "C" int64_t dsjax_experts_together_scratch(int64_t N, int64_t K, int64_t D, int64_t) { return sizeof(float) * N * K * D; }
+extern "C" int64_t dsjax_experts_together_desks() { return dsjax::Together::desks(); }
 extern "C" int64_t dsjax_norm_scratch(int64_t) { return static_cast<int64_t>(dsjax::Norm{}.scratch_bytes()); }
 
 template <class Kernel>

@@ -15,7 +15,7 @@ struct Part {
   long rank;
   const char* from;
   char* to;
-  std::function<void(bool)> proceed;
+  std::function<void(Outcome)> proceed;
 };
 
 class Exchange : public Meeting<Part> {
@@ -41,7 +41,7 @@ class Exchange : public Meeting<Part> {
   }
 
   void copy(const Part& source, const Part& target) const {
-    if (source.rank == nowhere || target.rank == nowhere) return;
+    if (block_ == 0 || source.rank == nowhere || target.rank == nowhere) return;
     std::memcpy(target.to + source.rank * block_, source.from + (gathers_ ? 0 : target.rank * block_), block_);
   }
 

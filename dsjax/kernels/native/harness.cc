@@ -1,7 +1,9 @@
 // The kernels without XLA or Python: reads one case from standard input, writes its result to standard output. For sanitizers,
 // which drown in other people's reports inside a JAX process. The case is in the machine's byte order:
-//   int64 kernel (0 experts, 1 absorbed, 2 expanded attention, 3 a dense product, 4 index choice), int64 threads, int64 count, `count` int64 sizes, float scale,
+//   int64 kernel (0 experts, 1 absorbed, 2 expanded attention, 3 a dense product, 4 index choice, 5 an exchange, 6 experts of several devices
+//   together), int64 threads, int64 count, `count` int64 sizes, float scale,
 //   then the arrays, in the order that the kernel's fields are filled below.
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -10,11 +12,13 @@
 
 // In one unit: without optimisation a compiler spends its time on the headers.
 #include "attention.cc"
+#include "exchange.h"
 #include "others.cc"
 #include "products_bfloat16.cc"
 #include "products_float32.cc"
 #include "products_float8.cc"
 #include "products_fp4.cc"
+#include "together.h"
 
 namespace {
 
@@ -27,6 +31,11 @@ std::vector<T> read(long count) {
   return values;
 }
 
+template <class T>
+void write(const std::vector<T>& values) {
+  if (!values.empty()) std::fwrite(values.data(), sizeof(T), values.size(), stdout);
+}
+
 // A thread for each task, begun at once: more disorder than a pool has.
 struct Threads {
   std::mutex mutex;
@@ -37,8 +46,18 @@ struct Threads {
       all.emplace_back(std::move(task));
     };
   }
-  ~Threads() {
-    for (std::thread& thread : all) thread.join();
+  ~Threads() { join(); }
+  // Waits until no task runs, nor any that one has asked for.
+  void join() {
+    for (;;) {
+      std::vector<std::thread> begun;
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        begun.swap(all);
+      }
+      if (begun.empty()) return;
+      for (std::thread& thread : begun) thread.join();
+    }
   }
 };
 
@@ -53,7 +72,7 @@ void run(Kernel& kernel, std::vector<float>& out) {
     run_kernel(kernel, scratch, threads.schedule());
   }
   std::free(scratch);
-  std::fwrite(out.data(), sizeof(float), out.size(), stdout);
+  write(out);
 }
 
 void experts(const std::vector<int64_t>& s, int threads) {
@@ -149,6 +168,70 @@ void index_choice(const std::vector<int64_t>& s, int threads) {
   run(kernel, out);
 }
 
+// Programs that run at the same time, each on devices of its own, which meet several times, one time after the other. Before each time a
+// device makes its inputs anew, where those of the time before were.
+template <class Arrive>
+void meet(long programs, long devices, long times, Arrive arrive) {
+  Threads threads;
+  const Schedule schedule = threads.schedule();
+  struct Device {
+    long program, rank, left;
+  };
+  std::vector<Device> all;
+  for (long device = 0; device < programs * devices; device++) all.push_back({device / devices, device % devices, times});
+  std::function<void(Device&)> go_on = [&](Device& device) {
+    if (device.left-- == 0) return;
+    arrive(device.program, device.rank, schedule, [&](Outcome outcome) {
+      if (outcome != Outcome::met) std::fputs(outcome == Outcome::no_memory ? "no memory\n" : "failed\n", stderr), std::exit(4);
+      go_on(device);
+    });
+  };
+  for (Device& device : all) schedule([&] { go_on(device); });
+  threads.join();
+}
+
+// rows [programs, ranks, blocks, W], a block for each rank or one for all -> [programs, ranks, ranks, W].
+void exchange(const std::vector<int64_t>& s) {
+  const long programs = s[0], ranks = s[1], width = s[2], gathers = s[3], times = s[4], own = (gathers ? 1 : ranks) * width;
+  auto given = read<float>(programs * ranks * own);
+  std::vector<float> rows(given.size()), out(programs * ranks * ranks * width);
+  meet(programs, ranks, times, [&](long program, long rank, const Schedule& schedule, std::function<void(Outcome)> proceed) {
+    const long device = program * ranks + rank;
+    float *from = rows.data() + device * own, *to = out.data() + device * ranks * width;
+    std::copy(given.data() + device * own, given.data() + (device + 1) * own, from);
+    std::fill(to, to + ranks * width, 0.0f);
+    const Part part{rank, reinterpret_cast<char*>(from), reinterpret_cast<char*>(to), proceed};
+    Exchange::arrive(program, 0, ranks, sizeof(float) * width, gathers, part, schedule);
+  });
+  write(out);
+}
+
+// As for `experts`, in float32, with gate and up [ranks, X, D, 2, F], down [ranks, X, F, D], rows [ranks, N, D], ids and weights
+// [ranks, N, K], for each of the programs, which have the same weights -> sums [programs, ranks, N, D], counts [programs, ranks, held + 1].
+void experts_together(const std::vector<int64_t>& s, int threads) {
+  const long programs = s[0], ranks = s[1], X = s[2], D = s[3], F = s[4], N = s[5], K = s[6], held = s[7], times = s[8];
+  auto gate_up = read<float>(ranks * X * D * 2 * F), down = read<float>(ranks * X * F * D);
+  auto given = read<float>(programs * ranks * N * D);
+  auto ids = read<int32_t>(programs * ranks * N * K);
+  auto weights = read<float>(programs * ranks * N * K);
+  std::vector<float> rows(given.size()), terms(ids.size() * D), out(given.size());
+  std::vector<int32_t> counts(programs * ranks * (held + 1));
+  meet(programs, ranks, times, [&](long program, long rank, const Schedule& schedule, std::function<void(Outcome)> proceed) {
+    const long device = program * ranks + rank;
+    auto of = [&](auto& array, long each) { return array.data() + device * each; };
+    std::copy(of(given, N * D), of(given, N * D) + N * D, of(rows, N * D));
+    std::fill(of(terms, N * K * D), of(terms, N * K * D) + N * K * D, std::nanf(""));
+    Experts kernel{};
+    kernel.gate_up = gate_up.data() + rank * X * D * 2 * F, kernel.down = down.data() + rank * X * F * D, kernel.bytes = 4;
+    kernel.X = X, kernel.D = D, kernel.F = F, kernel.N = N, kernel.K = K, kernel.row_stride = D, kernel.pieces = 1, kernel.threads = threads;
+    kernel.rows = of(rows, N * D), kernel.ids = of(ids, N * K), kernel.weights = of(weights, N * K);
+    Guest guest{rank, held, kernel, of(terms, N * K * D), of(out, N * D), of(counts, held + 1), proceed};
+    Together::arrive(program, 0, ranks, guest, static_cast<int>(ranks), schedule);
+  });
+  write(out);
+  write(counts);
+}
+
 }  // namespace
 
 int main() {
@@ -161,5 +244,7 @@ int main() {
   if (head[0] == 2) attention<ExpandedAttention>(sizes, scale, threads);
   if (head[0] == 3) dense(sizes, threads);
   if (head[0] == 4) index_choice(sizes, threads);
+  if (head[0] == 5) exchange(sizes);
+  if (head[0] == 6) experts_together(sizes, threads);
   return 0;
 }

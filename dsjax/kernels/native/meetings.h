@@ -16,8 +16,11 @@
 
 namespace dsjax {
 
-// What the devices of a group bring. A `Part` has `rank`, the device's place in its group, and `proceed`, which is called with whether
-// every device had a place of its own: nothing has been done where it had not.
+// What came of a meeting: the same for every device.
+enum class Outcome { met, misplaced, no_memory };
+
+// What the devices of a group bring. A `Part` has `rank`, the device's place in its group, and `proceed`, which is called with what came of
+// the meeting. Nothing has been done where a device had no place of its own.
 template <class Part>
 class Meeting {
  public:
@@ -27,7 +30,7 @@ class Meeting {
   // one's, is counted too: the others must not wait for it, and hear with it that the meeting has failed.
   long enter(Part part) {
     if (part.rank < 0 || part.rank >= ranks_ || taken_[part.rank]) {
-      part.rank = nowhere, failed_ = true;
+      part.rank = nowhere, outcome_ = Outcome::misplaced;
     } else {
       taken_[part.rank] = true;
     }
@@ -38,14 +41,14 @@ class Meeting {
 
   // Has devices go on until all do. Any number of threads may call this.
   void proceed() {
-    for (long place; (place = next_.fetch_add(1, std::memory_order_relaxed)) < ranks_;) parts_[place].proceed(!failed_);
+    for (long place; (place = next_.fetch_add(1, std::memory_order_relaxed)) < ranks_;) parts_[place].proceed(outcome_);
   }
 
  protected:
   static constexpr long nowhere = -1;
 
   const long ranks_;
-  bool failed_ = false;
+  std::atomic<Outcome> outcome_{Outcome::met};
   std::vector<Part> parts_;  // in the order of arrival; never moved: room for all is there from the beginning
 
  private:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <new>
 
 #include "experts.h"
 #include "meetings.h"
@@ -13,11 +14,11 @@ namespace dsjax {
 struct Guest {
   long rank;
   long held;        // experts of each device: this one has those numbered from rank * held on, `experts` behind them perhaps more
-  Experts experts;  // this device's, with its own tokens: ids number the experts of all devices, -1 for none
+  Experts experts;  // this device's, with its own tokens: ids number the experts of all devices; one that none of them has is for none
   float* terms;     // [N, K, D]: where what the experts give is left
   float* out;       // [N, D]: the sums, in the order of each token's choices
   int32_t* counts;  // [held + 1]: tokens of each of this device's experts, and how many have any of them
-  std::function<void(bool)> proceed;
+  std::function<void(Outcome)> proceed;
 };
 
 class Together : public Meeting<Guest> {
@@ -35,17 +36,23 @@ class Together : public Meeting<Guest> {
     Gatherings::proceed(together, ranks, schedule);
   }
 
+  // Of how many threads at once this process keeps working memory.
+  static long desks() { return Desks::here().count(); }
+
  private:
   // Computes what all devices came for.
-  void run(int threads, const Schedule& schedule) const {
-    if (failed_) return;
+  void run(int threads, const Schedule& schedule) {
+    if (outcome_ != Outcome::met) return;
     Phases::run(
         2, [&](int) { return ranks_; },
-        [&](int phase, long place, int) { phase == 0 ? give(parts_[place], schedule) : add(parts_[place]); }, threads, schedule);
+        [&](int phase, long place, int) {
+          if (phase == 0) give(parts_[place], schedule);
+          else if (outcome_ == Outcome::met) add(parts_[place]);
+        },
+        threads, schedule);
   }
 
-  // Tokens with an expert on one device, a pair of a token and an expert after the other, and working memory for their products. A thread
-  // keeps its own: pages that went back after each layer would be asked for, and cleared, for the next.
+  // Tokens with an expert on one device, a pair of a token and an expert after the other, and working memory for their products.
   struct Desk {
     std::vector<const float*> rows;
     std::vector<int32_t> ids;
@@ -57,17 +64,60 @@ class Together : public Meeting<Guest> {
     void clear() { rows.clear(), ids.clear(), weights.clear(), terms.clear(); }
     char* memory(size_t wanted) {
       if (wanted > bytes) {
-        bytes = (wanted + 63) / 64 * 64;
         scratch.reset();
-        scratch.reset(static_cast<char*>(std::aligned_alloc(64, bytes)));
+        bytes = 0;
+        scratch.reset(static_cast<char*>(std::aligned_alloc(64, (wanted + 63) / 64 * 64)));
+        if (!scratch) throw std::bad_alloc();
+        bytes = (wanted + 63) / 64 * 64;
       }
       return scratch.get();
     }
   };
 
-  // What one device's experts give for everybody's tokens.
-  void give(const Guest& holder, const Schedule& schedule) const {
-    static thread_local Desk desk;
+  // Desks that no thread is at. They are kept: pages that went back after each layer would be asked for, and cleared, for the next. There
+  // are as many as threads have computed here at once. With one for each of XLA's threads, of which there are two for each device, a
+  // process would keep the memory of many more.
+  class Desks {
+   public:
+    static Desks& here() {
+      static Desks* desks = new Desks;  // outlives every thread
+      return *desks;
+    }
+    std::unique_ptr<Desk> take() {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (free_.empty()) return ++count_, std::make_unique<Desk>();
+      std::unique_ptr<Desk> desk = std::move(free_.back());
+      free_.pop_back();
+      return desk;
+    }
+    void leave(std::unique_ptr<Desk> desk) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      free_.push_back(std::move(desk));
+    }
+    long count() {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      return count_;
+    }
+
+   private:
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Desk>> free_;
+    long count_ = 0;
+  };
+
+  // What one device's experts give for everybody's tokens. Without memory for it, the meeting fails.
+  void give(const Guest& holder, const Schedule& schedule) {
+    std::unique_ptr<Desk> desk;
+    try {
+      desk = Desks::here().take();
+      give(holder, *desk, schedule);
+    } catch (const std::bad_alloc&) {
+      outcome_ = Outcome::no_memory;
+    }
+    if (desk) Desks::here().leave(std::move(desk));
+  }
+
+  void give(const Guest& holder, Desk& desk, const Schedule& schedule) const {
     auto& rows = desk.rows;
     auto& ids = desk.ids;
     auto& weights = desk.weights;
@@ -81,7 +131,7 @@ class Together : public Meeting<Guest> {
         bool any = false;
         for (long pair = n * tokens.K; pair < (n + 1) * tokens.K; pair++) {
           const long id = tokens.ids[pair] - first;
-          if (tokens.ids[pair] < 0 || id < 0 || id >= holder.held) continue;
+          if (id < 0 || id >= holder.held) continue;
           any = true;
           holder.counts[id]++;
           rows.push_back(tokens.rows + n * tokens.row_stride);
@@ -100,14 +150,14 @@ class Together : public Meeting<Guest> {
   }
 
   // Each of a device's tokens: its terms one after the other, as `Experts` adds them where one device has all.
-  static void add(const Guest& home) {
+  void add(const Guest& home) const {
     const Experts& tokens = home.experts;
-    const long K = tokens.K, D = tokens.D;
+    const long K = tokens.K, D = tokens.D, held = ranks_ * home.held;
     for (long n = 0; n < tokens.N; n++) {
       float* sum = home.out + n * D;
       bool any = false;
       for (long k = 0; k < K; k++) {
-        if (tokens.ids[n * K + k] < 0) continue;
+        if (tokens.ids[n * K + k] < 0 || tokens.ids[n * K + k] >= held) continue;
         const float* term = home.terms + (n * K + k) * D;
         if (!any) {
           std::copy(term, term + D, sum);

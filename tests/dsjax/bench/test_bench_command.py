@@ -230,7 +230,7 @@ def test_ctrl_c_prints_what_is_done(start_fake, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     running.send_signal(signal.SIGINT)
-    stdout, stderr = running.communicate(timeout=30)
+    stdout, stderr = running.communicate(timeout=240)
     assert running.returncode == 130, stderr
     assert "interrupted" in stderr
     body = json.loads(out.read_text())

@@ -33,7 +33,7 @@ def in_a_process(tmp_path, code, **environment):
     env.pop("HF_TOKEN", None)
     prelude = "from dsjax.checkpoint.hub import resolve\nfrom dsjax.errors import UserError\n"
     run = subprocess.run(
-        [sys.executable, "-c", prelude + code], env=env, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", prelude + code], env=env, capture_output=True, text=True, check=False, timeout=240
     )
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()

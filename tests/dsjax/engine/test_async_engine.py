@@ -387,7 +387,7 @@ def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_checked
 
     def ask(mesh, expert_mesh):
         checked.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return mesh
 
     def to(wanted):

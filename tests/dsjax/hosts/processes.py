@@ -36,7 +36,7 @@ class Processes:
     stuck: seconds after which a collective of one process's devices aborts it.
     """
 
-    def __init__(self, commands: list[list[str]], *, stuck: int = 40):
+    def __init__(self, commands: list[list[str]], *, stuck: int = 120):
         self._environment = {
             **os.environ,
             "XLA_FLAGS": _flags(stuck),
@@ -55,7 +55,7 @@ class Processes:
     def start_again(self, index: int) -> None:
         """Start a process that has ended with the same command, as its supervisor does. What it prints begins anew."""
         self.processes[index].wait()
-        self._threads[index].join(5)
+        self._threads[index].join(60)
         self.output[index] = ""
         self.processes[index] = self._start(index)
         self._threads[index] = self._reader(index)
@@ -73,7 +73,7 @@ class Processes:
         for line in lines:
             self.output[index] += line
 
-    def wait_for(self, index: int, text: str, seconds: float = 120, *, times: int = 1) -> None:
+    def wait_for(self, index: int, text: str, seconds: float = 240, *, times: int = 1) -> None:
         """Wait until a process has printed something, so many times."""
         deadline = time.monotonic() + seconds
         while self.output[index].count(text) < times:
@@ -94,7 +94,7 @@ class Processes:
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"somebody is still there after {seconds} s: {self.last_words()}") from error
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
         return found
 
     def last_words(self) -> str:
@@ -112,8 +112,9 @@ class Processes:
 class Group(Processes):
     """`command`, an argument list of Python's, started once for each process with the options of a group behind it.
 
-    options: more options of each process. address: of process 0. before: what stands before a process's command. stuck: as of
-    `Processes`.
+    options: more options of each process. timeout: for its start. heartbeat: its timeout, of which a busy machine needs some: a process
+    that gets no core for so long is taken for dead, or ends itself. address: of process 0. before: what stands before a process's command.
+    stuck: as of `Processes`.
     """
 
     def __init__(
@@ -122,14 +123,15 @@ class Group(Processes):
         count: int,
         *,
         options: dict[int, list[str]] | None = None,
-        timeout: int = 20,
-        stuck: int = 40,
+        timeout: int = 120,
+        heartbeat: int = 30,
+        stuck: int = 120,
         address: str = "127.0.0.1",
         before: Callable[[int], list[str]] = lambda index: [],
     ):
         port, commands = free_port(), []
         for index in range(count):
             own = ["--coordinator-address", f"{address}:{port}", "--num-processes", str(count)]
-            own += ["--process-id", str(index), "--start-timeout", str(timeout), "--heartbeat-timeout", "5"]
+            own += ["--process-id", str(index), "--start-timeout", str(timeout), "--heartbeat-timeout", str(heartbeat)]
             commands.append([*before(index), sys.executable, *command, *own, *(options or {}).get(index, [])])
         super().__init__(commands, stuck=stuck)

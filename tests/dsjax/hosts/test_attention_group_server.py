@@ -68,12 +68,12 @@ class Served:
 
     def complete(self) -> list[str]:
         body = {"model": "tiny", "prompt": PROMPTS, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         return [choice["text"] for choice in answer.json()["choices"]]
 
     def scale(self, **body) -> httpx.Response:
-        return httpx.post(f"{self.url}/scale", json=body, headers=KEY, timeout=180)
+        return httpx.post(f"{self.url}/scale", json=body, headers=KEY, timeout=300)
 
     @property
     def mesh(self) -> str:
@@ -142,4 +142,4 @@ def test_one_that_is_told_to_end_leaves_and_the_group_ends(served, alone):
     served.group.processes[1].send_signal(signal.SIGTERM)
     served.until("dp=2", alone)
     served.group.processes[0].send_signal(signal.SIGTERM)
-    assert served.group.codes(60) == [0, 0], served.group.last_words()
+    assert served.group.codes(120) == [0, 0], served.group.last_words()

@@ -84,7 +84,7 @@ def test_all_that_start_at_once_make_one_key(tmp_path):
     variables, barrier = {"XDG_RUNTIME_DIR": str(tmp_path)}, threading.Barrier(16)
 
     def make(_: int) -> bytes:
-        barrier.wait(20)
+        barrier.wait(60)
         return shown(local_key(variables))
 
     with ThreadPoolExecutor(16) as pool:

@@ -33,7 +33,7 @@ def test_a_follower_of_llm_leaves_in_order_and_no_prompt_is_lost(checkpoint):
     alone.shutdown()
     options = {"model": checkpoint, "mesh": "dp=4", "compile_ahead": 0, **FEW_SHAPES}
     group = Group(["tests/dsjax/hosts/llm_process.py", "--options", json.dumps(options)], 2, timeout=120)
-    follower, deadline = group.processes[1], time.monotonic() + 200
+    follower, deadline = group.processes[1], time.monotonic() + 400
     rounds = 0
 
     def next_round():
@@ -60,6 +60,6 @@ def test_a_follower_of_llm_leaves_in_order_and_no_prompt_is_lost(checkpoint):
         assert "leaves, as it was told to end" in group.output[0]
         assert "has gone away" not in group.output[0]
         group.processes[0].stdin.close()
-        assert group.codes(60) == [0, 0], group.last_words()
+        assert group.codes(120) == [0, 0], group.last_words()
     finally:
         group.end()

@@ -57,11 +57,11 @@ def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_t
     eplb = {"num_redundant_experts": 2, "window_size": 4, "step_interval": 4, "payback": 0}
     group = Group(options(checkpoint, mesh="pp=2,dp=2", enable_eplb=True, eplb_config=eplb), 2)
     try:
-        group.wait_for(0, "ready", 120)
+        group.wait_for(0, "ready")
         group.write(0, "go\n")
-        group.wait_for(0, "tokens", 120)
+        group.wait_for(0, "tokens")
         group.processes[1].send_signal(signal.SIGTERM)  # as where a whole group is deleted: requests are finished
-        group.wait_for(1, "goes on until process 0 ends", 20)
+        group.wait_for(1, "goes on until process 0 ends")
         group.write(0, "go\n")  # from pages of the cache, in part
         group.write(0, "record\n")
         group.processes[0].stdin.close()

@@ -19,11 +19,11 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-def errors(command: list[str], options: dict[int, list[str]], *, timeout: int = 20) -> list[str]:
+def errors(command: list[str], options: dict[int, list[str]], *, timeout: int = 120) -> list[str]:
     """The one error of each of two processes, which end with 2."""
     group = Group(["-m", "dsjax.serve", "--port", "0", *command], 2, options=options, timeout=timeout)
     try:
-        assert group.codes(30) == [2, 2], group.last_words()
+        assert group.codes(240) == [2, 2], group.last_words()
     finally:
         group.end()
     found = []

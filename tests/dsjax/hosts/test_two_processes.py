@@ -82,7 +82,7 @@ def outputs(checkpoint, checkpoints):
     command = ["tests/dsjax/hosts/engine_process.py", "--model", str(checkpoint), "--layouts", json.dumps(layouts)]
     group = Group(command, 2)
     try:
-        assert group.codes(240) == [0, 0], group.last_words()
+        assert group.codes(480) == [0, 0], group.last_words()
     finally:
         group.end()
     return group.output

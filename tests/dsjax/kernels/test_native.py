@@ -1,5 +1,6 @@
 """The native kernels give what the plain forms give, over shapes of all kinds."""
 
+import ctypes
 import dataclasses
 import functools
 import math
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from kernel_cases import STORED, AttentionCase, DenseCase, ExpertsCase, IndexCase
 
@@ -21,6 +23,7 @@ from dsjax.model.fp8_product import ActivationScheme
 from dsjax.model.sparse import choose, index_scores
 from dsjax.model.sparse.choose import pack
 from sharding import fp8
+from sharding.cores import most_threads
 from sharding.dispatch import DispatchConfig, dispatch
 from sharding.dispatch.wire import WireFormat
 from sharding.mesh import MeshSpec
@@ -510,6 +513,70 @@ def test_rows_that_pass_in_memory_arrive_as_those_of_a_collective(kernels, axes,
         rows = np.random.default_rng(seed).normal(size=(16, 5)).astype(np.float32)
         mine, theirs = run(rows)
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_device_that_is_at_an_exchange_along_other_axes_meets_nobody_of_the_one_before(kernels, gathers):
+    """Blocks are equal. A row of the mesh is late at the exchange along rows, when the other one is at the exchange along columns."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("row", "column"))
+    in_memory = ExchangeInMemory(kernels.native, mesh.axis_names)
+
+    def by_xla(rows, axes, ranks, gathers):
+        if gathers:
+            return jax.lax.all_gather(rows, axes, axis=0, tiled=True)
+        return jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
+
+    def exchanged(exchange, rows):
+        turns = 1_000_000 * jax.lax.axis_index("row")
+        late = rows + 0 * jax.lax.fori_loop(0, turns, lambda _, x: jnp.sin(x + rows[0, 0]), 0.0)
+        first = exchange(late, ("column",), 2, gathers)
+        return exchange(first[2:6] if gathers else first[::-1], ("row",), 2, gathers)
+
+    spread, rows = P(mesh.axis_names), np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
+    on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False)
+    mine, theirs = (jax.jit(on_mesh(functools.partial(exchanged, one)))(rows) for one in (in_memory, by_xla))
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def test_an_expert_that_no_device_has_is_none_where_experts_read_in_memory(kernels):
+    case = ExpertsCase.drawn(7, X=8, D=24, F=16, N=8, K=3, routing="some")
+    expected = experts_of(kernels, case)
+    case.ids[case.ids < 0] = 8
+    spec = MeshSpec.parse("dp=4")
+    carried = ExchangeInMemory(kernels.native, spec.build().axis_names, together=True)
+    sums, _ = dispatched(kernels, case, spec, DispatchConfig(by_choice=True, in_memory=carried))
+    np.testing.assert_array_equal(sums, expected)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["more experts than there are", "rows of whole numbers", "fewer weights than choices"]
+)
+def test_experts_together_that_do_not_fit_are_refused_and_read_nothing(kernels, wrong):
+    case = ExpertsCase.drawn(8, X=2, D=24, F=16, N=4, K=2, routing="all")
+    stack = {name: array for name, array in case.params().items() if name != "layer"}
+    rows = case.rows.view(np.int32) if wrong == "rows of whole numbers" else case.rows
+    weights = case.weights[:, :1] if wrong == "fewer weights than choices" else case.weights
+    held = 3 if wrong == "more experts than there are" else 2
+    zero = jnp.int32(0)
+    call = jax.jit(
+        lambda *tokens: kernels.native.experts_together(stack, zero, *tokens, zero, zero, ranks=1, held=held)
+    )
+    with pytest.raises(Exception, match="experts were given other"):
+        jax.block_until_ready(call(rows, case.ids, weights))
+
+
+def test_experts_together_keep_memory_for_the_threads_that_compute_and_not_for_all_of_xlas(kernels):
+    case = ExpertsCase.drawn(9, X=16, D=24, F=16, N=16, K=4, routing="all")
+    spec = MeshSpec.parse("dp=8")
+    config = DispatchConfig(
+        by_choice=True, in_memory=ExchangeInMemory(kernels.native, spec.build().axis_names, together=True)
+    )
+    desks = ctypes.CDLL(str(kernels.native.path)).dsjax_experts_together_desks
+    desks.restype = ctypes.c_int64
+    before = desks()  # of what computed in this process before, several groups of devices at once
+    for _ in range(20):
+        dispatched(kernels, case, spec, config)
+    assert 1 <= desks() <= max(before, most_threads())
 
 
 def dispatched(kernels, case, spec, config):

@@ -1,6 +1,7 @@
 """The kernels outside JAX, under the address, undefined-behaviour and thread sanitizers, on cases of all shapes."""
 
 import dataclasses
+import os
 import struct
 import subprocess
 
@@ -50,10 +51,16 @@ def harness(request):
     return path
 
 
-def run(harness, kernel, threads, sizes, scale, *arrays):
+def ran(harness, kernel, threads, sizes, scale, *arrays):
     head = struct.pack(f"={3 + len(sizes)}qf", kernel, threads, len(sizes), *sizes, scale)
     case = head + b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
-    done = subprocess.run([str(harness)], input=case, capture_output=True, timeout=120)
+    # Memory that cannot be had is null, as it is outside sanitizers.
+    options = {f"{name}_OPTIONS": "allocator_may_return_null=1" for name in ("ASAN", "TSAN")}
+    return subprocess.run([str(harness)], input=case, capture_output=True, timeout=600, env=os.environ | options)
+
+
+def run(harness, *case):
+    done = ran(harness, *case)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return np.frombuffer(done.stdout, np.float32)
 
@@ -200,3 +207,68 @@ def test_index_choice(harness, seed, R, C, I, A, G, pages, k, stored, holes, thr
     chosen = found[: R * C * k].reshape(R * C, k)
     for own, expected in zip(chosen, case.expected(), strict=True):
         assert own.tolist() == expected + [0] * (k - len(expected))
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    programs=st.integers(1, 2),
+    ranks=st.integers(1, 5),
+    width=st.sampled_from([0, 1, 40]),
+    gathers=st.booleans(),
+)
+def test_rows_that_pass_in_memory(harness, seed, programs, ranks, width, gathers):
+    """Devices make their next rows as soon as they go on, while others may not have gone on yet."""
+    blocks = 1 if gathers else ranks
+    rows = np.random.default_rng(seed).normal(size=(programs, ranks, blocks, width)).astype(np.float32)
+    found = run(harness, 5, 1, (programs, ranks, width, gathers, 3), 0.0, rows)
+    expected = np.stack([np.broadcast_to(own[:, 0], (ranks, ranks, width)) for own in rows])
+    expected = expected if gathers else rows.swapaxes(1, 2)
+    np.testing.assert_array_equal(found, expected.reshape(-1))
+
+
+def together(seed, programs, ranks, held, N, K, *, behind=0, threads=1, times=3):
+    """A case of ``ranks`` devices with ``held`` experts each, and ``behind`` more that no token has; its sizes and arrays."""
+    X, D, F = held + behind, 37, 19
+    case = ExpertsCase.drawn(seed, X=ranks * held, D=D, F=F, N=programs * ranks * max(N, 1), K=K, layers=1)
+    if N == 0:
+        case = dataclasses.replace(case, rows=case.rows[:0], ids=case.ids[:0], weights=case.weights[:0])
+    apart = (array[0].reshape(ranks, held, *array.shape[2:]) for array in (case.gate_up, case.down))
+    weights = [np.pad(array, [(0, 0), (0, behind), *[(0, 0)] * (array.ndim - 2)]) for array in apart]
+    sizes = (programs, ranks, X, D, F, N, K, held, times)
+    return case, (6, threads, sizes, 0.0, *weights, case.rows, case.ids, case.weights)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    programs=st.integers(1, 2),
+    ranks=st.integers(1, 4),
+    held=st.integers(1, 3),
+    behind=st.integers(0, 1),
+    N=st.sampled_from([0, 1, 6]),
+    K=st.integers(1, 3),
+    threads=st.sampled_from([1, 2]),
+)
+def test_experts_of_several_devices_together(harness, seed, programs, ranks, held, behind, N, K, threads):
+    """Of programs that run at the same time, whose devices make their next rows as soon as they go on."""
+    case, arguments = together(seed, programs, ranks, held, N, K, behind=behind, threads=threads)
+    case.ids[case.ids < 0] = ranks * held  # as an expert that nobody has
+    found = run(harness, *arguments)
+    case.ids[case.ids == ranks * held] = -1
+    expected, size = case.expected()
+    sums, counts = np.split(found, [expected.size])
+    assert np.all(np.abs(sums.reshape(expected.shape) - expected) <= 1e-6 * 56**0.5 * (size + 1))
+    counts = counts.view(np.int32).reshape(programs, ranks, held + 1)
+    ids = case.ids.reshape(programs, -1, K)
+    for program, rank in np.ndindex(programs, ranks):
+        here = ids[program] - rank * held
+        here = np.where((here >= 0) & (here < held), here, held)
+        per_expert = np.bincount(here.reshape(-1), minlength=held + 1)[:held]
+        assert counts[program, rank].tolist() == [*per_expert, np.sum(np.any(here < held, axis=1))]
+
+
+def test_where_there_is_no_memory_to_compute_a_meeting_fails_on_all_devices(harness):
+    _, arguments = together(1, programs=1, ranks=3, held=2, N=4, K=2, threads=2**31 - 1)
+    done = ran(harness, *arguments)
+    assert (done.returncode, b"\nno memory\n" in b"\n" + done.stderr) == (4, True), done.stderr[-1000:]

@@ -186,7 +186,7 @@ def crowded(start_server, monkeypatch):
 
     def connect(sent=b""):
         host, port = server.url.removeprefix("http://").split(":")
-        opened.append(socket.create_connection((host, int(port)), timeout=10))
+        opened.append(socket.create_connection((host, int(port)), timeout=60))
         opened[-1].sendall(sent)
         return opened[-1]
 

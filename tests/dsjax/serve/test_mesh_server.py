@@ -50,7 +50,7 @@ class Command:
 
     def stop(self) -> int:
         self.process.terminate()
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=240)
 
 
 @pytest.fixture(scope="module")

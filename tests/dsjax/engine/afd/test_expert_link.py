@@ -61,14 +61,14 @@ def test_a_process_that_is_killed_while_it_greets_is_waited_for():
     port, own = first.port, link(first.port)
     errand = Errand(Place(0, b""))
     try:
-        own.begin(lambda: errand).result(20)
+        own.begin(lambda: errand).result(60)
         first.close(connections=True)
         dying = threading.Thread(target=die_in_greeting, args=(port,))
         dying.start()
         done = own.begin(lambda: errand)
-        dying.join(20)
+        dying.join(60)
         second = listener(port)
-        done.result(20)
+        done.result(60)
         assert (own.calls, own.losses) == (2, 1)
         second.close(connections=True)
     finally:
@@ -87,16 +87,16 @@ def test_a_process_that_refuses_is_waited_for_if_it_was_there_before(options, re
     port, own = first.port, link(first.port)
     errand = Errand(Place(0, b""))
     try:
-        own.begin(lambda: errand).result(20)
+        own.begin(lambda: errand).result(60)
         first.close(connections=True)
         refusing = listener(port, **options)
         done = own.begin(lambda: errand)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while reason not in caplog.text and time.monotonic() < end and not done.done():
             time.sleep(0.05)
         refusing.close(connections=True)
         second = listener(port)
-        done.result(20)
+        done.result(60)
         assert caplog.text.count(reason + "); it is waited for") == 1
         second.close(connections=True)
         with pytest.raises(UserError, match=reason):  # at the first connection it is a mistake
@@ -137,7 +137,7 @@ def test_a_process_that_is_there_and_says_nothing_is_waited_for_as_long_as_one_t
     own = link(process.port, patience=0.5)
     try:
         with pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*timed out"):
-            own.begin(lambda: Errand(Place(0, b""))).result(10)
+            own.begin(lambda: Errand(Place(0, b""))).result(60)
     finally:
         own.close()
 
@@ -146,7 +146,7 @@ def test_a_link_that_is_closed_waits_for_no_welcome(silent):
     process, asked = silent
     own = link(process.port, patience=60.0)
     done = own.begin(lambda: Errand(Place(0, b"")))
-    assert asked.acquire(timeout=20)
+    assert asked.acquire(timeout=60)
     closing = threading.Thread(target=own.close)
     closing.start()
     closing.join(60)
@@ -169,10 +169,10 @@ def test_a_link_that_is_given_up_in_a_call_fails_it_and_calls_nobody_else():
     own = link(process.port)
     try:
         done = own.begin(lambda: Errand(Place(0, b"")))
-        assert asked.acquire(timeout=20)
+        assert asked.acquire(timeout=60)
         own.give_up()
         with pytest.raises(LinkClosedError, match="closed under a call"):
-            done.result(20)
+            done.result(60)
     finally:
         own.close()
         process.close(connections=True)
@@ -197,7 +197,7 @@ def test_a_call_that_is_made_again_says_so():
     try:
         for number in range(3):
             call = Call("moe_layers", 0, 8, 8, b"", number)
-            own.begin(lambda call=call: Errand(call)).result(20)
+            own.begin(lambda call=call: Errand(call)).result(60)
         assert [(call.number, call.again) for call in calls] == [(0, False), (1, False), (1, True), (2, False)]
     finally:
         own.close()
@@ -241,7 +241,7 @@ def test_who_refuses_for_too_long_is_named_with_its_reason():
     refusing = listener(port, serve=refuse)
     try:
         with pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*the checkpoint cannot be read"):
-            own.begin(lambda: Errand(Place(0, b""))).result(20)
+            own.begin(lambda: Errand(Place(0, b""))).result(60)
     finally:
         own.close()
         refusing.close(connections=True)
@@ -265,6 +265,6 @@ def test_who_stays_away_longer_than_there_is_patience_for_ends_the_call():
     process.close(connections=True)
     try:
         with pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*--afd-role expert"):
-            own.begin(lambda: Errand(Place(0, b""))).result(20)
+            own.begin(lambda: Errand(Place(0, b""))).result(60)
     finally:
         own.close()

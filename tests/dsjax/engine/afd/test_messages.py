@@ -47,7 +47,7 @@ def process(tmp_path_factory):
 def enter(process, side=b"one", /, *, rows=None, first=FIRST, **place):
     """Connect as an attention side, or without a name as another process with experts; the channel, and what is said to it."""
     channel = connect(("127.0.0.1", process.port), SERVICE, CredentialOptions().read("127.0.0.1"))
-    channel.settimeout(20)
+    channel.settimeout(120)
     placement = process._writer.rows if rows is None else rows
     told = np.asarray(placement, "<i4").tobytes() if side else b""
     send(channel, Hello(VERSION, process._space, told, side, first, **place))
@@ -117,7 +117,7 @@ def test_experts_are_placed_for_a_side_that_is_alone(process):
 
 
 def until(holds):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -159,6 +159,32 @@ def test_a_process_that_cannot_be_one_of_the_attention_side_is_refused(process):
     channel, error = enter(process, process=2, processes=2)
     channel.close()
     assert "it is process 2 of 2" in error
+
+
+def test_processes_that_know_of_different_numbers_of_them_are_no_attention_side(process):
+    first, error = enter(process, b"numbers", process=0, processes=2)
+    other, refused = enter(process, b"numbers", process=1, processes=3)
+    for channel in (first, other):
+        channel.close()
+    assert not error
+    assert refused == "it is one of 3 processes, and others of this generation are of 2"
+    until(lambda: not process._joint)
+
+
+def test_two_processes_that_fill_the_same_cells_get_no_answers_of_each_other(process):
+    channels = [enter(process, b"overlap", process=number, processes=2)[0] for number in range(2)]
+    filled = np.zeros((2, 2), "<i4")
+    filled[:, 0] = 1
+    try:
+        for channel in channels:
+            send(channel, Call("moe_layers", 0, 8, 8, filled.tobytes(), 0))
+            channel.send_bytes(memoryview(np.repeat(process._empty_row, 2, axis=0).view(np.uint8)))
+        for channel in channels:
+            assert "two processes of the attention side fill the same cells" in receive(channel, Answered).error
+    finally:
+        for channel in channels:
+            channel.close()
+    until(lambda: not process._joint)
 
 
 def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_its_own_answers(process):

@@ -18,11 +18,14 @@ from dsjax.hosts.rendezvous import JoinRequest
 KEY = Credentials(ClusterKey("k" * 32, "the test"))
 
 
-def groups(count: int, seconds: int = 5) -> list[HostGroup]:
+def groups(count: int, seconds: int = 240, start: int = 60) -> list[HostGroup]:
+    """The groups of so many processes, each of which is a thread. seconds, start: their heartbeat's and their start's timeout."""
     store = MemoryStore()
     members = [JoinRequest(index, count, "host", 10 + index, "127.0.0.1", "m") for index in range(count)]
     return [
-        HostGroup(HostOptions(("127.0.0.1", 1), count, index, "127.0.0.1", 1, seconds), members, store, credentials=KEY)
+        HostGroup(
+            HostOptions(("127.0.0.1", 1), count, index, "127.0.0.1", start, seconds), members, store, credentials=KEY
+        )
         for index in range(count)
     ]
 
@@ -30,7 +33,7 @@ def groups(count: int, seconds: int = 5) -> list[HostGroup]:
 class Processes:
     """Processes of two devices each, which hold their part of one mesh and then each load a mesh of their own devices at once."""
 
-    def __init__(self, checkpoint, count=2, seconds=5, empty=(), **form):
+    def __init__(self, checkpoint, count=2, seconds=240, empty=(), **form):
         (self.directory, self.config), self.form = checkpoint, form
         self.groups = groups(count, seconds)
         self.held = [HeldWeights() for _ in range(count)]
@@ -54,7 +57,7 @@ class Processes:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(120)
             assert not thread.is_alive()
         for peers in self.peers:
             peers.close()

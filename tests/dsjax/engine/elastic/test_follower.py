@@ -399,7 +399,7 @@ def test_a_signal_ends_a_process_that_nobody_needs_yet_and_lets_another_one_leav
     with contextlib.suppress(EndedError):
         follower._on_signal(signal.SIGTERM, None)
     if code is None:
-        assert asked.wait(10)
+        assert asked.wait(60)
         assert ended == []
         with pytest.raises(EndedError):
             follower._on_signal(signal.SIGINT, None)

@@ -157,7 +157,7 @@ def test_a_layer_is_given_back_though_it_was_taken_before_it_was_known_who_wants
         answers = ask(self, stage, value)
         if stage == "weights wanted" and self._group.is_leader:
             late.append(True)
-            taken.wait(20)
+            taken.wait(60)
         return answers
 
     taken, give = threading.Event(), WeightPeers._give_parts
@@ -169,10 +169,8 @@ def test_a_layer_is_given_back_though_it_was_taken_before_it_was_known_who_wants
 
     monkeypatch.setattr(Agreement, "ask", ask_late)
     monkeypatch.setattr(WeightPeers, "_give_parts", note)
-    processes = Processes(checkpoint, seconds=60)
-    began = time.monotonic()
+    processes = Processes(checkpoint)  # whose time limits are longer than `run` takes at most
     processes.run()
-    assert time.monotonic() - began < 40
     assert late
     for index in (0, 1):
         processes.check(index)
@@ -181,7 +179,7 @@ def test_a_layer_is_given_back_though_it_was_taken_before_it_was_known_who_wants
 
 def test_givers_are_asked_side_by_side(checkpoint, monkeypatch):
     """One of three processes lacks what the other two have, and either gives only when the other one was asked too."""
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=60)
     give, met = WeightPeers._give_parts, []
 
     def give_together(self, channel, take):
@@ -191,7 +189,7 @@ def test_givers_are_asked_side_by_side(checkpoint, monkeypatch):
         give(self, channel, take)
 
     monkeypatch.setattr(WeightPeers, "_give_parts", give_together)
-    processes = Processes(checkpoint, count=3, empty=(2,), seconds=60)
+    processes = Processes(checkpoint, count=3, empty=(2,))
     for index, held in enumerate(processes.held[:2]):  # these need nothing
         held.clear()
         devices = jax.devices()[2 * index : 2 * index + 2]

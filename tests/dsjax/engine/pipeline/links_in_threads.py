@@ -19,7 +19,7 @@ def links_of(order: Sequence[int]) -> list[ProcessLinks]:
     def group(number):
         def ask(stage, value):
             told[number] = value
-            meeting.wait(10)
+            meeting.wait(60)
             return [told[member.process_id] for member in present]
 
         return SimpleNamespace(

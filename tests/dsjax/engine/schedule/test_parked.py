@@ -225,7 +225,7 @@ def test_a_thread_that_rests_ends_it_in_time(monkeypatch):
         "dsjax.engine.core.time", SimpleNamespace(monotonic=lambda: engine.now + time.monotonic() - real)
     )
     engine.thread.start()
-    while (update := done.get(timeout=30)).request is not long or update.finish_reason is None:
+    while (update := done.get(timeout=120)).request is not long or update.finish_reason is None:
         pass
     assert update.result.kind is ErrorKind.NO_ROOM
     engine.thread.end()

@@ -177,7 +177,7 @@ class Disk:
         return {number: self.pages.take(0, number) if ok else None for _, number, ok in read}
 
     def wait(self, done):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not done(self.pages.reports(0.05)):
             assert time.monotonic() < end, "nothing was reported"
 
@@ -263,7 +263,7 @@ def test_a_slow_disk_keeps_nobody_waiting(disk, monkeypatch):
     """Neither does writing, nor reading; what was given up is not reported when it comes at last."""
     go_on, real = threading.Event(), disk_pages.PageFiles.read
     disk.write(1)
-    monkeypatch.setattr(disk_pages.PageFiles, "read", lambda files, name: go_on.wait(20) and real(files, name))
+    monkeypatch.setattr(disk_pages.PageFiles, "read", lambda files, name: go_on.wait(60) and real(files, name))
     disk.pages.read(0, 1, name(1))
     disk.pages.read(0, 2, name(1))
     assert disk.pages.reports().read == []

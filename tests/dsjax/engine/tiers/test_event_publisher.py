@@ -180,7 +180,7 @@ def test_what_the_publisher_cannot_keep_up_with_leaves_a_gap_in_the_numbers(tmp_
     pytest.importorskip("zmq")
     config = KvEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/events", max_queue_size=1)
     publisher, go_on, encoder = EventPublisher(config, 1), threading.Event(), msgspec.msgpack.Encoder()
-    publisher._encoder = SimpleNamespace(encode=lambda batch: go_on.wait(10) and encoder.encode(batch))
+    publisher._encoder = SimpleNamespace(encode=lambda batch: go_on.wait(60) and encoder.encode(batch))
     publisher.publish(0, [])
     while publisher._queue.qsize():
         time.sleep(0.001)
@@ -323,7 +323,7 @@ def test_the_default_is_bound_on_loopback_and_other_addresses_are_bound_as_vllm_
 def greet(path, kind):
     """Connect to a bound `ipc://` endpoint as a socket of a kind, and speak ZMTP 3.0 up to the handshake's end; give the connection."""
     connection = sockets.socket(sockets.AF_UNIX)
-    connection.settimeout(10)
+    connection.settimeout(60)
     connection.connect(path.removeprefix("ipc://"))
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     body = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind

@@ -253,13 +253,13 @@ class FakeTransport:
         self.disconnected.append(address)
 
 
-def served(**fields):
-    """A server in front of an engine without JAX, and what its transport holds."""
+def served(lease: float = 60, **fields):
+    """A server in front of an engine without JAX, and what its transport holds. lease: seconds for which it keeps what nobody asks for."""
     executor = FakeExecutor(transfers=True)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    engine = PrefillEngine(executor, config, timeout=0.5)
+    engine = PrefillEngine(executor, config, timeout=lease)
     transport, space = FakeTransport(), {"page_size": 4, **fields}
-    chunks = ChunkServer(engine.buffers.open, transport, space, "127.0.0.1", 0.5)
+    chunks = ChunkServer(engine.buffers.open, transport, space, "127.0.0.1", lease)
     server = PrefillServer(engine, chunks, space, "127.0.0.1")
     engine.buffers.reset([Keeper(chunks.address)])
     engine.start()
@@ -268,7 +268,7 @@ def served(**fields):
 
 def linked(server, transport, **space):
     """The way to a server, and what comes from it but for what is under way, which may be said any number of times."""
-    link = RemoteLink(server.address, RemoteChunks(transport, space, {}, 5), space)
+    link = RemoteLink(server.address, RemoteChunks(transport, space, {}, 60), space)
     messages = []
     link.connect(lambda message: None if isinstance(message, TransfersUnderWay) else messages.append(message))
     return link, messages
@@ -325,15 +325,14 @@ def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes()
 @pytest.mark.parametrize("fault", ["fails", "hangs"])
 def test_a_chunk_that_could_not_be_pulled_is_taken_back_though_decode_says_nothing_more(fault):
     server, transport = served()
-    server.engine.buffers.timeout = server._chunks.timeout = 60
     link, messages = linked(server, transport, page_size=4)
     link.send(prefill_request("a", range(33)))
     until(lambda: sum(message.count for message in messages) == 8)
     first, *_ = messages
     ended = threading.Event()
     transport.pulls, pull = fault == "hangs", transport.pull
-    transport.pull = lambda *arguments: pull(*arguments) if fault == "fails" else ended.wait(20)
-    chunks = RemoteChunks(transport, {"page_size": 4}, {}, 20 if fault == "fails" else 0.5)
+    transport.pull = lambda *arguments: pull(*arguments) if fault == "fails" else ended.wait(60)
+    chunks = RemoteChunks(transport, {"page_size": 4}, {}, 60 if fault == "fails" else 0.5)
     with pytest.raises(ChunkGoneError, match="the link is down" if fault == "fails" else "does not send chunk"):
         chunks.pull(first.address, first.number, None)
     until(lambda: (transport.pulled, transport.withdrawn, transport.published) == ([], [1], {}))
@@ -352,7 +351,7 @@ def test_a_chunk_that_could_not_be_pulled_is_taken_back_though_decode_says_nothi
 
 
 def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again():
-    server, transport = served()
+    server, transport = served(lease=0.5)
     buffers, told = server.engine.buffers, []
     buffers.room = lambda rank: 0
     link, _ = linked(server, transport, page_size=4)
@@ -381,7 +380,7 @@ def test_a_prompt_is_computed_by_the_rank_that_a_router_has_chosen(chosen, compu
 
 
 def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():
-    server, _ = served()
+    server, _ = served(lease=0.5)
     server.prefill(list(range(33)))
     until(lambda: server.engine.buffers.pages_sent == 8)
     until(lambda: server.engine.num_jobs == server.engine.buffers.num_kept == 0)
@@ -396,7 +395,7 @@ def transfer_threads():
 def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_keeps_no_thread(caplog):
     before = transfer_threads()  # some of another test's may still be ending
     nobody = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers until it is closed
-    link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteChunks(FakeTransport(), {}, {}, 5), {})
+    link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteChunks(FakeTransport(), {}, {}, 60), {})
     messages = []
     link.connect(messages.append)
     for name in "abc":
@@ -502,11 +501,11 @@ def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_ano
     def connect_to(address, *_):
         tried.append(address)
         if address == "gone:1":
-            limit.wait(5)
+            limit.wait(60)
         raise OSError("no route")
 
     monkeypatch.setattr("dsjax.engine.transfer.chunk_network.connect_to", connect_to)
-    chunks = RemoteChunks(FakeTransport(), {}, {}, 5)
+    chunks = RemoteChunks(FakeTransport(), {}, {}, 60)
     with ThreadPoolExecutor(2) as threads:
         pulls = [threads.submit(chunks.pull, "gone:1", number, None) for number in (1, 2)]
         until(lambda: tried)
@@ -585,7 +584,7 @@ def test_a_message_that_cannot_be_read_or_handled_ends_its_connection(message, c
         write(channel, CancelTransfer("a"))
     else:
         channel.send(message)
-    assert left.wait(20)
+    assert left.wait(60)
     with pytest.raises(EOFError):
         channel.receive(100)
     assert "A connection for pages was closed, because" in caplog.text

@@ -53,7 +53,7 @@ class Side:
             shared_options = {
                 **OPTIONS,
                 "transfer_host": "127.0.0.1",
-                "heartbeat_timeout": 5,
+                "heartbeat_timeout": 20,
                 "local_prefill_tokens": 1,
             }
             self.processes.append(
