@@ -118,6 +118,11 @@ class AttentionProcesses:
             raise ConnectionError(f"{channel.peer} does not begin as a process with attention does: {error}") from error
         if generation != self._generation:
             raise ConnectionError(f"{channel.peer} is of generation {generation}, expected {self._generation}")
+        higher = {member.process_id for member in self._group.present if member.process_id > self._own}
+        if process not in higher or process in self._channels:
+            raise ConnectionError(
+                f"{channel.peer} connects as process {process}, which is not expected, or has come already"
+            )
         self._keep(process, channel)
 
     def _connect(self, ports: Mapping[int, int]) -> None:

@@ -89,3 +89,15 @@ def test_one_of_another_generation_is_not_let_in(pool):
         channel.send(struct.pack("<QQ", 5, 1))
         with pytest.raises(GroupError, match=r"processes \[1\] of the attention side do not connect to 0"):
             made.result(20)
+
+
+@pytest.mark.parametrize("process", [0, 5], ids=["itself", "nobody"])
+def test_a_process_that_is_not_expected_takes_nobody_s_place(pool, process):
+    two = groups(2)
+    made = pool.submit(AttentionProcesses, two[0])
+    port, _ = two[1].agreement.ask("attention processes", 0)
+    two[1].agreement.tell("attention connections")
+    with connect(("127.0.0.1", port), "attention", KEY) as channel:
+        channel.send(struct.pack("<QQ", two[0].generation, process))
+        with pytest.raises(GroupError, match=r"processes \[1\] of the attention side do not connect to 0"):
+            made.result(20)
