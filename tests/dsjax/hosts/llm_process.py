@@ -15,6 +15,15 @@ def generate(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
 
 
+def generate_alone(model: str, **sizes: object) -> list[list[int]]:
+    """What one device makes of the same prompts."""
+    llm = LLM(model, **sizes)
+    try:
+        return generate(llm)
+    finally:
+        llm.shutdown()
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser()
