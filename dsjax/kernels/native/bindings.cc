@@ -196,9 +196,12 @@ ffi::Error index_choice(ffi::ThreadPool pool, Call call) {
 }
 
 // How a device goes on after a meeting: what it promised XLA is kept, or has failed.
-std::function<void(bool)> kept(ffi::Promise promise) {
-  return [promise](bool met) mutable {
-    if (met) return promise.SetAvailable();
+std::function<void(Outcome)> kept(ffi::Promise promise, int64_t patience) {
+  return [promise, patience](Outcome outcome) mutable {
+    if (outcome == Outcome::met) return promise.SetAvailable();
+    if (outcome == Outcome::late)
+      return promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, "a device did not come to an exchange with the others in " +
+                                                                                std::to_string(patience) + " s; its step may have failed"));
     promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument,
                                 "the devices of an exchange had not the places 0 to ranks - 1, each of them once"));
   };
@@ -212,6 +215,7 @@ ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingAr
   ffi::Future future(promise);
   const ffi::AnyBuffer out = call.result(0);
   const int64_t ranks = call.setting<int64_t>("ranks");
+  const int64_t patience = call.setting<int64_t>("patience");
   const bool gathers = call.setting<bool>("gathers");
   const ffi::AnyBuffer rows = call.array(0);
   const int32_t *place = call.values<int32_t>(1), *group = call.values<int32_t>(2);
@@ -221,8 +225,8 @@ ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingAr
     return future;
   }
   Exchange::arrive(run.run_id, *group, ranks, out.size_bytes() / ranks, gathers,
-                   Part{*place, static_cast<const char*>(rows.untyped_data()), static_cast<char*>(out.untyped_data()), kept(promise)},
-                   [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
+                   Part{*place, static_cast<const char*>(rows.untyped_data()), static_cast<char*>(out.untyped_data()), kept(promise, patience)},
+                   patience, [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }
 
@@ -233,6 +237,7 @@ ffi::Future experts_together(ffi::RunId run, ffi::ThreadPool pool, ffi::Remainin
   ffi::Promise promise;
   ffi::Future future(promise);
   const int64_t ranks = call.setting<int64_t>("ranks"), held = call.setting<int64_t>("held"), together = call.setting<int64_t>("together");
+  const int64_t patience = call.setting<int64_t>("patience");
   const int32_t *place = call.values<int32_t>(10), *group = call.values<int32_t>(11);
   float* out = call.results<float>(0);
   int32_t* counts = call.results<int32_t>(1);
@@ -249,7 +254,7 @@ ffi::Future experts_together(ffi::RunId run, ffi::ThreadPool pool, ffi::Remainin
     return future;
   }
   float* terms = static_cast<float*>(memory.untyped_data());
-  Together::arrive(run.run_id, *group, ranks, Guest{*place, held, experts, terms, out, counts, kept(promise)}, static_cast<int>(together),
+  Together::arrive(run.run_id, *group, ranks, Guest{*place, held, experts, terms, out, counts, kept(promise, patience)}, patience, static_cast<int>(together),
                    [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }
