@@ -132,7 +132,7 @@ def load_model(
         if lock is not None:
             opened.callback(lock.close)
         loaded = _load_model(args, group, lock, opened, mesh, is_later, library, show_progress, held, peers)
-        opened.pop_all()  # the executor closes them
+        opened.pop_all()
         return loaded
 
 
@@ -240,6 +240,8 @@ def _load_model(
             meet=None if group is None else lambda: group.agreement.ask("compiled"),
             library=library if of_experts is None else None,  # it keeps steps that are one program each
         )
+    opened.pop_all()  # the executor closes them
+    opened.callback(lambda: executor.shutdown())  # the one of now, which may lead others
     if group is not None and group.is_leader and len(group.present) > 1:
         executor = LeaderExecutor(executor, group)
     if group is None or group.is_leader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -121,27 +122,33 @@ def load_stages(
         ]
     facts = _describe(args, spec, layouts, limits, params, weights)
     executor: Executor
-    if group is None or len(group.present) == 1:
-        executor = PipelineExecutor(executors, ExpertsOfStages(executors, config) if args.eplb else None)
-    else:
-        links = ProcessLinks(group, list(dict.fromkeys(order)))
-        executor = StagesOfProcess(
-            executors, links, ExpertsOfProcesses(executors, config, links) if args.eplb else None
+    with contextlib.ExitStack() as opened:  # as in `load_model`
+        for one in executors:
+            opened.callback(one.shutdown)
+        if group is None or len(group.present) == 1:
+            executor = PipelineExecutor(executors, ExpertsOfStages(executors, config) if args.eplb else None)
+        else:
+            links = ProcessLinks(group, list(dict.fromkeys(order)))
+            opened.callback(links.close)
+            executor = StagesOfProcess(
+                executors, links, ExpertsOfProcesses(executors, config, links) if args.eplb else None
+            )
+            facts = _of_all(group, facts)
+            if group.is_leader:
+                executor = LeaderExecutor(executor, group)
+        if group is None or group.is_leader:
+            executor = record_if_wanted(args, executor, meshes[0], directory)
+        has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
+        tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
+        loaded = LoadedEngine(
+            executor,
+            tokenizer,
+            config,
+            read_eos_token_ids(directory, tokenizer),
+            facts,
         )
-        facts = _of_all(group, facts)
-        if group.is_leader:
-            executor = LeaderExecutor(executor, group)
-    if group is None or group.is_leader:
-        executor = record_if_wanted(args, executor, meshes[0], directory)
-    has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
-    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
-    return LoadedEngine(
-        executor,
-        tokenizer,
-        config,
-        read_eos_token_ids(directory, tokenizer),
-        facts,
-    )
+        opened.pop_all()
+        return loaded
 
 
 def owner_of(stage: Stage, mesh: Mesh) -> int:
