@@ -18,6 +18,7 @@ from dsjax.plan.cold_start import files_precision
 from dsjax.plan.expert_pods import EXPERTS_FILE, EXPERTS_IMAGE, GROUP, GROUP_VARIABLE, ExpertPods, addresses
 from dsjax.plan.launch import comment
 from dsjax.plan.memory import weight_bytes
+from dsjax.plan.moves import processes_of
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import REPOSITORIES, recipe
 
@@ -45,7 +46,7 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     """`kustomization.yaml` of the winner. base: its path from there; command: what it was planned with, for the first line.
 
     Raises:
-        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host; attention apart from experts, and on several.
+        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host.
     """
     made = recipe(model, question, candidate)
     apart = _experts(made)
@@ -55,12 +56,7 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
             "cannot have as they were priced; give FILE.yaml for NVIDIA Dynamo, or add --mode aggregated"
         )
     service, cluster = made["one_process"] or made["services"][0], question.cluster
-    hosts = math.ceil(service["devices_each"] / cluster.devices_per_host)
-    if apart and hosts > 1:
-        raise UserError(
-            f"--recipe FOLDER writes attention apart from experts for one host, and the winner has it on {hosts} hosts; leave "
-            f"--engine published out, or give an --attention-mesh of at most {cluster.devices_per_host} devices"
-        )
+    hosts = _hosts(service, cluster)
     devices = math.ceil(service["devices_each"] / hosts)
     name = repository(model)
     options = _attention_options(service["options"], apart) if apart else service["options"]
@@ -128,7 +124,7 @@ def write_overlay(folder: Path, model: str, question: Question, candidate: Candi
     if DOMAIN_FILE in text:
         made = recipe(model, question, candidate)
         service = made["one_process"] or made["services"][0]
-        hosts = math.ceil(service["devices_each"] / question.cluster.devices_per_host)
+        hosts = _hosts(service, question.cluster)
         domain.write_text(compute_domain("dsjax", service["instances"] * hosts), encoding="utf-8")
     else:
         domain.unlink(missing_ok=True)
@@ -143,6 +139,11 @@ def write_overlay(folder: Path, model: str, question: Question, candidate: Candi
     (folder / "recipe.json").write_text(body + "\n", encoding="utf-8")
     with importlib.resources.as_file(_base()) as base:
         shutil.copytree(base, folder / "base", dirs_exist_ok=True)
+
+
+def _hosts(service: Mapping[str, Any], cluster: Cluster) -> int:
+    """Hosts of a group of the service's processes, which have equal parts of its devices."""
+    return processes_of(cluster, service["devices_each"])
 
 
 def _experts(made: Mapping[str, Any]) -> list[dict[str, Any]]:
