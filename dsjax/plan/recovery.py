@@ -15,7 +15,8 @@ _MANY_HOSTS = "docs/many-hosts.md, Measured: ten processes of four killed on emu
 @dataclass(frozen=True)
 class Recovery:
     """After the loss of one host. read: bytes of experts that only it held, from the checkpoint; received: bytes that the others send
-    each other; seconds: without compiling; compiling: seconds more unless the smaller mesh was compiled ahead.
+    each other; seconds: without compiling; compiling: seconds more unless the smaller mesh was compiled ahead, which it never is where
+    experts have devices of their own.
     """
 
     read: Figure
@@ -93,12 +94,7 @@ def recovery(instance: Instance) -> Recovery | None:
     if received.value:
         seconds = seconds + received / (share * (cards * left))
     seconds = seconds.named("silence after a loss", "s")
-    compiling = assumed(
-        60,
-        10,
-        300,
-        "compiling",
-        "nobody has compiled this model's step beside a service; --compile-ahead leaves it out",
-        "s",
-    )
+    why = "nobody has compiled this model's step beside a service"
+    why += "; experts apart are not compiled for ahead" if layout.experts else "; --compile-ahead leaves it out"
+    compiling = assumed(60, 10, 300, "compiling", why, "s")
     return Recovery(read, received, seconds, compiling)

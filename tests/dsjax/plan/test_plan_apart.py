@@ -87,6 +87,9 @@ def test_a_lost_host_with_attention_costs_no_reading_of_experts(ask):
     assert (lost.read.value, lost.received.value) == (0, 0)
     assert lost.seconds.value == pytest.approx(0.8)
     assert recovery(decoding(ask, "dp=8", 16, dsjax_engine(), "h200-32")) is None, "it is all of attention"
+    meshes = ["--attention-mesh", "dp=16", "--expert-mesh", "ep=16"]
+    shown = CliRunner().invoke(app, ["plan", "--cluster", "h200-32", *meshes, "--mode", "aggregated"]).output
+    assert "silent for 1 s [1 … 2], and 60 more [10 … 300] for compiling;" in " ".join(shown.split())
 
 
 def test_two_kinds_of_hosts_have_as_many_instances_as_the_scarcer_one_gives(ask):
