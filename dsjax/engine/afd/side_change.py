@@ -159,7 +159,7 @@ class SideChanges(SidePart):
             prepared.model.apart.catch_up(device.placements.physical_to_logical, asks=before.leads)
         except (RuntimeError, ValueError) as caught:
             error = f"{type(caught).__name__}: {caught}"
-            _log.exception("The other side of experts cannot take over; the one of now stays.")
+            _log.warning("The other side of experts cannot take over, and the one of now stays: %s", error)
         try:
             before.tell(int(error is not None))
             if before.agree(int(error is not None)):
