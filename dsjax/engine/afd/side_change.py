@@ -66,7 +66,7 @@ class SideChanges(SidePart):
     def close(self) -> None:
         """End the threads of the side of now, and of one that was prepared."""
         self._drop()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)  # who waits for what was begun hears that it was given up
         super().close()
 
     def abandon(self) -> None:
