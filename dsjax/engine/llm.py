@@ -13,7 +13,7 @@ import numpy as np
 
 from dsjax.engine.contract.commands import Score, int32s
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.core import ONE_ATTENTION_PROCESS
+from dsjax.engine.core import NO_REMOTE_EXPERTS
 from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.page_events import EventSink
@@ -158,9 +158,7 @@ class LLM:
         self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
         self._experts: ExpertScaling | None = None
-        if self.args.afd_role == "attention" and group is not None:
-            self.engine.core.no_expert_scaling = ONE_ATTENTION_PROCESS
-        elif self.args.afd_role == "attention":
+        if self.args.afd_role == "attention":
             from dsjax.engine.setup.expert_scaling import ExpertScaling
 
             self._experts = self.engine.core.expert_scaling = ExpertScaling(self._generations)
@@ -196,9 +194,11 @@ class LLM:
         elif mesh is not None:
             raise UserError("mesh and afd_address are given, one for each side; change one side and then the other")
         elif self._experts is None:
-            raise UserError(self.engine.core.no_expert_scaling)
+            raise UserError(NO_REMOTE_EXPERTS)
         else:
-            self._experts.apply(self._experts.prepare(expert_mesh, afd_address))
+            change = self._experts.begin(self.executor, expert_mesh, afd_address)
+            self._experts.wait(change)
+            self._experts.end(self.executor, change)
 
     def generate(
         self,

@@ -18,6 +18,7 @@ from dsjax.plan.cold_start import files_precision
 from dsjax.plan.expert_pods import EXPERTS_FILE, EXPERTS_IMAGE, GROUP, GROUP_VARIABLE, ExpertPods, addresses
 from dsjax.plan.launch import comment
 from dsjax.plan.memory import weight_bytes
+from dsjax.plan.moves import processes_of
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import REPOSITORIES, recipe
 
@@ -45,7 +46,7 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     """`kustomization.yaml` of the winner. base: its path from there; command: what it was planned with, for the first line.
 
     Raises:
-        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host; attention apart from experts, and on several.
+        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host.
     """
     made = recipe(model, question, candidate)
     apart = _experts(made)
@@ -56,11 +57,6 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
         )
     service, cluster = _service_of(made), question.cluster
     hosts = _hosts(question, made)
-    if apart and hosts > 1:
-        raise UserError(
-            f"--recipe FOLDER writes attention apart from experts for one host, and the winner has it on {hosts} hosts; leave "
-            f"--engine published out, or give an --attention-mesh of at most {cluster.devices_per_host} devices"
-        )
     devices = math.ceil(service["devices_each"] / hosts)
     name = repository(model)
     options = _attention_options(service["options"], apart) if apart else service["options"]
@@ -153,8 +149,8 @@ def _service_of(made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hosts(question: Question, made: Mapping[str, Any]) -> int:
-    """Hosts of an instance of it."""
-    return math.ceil(_service_of(made)["devices_each"] / question.cluster.devices_per_host)
+    """Hosts of a group of the service's processes, which have equal parts of its devices."""
+    return processes_of(question.cluster, _service_of(made)["devices_each"])
 
 
 def _experts(made: Mapping[str, Any]) -> list[dict[str, Any]]:

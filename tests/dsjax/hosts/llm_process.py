@@ -30,11 +30,11 @@ def record(llm: LLM) -> tuple[list[list[int]], list[list[int]]]:
         llm.executor.set_recording(False)
 
 
-def generate_alone(model: str, makes: Callable[[LLM], Any] | None = None, **sizes: object) -> Any:
+def generate_alone(model: str, makes: Callable[[LLM], Any] = generate, **sizes: object) -> Any:
     """What one device makes of the same prompts."""
     llm = LLM(model, **sizes)
     try:
-        return (makes or generate)(llm)
+        return makes(llm)
     finally:
         llm.shutdown()
 
