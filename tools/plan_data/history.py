@@ -24,6 +24,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from tools.plan_data.protocol import protocol
 from tools.plan_data.recipe_limits import limits
 
 DATA = Path(__file__).parent / "history.csv"
+TODAY = Path(__file__).parent / "history_today.csv"
 PLAYED_USERS = 320
 METRICS = {
     "rate": ("output_tput_per_gpu", 1.0),
@@ -115,7 +117,7 @@ def _is_plain(result: dict[str, Any]) -> bool:
 def _deployment(run: Run, date: str, drafts: int) -> tuple[Candidate, bool]:
     """(the deployment that is played, whether it was warm)."""
     rule = protocol(run, date, drafts)
-    plain = deployment(run, rule.step_tokens, rule.engine)
+    plain = deployment(run, rule, drafts)
     batch = min(plain.batch, rule.running / plain.decode.replicas)
     if not drafts:
         return dataclasses.replace(plain, batch=batch), rule.warm
@@ -185,6 +187,39 @@ def enter(history: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[d
         column, factor = METRICS[row["metric"]]
         row["measured"] = f"{by_key[row['key']]['metrics'][column] * factor:.4g}"
     return entered
+
+
+def today(keys: Sequence[str], most_work: float = math.inf) -> Iterator[dict[str, str]]:
+    """Rows of `TODAY`: *A* and *B* as the model of today plays them, which has been changed since their measured values were read.
+
+    keys: of these runs alone; none are all. most_work: runs of more users × output tokens take hours and are left out.
+    """
+    for key, group in itertools.groupby(rows(), lambda row: row["key"]):
+        metrics = list(group)
+        row = metrics[0]
+        run, drafts = run_of_row(row), int(row["drafts"])
+        if key[0] not in "UR" or (keys and key not in keys) or run.users * run.output > most_work:
+            continue
+        said = predictions(run, row["date"], drafts)
+        for one in metrics:
+            yield {"key": key, "metric": one["metric"], "today": f"{said[one['metric']].value:.4g}"}
+
+
+def run_of_row(row: dict[str, str]) -> Run:
+    """The run on one host that a row is of."""
+    lengths = (int(row[name]) for name in ("prompt", "output", "users"))
+    return Run(row["device"], row["engine"], row["weights"], *lengths, row["mesh"])
+
+
+def today_rows() -> list[dict[str, str]]:
+    """The rows of *A* and *B* that were played again, with `today` beside what was predicted and measured."""
+    with TODAY.open(encoding="utf-8", newline="") as lines:
+        played_again = {(row["key"], row["metric"]): row["today"] for row in csv.DictReader(lines)}
+    return [
+        row | {"today": played_again[row["key"], row["metric"]]}
+        for row in rows()
+        if (row["key"], row["metric"]) in played_again
+    ]
 
 
 def drafts_apart_today(acceptance: float) -> dict[str, float]:
