@@ -4,7 +4,7 @@
     python -m tools.plan_data.other_dates enter benchmarks-history.json benchmarks.json      # writes the published columns beside them
 
 The rule was set before a number was read: DeepSeek-R1 on H200, B200 and B300, prefill and decode together, with and without drafts, answers
-of 1,024 tokens and up to 128 users (longer loops take hours to play), since 2026-01-14: each setting of the history at its two newest
+of 1,024 tokens and up to 32 users (longer loops take hours to play), since 2026-01-14: each setting of the history at its two newest
 dates that no round had. Most settings had been predicted at another date, of another version of the engine; what that date measured is
 known, what these measured is not. Everything else is as in history.py, and how engines start is in protocol.py.
 """
@@ -12,7 +12,9 @@ known, what these measured is not. Everything else is as in history.py, and how 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,13 @@ from tools.plan_data.drafts import run_of
 from tools.plan_data.protocol import protocol
 
 DATA = Path(__file__).parent / "other_dates.csv"
-SINCE, OUTPUT, MOST_USERS, DATES = "2026-01-14", 1024, 128, 2
+SINCE, OUTPUT, MOST_USERS, DATES = "2026-01-14", 1024, 32, 2
 METRICS = ("rate", "tpot", "ttft_median", "ttft_p99")
 COLUMNS = history.COLUMNS
 
 
 def chosen(past: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Choose the runs of the rule with their keys, in an order that no metric decides."""
+    """Choose the runs of the rule with their keys, in an order that no metric decides. O1a and O1b are one setting at two dates."""
     had = {_identity(result) for result in newest} | {_identity(result) for _, result in history.chosen(past, newest)}
     had |= {_identity(result) for result in history.with_drafts([*past, *newest])}
     found: dict[tuple, dict[str, dict[str, Any]]] = {}
@@ -37,8 +39,11 @@ def chosen(past: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[tup
         setting, date = _identity(result)
         if _is_wanted(result) and (setting, date) not in had:
             found.setdefault(setting, {})[date] = result
-    newest_dates = [of_setting[date] for _, of_setting in sorted(found.items()) for date in sorted(of_setting)[-DATES:]]
-    return [(f"O{number}", result) for number, result in enumerate(newest_dates, 1)]
+    return [
+        (f"O{number}{mark}", of_setting[date])
+        for number, (_, of_setting) in enumerate(sorted(found.items()), 1)
+        for mark, date in zip("ab", sorted(of_setting)[-DATES:], strict=False)
+    ]
 
 
 def _identity(result: dict[str, Any]) -> tuple[tuple, str]:
@@ -84,6 +89,36 @@ def enter(past: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[dict
         column, factor = history.METRICS[row["metric"]]
         row["measured"] = f"{by_key[row['key']]['metrics'][column] * factor:.4g}"
     return entered
+
+
+def mean_value_today() -> dict[str, tuple[float, float]]:
+    """By metric of the runs without drafts: the median of the mean-value answer ÷ what was played, and its mean absolute error.
+
+    The TTFT is set beside the reported median.
+    """
+    found: dict[str, list[tuple[float, float]]] = {"rate": [], "tpot": [], "ttft_median": []}
+    alone = (row for row in rows() if row["drafts"] == "0")
+    said: dict[tuple, dict[str, float]] = {}
+    for _, rows_of in itertools.groupby(alone, lambda row: row["key"]):
+        metrics = {row["metric"]: row for row in rows_of}
+        row = metrics["rate"]
+        setting = history.run_of_row(row), protocol(history.run_of_row(row), row["date"])
+        if setting not in said:
+            answer, _ = history.deployment_of(setting[0], row["date"], 0)
+            rate = answer.throughput.value / answer.decode.layout.devices
+            said[setting] = {"rate": rate, "tpot": answer.tpot.value * 1e3, "ttft_median": answer.ttft.value * 1e3}
+        for metric, value in said[setting].items():
+            played, measured = (float(metrics[metric][name]) for name in ("predicted", "measured"))
+            found[metric].append((value / played, abs(value / measured - 1)))
+    return {
+        metric: (statistics.median(one for one, _ in each), statistics.mean(error for _, error in each))
+        for metric, each in found.items()
+    }
+
+
+def setting_of(key: str) -> str:
+    """The key without its date: runs of one setting are left out together where intervals are tried, as they are alike."""
+    return key.rstrip("ab")
 
 
 def distance(row: dict[str, str]) -> str:
