@@ -116,6 +116,15 @@ def mean_value_today() -> dict[str, tuple[float, float]]:
     }
 
 
+SLOW_VERSIONS = {("h200", "2026-05-13"), ("b300", "2026-05-13"), ("b200", "2026-05-15"), ("b300", "2026-04-17")}
+"""Devices and dates at which InferenceX had SGLang 0.5.11, the last one 0.5.10.post1 (its nvidia-master.yaml). Found in the results."""
+
+
+def is_faulty(row: dict[str, str]) -> bool:
+    """Whether a run is of a version of SGLang that computed prompts several times more slowly than those before and after it."""
+    return row["engine"] == "sglang" and (row["device"], row["date"]) in SLOW_VERSIONS
+
+
 def setting_of(key: str) -> str:
     """The key without its date: runs of one setting are left out together where intervals are tried, as they are alike."""
     return key.rstrip("ab")
