@@ -12,6 +12,7 @@ from dsjax.plan.calibration import (
     DRAFTS,
     FAR,
     HOST,
+    LATEST,
     LEAST,
     LEVEL,
     NEWEST,
@@ -30,8 +31,9 @@ from dsjax.plan.search import search
 from dsjax.plan.workload import PlanOptions
 from tools.blind_rounds import DATA, Aim, aims, aims_table, blind, csv_text, held_out
 from tools.plan_data.drafts import rows as draft_rows
-from tools.plan_data.history import mean_value_today
 from tools.plan_data.history import rows as history_rows
+from tools.plan_data.other_dates import mean_value_today
+from tools.plan_data.other_dates import rows as other_rows
 
 ROOT = Path(__file__).parents[3]
 
@@ -121,7 +123,7 @@ def test_plans_with_drafts_are_calibrated_by_runs_with_drafts_and_no_other_plan_
         "rate, with drafts",
         "tpot, with drafts",
     }
-    assert shown["tpot_s"]["predictions"] == 74 + 42
+    assert shown["tpot_s"]["predictions"] == 74 + 42 + 8
     missed = [*made_up(LEAST), *made_up(100, bias=2.0, distance=DRAFTS)]
     assert calibrate(missed, RATE, FAR).interval(Figure(100, 80, 120))[1] < 300, "without what drafts missed by"
 
@@ -139,6 +141,19 @@ def test_predictions_by_the_scripts_of_the_benchmark_are_those_that_were_committ
     said = [[value for name, value in row.items() if name != "measured"] for row in history_rows()]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "68053c71050b54b8"
     assert all(float(row["measured"]) > 0 for row in history_rows())
+
+
+def test_predictions_of_other_dates_are_those_that_were_committed_before_their_results():
+    """Commit 132e5666."""
+    said = [[value for name, value in row.items() if name != "measured"] for row in other_rows()]
+    assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "6e4b5c00243ccba4"
+    assert all(float(row["measured"]) > 0 for row in other_rows())
+    assert len({row["key"] for row in other_rows()}) == 50
+
+
+def test_runs_of_one_setting_are_left_out_together():
+    runs = [b.run for b in blind() if b.round == LATEST]
+    assert runs.count("O1") == 2 * 4, "two dates of four figures"
 
 
 def test_a_group_of_the_newest_rounds_rests_on_them_alone_where_they_are_enough():
@@ -176,7 +191,7 @@ def test_an_aim_is_reached_within_its_bounds_and_missed_outside_them():
 
 def test_the_newest_round_is_held_against_every_aim_of_figures_pooled():
     every = list(blind())
-    newest = [b for b in every if b.round in NEWEST]
+    newest = [b for b in every if b.round == LATEST]
     inside, width, before, width_before, rates, first = (aim.of(newest) for aim in aims(every))
     ends = held_out(every, newest)
     assert inside == sum(low <= b.measured <= high for b, (low, high) in zip(newest, ends, strict=True)) / len(newest)
