@@ -1,5 +1,6 @@
 """Processes of an attention side, as threads, that wait for each other at each layer over real connections."""
 
+import contextlib
 import struct
 import sys
 import time
@@ -103,32 +104,44 @@ def test_one_of_another_generation_is_not_let_in(pool):
             made.result(60)
 
 
+@contextlib.contextmanager
+def waits_end(group):
+    """Whatever still waits for the last process hears then that it has gone."""
+    try:
+        yield
+    finally:
+        last = group.options.num_processes - 1
+        group.lost.setdefault(last, GroupError(f"process {last} has gone away"))
+
+
 @pytest.mark.parametrize("process", [0, 2])
 def test_one_that_says_to_be_another_than_may_come_is_not_let_in(pool, process):
     two = groups(2)
-    made = pool.submit(AttentionProcesses, two[0])
-    port, _ = two[1].agreement.ask("attention processes", 0)
-    with connect(("127.0.0.1", port), "attention", KEY) as channel:
-        channel.send(struct.pack("<QQ", 0, process))
-        until(lambda: channel.has_ended)
-    with connect(("127.0.0.1", port), "attention", KEY) as channel:
-        channel.send(struct.pack("<QQ", 0, 1))
-        two[1].agreement.tell("attention connections")
-        made.result(60).close()
+    with waits_end(two[0]):
+        made = pool.submit(AttentionProcesses, two[0])
+        port, _ = two[1].agreement.ask("attention processes", 0)
+        with connect(("127.0.0.1", port), "attention", KEY) as channel:
+            channel.send(struct.pack("<QQ", 0, process))
+            until(lambda: channel.has_ended)
+        with connect(("127.0.0.1", port), "attention", KEY) as channel:
+            channel.send(struct.pack("<QQ", 0, 1))
+            two[1].agreement.tell("attention connections")
+            made.result(60).close()
 
 
 def test_a_process_comes_once(pool):
     three = groups(3)
     made = pool.submit(AttentionProcesses, three[0])
-    port, *_ = pool.map(lambda group: group.agreement.ask("attention processes", 0)[0], three[1:])
-    with connect(("127.0.0.1", port), "attention", KEY) as one, connect(("127.0.0.1", port), "attention", KEY) as other:
-        for channel in (one, other):
-            channel.send(struct.pack("<QQ", 0, 1))
-        until(lambda: one.has_ended or other.has_ended)
-        assert not (one.has_ended and other.has_ended)
-        three[0].lost[2] = GroupError("process 2 has gone away")
-        with pytest.raises(GroupError, match="process 2 has gone away"):
-            made.result(60)
+    with waits_end(three[0]):
+        port, *_ = pool.map(lambda group: group.agreement.ask("attention processes", 0)[0], three[1:])
+        one, other = (connect(("127.0.0.1", port), "attention", KEY) for _ in range(2))
+        with one, other:
+            for channel in (one, other):
+                channel.send(struct.pack("<QQ", 0, 1))
+            until(lambda: one.has_ended or other.has_ended)
+            assert not (one.has_ended and other.has_ended)
+    with pytest.raises(GroupError, match="process 2 has gone away"):
+        made.result(60)
 
 
 def until(holds):
