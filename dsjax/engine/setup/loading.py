@@ -232,9 +232,7 @@ def _load_model(
             )
             + ([lambda device, _: SidePart(device)] if of_experts is not None else [])
             + (
-                [_mover(args, step, checkpoint, weights, layout.per_exchange)]
-                if of_experts is not None and args.eplb
-                else []
+                [_mover(step, checkpoint, weights, layout.per_exchange)] if of_experts is not None and args.eplb else []
             ),
             meet=None if group is None else lambda: group.agreement.ask("compiled"),
             library=library if of_experts is None else None,  # it keeps steps that are one program each
@@ -282,7 +280,7 @@ def _connect_experts(
     group.collectives.cut_with(group.generation, side.abandon)
 
 
-def _mover(args: EngineArgs, step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
+def _mover(step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
     """Make the part that moves experts that have devices of their own. weights: how their parameters are kept."""
     side, writer = step.apart, None
     if isinstance(side, ExpertSide):
