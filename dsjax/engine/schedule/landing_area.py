@@ -97,9 +97,10 @@ class LandingArea:
         """A page that has landed or is about to; None where there is none of this name."""
         return self._pages.get(name)
 
-    def count(self, source: PageBringer) -> int:
-        """Number of pages that one source brings or has brought."""
-        return sum(page.source is source for page in self._pages.values())
+    def room_of(self, source: PageBringer) -> int:
+        """Number of pages that there is room for in the buffers that one source brings pages in, or has brought them."""
+        buffers = {id(page.buffer): page.buffer.size for page in self._pages.values() if page.source is source}
+        return sum(buffers.values())
 
     def can_load(self, name: bytes) -> bool:
         """Whether a page has come."""
