@@ -38,11 +38,11 @@ class LandingBuffer:
     """Memory that several pages land in together. It takes its room until the last of them has gone.
 
     Attributes:
-        size: pages that it takes the room of, however many land in it. names: of the pages that are in it, or are about to be.
+        size: pages that it takes the room of, however many land in it. names: of the pages that are in it or about to be, in order.
     """
 
     size: int
-    names: set[bytes] = field(default_factory=set)
+    names: dict[bytes, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -97,9 +97,10 @@ class LandingArea:
         """A page that has landed or is about to; None where there is none of this name."""
         return self._pages.get(name)
 
-    def count(self, source: PageBringer) -> int:
-        """Number of pages that one source brings or has brought."""
-        return sum(page.source is source for page in self._pages.values())
+    def room_of(self, source: PageBringer) -> int:
+        """Number of pages that there is room for in the buffers that one source brings pages in, or has brought them."""
+        buffers = {id(page.buffer): page.buffer.size for page in self._pages.values() if page.source is source}
+        return sum(buffers.values())
 
     def can_load(self, name: bytes) -> bool:
         """Whether a page has come."""
@@ -127,7 +128,7 @@ class LandingArea:
         buffer = buffer or LandingBuffer(1)
         if not buffer.names:
             self._taken += buffer.size
-        buffer.names.add(name)
+        buffer.names[name] = None
         self._pages[name] = LandingPage(number, now, source, tier, patience, buffer)
         self._by_number[number] = name
         return number
@@ -184,7 +185,7 @@ class LandingArea:
         """Take a page out, and free the room of its buffer where it is the last one there."""
         page = self._pages.pop(name)
         del self._by_number[page.number]
-        page.buffer.names.remove(name)
+        del page.buffer.names[name]
         if not page.buffer.names:
             self._taken -= page.buffer.size
         return page

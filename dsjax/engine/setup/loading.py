@@ -236,9 +236,7 @@ def _load_model(
             )
             + ([_side_part(args, directory, group, mesh)] if of_experts is not None else [])
             + (
-                [_mover(args, step, checkpoint, weights, layout.per_exchange)]
-                if of_experts is not None and args.eplb
-                else []
+                [_mover(step, checkpoint, weights, layout.per_exchange)] if of_experts is not None and args.eplb else []
             ),
             meet=None if group is None else lambda: group.agreement.ask("compiled"),
             library=library if of_experts is None else None,  # it keeps steps that are one program each
@@ -317,7 +315,7 @@ def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh:
     return make
 
 
-def _mover(args: EngineArgs, step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
+def _mover(step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
     """Make the part that moves experts that have devices of their own. weights: how their parameters are kept."""
     side, writer = step.apart, None
     if isinstance(side, ExpertSide):

@@ -68,6 +68,20 @@ def load_stages(
     descriptor_limit()
     if args.record_steps is not None:
         check_writable(args.record_steps)
+    with contextlib.ExitStack() as opened:
+        loaded = _load_stages(args, group, opened, show_progress, is_later)
+        opened.pop_all()
+        return loaded
+
+
+def _load_stages(
+    args: EngineArgs,
+    group: HostGroup | None,
+    opened: contextlib.ExitStack,
+    show_progress: bool,
+    is_later: bool,
+) -> LoadedEngine:
+    """Do what `load_stages` says. opened: what is closed where it fails."""
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -120,35 +134,32 @@ def load_stages(
             )
             for layout, one in zip(layouts, params, strict=True)
         ]
+    for one in executors:
+        opened.callback(one.shutdown)
     facts = _describe(args, spec, layouts, limits, params, weights)
     executor: Executor
-    with contextlib.ExitStack() as opened:  # as in `load_model`
-        for one in executors:
-            opened.callback(one.shutdown)
-        if group is None or len(group.present) == 1:
-            executor = PipelineExecutor(executors, ExpertsOfStages(executors, config) if args.eplb else None)
-        else:
-            links = ProcessLinks(group, list(dict.fromkeys(order)))
-            opened.callback(links.close)
-            executor = StagesOfProcess(
-                executors, links, ExpertsOfProcesses(executors, config, links) if args.eplb else None
-            )
-            facts = _of_all(group, facts)
-            if group.is_leader:
-                executor = LeaderExecutor(executor, group)
-        if group is None or group.is_leader:
-            executor = record_if_wanted(args, executor, meshes[0], directory)
-        has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
-        tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
-        loaded = LoadedEngine(
-            executor,
-            tokenizer,
-            config,
-            read_eos_token_ids(directory, tokenizer),
-            facts,
+    if group is None or len(group.present) == 1:
+        executor = PipelineExecutor(executors, ExpertsOfStages(executors, config) if args.eplb else None)
+    else:
+        links = ProcessLinks(group, list(dict.fromkeys(order)))
+        opened.callback(links.close)
+        executor = StagesOfProcess(
+            executors, links, ExpertsOfProcesses(executors, config, links) if args.eplb else None
         )
-        opened.pop_all()
-        return loaded
+        facts = _of_all(group, facts)
+        if group.is_leader:
+            executor = LeaderExecutor(executor, group)
+    if group is None or group.is_leader:
+        executor = record_if_wanted(args, executor, meshes[0], directory)
+    has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
+    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
+    return LoadedEngine(
+        executor,
+        tokenizer,
+        config,
+        read_eos_token_ids(directory, tokenizer),
+        facts,
+    )
 
 
 def owner_of(stage: Stage, mesh: Mesh) -> int:

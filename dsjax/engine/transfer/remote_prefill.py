@@ -42,7 +42,7 @@ class TransferCounts(NamedTuple):
         asked, completed, given_up: transfers; those that are neither completed nor given up are under way or were not wanted any more.
         refused: of those given up, the ones of which other pages were offered than were asked for.
         pages: that have come. under_way: transfers.
-        landed: pages that lie on the devices beside the cache, or are being pulled there, of all ranks.
+        landed: pages that the chunks have room for that lie on the devices beside the cache, or are being pulled there, of all ranks.
     """
 
     asked: int = 0
@@ -163,7 +163,7 @@ class RemotePrefills(PageSource):
     @property
     def transfer_counts(self) -> TransferCounts:
         """What has come of transfers so far."""
-        landed = sum(pages.landing.count(self) for pages in self.ranks)
+        landed = sum(pages.landing.room_of(self) for pages in self.ranks)
         return TransferCounts(**self._counts, under_way=len(self._transfers), landed=landed)
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:

@@ -63,7 +63,7 @@ def make_config(executor: ScriptedExecutor, *, drafts=None, budget=16, **options
 
 def make_balancer(run: "Run", executor: ScriptedExecutor, **options) -> ExpertBalancer:
     """A balancer that decides at once: `Run` has its thread's work done where it is asked for."""
-    return ExpertBalancer(EplbConfig(**({"window_size": 3, "step_interval": 6, "payback": 0} | options)), run.clock)
+    return ExpertBalancer(EplbConfig(**({"window_size": 3, "step_interval": 6} | options)), run.clock)
 
 
 def make_core(

@@ -10,6 +10,7 @@ import pytest
 from engine_pair import Pair, prompts
 from fake_executor import FakeExecutor, expected_tokens
 
+from dsjax.engine.contract import backoff
 from dsjax.engine.contract.commands import from_int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.landing_area import MOST_LANDED, LandingArea
@@ -108,7 +109,8 @@ def test_an_abort_at_each_moment_gives_everything_back(turns):
 
 
 @pytest.mark.parametrize("turns", range(1, 10))
-def test_a_prefill_side_that_stops_costs_time_and_no_request(turns):
+def test_a_prefill_side_that_stops_costs_time_and_no_request(monkeypatch, turns):
+    monkeypatch.setattr(backoff, "FIRST_SECONDS", 1000.0)  # longer than a busy machine takes to the next request
     pair = Pair(timeout=0.05)
     pair.engines[0].buffers.timeout = 1000.0
     given = prompts(6, seed=turns)
@@ -349,6 +351,7 @@ def test_chunks_that_are_not_full_take_the_room_of_full_ones_until_their_last_pa
 
     assert pulled() == list(range(most))
     assert landing.is_full
+    assert source.transfer_counts.landed == MOST_LANDED
     for number in range(2 * most):
         source.landed(0, number, True, now=1.0)
     landing.load(0, names[0])
