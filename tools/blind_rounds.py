@@ -21,6 +21,7 @@ from dsjax.plan.calibration import (
     FAR,
     HOST,
     LATEST,
+    NEWEST,
     RATE,
     TPOT,
     TTFT,
@@ -189,12 +190,16 @@ def _cells(group: list[Blind], ends: list[tuple[float, float]]) -> str:
 
 
 def held_out(every: list[Blind], group: list[Blind]) -> list[tuple[float, float]]:
-    """Calibrated intervals of a group, each by all predictions but those of its own run; an older round's by older rounds alone."""
+    """Calibrated intervals of a group, each by all predictions but those of its own run.
+
+    A round older than those that the planner calibrates by is held by such rounds alone, and the older of these by no later one.
+    """
     found = []
-    older = [o for o in every if o.round != LATEST]
+    before_latest = [o for o in every if o.round != LATEST]
+    old = [o for o in every if o.round not in NEWEST]
     for b in group:
-        known = every if b.round == LATEST else older
-        others = [o for o in known if (o.round, o.run) != (b.round, b.run) and o.run != b.run]
+        known = every if b.round == LATEST else before_latest if b.round in NEWEST else old
+        others = [o for o in known if o.run != b.run]
         found.append(calibrate(others, b.kind, b.distance).interval(b.figure))
     return found
 
