@@ -56,8 +56,9 @@ measurement was entered can be checked in this repository for {shown} of {figure
 a reader has only our word. *Own interval* combines the ranges of the assumptions; *calibrated* is what `dsjax plan` shows as holding 9 of
 10, made here without the setting that it is asked about (conformal prediction: [calibration.py](../dsjax/plan/calibration.py)): of rates
 and TPOT below the winner, of TTFT as reported with `--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)).
-*Width* is the median of high ÷ low. *Newest* is the round that was predicted last; a group that has at least 19 figures of it and of *scripts* is calibrated by these two
-alone, any other by all rounds. *Older* rounds were predicted by older models, and are held here against older rounds alone.
+*Width* is the median of high ÷ low. *Newest* is the round that was predicted last; a group that has at least 19 figures of it and of
+*scripts* is calibrated by these two alone, any other by all rounds. *Older* rounds were predicted by older models, and are held here
+against older rounds alone.
 
 {blind}
 
