@@ -112,7 +112,7 @@ def test_the_mean_value_answer_has_the_rates_and_times_a_token_that_were_played_
     for metric in (RATE, TPOT):
         of_played, error = today[metric]
         assert of_played == pytest.approx(1, abs=0.03)
-        assert error == pytest.approx(played[metric], abs=0.02)
+        assert error < played[metric] + 0.02
     assert today[TTFT_MEDIAN][1] > played[TTFT_MEDIAN] + 0.1
 
 

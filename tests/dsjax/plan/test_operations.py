@@ -9,6 +9,7 @@ from dsjax.hardware import load_hardware
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Figure
+from dsjax.plan.layout import parse_layout
 from dsjax.plan.network import all_reduce, hosts_of_a_token, low_latency_exchange
 from dsjax.plan.operations import (
     ALL_REDUCE_US,
@@ -19,8 +20,9 @@ from dsjax.plan.operations import (
     LOW_LATENCY_SECONDS,
     dense_error,
 )
-from dsjax.plan.operator_tables import BUNDLED, GEMM, REPACKING, OperatorTables
+from dsjax.plan.operator_tables import BUNDLED, FUSED, GEMM, REPACKING, OperatorTables
 from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.step import StepModel
 
 H800 = Chip(load_hardware("h800"), PRECISIONS["fp8"])
 
@@ -153,3 +155,14 @@ def test_dense_fp8_of_flashinfer_on_a_b200_reaches_the_published_rate_and_small_
     assert slow.low < slow.value < slow.high
     assert flashinfer.product(*few).value == usual.product(*few).value
     assert flashinfer.bf16_product(*many).value == usual.bf16_product(*many).value
+
+
+def test_the_table_of_a_b200_that_outruns_its_memory_with_few_tokens_prices_prefill_alone(v3):
+    def experts(tokens, decode, tables):
+        layout = parse_layout("tp=8,ep=1", 0, v3)
+        step = StepModel(v3, load_cluster("b200-8"), layout, PRECISIONS["fp8"], operators=tables)
+        return step.parts(tokens, tokens * 1000.0 if decode else 0.0, 1000.0, decode)["experts"].value
+
+    without = BUNDLED.without(FUSED)
+    assert experts(64.0, True, BUNDLED) == experts(64.0, True, without)
+    assert experts(8192.0, False, BUNDLED) > 1.5 * experts(8192.0, False, without)
