@@ -107,6 +107,7 @@ def _set_environment() -> None:
 
 
 _set_environment()
+_COMPILED_BEFORE = os.environ.get("JAX_COMPILATION_CACHE_DIR")
 
 # httpx reads the certificates of all authorities for every client, which `httpx.get` makes anew each time: 50 ms, thousands of times. No
 # client here changes its context, and hardly one uses it.
@@ -188,7 +189,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from here on, but for the modules and tests that have been read."""
+    """Collect garbage from here on, but for the modules and tests that have been read.
+
+    Raises:
+        RuntimeError: one of these has changed where compiled programs are kept: what tests start would compile, and build kernels, anew.
+    """
+    if (found := os.environ.get("JAX_COMPILATION_CACHE_DIR")) != _COMPILED_BEFORE:
+        raise RuntimeError(f"a test, or what it imports, has set JAX_COMPILATION_CACHE_DIR to {found}")
     gc.freeze()
     gc.enable()
 

@@ -4,8 +4,11 @@ With `--serving-compilation` on the command line there are no such flags, in the
 compiled as `dsjax serve` compiles them.
 """
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from importlib.metadata import version
 
 SERVING_FLAG = "--serving-compilation"
@@ -28,6 +31,22 @@ _QUICK = (
 )
 
 QUICK_COMPILATION = () if _SERVING in os.environ else _QUICK
+
+
+def keep_programs(prefix: str) -> None:
+    """Keep compiled programs for this process and those that it starts, until it ends; to be called before the first one is compiled.
+
+    A tool's runs that differ in scheduling alone have the same programs. Of a tool that is imported as a module nothing may be kept so: the
+    tests have a folder of their own.
+    """
+    import jax
+
+    folder = tempfile.mkdtemp(prefix=prefix)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
 
 FEW_SHAPES = {
     "max_num_seqs": 1,  # several would be another program for decodes

@@ -20,6 +20,7 @@ from dsjax.plan.calibration import (
     DRAFTS,
     FAR,
     HOST,
+    LATEST,
     NEWEST,
     RATE,
     TPOT,
@@ -38,6 +39,9 @@ from tools.plan_data.closed_loops import rows
 from tools.plan_data.drafts import rows as draft_rows
 from tools.plan_data.history import distance as history_distance
 from tools.plan_data.history import rows as history_rows
+from tools.plan_data.other_dates import distance as other_distance
+from tools.plan_data.other_dates import rows as other_rows
+from tools.plan_data.other_dates import setting_of
 from tools.plan_data.tpu import rows as tpu_rows
 from tools.plan_data.unseen import FURTHER, MEASURED, SAID
 
@@ -82,6 +86,11 @@ def blind() -> Iterator[Blind]:
             figure = Figure(*(float(row[end]) for end in ("predicted", "low", "high")))
             name = "drafts apart" if row["key"].startswith("D") else "scripts"
             yield Blind(name, row["key"], row["metric"], history_distance(row), figure, float(row["measured"]))
+    for row in other_rows():
+        if row["measured"]:
+            figure = Figure(*(float(row[end]) for end in ("predicted", "low", "high")))
+            run, measured = setting_of(row["key"]), float(row["measured"])
+            yield Blind("other dates", run, row["metric"], other_distance(row), figure, measured)
     for row in tpu_rows():
         if row["seen"] == "0":
             figure = Figure(*(float(row[end]) for end in ("predicted", "low", "high")))
@@ -119,7 +128,7 @@ def aims(every: list[Blind]) -> tuple[Aim, ...]:
 
     Before the newest round's results were read there were only older ones to calibrate by: `before` has intervals made by these alone.
     """
-    older = [b for b in every if b.round not in NEWEST]
+    older = [b for b in every if b.round != LATEST]
 
     def before(group: list[Blind]) -> list[tuple[float, float]]:
         return [calibrate(older, b.kind, b.distance).interval(b.figure) for b in group]
@@ -145,7 +154,7 @@ def aims(every: list[Blind]) -> tuple[Aim, ...]:
 def aims_table() -> str:
     """Markdown: each aim, what the newest round came to, that without runs with drafts, and whether it is reached."""
     every = list(blind())
-    newest = [b for b in every if b.round in NEWEST]
+    newest = [b for b in every if b.round == LATEST]
     plain = [b for b in newest if b.distance != DRAFTS]
     lines = [
         f"| aim | newest round ({len(newest)} figures) | without drafts ({len(plain)}) | verdict |",
@@ -181,12 +190,16 @@ def _cells(group: list[Blind], ends: list[tuple[float, float]]) -> str:
 
 
 def held_out(every: list[Blind], group: list[Blind]) -> list[tuple[float, float]]:
-    """Calibrated intervals of a group, each by all predictions but those of its own run; an older round's by older rounds alone."""
+    """Calibrated intervals of a group, each by all predictions but those of its own run.
+
+    A round older than those that the planner calibrates by is held by such rounds alone, and the older of these by no later one.
+    """
     found = []
-    older = [o for o in every if o.round not in NEWEST]
+    before_latest = [o for o in every if o.round != LATEST]
+    old = [o for o in every if o.round not in NEWEST]
     for b in group:
-        known = every if b.round in NEWEST else older
-        others = [o for o in known if (o.round, o.run) != (b.round, b.run) and o.run != b.run]
+        known = every if b.round == LATEST else before_latest if b.round in NEWEST else old
+        others = [o for o in known if o.run != b.run]
         found.append(calibrate(others, b.kind, b.distance).interval(b.figure))
     return found
 
@@ -206,8 +219,8 @@ def table() -> str:
         size = mean_error(group, *_WORDS)
         lines.append(f"| {name} | {len(group)} | {size:.1%} | {statistics.mean(errors):+.1%} | {own} | {made} |")
 
-    newest = [b for b in every if b.round in NEWEST]
-    for of, mark in ((newest, "newest: "), ([b for b in every if b.round not in NEWEST], "older: ")):
+    newest = [b for b in every if b.round == LATEST]
+    for of, mark in ((newest, "newest: "), ([b for b in every if b.round != LATEST], "older: ")):
         if not of:
             continue
         row(f"**{mark}all**", of)

@@ -49,12 +49,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
-from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
+from quick_compilation import QUICK_COMPILATION, SERVING_FLAG, keep_programs
 
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
-# A run that differs from another in scheduling alone has the same programs.
-programs = tempfile.TemporaryDirectory(prefix="check-layouts-")
-os.environ |= {"JAX_COMPILATION_CACHE_DIR": programs.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
@@ -102,6 +99,7 @@ VARIANTS = {
 def main() -> int:
     """Run the sweep and print what each run found."""
     emulate_devices(32)
+    keep_programs("check-layouts-")
     import numpy as np
     from layouts import (
         APART,

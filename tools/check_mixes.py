@@ -28,11 +28,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
+from quick_compilation import QUICK_COMPILATION, SERVING_FLAG, keep_programs
 
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
-programs = tempfile.TemporaryDirectory(prefix="check-mixes-")
-os.environ |= {"JAX_COMPILATION_CACHE_DIR": programs.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 from sharding.emulation import emulate_devices
 
@@ -52,6 +50,7 @@ def main() -> int:
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     emulate_devices(32)
+    keep_programs("check-mixes-")
     from layouts import MODELS, write_checkpoint
     from mixes import Alone
 

@@ -13,7 +13,8 @@ It starts what it needs, with a tiny model and a cluster key of its own, and tak
     | attention, and a process with   | experts: as a member with another model, as another attention side, and as another process   |
     | experts                         | with experts                                                                                 |
 
-A port for weights is open only while a mesh changes: `tests/tools/test_fuzz_ports.py` fuzzes it, beside all others in one process.
+The ports for weights and between the processes of an attention side are open only while a mesh changes, which is too short a time for
+this: `tests/tools/test_fuzz_ports.py` fuzzes them in one process.
 
 A case is a connection, or many: random bytes, a greeting that ends somewhere, one of another version, one with a wrong or an old proof, one
 that comes byte by byte, a flood; or a member's connection whose frames were changed, cut off, replayed, put into another order, or say that
@@ -76,10 +77,12 @@ class Findings:
     """What was sent to a port, and what was wrong.
 
     Attributes:
-        kinds: cases by kind. answered: requests under way that were answered as before. figures: of each process, before and after.
+        service: that the port is for. kinds: cases by kind. answered: requests under way that were answered as before.
+        figures: of each process, before and after.
     """
 
     port: str
+    service: str
     kinds: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     answered: int = 0
@@ -123,7 +126,7 @@ class Fuzzer:
         self._random = random.Random(f"{seed} {name or service}")
         self._held: list[socket.socket] = []
         self._old_greeting = b""
-        self.findings = Findings(name or service)
+        self.findings = Findings(name or service, service)
         self._strangers: list[Callable[[], None]] = [
             self._random_bytes,
             self._truncated_greeting,
@@ -474,18 +477,13 @@ def fuzz_stages(cases: int, seed: int, key: Credentials, folder: Path) -> Iterat
     from processes import Group
     from worded_checkpoint import write_worded_checkpoint
 
-    from dsjax.engine.pipeline.process_links import Opening, Results
-
     group = Group(serve_command(write_worded_checkpoint(folder), "pp=2,dp=2"), 2, timeout=3600)
     try:
-        ask, encode = functools.partial(ask_server, url_of(group)), msgspec.msgpack.encode
+        ask = functools.partial(ask_server, url_of(group))
         pids = {f"process {index}": process.pid for index, process in enumerate(group.processes)}
-        hidden = [encode(([2**40, 2**40], "float32")), encode(([1], "no dtype"))]
         for name, pid in pids.items():
             stages = port_for("stages", pid, key)
-            for role, said in (("hidden", hidden), ("results", [encode(Results([], [([2**40], "float32")]))])):
-                # A member, but none of this generation's stages: those alone have the ticket.
-                messages = [encode(Opening(role, secrets.token_bytes(16))), *said]
+            for role, messages in stage_messages().items():
                 fuzzer = Fuzzer(stages, "stages", key, messages, seed, f"stages of {name}, {role}")
                 yield fuzz(fuzzer, cases, pids, ask, 6)
         assert all(process.poll() is None for process in group.processes), group.last_words()
@@ -494,6 +492,20 @@ def fuzz_stages(cases: int, seed: int, key: Credentials, folder: Path) -> Iterat
         raise
     finally:
         group.end()
+
+
+def stage_messages() -> dict[str, list[bytes]]:
+    """What a member says at a port for stages, by role. It has none of the tickets that the stages of a generation have."""
+    from dsjax.engine.pipeline.process_links import FOUND, HIDDEN, RESULTS, Opening, Results
+
+    encode = msgspec.msgpack.encode
+    results = [encode(Results([], [([2**40], "float32")])), encode(Results([["no row"]], []))]
+    said = {
+        HIDDEN: [encode(([2**40, 2**40], "float32")), encode(([1], "no dtype"))],
+        RESULTS: results,
+        FOUND.format(1): results,
+    }
+    return {role: [encode(Opening(role, secrets.token_bytes(16))), *messages] for role, messages in said.items()}
 
 
 def serve_command(model: Path, mesh: str) -> list[str]:
@@ -693,17 +705,29 @@ def main() -> int:
     key = Credentials(ClusterKey(text, "this tool"))
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name, run in FUZZES.items():
+        for name, (services, run) in FUZZES.items():
             if args.only not in (None, name):
                 continue
             (place := Path(folder) / name).mkdir()
+            fuzzed = set()
             for findings in run(args.cases, args.seed, key, place):
+                fuzzed.add(findings.service)
                 wrong += len(findings.wrong)
                 _print(findings)
+            if fuzzed != services:
+                raise RuntimeError(f"{name} has fuzzed the ports for {sorted(fuzzed)}, expected {sorted(services)}")
     return 1 if wrong else 0
 
 
-FUZZES = {"group": fuzz_group, "stages": fuzz_stages, "sides": fuzz_sides, "experts": fuzz_experts}
+FUZZES = {
+    "group": ({"rendezvous", "links", "probes"}, fuzz_group),
+    "stages": ({"stages"}, fuzz_stages),
+    "sides": ({"pages", "chunks"}, fuzz_sides),
+    "experts": ({"experts"}, fuzz_experts),
+}
+"""For what runs, the services whose ports it has, and what fuzzes them."""
+OPEN_BRIEFLY = {"weights", "attention"}
+"""Services whose ports `tests/tools/test_fuzz_ports.py` alone fuzzes."""
 
 
 def _print(findings: Findings) -> None:

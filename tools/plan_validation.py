@@ -11,14 +11,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dsjax.plan.calibration import HOST, NEWEST, RATE, TPOT, TTFT_MEDIAN, TTFT_P99
+from dsjax.plan.calibration import HOST, LATEST, RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99
 from dsjax.plan.drafting import FIRST
 from tools.blind_rounds import aims_table, blind, held_out, mean_error
 from tools.blind_rounds import table as blind_table
 from tools.plan_data.drafts import RANDOM_ACCEPTANCE
 from tools.plan_data.fit_incidents import SECOND, dry_run_score, held, rows, score
 from tools.plan_data.fit_incidents import table as incidents
-from tools.plan_data.history import drafts_apart_today, mean_value_today
+from tools.plan_data.history import drafts_apart_today, today_rows
+from tools.plan_data.other_dates import is_faulty, mean_value_today, setting_of
+from tools.plan_data.other_dates import rows as other_rows
 from tools.plan_data.point_sets import csv_text, deciding_table, median_of_wide_ep, score_table
 from tools.plan_data.validation import points
 from tools.plan_data.validation_score import leave_one_out
@@ -33,10 +35,12 @@ assumed. Tests hold both.
 
 {aims}
 
-The newest round is *scripts*, [below](#predicted-blind). Its intervals are calibrated by the round itself, with each run left out in turn,
-and by the rule of the shortest interval, which was taken when its results were entered (5bb34866). The table therefore also has what
-intervals by older rounds alone hold. None of the round's rates and TPOT is with drafts: the round *drafts apart*, which was committed
-beside it and counts as an older one, was {drafts_apart} off, and with it the mean error of rates and TPOT is {with_drafts_apart}.
+The newest round is *other dates*, [below](#predicted-blind). {faulty} of its {other_runs} runs are of two versions of SGLang that took
+several times as long for prompts as the ones before and after; they count in every figure above. That they are what makes it was seen
+in the results: without them rates and TPOT are {sound_rates} off and the TTFT {sound_ttft}. The round before, *scripts*, which an older
+model predicted, was {scripts_rates} and {scripts_ttft} off. Intervals are calibrated by both rounds, with each setting left out in turn;
+the table therefore also has what intervals by older rounds alone hold. The source has medians and P99 of the TTFT and no means, and
+most settings had been predicted at another date, so that the round asks less of the model than runs of a new kind.
 `python tools/blind_rounds.py` prints the table.
 
 Step times come from tables of single operations; [plan.md](plan.md#a-step) lists them and the assumptions. **No factor is fitted to a
@@ -50,24 +54,33 @@ Every prediction in this table stands as it was committed, with the interval tha
 measurement was entered can be checked in this repository for {shown} of {figures} figures ([order of commits](#order-of-commits)); for the
 {unshown} of *closed loops*, *separated* and *drafts* it cannot, because their predictions and measurements came into it in one commit, and
 a reader has only our word. *Own interval* combines the ranges of the assumptions; *calibrated* is what `dsjax plan` shows as holding 9 of
-10, made here without the run that it is asked about (conformal prediction: [calibration.py](../dsjax/plan/calibration.py)): of rates and
-TPOT below the winner, of TTFT as reported with `--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)).
+10, made here without the setting that it is asked about (conformal prediction: [calibration.py](../dsjax/plan/calibration.py)): of rates
+and TPOT below the winner, of TTFT as reported with `--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)).
 *Width* is the median of high ÷ low. *Newest* is the round that the model as it is has predicted; a group that has at least 19 figures of
-it is calibrated by them alone, any other by all rounds. *Older* rounds were predicted by older models, and are held here against older
-rounds alone.
+it and of *scripts* is calibrated by them alone, any other by all rounds. *Older* rounds were predicted by older models, and are held here
+against older rounds alone.
 
 {blind}
 
-- **scripts** (the newest round): 132 runs of InferenceX that no round had, in `tools/plan_data/history.csv`: 60 on one host (U), 38 with
-  prefill and decode apart (S), and the TTFT of 34 with drafts (R). What its scripts say and its results do not is played: SGLang on
-  Blackwell looks for prompts every 10 or 30 steps (`--scheduler-recv-interval`), TensorRT-LLM holds them back for up to 60 steps until
-  each replica has one, and computes one a step before 2026-01-21; since that day two requests a user warm the engine up; recipes bound
-  what decodes at once. The predictions were committed in 789df52e and the results entered in the commit after it. The median TTFT of one
-  host is {ttft_now} off, where the rounds before were 41 % off, and its P99 {p99_now}, where they were 144 %. Half of the rates of one
-  host are within {rate_median}; those of U45 (SGLang on B300, a fifth of the rate of its neighbours) and of TensorRT-LLM of December 2025
-  on B200 with `ep=8` (U29, U32, U35: a half too fast) make the mean. First tokens that come ten times later than predicted (U37, U39, R6,
-  R7, R18) most likely wait for room in the cache: what is played has a device with twice its memory, as all that is known is that the run
-  could start. R2 was played with 256 requests at once, as its script says today; it seems to have had all 512.
+- **other dates** (the newest round): {other_runs} runs of InferenceX in {other_settings} settings on one host, {other_drafts} with
+  drafts, in `tools/plan_data/other_dates.csv` (O): answers of 1,024 tokens and up to 32 users since 2026-01-14, each setting of
+  `benchmarks-history.json` at its two newest dates that no round had. O1a and O1b are one setting at two dates. The model had the
+  mechanisms that were [missing](#what-was-missing) by then. The predictions were committed in {other_commit} and the results entered in the
+  commit after it. Without drafts the median TTFT is {ttft_now} off and its P99 {p99_now}; half of the rates are within {rate_median}.
+  SGLang 0.5.11 (H200 and B300 of 2026-05-13, B200 of 2026-05-15) and 0.5.10.post1 (B300 of 2026-04-17) computed a prompt of 8K in
+  1.4 to 2.1 s on all devices, where 0.5.9 and 0.5.12 took 0.2 to 0.4; the versions are those of `nvidia-master.yaml` at these dates. No
+  public account of it was found, and no plan foresees it. It explains U45, too. The newest dates of each setting had gone into earlier
+  rounds; those that were left are the ones that another version replaced, so that such versions are more frequent here than in the
+  history. The calibration therefore rests on both rounds, which was decided when the results had been read: by this one alone, rates of
+  one host would be 3.6 wide, times a token 3.3, the median TTFT 11.8 and its P99 124.
+- **scripts**: 132 runs of InferenceX that no round had, in `tools/plan_data/history.csv`: 60 on one host (U), 38 with prefill and decode
+  apart (S), and the TTFT of 34 with drafts (R). What its scripts say and its results do not is played: SGLang on Blackwell looks for
+  prompts every 10 or 30 steps (`--scheduler-recv-interval`), TensorRT-LLM holds them back for up to 60 steps until each replica has one,
+  and computes one a step before 2026-01-21; since that day two requests a user warm the engine up; recipes bound what decodes at once. The
+  predictions were committed in 789df52e and the results entered in the commit after it. U45 (SGLang on B300) has a fifth of the rate of
+  its neighbours, and TensorRT-LLM of December 2025 on B200 with `ep=8` (U29, U32, U35) was predicted a half too fast. First tokens that
+  came ten times later than predicted (U37, U39, R6, R7, R18) most likely waited for room in the cache: what was played had a device with
+  twice its memory. R2 was played with 256 requests at once, as its script says since 2026-07-02; the script of its day had 512.
 - **drafts apart**: 42 runs of TensorRT-LLM with prefill and decode apart and drafts, of the same file and commits (D), as many drafts as
   their recipes say, the first accepted with 0.70. Rates are 40 % off, as those up to 320 users were played by a simulator that counted a
   step of decodes as one token; that is repaired, and the round counts as an older one. The mean-value answer of today is {apart_rate} off
@@ -86,7 +99,8 @@ rounds alone.
   that file and `benchmarks-history.json` beside it. Predictions were committed before ([how that can be checked](#order-of-commits)), with
   the planner's own acceptance of 0.85. With `tp` (65 runs) the time of a token was predicted 27 % too short and rates 62 % too high, with
   attention DP (9) 42 % too long and 19 % too low. Why, and what is left: [below](#what-was-missing). Six rates of SGLang on B300 are more
-  than twice too high, for no known cause. A plan with `--mtp` takes its calibrated intervals from this group alone, and no other plan does.
+  than twice too high, in part most likely for the kernel of their dense products ([below](#what-was-missing)). A plan with `--mtp` takes
+  its calibrated intervals from runs with drafts alone, and no other plan does.
 - **TPUs**: the one speed that sglang-jax publishes of a DeepSeek model: V2-Lite in bf16 on four chips of v6e, 8 users, `tp=4`
   (`tools/plan_data/tpu.csv`, T1). Its rate is 19 % and its TPOT 6 % off, both inside; its TTFT of 195 ms, of which 41 (33 – 63) were
   predicted, is not: prompts were taken evenly from 0 to 512 tokens, and all had 512. It is counted as another device, with wide intervals.
@@ -110,8 +124,8 @@ and prints the tables.
 
 ### What the intervals of a plan are of
 
-The rounds of closed loops were played request by request; a plan's own figures are mean values of steady state. Of the 60 runs of one host
-in the newest round (U) both are at hand today, and how far they lie apart says which figures of a plan the rounds can calibrate:
+The rounds of closed loops were played request by request; a plan's own figures are mean values of steady state. Of the runs without drafts
+in the newest round (O) both are at hand today, and how far they lie apart says which figures of a plan the rounds can calibrate:
 
 | figure | mean-value answer ÷ played, median | error of the played one, blind | of the mean-value answer, today |
 |---|---|---|---|
@@ -165,6 +179,34 @@ Mechanisms were found in raw columns and public sources after the blind rounds, 
 
 Of the drafts' rates 57 % blind error become 43 %, and 34 % with the acceptance of random prompts; without its six largest errors, 15 %. The
 memory of B200, GB200 and GB300 is priced at what their drivers report (7.67 and 7.93 TB/s), not at the datasheet's 8.
+
+After the round *scripts* further mechanisms were looked for where its TTFT was worst. Each is an engine's table, option or source:
+
+- **Cut experts on Blackwell** had been carried over from an H200. aiconfigurator now has the B200's own (SGLang 0.5.14 with
+  `--moe-runner-backend flashinfer_trtllm`, as the scripts start it): for a prompt of 7,373 tokens on `tp=8` 63 ms in FP8 where 39 were
+  priced, and 30 in NVFP4 where 24 were. Tables of experts that are spread over ranks do not say how many tokens a rank was given, and are
+  not taken ([SOURCES.md](../configs/operators/SOURCES.md)).
+- **Dense FP8 of SGLang on Blackwell.** The scripts turn DeepGEMM off and FlashInfer's product on (`SGL_ENABLE_JIT_DEEPGEMM=false`,
+  `--fp8-gemm-backend flashinfer_trtllm`). Beyond 256 rows that reaches 447 to 759 TFLOP/s where DeepGEMM has 3,200 (sgl-project/sglang
+  pull request 13528; of the two shapes that were timed the geometric mean is taken). The dense products of that prompt take 65 ms where
+  30 were priced.
+- **What a step lets through.** TensorRT-LLM asks whether each replica has a prompt of those that it has scheduled for a step
+  (`_balance_adp_requests`), so that with room for one prompt a step the second waits again. Since 2026-01-29 the script for FP8 on B200
+  also holds prompts back until a step is 0.8 full, for 40 steps at most (`batch_wait_timeout_iters`, `batch_wait_max_tokens_ratio`).
+- **Room in the cache.** What is played has the memory that the engine's rule leaves ([will it fit](#will-it-fit)) and as many requests as
+  its script allows. SGLang keeps room for 0.7 to 0.1 of running requests' outputs (`SGLANG_INIT_NEW_TOKEN_RATIO`), TensorRT-LLM for all
+  of them (`GUARANTEED_NO_EVICT`).
+
+Not found: why TensorRT-LLM with attention DP and drafts answers two to three times later than 60 held steps say (R10, R16, R32), and why
+the first wave of SGLang with FP4 on Blackwell meets 5 s with 32 users and not with 16 (U3 to U5, U40).
+
+Of the runs of *scripts* that were played again with all this ({again_runs} of 94: answers of 1,024 tokens, few users; seen), errors are
+
+| | figures | blind | today |
+|---|---|---|---|
+{again}
+
+`python -m tools.plan_data.history today` plays them again.
 
 ## The points that decide
 
@@ -241,7 +283,7 @@ word in all rounds. The predictions of the rounds *closed loops*, *separated* an
 committed before the answers were entered. Those single commits were never published: they were put together into d01a626d, which holds
 predictions and answers both. For these four a reader has only our word for the order; for the others the commits named on this page show
 it. The TPU round and the second set of launches were predicted in c480840e and entered in e4640ca7; the rounds *scripts* and *drafts
-apart* were predicted in 789df52e and entered in the commit that follows it.
+apart* were predicted in 789df52e, *other dates* in {other_commit}, and each entered in the commit that follows it.
 
 ## With tables left out
 
@@ -251,24 +293,60 @@ The counted points of the first set with one table of operations left out, whose
 """
 
 
+OTHER_COMMIT = "132e5666"
+"""The commit that holds the predictions of the newest round and none of its measurements."""
+
+
 def _newest() -> dict[str, str]:
-    """Words of the newest round: errors of its TTFT and rates on one host, and how wide its calibrated median TTFT is."""
+    """Words of the newest round and the one before: errors, numbers of runs, and how wide the calibrated median TTFT is."""
     every = list(blind())
-    groups = {kind: [b for b in every if (b.kind, b.distance) == (kind, HOST) and b.round in NEWEST] for kind in _SAID}
+    groups = {kind: [b for b in every if (b.kind, b.distance) == (kind, HOST) and b.round == LATEST] for kind in _SAID}
     errors = {kind: [abs(b.figure.value / b.measured - 1) for b in group] for kind, group in groups.items()}
     ends = held_out(every, groups[TTFT_MEDIAN])
-    beside = [b for b in every if b.round == "drafts apart"]
-    newest = [b for b in every if b.round in NEWEST]
+    before = [b for b in every if b.round == "scripts"]
+    of_round = [b for b in every if b.round == LATEST]
+    sound = [b for b, row in zip(of_round, other_rows(), strict=True) if not is_faulty(row)]
     apart = {mark: drafts_apart_today(acceptance) for mark, acceptance in (("", RANDOM_ACCEPTANCE), ("_85", FIRST))}
+    runs = {row["key"]: row["drafts"] for row in other_rows()}
     return {
         **{f"apart_{metric}{mark}": f"{size:.0%}" for mark, each in apart.items() for metric, size in each.items()},
-        "drafts_apart": f"{mean_error(beside, RATE, TPOT):.1%}",
-        "with_drafts_apart": f"{mean_error([*newest, *beside], RATE, TPOT):.1%}",
+        "scripts_rates": f"{mean_error(before, RATE, TPOT):.1%}",
+        "scripts_ttft": f"{mean_error(before, TTFT, TTFT_MEDIAN, TTFT_P99):.1%}",
+        "sound_rates": f"{mean_error(sound, RATE, TPOT):.1%}",
+        "sound_ttft": f"{mean_error(sound, TTFT_MEDIAN, TTFT_P99):.1%}",
+        "faulty": str(len({row["key"] for row in other_rows() if is_faulty(row)})),
+        "other_runs": str(len(runs)),
+        "other_settings": str(len({setting_of(key) for key in runs})),
+        "other_drafts": str(sum(drafts != "0" for drafts in runs.values())),
+        "other_commit": OTHER_COMMIT,
         "ttft_now": f"{statistics.mean(errors[TTFT_MEDIAN]):.0%}",
         "p99_now": f"{statistics.mean(errors[TTFT_P99]):.0%}",
         "rate_median": f"{statistics.median(errors[RATE]):.0%}",
         "ttft_width": f"{statistics.median(high / low for low, high in ends):.1f}",
     }
+
+
+def _again() -> dict[str, str]:
+    """Rows of a Markdown table: errors of the round *scripts*, blind and as the model of today plays the same runs."""
+    words = {
+        RATE: "rates",
+        TPOT: "time a token",
+        TTFT: "TTFT, mean",
+        TTFT_MEDIAN: "TTFT, median",
+        TTFT_P99: "TTFT, P99",
+    }
+    found = today_rows()
+    lines = []
+    for drafting, mark in ((False, ""), (True, ", with drafts")):
+        for kind, name in words.items():
+            group = [row for row in found if row["metric"] == kind and (row["drafts"] != "0") == drafting]
+            if group:
+                errors = [
+                    statistics.mean(abs(float(row[which]) / float(row["measured"]) - 1) for row in group)
+                    for which in ("predicted", "today")
+                ]
+                lines.append(f"| {name}{mark} | {len(group)} | {errors[0]:.1%} | {errors[1]:.1%} |")
+    return {"again": "\n".join(lines), "again_runs": str(len({row["key"] for row in found}))}
 
 
 def _fit_by_outcome() -> dict[str, str]:
@@ -304,7 +382,7 @@ def _order() -> dict[str, str]:
 
 def _mean_value() -> str:
     """Rows of a Markdown table: how the mean-value answer lies beside what was played of the newest round's runs of one host."""
-    played = [b for b in blind() if b.round in NEWEST and b.run.startswith("U")]
+    played = [b for b in blind() if b.round == LATEST and b.distance == HOST]
     names = {RATE: "rate", TPOT: "time a token", TTFT_MEDIAN: "TTFT, beside the reported median"}
     return "\n".join(
         f"| {names[metric]} | {ratio:.2f} | {mean_error(played, metric):.1%} | {error:.1%} |"
@@ -351,6 +429,7 @@ def page() -> str:
         mean_value=_mean_value(),
         blind=blind_table(),
         **_newest(),
+        **_again(),
         deciding=deciding_table(),
         without=leave_one_out(),
         median=median_of_wide_ep(),

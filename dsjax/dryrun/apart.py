@@ -33,7 +33,7 @@ from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.apart import LayerPass
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.moves import expert_processes, in_one_process
+from dsjax.plan.moves import in_one_process, processes_of
 from sharding import MeshSpec
 
 
@@ -81,10 +81,10 @@ def dry_run_apart(
         experts=expert_memory(compiled),
         cache_tokens=(compiled.limits.pages_per_rank - 1) * compiled.step.page_size,
         programs=tuple(programs),
-        links=Links.of(compiled),
+        links=Links.of(compiled, sides.connections),
         timeline=played,
         assumptions=dict(TEXT),
-        notes=tuple(_notes(sides, spec)),
+        notes=tuple(_notes(sides)),
         seconds={
             "lower and compile": sum(one.compile_seconds + one.lower_seconds for one in made),
             "read": time.perf_counter() - started,
@@ -129,7 +129,17 @@ class _Sides:
     def processes(self) -> int:
         """Processes that have the experts: one for each host that they take, of equal parts."""
         devices = self.expert_spec.num_devices
-        return 1 if self.one_process else expert_processes(self.experts, devices)
+        return 1 if self.one_process else processes_of(self.experts, devices)
+
+    @property
+    def attention_processes(self) -> int:
+        """Processes that have attention, likewise."""
+        return 1 if self.one_process else processes_of(self.attention, self.spec.num_devices)
+
+    @property
+    def connections(self) -> int:
+        """Connections between processes of the two sides: from each to each."""
+        return 0 if self.one_process else self.attention_processes * self.processes
 
     def meshes(self) -> tuple[Mesh, Mesh]:
         """Devices that are emulated or described: the first, and those behind them; where experts are other processes', those of one."""
@@ -259,7 +269,7 @@ def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target
         "target": args.target,
         "expert_target": expert_target,
         "platform": step.mesh.devices.flat[0].platform,
-        "processes": 1 if sides.one_process else 1 + sides.processes,
+        "processes": 1 if sides.one_process else sides.attention_processes + sides.processes,
         "step": args.step,
         "groups": [{"rows": group.rows, "chunk": group.chunk, "mla": group.form} for group in compiled.shape.groups],
         "batch": shape.rows,
@@ -281,19 +291,17 @@ def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target
     }
 
 
-def _notes(sides: _Sides, spec: MeshSpec) -> Iterator[str]:
+def _notes(sides: _Sides) -> Iterator[str]:
     if sides.attention is None:
         yield "temporaries and bytes moved are the CPU backend's, not an accelerator's"
         return
     if sides.one_process:
         yield "both sides are one process of one host; rows travel by device_put"
         return
+    number = sides.attention_processes
     yield (
-        f"attention is one process, and experts are {sides.processes}; rows and answers go through the hosts' memory, over a connection to "
-        "each, call after call"
+        f"attention is {'one process' if number == 1 else f'{number} processes'}, and experts are {sides.processes}; rows and answers go "
+        f"through the hosts' memory, over a connection {'' if number == 1 else 'from each '}to each, call after call"
     )
-    if spec.num_devices > sides.attention.devices_per_host:
-        yield (
-            f"the attention side has {spec.num_devices} devices: it is one process today, and a host has "
-            f"{sides.attention.devices_per_host} {sides.attention.hardware.name}"
-        )
+    if number > 1:
+        yield "the processes with attention wait for each other at each layer, by a word over connections between them"

@@ -48,7 +48,8 @@ class SideProgram:
 class Links:
     """Bytes that travel between the sides in a step.
 
-    connections: to processes that have the experts, through the hosts' memory; 0 where rows and answers go from device to device.
+    connections: from all processes with attention to all with experts, through the hosts' memory; 0 where rows and answers go from
+    device to device.
     rows, capacity: of an attention device's rows, and of its room for one expert device, of the first pass. needed: the share of the rows
     that even routing sends to an expert device. wires: format of rows (`bfloat16`, or what is computed in, and `fp8`) → bytes.
     chosen: the format that was compiled.
@@ -62,10 +63,9 @@ class Links:
     wires: Mapping[str, Mapping[str, int]]
 
     @classmethod
-    def of(cls, compiled: ApartStep) -> Links:
+    def of(cls, compiled: ApartStep, connections: int) -> Links:
         """Read the exchanges of all passes."""
         step, exchanges = compiled.step, []
-        connections = 0 if compiled.one_process else compiled.experts.parts
         for passes, made in compiled.passes:
             exchanges += [(one.way.between, passes[0].layers) for one in made.programs]
         plain = str(step.dtype)

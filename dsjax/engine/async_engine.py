@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.core import EngineCore
+from dsjax.engine.core import NO_REMOTE_EXPERTS, EngineCore
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.engine_thread import EngineThread, Stepper
 from dsjax.engine.request_streams import OutputStream, RequestStreams
@@ -209,14 +209,15 @@ class ThreadedEngine:
         """
         scaling = self.core.expert_scaling
         if scaling is None:
-            raise UserError(self.core.no_expert_scaling)
+            raise UserError(NO_REMOTE_EXPERTS)
         # A change that has begun ends, whether or not somebody still waits for it.
         await asyncio.shield(asyncio.ensure_future(self._change_experts(scaling, expert_mesh, afd_address)))
         return scaling
 
     async def _change_experts(self, scaling: "ExpertScaling", expert_mesh: str | None, afd_address: str | None) -> None:
-        prepared = await asyncio.to_thread(scaling.prepare, expert_mesh, afd_address)
-        await self.call(lambda core: scaling.apply(prepared))
+        change = await self.call(lambda core: scaling.begin(core.executor, expert_mesh, afd_address))
+        await asyncio.to_thread(scaling.wait, change)
+        await self.call(lambda core: scaling.end(core.executor, change))
         for hear in self.on_change:
             hear(scaling)
 

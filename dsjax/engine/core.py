@@ -27,11 +27,6 @@ NO_REMOTE_EXPERTS = (
     "this engine has no experts in other processes (--afd-role attention), which afd_address is for; leave it out"
 )
 """What an engine says that is to go on with other processes of experts, and has none."""
-ONE_ATTENTION_PROCESS = (
-    "other processes of experts (afd_address) take over from those of now where the attention side is one process, and this engine's is "
-    "several (--coordinator-address); start all of its processes again with the new --expert-mesh and --afd-address"
-)
-"""What an engine says that is to go on with other processes of experts, and has several processes of its own."""
 
 
 class _Totals(NamedTuple):
@@ -64,7 +59,7 @@ class EngineCore:
 
     Attributes:
         generations: makes further executors; None: this one is all there is.
-        expert_scaling: changes the side of experts in other processes; None: nothing does. no_expert_scaling: why that is so.
+        expert_scaling: changes the side of experts in other processes; None: nothing does.
         parked: requests that the mesh of now cannot hold, and that wait for a larger one.
         on_change: called when the core goes on on another mesh.
         step_started: when the step under way began, on the monotonic clock; None between steps.
@@ -95,7 +90,6 @@ class EngineCore:
         self._under_way: deque[_UnderWay] = deque()
         self.generations: Generations | None = None
         self.expert_scaling: ExpertScaling | None = None
-        self.no_expert_scaling = NO_REMOTE_EXPERTS
         self.parked = ParkedRequests()
         self.on_change: Callable[[], None] = lambda: None
         self.step_started: float | None = None

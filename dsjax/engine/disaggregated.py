@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import jax
@@ -63,18 +63,22 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
         prefill.arrange(devices[decode.num_devices : args.num_devices]),
     ]
     _check_prefill(args, meshes[1])
-    loaded = load_model(decode_args(args), mesh=meshes[0], show_progress=show_progress)
-    prefill_options = prefill_args(args)
-    with _named_prefill(args):
-        model = load_model(prefill_options, mesh=meshes[1], is_later=True, show_progress=show_progress)
-    config = prefill_options.scheduler_config(model.executor.limits)
-    engine = PrefillEngine(
-        model.executor,
-        config,
-        timeout=args.transfer_timeout,
-        async_scheduling=args.async_scheduling,
-        attachments=attachments_of(config, eplb=prefill_options.eplb, page_source=prefill_options.page_source),
-    )
+    with ExitStack() as opened:
+        loaded = load_model(decode_args(args), mesh=meshes[0], show_progress=show_progress)
+        opened.callback(loaded.executor.shutdown)
+        prefill_options = prefill_args(args)
+        with _named_prefill(args):
+            model = load_model(prefill_options, mesh=meshes[1], is_later=True, show_progress=show_progress)
+        opened.callback(model.executor.shutdown)
+        config = prefill_options.scheduler_config(model.executor.limits)
+        engine = PrefillEngine(
+            model.executor,
+            config,
+            timeout=args.transfer_timeout,
+            async_scheduling=args.async_scheduling,
+            attachments=attachments_of(config, eplb=prefill_options.eplb, page_source=prefill_options.page_source),
+        )
+        opened.pop_all()
     engine.start()
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)], prefill_sizes=PrefillSizes.of(model.facts))
     return Separated(replace(loaded, facts=facts), LocalLink(engine, move_chunk))
@@ -117,28 +121,32 @@ def load_prefill(
     credentials = credentials_of(args, group)
     tickets = tickets_of(group)
     model = load_model(args, group, library=library, show_progress=show_progress)
-    host, space = host_of(args, group), space_of(args, model)
-    chunks = ChunkServer(
-        lambda number, ticket: engine.buffers.open(number, ticket),
-        transport_of(args, host),
-        space,
-        host,
-        args.transfer_timeout,
-        credentials,
-    )
-    config = args.scheduler_config(model.executor.limits)
-    engine = PrefillEngine(
-        model.executor,
-        config,
-        timeout=args.transfer_timeout,
-        async_scheduling=args.async_scheduling,
-        attachments=attachments_of(config, eplb=args.eplb, sink=event_sink, page_source=args.page_source),
-        keepers=keepers_of(chunks.address, group),
-        tickets=tickets,
-    )
-    if group is not None:
-        engine.follow(Generations(args, group, model, library))
-    server = PrefillServer(engine, chunks, space, host, port, credentials)
+    with ExitStack() as opened:
+        opened.callback(model.executor.shutdown)
+        host, space = host_of(args, group), space_of(args, model)
+        chunks = ChunkServer(
+            lambda number, ticket: engine.buffers.open(number, ticket),
+            transport_of(args, host),
+            space,
+            host,
+            args.transfer_timeout,
+            credentials,
+        )
+        opened.callback(chunks.close)
+        config = args.scheduler_config(model.executor.limits)
+        engine = PrefillEngine(
+            model.executor,
+            config,
+            timeout=args.transfer_timeout,
+            async_scheduling=args.async_scheduling,
+            attachments=attachments_of(config, eplb=args.eplb, sink=event_sink, page_source=args.page_source),
+            keepers=keepers_of(chunks.address, group),
+            tickets=tickets,
+        )
+        if group is not None:
+            engine.follow(Generations(args, group, model, library))
+        server = PrefillServer(engine, chunks, space, host, port, credentials)
+        opened.pop_all()
     engine.start()
     return server
 

@@ -1,5 +1,6 @@
 """`EngineParts`: what a loaded engine is made of. `LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -71,17 +72,24 @@ class EngineParts:
         page_source: str | None = None,
     ):
         self.tokenizer = tokenizer
-        publisher = event_sink
-        if kv_events is not None and kv_events.publishes:
-            publisher = EventPublisher(kv_events, executor.limits.num_ranks)
-            if event_sink is not None:
-                publisher = EventSinks((publisher, event_sink))
-        attachments = attachments_of(scheduler_config, eplb=eplb, sink=publisher, page_source=page_source)
-        if prefills is not None:
-            attachments.append(
-                PrefillLinks(prefills, connect_prefill, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
+        with (
+            contextlib.ExitStack() as opened
+        ):  # where something fails, nobody has the publisher's thread and sockets closed
+            publisher = event_sink
+            if kv_events is not None and kv_events.publishes:
+                publisher = EventPublisher(kv_events, executor.limits.num_ranks)
+                opened.callback(publisher.close)
+                if event_sink is not None:
+                    publisher = EventSinks((publisher, event_sink))
+            attachments = attachments_of(scheduler_config, eplb=eplb, sink=publisher, page_source=page_source)
+            if prefills is not None:
+                attachments.append(
+                    PrefillLinks(prefills, connect_prefill, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
+                )
+            self.core = EngineCore(
+                executor, scheduler_config, async_scheduling=async_scheduling, attachments=attachments
             )
-        self.core = EngineCore(executor, scheduler_config, async_scheduling=async_scheduling, attachments=attachments)
+            opened.pop_all()
         self.prefills = tuple(prefills or ())
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
         self.outputs = OutputProcessor(tokenizer, stream_interval)
@@ -159,9 +167,12 @@ class LLMEngine:
         self._aborted += outputs
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and give the outputs of the requests it changed, as their `output_kind` says."""
+        """Compute one step and give the outputs of the requests it changed, as their `output_kind` says.
+
+        Where a process has gone, leaves or has come back, the mesh changes in place of the step.
+        """
         generations = self.core.generations
-        if generations is not None and generations.has_leavers and generations.due:
+        if generations is not None and generations.take_change() and generations.due:
             updates = self.core.change(generations.regroup)
         else:
             updates = self.core.step()

@@ -146,8 +146,12 @@ class ExpertProcess:
                 continue
             cells = self._cells(call)
             rows = self._receive_rows(channel, len(cells))
+            problem = self._missing(call)
+            if problem:
+                _log.warning("A call from %s is refused: %s.", channel.peer, problem)
+                send(channel, Answered(problem))
+                continue
             try:
-                self._check_layer(call)
                 if rows is None:
                     raise MemoryError(f"there is no memory for {len(cells):,} rows")
                 if call.layer < 0:
@@ -307,10 +311,14 @@ class ExpertProcess:
             channel.receive_into(memoryview(rows.view(np.uint8)))
         return rows
 
-    def _check_layer(self, call: Call) -> None:
-        """Refuse a layer that there is not, of which a program would take the nearest one."""
+    def _missing(self, call: Call) -> str:
+        """Why a call cannot be answered, whose layer is not here; a program would take the nearest one for it. Empty where it can."""
+        stacks = {row.stack for row in self._writer.stack_rows}
+        if call.stack not in stacks:
+            return f"there is no stack of experts {call.stack!r}, only {', '.join(sorted(stacks))}"
         if call.layer >= 0 and StackRow(call.stack, call.layer) not in self._writer.stack_rows:
-            raise ValueError(f"{call.stack} has no experts in layer {call.layer}")
+            return f"{call.stack} has no experts in layer {call.layer}"
+        return ""
 
     def _program(self, call: Call) -> Compiled:
         key = call.stack, call.tokens, call.cells

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -12,7 +13,7 @@ import numpy as np
 
 from dsjax.engine.contract.commands import Score, int32s
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.core import ONE_ATTENTION_PROCESS
+from dsjax.engine.core import NO_REMOTE_EXPERTS
 from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.page_events import EventSink
@@ -49,7 +50,8 @@ class LLM:
 
     A mesh may belong to several processes: run the same script in each of them, with ``coordinator_address``, ``num_processes`` and
     ``process_id``, or under Slurm and the like without. In all but process 0 the constructor does not return: it follows process 0, and
-    ends the process (``SystemExit``) when that one is done.
+    ends the process (``SystemExit``) when that one is done. Processes that are lost, leave or come back are noticed in ``generate``: the
+    prompts go on on the mesh of those that are there.
 
     Raises:
         UserError, MeshError: an option, model or mesh that cannot be, before weights are read.
@@ -67,10 +69,7 @@ class LLM:
     ):
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
         group = group or join_group(self.args, host_options(self.args))
-        from dsjax.engine.device.process import size_memory_pool
-        from dsjax.engine.device.program_library import ProgramLibrary
-        from dsjax.engine.elastic.generations import Generations
-        from dsjax.engine.setup.loading import load_model  # starts JAX, so only after the devices are arranged
+        from dsjax.engine.device.process import size_memory_pool  # starts JAX, so only after the devices are arranged
 
         size_memory_pool(self.args.gpu_memory_utilization)
         if self.args.afd_role == "expert":
@@ -84,6 +83,24 @@ class LLM:
 
             Follower(group).run_with(self.args)
             raise SystemExit(0)
+        # Whoever keeps the error, as a notebook does, must not keep threads, connections and caches too.
+        with contextlib.ExitStack() as opened:
+            self._load(group, event_sink, show_progress, opened)
+            opened.pop_all()
+        self._ids = itertools.count()
+
+    def _load(
+        self,
+        group: HostGroup | None,
+        event_sink: EventSink | None,
+        show_progress: bool,
+        opened: contextlib.ExitStack,
+    ) -> None:
+        """Load the model, and make the engine. opened: what is closed where that fails."""
+        from dsjax.engine.device.program_library import ProgramLibrary
+        from dsjax.engine.elastic.generations import Generations
+        from dsjax.engine.setup.loading import load_model
+
         library = ProgramLibrary()
         links, connect = None, None
         stages = MeshSpec.parse(self.args.mesh).pp_size
@@ -96,17 +113,21 @@ class LLM:
 
             separated = load_separated(self.args, show_progress=show_progress)
             loaded, links = separated.decode, [separated.link]
+            opened.callback(separated.link.close)
         elif self.args.disaggregation_mode == "decode":
             from dsjax.engine.disaggregated import remote_links
 
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
-            links, connect = [], remote_links(self.args, loaded, group)
+            links = []
         elif stages > 1:
             from dsjax.engine.setup.stages import load_stages
 
             loaded = load_stages(self.args, group, show_progress=show_progress)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
+        opened.callback(loaded.executor.shutdown)
+        if self.args.disaggregation_mode == "decode":
+            connect = remote_links(self.args, loaded, group)
         kernels = loaded.facts.kernels
         if loaded.facts.kernels_note and set(kernels.values()) == {"plain"}:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
@@ -130,18 +151,17 @@ class LLM:
             page_source=self.args.page_source,
         )
         self.engine = LLMEngine(self.parts)
+        opened.pop_all()
+        opened.callback(self.engine.shutdown)
         self._facts = loaded.facts
         fixed = self.args.separated or (stages > 1 and group is not None)
         self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
         self._experts: ExpertScaling | None = None
-        if self.args.afd_role == "attention" and group is not None:
-            self.engine.core.no_expert_scaling = ONE_ATTENTION_PROCESS
-        elif self.args.afd_role == "attention":
+        if self.args.afd_role == "attention":
             from dsjax.engine.setup.expert_scaling import ExpertScaling
 
             self._experts = self.engine.core.expert_scaling = ExpertScaling(self._generations)
-        self._ids = itertools.count()
 
     @property
     def executor(self) -> Executor:
@@ -174,9 +194,11 @@ class LLM:
         elif mesh is not None:
             raise UserError("mesh and afd_address are given, one for each side; change one side and then the other")
         elif self._experts is None:
-            raise UserError(self.engine.core.no_expert_scaling)
+            raise UserError(NO_REMOTE_EXPERTS)
         else:
-            self._experts.apply(self._experts.prepare(expert_mesh, afd_address))
+            change = self._experts.begin(self.executor, expert_mesh, afd_address)
+            self._experts.wait(change)
+            self._experts.end(self.executor, change)
 
     def generate(
         self,

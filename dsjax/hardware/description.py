@@ -105,11 +105,6 @@ class Hardware:
         """Whether NVLink joins the devices of several hosts (GB200 and GB300 in a rack)."""
         return self.platform == "cuda" and self.scale_up_devices > self.devices_per_host
 
-    @property
-    def scale_out_bandwidth(self) -> float:
-        """Bytes a second each way to devices outside the scale-up domain."""
-        return self.scale_out_gbps * 1e9 / 8
-
 
 def bundled_hardware() -> tuple[str, ...]:
     """Names that `load_hardware` knows: the files of `configs/hardware`."""

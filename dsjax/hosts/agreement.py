@@ -41,13 +41,25 @@ class Agreement:
         Raises:
             GroupError: it failed elsewhere, or somebody is gone. What `act` itself raises is raised here, and told to the others.
         """
+        result = self._act(stage, act)
+        self.ask(stage)
+        return result
+
+    def report(self, stage: str, act: Callable[[], Result]) -> Result:
+        """Do something that process 0 waits for with `run`, and tell it what came of it. Nobody is waited for here.
+
+        What `act` raises is raised here too.
+        """
+        result = self._act(stage, act)
+        self.tell(stage)
+        return result
+
+    def _act(self, stage: str, act: Callable[[], Result]) -> Result:
         try:
-            result = act()
+            return act()
         except BaseException as error:
             self.tell(stage, error=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
             raise
-        self.ask(stage)
-        return result
 
     def tell(self, stage: str, value: Any = None, error: str | None = None) -> None:
         """Say a plain value, or why this process cannot go on, to whoever asks for it."""
@@ -95,5 +107,6 @@ class Agreement:
             group.check()
             if 0 in group.lost:
                 raise group.lost[0]
-            if group.announcements is not None and group.announcements.latest > generation:
+            given_up = group.announcements is not None and group.announcements.latest > generation
+            if given_up or group.generation != generation:
                 raise GroupError(f"generation {generation} was given up while {member.name} was waited for")

@@ -30,11 +30,15 @@ TARGETS = (
 HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
 """What an expert's hidden values can be rounded to, in the order of the enumeration ``Hidden`` in ``native/experts.h``."""
 
+PATIENCE = 300
+"""Seconds: as many as `--step-timeout`. Devices that share a few cores come one after the other, each after a layer's work."""
+
 
 @dataclass(frozen=True)
 class NativeKernels:
     """A loaded library's kernels. ``threads``: most threads of a call; results do not depend on it.
 
+    patience: seconds in which all devices must come to an exchange in memory, after which the program fails on those that have.
     path: of the library. name: of it; that is part of the names that programs call the kernels by, so that a program from JAX's compilation
     cache never meets kernels of another version.
     """
@@ -42,6 +46,7 @@ class NativeKernels:
     path: Path
     name: str
     threads: int
+    patience: int = PATIENCE
 
     @classmethod
     def load(cls, path: Path, threads: int) -> NativeKernels:
@@ -119,6 +124,7 @@ class NativeKernels:
         N, K = ids_NK.shape
         out = [jax.ShapeDtypeStruct((N, D), jnp.float32), jax.ShapeDtypeStruct((held + 1,), jnp.int32)]
         together = {"ranks": np.int64(ranks), "held": np.int64(held), "together": np.int64(min(ranks, most_threads()))}
+        together["patience"] = np.int64(self.patience)
         sums, counts, _ = self._call("experts_together", out, (N, K, D))(
             *arguments, place, group, **settings, **together
         )
@@ -196,7 +202,7 @@ class NativeKernels:
 
         Raises:
             ValueError: the rows are no equal blocks. Where two devices have the same place, or one has none of 0 to ``ranks - 1``, the
-                program fails on every device of the group.
+                program fails on every device of the group; where one does not come in ``patience`` seconds, on all that have come.
 
         Two exchanges of a program with the same ``group`` must differ in the bytes of a block, or in ``gathers``, unless they are of the
         same devices, for all of which one is after the other.
@@ -205,7 +211,8 @@ class NativeKernels:
         if not gathers and rows % ranks:
             raise ValueError(f"{rows} rows are exchanged between {ranks} devices; expected as many for each of them")
         out = jax.ShapeDtypeStruct((rows * ranks if gathers else rows, *width), rows_NW.dtype)
-        return self._call("exchange", out, ())(rows_NW, place, group, ranks=np.int64(ranks), gathers=gathers)[0]
+        settings = {"ranks": np.int64(ranks), "gathers": gathers, "patience": np.int64(self.patience)}
+        return self._call("exchange", out, ())(rows_NW, place, group, **settings)[0]
 
     def absorbed_attention(self, *arguments, **settings) -> Float[Array, "R C H W"]:
         """Attention in latent space; arguments as ``_attention``. Without weights, queries and results are in latent space."""

@@ -19,7 +19,6 @@ from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.pallas.tile_table import TileTable
 from sharding.cores import most_threads
 
-CHOICES = ("auto", "plain", "native", "pallas")
 OPERATIONS = ("decode attention", "prefill attention", "index choice", "experts", "other products")
 PALLAS_FORMS = ("CC", "A_CC", "A_CC_ME", "AM_CC_ME")
 """MLA forms that Pallas attention has: not ``CD``, which caches keys and values of each head. Native attention has all."""

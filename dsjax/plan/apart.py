@@ -18,8 +18,9 @@ from dsjax.config import ModelConfig
 from dsjax.plan.balancing import Slots
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind, Middle, exact, total
+from dsjax.plan.host_time import step_message
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.moves import Moves, moves, published_moves
+from dsjax.plan.moves import Moves, moves, processes_of, published_moves
 from dsjax.plan.precision import BF16, Precision
 from dsjax.plan.skew import Skew
 from dsjax.plan.step import StepModel
@@ -73,6 +74,13 @@ class ApartStep(StepModel):
         """Hosts of the experts."""
         return self.cluster.experts or self.cluster
 
+    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
+        """What a step takes beside layers and head: where attention has several processes of dsjax, its command on its way to them too."""
+        parts = super().beside(tokens, rows, decode)
+        if not self.published and processes_of(self.cluster, self.layout.mesh.num_devices) > 1:
+            parts["command to the other processes"] = self._known("step message", step_message)
+        return parts
+
     def moving(self) -> dict[str, Figure]:
         """Experts move between the devices that have them."""
         return self.expert_side.moving()
@@ -124,7 +132,7 @@ class ApartStep(StepModel):
             "answers back": way.back,
             "starting a program": way.launch,
             "beginning to send rows": way.begin_there,
-            "beginning to send answers": way.begin_back,
+            "beginning to send answers, or waiting for the others'": way.begin_back,
         }
         ends = [
             _seconds(Turn(*(getattr(one, end) for one in pieces.values())), batches, layers, way.one_call)
@@ -170,7 +178,10 @@ class ApartStep(StepModel):
             made = moves(self.cluster, self.expert_cluster, senders, E, room, exact(needed) * slowest, sizes)
             further = math.ceil(needed * slowest.value / room) - 1 if room < rows else 0
             if further > 0:  # in which both sides wait for each other
-                once = made.there + made.back + made.begin_there + made.begin_back + made.launch * 3
+                again = made
+                if made.one_call:  # the rows are those that are needed, in however many rounds
+                    again = moves(self.cluster, self.expert_cluster, senders, E, room, exact(0.0), sizes)
+                once = again.there + again.back + again.begin_there + again.begin_back + again.launch * 3
                 made = dataclasses.replace(
                     made, back=(made.back + once * further).named("answers, further rounds", "s")
                 )

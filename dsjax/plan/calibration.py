@@ -29,9 +29,12 @@ RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99 = "rate", "tpot", "ttft", "ttft_median",
 HOST, WIDE, FAR, DRAFTS = "one host", "several hosts", "another device or engine", "with drafts"
 """Distance from what tables of operations were measured on: one host of the same die, groups over several of them, anything else; and
 plans with drafts, whose share that is accepted no table has, and which stand for nothing but themselves."""
-NEWEST = ("scripts",)
-"""Rounds that the model as it is has predicted. Conformal prediction asks that what it learns from and what it is asked about come from one
-predictor: a group that has enough predictions of these rounds rests on them alone, and older models' errors widen it no longer."""
+LATEST = "other dates"
+NEWEST = ("scripts", LATEST)
+"""Rounds that the model as it is has predicted, or one that is little older, of one public history. Conformal prediction asks that what it
+learns from and what it is asked about come from one predictor: a group that has enough predictions of these rounds rests on them alone,
+and older models' errors widen it no longer. `LATEST` took the dates that were left, most of which a newer version of the engine had
+replaced within days; only both together are the history's runs as they came."""
 LEAST = math.ceil(2 / (1 - LEVEL)) - 1
 """Predictions that a group needs before both of its ends are defined."""
 _SMALLEST = 0.02

@@ -15,6 +15,7 @@ from dsjax.plan.figure import Figure, Kind, Middle, assumed
 from dsjax.plan.operations import (
     DEEPGEMM,
     FLASH_MLA,
+    FLASHINFER_FP8,
     FP8_MLA,
     FP8_MLA_GAIN,
     decode_attention_seconds,
@@ -75,8 +76,9 @@ def carried(seconds: float, work: OperationWork, there: Hardware, here: Hardware
 class Chip:
     """One device and the precision of its weights. operators: tables of operations.
 
-    fp8_mla: decode multiplies an FP8 cache as FP8 on an H20, too. middle: only middle values are worked out. known: results, shared by
-    all users.
+    fp8_mla: decode multiplies an FP8 cache as FP8 on an H20, too. fp8_rate: operations a second (value, low, high) that dense FP8
+    products reach at most with the engine's kernel; None: those of the tables. middle: only middle values are worked out. known: results,
+    shared by all users.
     """
 
     hardware: Hardware
@@ -85,6 +87,7 @@ class Chip:
     middle: bool = False
     known: dict = field(default_factory=dict, compare=False, repr=False)
     fp8_mla: bool = False
+    fp8_rate: tuple[float, float, float] | None = None
 
     def _once(self, key: tuple, make) -> Figure:
         known = self.known.get(key)
@@ -149,7 +152,28 @@ class Chip:
         return self._product(rows, n, k, "bfloat16")
 
     def _product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
-        return self._once(("product", rows, n, k, dtype, self.middle), lambda: self._new_product(rows, n, k, dtype))
+        return self._once(("product", rows, n, k, dtype, self.middle), lambda: self._at_most(rows, n, k, dtype))
+
+    def _at_most(self, rows: float, n: int, k: int, dtype: str) -> Figure:
+        """A product by the tables, no faster than the engine's own kernel for dense FP8 is."""
+        figure = self._new_product(rows, n, k, dtype)
+        if self.fp8_rate is None or dtype != "fp8_block":
+            return figure
+        value, high, low = (2.0 * rows * n * k / rate for rate in self.fp8_rate)
+        if value <= figure.value:
+            return figure
+        if self.middle:
+            return Middle(value)
+        name = f"product {rows:.0f}×{n}×{k}"
+        return Figure(
+            value,
+            max(low, figure.low),
+            max(high, figure.high),
+            Kind.MEASURED,
+            name=name,
+            source=FLASHINFER_FP8,
+            unit="s",
+        )
 
     def _new_product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
         curves = self.known.get(("curves", n, k, dtype))
@@ -290,6 +314,8 @@ class Chip:
     def fused_experts(self, tokens: float, touched: Callable[[float], float], of: object, tp: int, ep: int):
         """Seconds of the fused kernel that engines without wide EP use, experts cut `tp` ways; None where it was not timed.
 
+        Hopper's is SGLang's Triton kernel, for FP8. Blackwell's is TensorRT-LLM's own, which SGLang starts too
+        (`--moe-runner-backend flashinfer_trtllm`), for FP8 and NVFP4; it was timed with all experts on every rank.
         touched: experts that have a token of so many, told apart by `of`; the table's even routing touches more, whose weights
         are taken off.
         """
@@ -297,8 +323,11 @@ class Chip:
         return curve and self._figure([curve(tokens)], 0.1, "fused experts", AICONFIGURATOR)
 
     def _fused_experts(self, touched: Callable[[float], float], tp: int, ep: int) -> Curve | None:
-        curves = self._table(lambda key: self.operators.fused(key, tp, ep) if self.hardware.same_die else None)
-        if not curves or self.precision.expert < 1 or self.precision.expert >= BF16:
+        if self.precision.expert >= BF16 or not (self.hardware.same_die or self.hardware.is_blackwell):
+            return None
+        dtype = "nvfp4" if self.precision.expert < 1 else "fp8_block"
+        curves = self._table(lambda key: self.operators.fused(key, dtype, tp, ep))
+        if not curves:
             return None
         curve, there = curves
         # From one token on 8 experts to 32 on all 256 the table tells what an expert's weights take.

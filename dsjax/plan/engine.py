@@ -21,8 +21,11 @@ class Engine:
     most_drafts: tokens that it drafts a step at most, None where no bound is known. shared_beside: decode computes the shared expert
     beside the routed ones, on a second stream. holds_prompts: with attention DP prompts wait until every replica has some.
     apart: has attention and experts on devices of their own.
-    fp8_mla: decode multiplies an FP8 cache as FP8 on an H20. poll_steps: decode steps between two looks for new prompts; hold_steps: those
-    that prompts are held back at most (both of a simulation: `simulation.admission`). credits: capability → the option
+    fp8_mla: decode multiplies an FP8 cache as FP8 on an H20. fp8_rate: operations a second that its dense FP8 products reach at most on
+    Blackwell, as of `Chip`; SGLang's where it is started with `--fp8-gemm-backend flashinfer_trtllm`. poll_steps: decode steps between two
+    looks for new prompts; hold_steps: those that prompts are held back at most; fill: (steps, share of a step's tokens) until which they
+    are held back with one replica; keeps: the share of running requests' outputs to come that the cache keeps room for (all four of a
+    simulation: `simulation.admission`). credits: capability → the option
     or file of the engine that has it; what is not in it is not credited.
     """
 
@@ -41,9 +44,12 @@ class Engine:
     shared_beside: bool = False
     holds_prompts: bool = False
     fp8_mla: bool = False
+    fp8_rate: tuple[float, float, float] | None = None
     apart: bool = False
     poll_steps: int = 1
     hold_steps: int = 50
+    fill: tuple[int, float] = (0, 0.0)
+    keeps: tuple[float, float, int] = (0.0, 0.0, 1)
     credits: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def check(
@@ -137,6 +143,11 @@ _CREDITS = {
         "holds_prompts": "attention_dp_config.enable_balance",
     },
 }
+KEEPS = {"sglang": (0.7, 0.7 * 0.14, 600), "tensorrt-llm": (1.0, 1.0, 1)}
+"""Engine → `Engine.keeps`. SGLang's `new_token_ratio` begins at 0.7, and falls to 0.14 of that in 600 decode steps
+(`SGLANG_INIT_NEW_TOKEN_RATIO`, `SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR` and `SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS` in its srt/environ.py).
+TensorRT-LLM's default, `CapacitySchedulerPolicy.GUARANTEED_NO_EVICT`, begins a request where its whole output has room
+(llmapi/llm_args.py). vLLM and dsjax keep none, and preempt."""
 _OURS = {
     "balances": "--enable-eplb",
     "overlaps": "--enable-dbo",
@@ -153,7 +164,13 @@ def _one(name: str) -> Engine:
     credits = _CREDITS[name]
     able = {capability: capability in credits for capability in CAPABILITIES if capability != "fp8_cache"}
     return Engine(
-        name, fp8_cache=1.0 if "fp8_cache" in credits else None, dispatch="deepep", eager=True, credits=credits, **able
+        name,
+        fp8_cache=1.0 if "fp8_cache" in credits else None,
+        dispatch="deepep",
+        eager=True,
+        keeps=KEEPS.get(name, (0.0, 0.0, 1)),
+        credits=credits,
+        **able,
     )
 
 

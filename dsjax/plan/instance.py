@@ -133,6 +133,7 @@ class Instance:
                 "eager": options.engine.eager,
                 "shared_beside": options.engine.shared_beside,
                 "fp8_mla": options.engine.fp8_mla,
+                "fp8_rate": options.engine.fp8_rate if self.cluster.hardware.is_blackwell else None,
                 "balancing": self.places_by_load,
                 "middle": self.only_middle,
             }

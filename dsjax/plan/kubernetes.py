@@ -18,6 +18,7 @@ from dsjax.plan.cold_start import files_precision
 from dsjax.plan.expert_pods import EXPERTS_FILE, EXPERTS_IMAGE, GROUP, GROUP_VARIABLE, ExpertPods, addresses
 from dsjax.plan.launch import comment
 from dsjax.plan.memory import weight_bytes
+from dsjax.plan.moves import processes_of
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import REPOSITORIES, recipe
 
@@ -45,7 +46,7 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     """`kustomization.yaml` of the winner. base: its path from there; command: what it was planned with, for the first line.
 
     Raises:
-        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host; attention apart from experts, and on several.
+        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host.
     """
     made = recipe(model, question, candidate)
     apart = _experts(made)
@@ -54,13 +55,8 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
             "--recipe FOLDER writes what dsjax serve can run, and the winner has prefill and decode apart, which one process on a host "
             "cannot have as they were priced; give FILE.yaml for NVIDIA Dynamo, or add --mode aggregated"
         )
-    service, cluster = made["one_process"] or made["services"][0], question.cluster
-    hosts = math.ceil(service["devices_each"] / cluster.devices_per_host)
-    if apart and hosts > 1:
-        raise UserError(
-            f"--recipe FOLDER writes attention apart from experts for one host, and the winner has it on {hosts} hosts; leave "
-            f"--engine published out, or give an --attention-mesh of at most {cluster.devices_per_host} devices"
-        )
+    service, cluster = _service_of(made), question.cluster
+    hosts = _hosts(question, made)
     devices = math.ceil(service["devices_each"] / hosts)
     name = repository(model)
     options = _attention_options(service["options"], apart) if apart else service["options"]
@@ -93,7 +89,7 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
         group.append({"op": "add", "path": f"{pod}/nodeSelector", "value": selector})
     volume = gib(checkpoint_bytes(candidate) * ROOM)
     start = service["cold_start_s"]
-    resources = [base, *([DOMAIN_FILE] if domain else []), *([EXPERTS_FILE] if apart else [])]
+    resources = [base, *files_beside(question, made)]
     images = [("dsjax", cluster), *([(EXPERTS_IMAGE, cluster.experts or cluster)] if apart else [])]
     lines = [
         comment(command),
@@ -118,31 +114,43 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     return "\n".join(lines) + "\n"
 
 
+def files_beside(question: Question, made: Mapping[str, Any]) -> list[str]:
+    """Names of the files that `kustomization.yaml` takes beside the base. made: the recipe."""
+    domain = needs_compute_domain(question.cluster.hardware, _hosts(question, made))
+    return [*([DOMAIN_FILE] if domain else []), *([EXPERTS_FILE] if _experts(made) else [])]
+
+
 def write_overlay(folder: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
     """An overlay, and beside it the base, unless the folder is one of the project's own `deploy/overlays`; and `recipe.json`."""
     beside_base = folder.resolve().parent.name == "overlays" and (folder.resolve().parents[1] / "base").is_dir()
     text = overlay(model, question, candidate, "../../base" if beside_base else "base", command)
+    made = recipe(model, question, candidate)
+    wanted = files_beside(question, made)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "kustomization.yaml").write_text(text, encoding="utf-8")
-    domain = folder / DOMAIN_FILE
-    if DOMAIN_FILE in text:
-        made = recipe(model, question, candidate)
-        service = made["one_process"] or made["services"][0]
-        hosts = math.ceil(service["devices_each"] / question.cluster.devices_per_host)
-        domain.write_text(compute_domain("dsjax", service["instances"] * hosts), encoding="utf-8")
-    else:
-        domain.unlink(missing_ok=True)
-    experts = folder / EXPERTS_FILE
-    if EXPERTS_FILE in text:
-        experts.write_text(expert_pods(question, recipe(model, question, candidate)).text(), encoding="utf-8")
-    else:
-        experts.unlink(missing_ok=True)
+    for name in (DOMAIN_FILE, EXPERTS_FILE):
+        (folder / name).unlink(missing_ok=True)
+    if DOMAIN_FILE in wanted:
+        count = _service_of(made)["instances"] * _hosts(question, made)
+        (folder / DOMAIN_FILE).write_text(compute_domain("dsjax", count), encoding="utf-8")
+    if EXPERTS_FILE in wanted:
+        (folder / EXPERTS_FILE).write_text(expert_pods(question, made).text(), encoding="utf-8")
     if beside_base:
         return
-    body = json.dumps(recipe(model, question, candidate), indent=2, allow_nan=False)
+    body = json.dumps(made, indent=2, allow_nan=False)
     (folder / "recipe.json").write_text(body + "\n", encoding="utf-8")
     with importlib.resources.as_file(_base()) as base:
         shutil.copytree(base, folder / "base", dirs_exist_ok=True)
+
+
+def _service_of(made: Mapping[str, Any]) -> dict[str, Any]:
+    """The service that the LeaderWorkerSet runs."""
+    return made["one_process"] or made["services"][0]
+
+
+def _hosts(question: Question, made: Mapping[str, Any]) -> int:
+    """Hosts of a group of the service's processes, which have equal parts of its devices."""
+    return processes_of(question.cluster, _service_of(made)["devices_each"])
 
 
 def _experts(made: Mapping[str, Any]) -> list[dict[str, Any]]:

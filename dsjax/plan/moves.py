@@ -1,8 +1,9 @@
 """What it takes to move rows from the devices with attention to those with experts, and answers back, as dsjax does it.
 
 In one process the host copies each attention device's rows for an expert device there by ``jax.device_put``, and its answers back: as many
-copies as there are pairs of devices. Between processes rows and answers go through the hosts' memory, over a connection to each process
-with experts. `docs/attention-ffn-disaggregation.md` has the exchange, `sharding/dispatch/between.py` its bytes.
+copies as there are pairs of devices. Between processes rows and answers go through the hosts' memory, over a connection from each process
+with attention to each with experts, and processes with attention wait for each other at each layer. `docs/attention-ffn-disaggregation.md`
+has the exchange, `sharding/dispatch/between.py` its bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dsjax.plan.operations import low_latency_fit
 
 @dataclass(frozen=True)
 class Moves:
-    """Seconds of one move each way: there, back on the links; begin_there, begin_back: in which the host begins them.
+    """Seconds of one move each way: there, back on the links; begin_there, begin_back: in which the host begins them, and in which a
+    process with attention whose answers are back waits until the others have theirs.
 
     launch: in which the host starts one program. one_call: both are one call over the one connection, and calls follow each other.
     """
@@ -41,9 +43,9 @@ def _among_each_other(attention: Cluster, experts: Cluster) -> bool:
     return attention.experts is None and attention.hardware.key == experts.hardware.key
 
 
-def expert_processes(experts: Cluster, devices: int) -> int:
-    """Processes that have so many devices with experts: the fewest equal parts of which a host holds one."""
-    return next(n for n in range(-(-devices // experts.devices_per_host), devices + 1) if devices % n == 0)
+def processes_of(side: Cluster, devices: int) -> int:
+    """Processes that have so many devices of a side of several processes: the fewest equal parts of which a host holds one."""
+    return next(n for n in range(-(-devices // side.devices_per_host), devices + 1) if devices % n == 0)
 
 
 def moves(
@@ -63,12 +65,13 @@ def moves(
     if in_one_process(attention, experts, senders + receivers):
         there, back = (exact(cells * size, "bytes from one device to one other", "B") for size in row_bytes)
         return _between_devices(attention, senders, receivers, there, back)
-    of_one = senders * receivers / expert_processes(experts, receivers)
+    processes = processes_of(attention, senders), processes_of(experts, receivers)
+    of_one = senders / processes[0] * receivers / processes[1]
     there, back = (
         (rows * (of_one * size)) if isinstance(rows, Figure) else exact(rows * of_one * size) for size in row_bytes
     )
     return _between_processes(
-        attention, experts, there.named("bytes of a call", "B"), back.named("bytes of its answers", "B")
+        attention, experts, processes, there.named("bytes of a call", "B"), back.named("bytes of its answers", "B")
     )
 
 
@@ -110,13 +113,31 @@ def connection(here: Cluster, there: Cluster) -> tuple[Figure, Figure]:
     return rate, fixed + network_latency(here)
 
 
-def _between_processes(attention: Cluster, experts: Cluster, there: Figure, back: Figure) -> Moves:
+def _between_processes(
+    attention: Cluster, experts: Cluster, processes: tuple[int, int], there: Figure, back: Figure
+) -> Moves:
+    """processes: with attention, and with experts; each of these has a connection to each of those."""
     rate, way = connection(attention, experts)
+    for host, connections in ((attention, processes[1]), (experts, processes[0])):
+        cards = host.network_bandwidth * host.devices_per_host / connections
+        rate = smallest(rate, exact(cards, "a host's cards ÷ its connections", "B/s"))
     return Moves(
         (there / rate + way).named("rows through the hosts' memory", "s"),
         (back / rate + way).named("answers through the hosts' memory", "s"),
-        exact(0.0), exact(0.0), launch(), one_call=True,
+        exact(0.0), agreement(attention, processes[0]), launch(), one_call=True,
     )  # fmt: skip
+
+
+def agreement(attention: Cluster, processes: int) -> Figure:
+    """Seconds from a process with attention having its answers of a layer to its knowing that all others have theirs."""
+    if processes == 1:
+        return exact(0.0)
+    each = assumed(
+        30e-6, 20e-6, 100e-6, "a word to and from another process with attention",
+        "16 bytes with a MAC over a connection of their own: 29 µs of a core here; a process that is late is waited for", "s",
+    )  # fmt: skip
+    words = (each * (processes - 1)).named("words of all processes with attention", "s")
+    return (words + network_latency(attention)).named("waiting for the other processes with attention", "s")
 
 
 PUBLISHED = (

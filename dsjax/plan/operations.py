@@ -66,6 +66,12 @@ NORMAL_RDMA = {32: (58e9, 57e9), 64: (51e9, 50e9)}
 NORMAL_SMS, H800_SMS = 24, 132
 
 
+FLASHINFER_FP8 = (
+    "FlashInfer's block-FP8 product on a B200 with 256 rows and more: 447 TFLOP/s with 24,576 columns and 759 with 576 for each further "
+    "row, where DeepGEMM has 3,200 (sgl-project/sglang pull request 13528)"
+)
+FLASHINFER_FP8_RATE = (583e12, 447e12, 759e12)
+"""Operations a second (value, low, high) of that product: the geometric mean of the two shapes, and each of them."""
 ALL_REDUCE = (
     "vLLM 0.20's own all-reduce and FlashInfer's with residual and norm in the same kernel, in CUDA graphs "
     "(ai-dynamo/aiconfigurator, campaign_checkpoints/*/custom_allreduce_perf.txt and allreduce_rms_perf.txt)"

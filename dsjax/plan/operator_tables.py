@@ -252,18 +252,21 @@ class OperatorTables:
 
         return self._once((WIDE, "context", device), make)
 
-    def fused(self, device: str, tp: int, ep: int) -> Curve | None:
-        """Seconds of the fused kernel over all tokens, routed evenly, with experts `tp` times narrower and spread over `ep`."""
+    def fused(self, device: str, dtype: str, tp: int, ep: int) -> Curve | None:
+        """Seconds of the fused kernel over all tokens, routed evenly, with experts `tp` times narrower and spread over `ep`.
+
+        dtype: of the experts' weights, as the table has it: `fp8_block` or `nvfp4`.
+        """
 
         def make():
-            table: dict[tuple[str, int, int], list[tuple[int, float]]] = defaultdict(list)
+            table: dict[tuple[str, str, int, int], list[tuple[int, float]]] = defaultdict(list)
             for row in self._rows(FUSED):
                 if row["distribution"] == "balanced":
-                    key = row["device"], int(row["moe_tp_size"]), int(row["moe_ep_size"])
+                    key = row["device"], row["moe_dtype"], int(row["moe_tp_size"]), int(row["moe_ep_size"])
                     table[key].append((int(row["num_tokens"]), float(row["latency_ms"]) * 1e-3))
             return {key: Curve(points) for key, points in table.items()}
 
-        return self._once((FUSED,), make).get((device, tp, ep))
+        return self._once((FUSED,), make).get((device, dtype, tp, ep))
 
     # Exchanges ----------------------------------------------------------------------------------------------------------------
 

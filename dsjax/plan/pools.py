@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsjax.errors import UserError
 from dsjax.plan.layout import InstanceLayout, apart_layouts, instance_sizes
 
 if TYPE_CHECKING:
@@ -29,32 +28,19 @@ def layouts_apart(question: Question) -> Iterator[InstanceLayout]:
 def pairs(question: Question) -> list[tuple[int, int]]:
     """(devices with attention, devices with experts) of an instance.
 
-    Of dsjax, two arrangements have a price: attention in one process on one host with a process of experts on each further host, and both
-    in one process on one host.
-    Others have whole hosts on either side, or one host.
-
-    Raises:
-        UserError: the attention that was given is of several hosts, which the planner does not price.
+    They share one host, or have whole hosts on either side.
     """
     cluster, beside, pins = question.cluster, question.cluster.experts, question.options.pins
-    most, own = min(question.devices, WIDEST), question.options.engine.name == "dsjax"
+    most = min(question.devices, WIDEST)
     here, there = cluster.devices_per_host, (beside or cluster).devices_per_host
     if pins.attention_mesh is not None:
-        attention = pins.attention_mesh.num_devices
-        if own and attention > here:
-            raise UserError(
-                f"--attention-mesh {pins.attention_mesh} has {attention} devices, on hosts of {here}, and the planner prices dsjax's "
-                "attention apart from experts as one process of one host; give a smaller one, or --engine published"
-            )
-        return [(attention, pins.expert_mesh.ep_size)]
+        return [(pins.attention_mesh.num_devices, pins.expert_mesh.ep_size)]
     if beside is not None:
-        hosts = range(1, 2 if own else most // here + 1), range(1, min(beside.num_devices, WIDEST) // there + 1)
+        hosts = range(1, most // here + 1), range(1, min(beside.num_devices, WIDEST) // there + 1)
         return [(a * here, e * there) for a in hosts[0] for e in hosts[1]]
     inside = [(a, n - a) for n in instance_sizes(min(here, most), here) for a in range(1, n)]
     hosts = most // here
-    return inside + [
-        (a * here, e * here) for a in range(1, min(hosts, 2 if own else hosts)) for e in range(1, hosts - a + 1)
-    ]
+    return inside + [(a * here, e * here) for a in range(1, hosts) for e in range(1, hosts - a + 1)]
 
 
 def most_instances(question: Question, layout: InstanceLayout) -> int:

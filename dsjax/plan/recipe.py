@@ -20,7 +20,7 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, LaunchCommand, script
 from dsjax.plan.launch_flags import launch
 from dsjax.plan.memory import expert_side_bytes
-from dsjax.plan.moves import expert_processes, in_one_process
+from dsjax.plan.moves import in_one_process, processes_of
 from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
 from dsjax.plan.recovery import recovery
@@ -133,7 +133,7 @@ def _meshes(instance: Instance) -> dict[str, str]:
     named = {"--attention-mesh": str(layout.mesh), "--expert-mesh": f"ep={layout.experts}"}
     if in_one_process(cluster, cluster.experts or cluster, layout.devices):
         return named
-    parts = expert_processes(cluster.experts or cluster, layout.experts)
+    parts = processes_of(cluster.experts or cluster, layout.experts)
     at = ",".join(f"{_EXPERTS_AT}{rank}:7000" if parts > 1 else f"{_EXPERTS_AT}:7000" for rank in range(parts))
     return named | {"--afd-role": "attention", "--afd-address": at}
 

@@ -15,7 +15,8 @@ _MANY_HOSTS = "docs/many-hosts.md, Measured: ten processes of four killed on emu
 @dataclass(frozen=True)
 class Recovery:
     """After the loss of one host. read: bytes of experts that only it held, from the checkpoint; received: bytes that the others send
-    each other; seconds: without compiling; compiling: seconds more unless the smaller mesh was compiled ahead.
+    each other; seconds: without compiling; compiling: seconds more unless the smaller mesh was compiled ahead, which it never is where
+    experts have devices of their own.
     """
 
     read: Figure
@@ -65,14 +66,15 @@ def _kept_in_order(hosts: int, first: int, lost: int) -> float:
 def recovery(instance: Instance) -> Recovery | None:
     """What the loss of one host costs an instance of several. None: nothing goes on without it, and a loss is a start (`cold_start`).
 
-    That is so of an instance of one host, and of one with stages, whose processes all end.
+    That is so of an instance of one host, and of one with stages, whose processes all end. Where experts have devices of their own, the
+    host is one with attention: a process with experts comes back by itself, for which attention waits.
     """
     cluster, layout = instance.cluster, instance.layout
-    hosts = layout.devices // cluster.devices_per_host
-    # A side with experts comes back by itself, for which attention waits.
-    if hosts < 2 or layout.experts or layout.mesh.pp_size > 1:
+    hosts = layout.mesh.num_devices // cluster.devices_per_host
+    if hosts < 2 or layout.mesh.pp_size > 1:
         return None
-    experts = exact(instance.memory.weights.get("experts", 0) * layout.devices, "experts of the instance", "B")
+    held = 0 if layout.experts else instance.memory.weights.get("experts", 0)
+    experts = exact(held * layout.devices, "experts of the instance", "B")
     gone, moved = moved_shares(hosts)
     if layout.mesh.expert_copies > 1:  # another copy has them
         gone, moved = exact(0.0), moved + gone
@@ -92,12 +94,7 @@ def recovery(instance: Instance) -> Recovery | None:
     if received.value:
         seconds = seconds + received / (share * (cards * left))
     seconds = seconds.named("silence after a loss", "s")
-    compiling = assumed(
-        60,
-        10,
-        300,
-        "compiling",
-        "nobody has compiled this model's step beside a service; --compile-ahead leaves it out",
-        "s",
-    )
+    why = "nobody has compiled this model's step beside a service"
+    why += "; experts apart are not compiled for ahead" if layout.experts else "; --compile-ahead leaves it out"
+    compiling = assumed(60, 10, 300, "compiling", why, "s")
     return Recovery(read, received, seconds, compiling)

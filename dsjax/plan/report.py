@@ -244,7 +244,7 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
             highlight=False,
         )
         if service["recovery"] and plan.question.options.engine.name == "dsjax":
-            console.print("  " + _recovery(service["recovery"]), highlight=False)
+            console.print("  " + _recovery(service["recovery"], "--expert-mesh" in service["options"]), highlight=False)
     if made["one_process"] is not None:
         console.print("or all of it in one process of one host:", highlight=False)
         console.print(Text("  " + made["one_process"]["command"], "green"), soft_wrap=True)
@@ -252,12 +252,13 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
         console.print(Text("note: " + note, "yellow"))
 
 
-def _recovery(lost: Mapping[str, Any]) -> str:
-    """What the loss of a host costs an instance of several, in words."""
+def _recovery(lost: Mapping[str, Any], apart: bool) -> str:
+    """What the loss of a host costs an instance of several, in words. apart: experts have devices of their own."""
     time, compiling = lost["seconds"], lost["compiling_s"]
+    when = "for compiling" if apart else "without --compile-ahead"
     return (
         f"a lost host: silent for {time['value']:,.0f} s [{time['low']:,.0f} … {time['high']:,.0f}], and {compiling['value']:,.0f} more "
-        f"[{compiling['low']:,.0f} … {compiling['high']:,.0f}] without --compile-ahead; at most "
+        f"[{compiling['low']:,.0f} … {compiling['high']:,.0f}] {when}; at most "
         f"{lost['bytes_read']['value'] / 1e9:,.0f} GB are read and {lost['bytes_received']['value'] / 1e9:,.0f} GB sent from host to host"
     )
 

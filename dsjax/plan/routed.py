@@ -66,7 +66,7 @@ def routed_experts(
     used = step.skew.most_touched(everyone, top_k, config.n_routed_experts, slots, mesh.ep_size)
     inner = hidden // mesh.expert_width_shards
     products = None
-    if mesh.splits_expert_width and step.chip.hardware.same_die and (width, hidden, top_k) == (7168, 2048, 8):
+    if mesh.splits_expert_width and (width, hidden, top_k) == (7168, 2048, 8):
         # Only V3's own widths were timed.
         products = chip.fused_experts(
             everyone,

@@ -39,9 +39,9 @@ class StepModel:
     published, or one of dsjax's own methods. dry_runs: programs of this layout that price their own exchanges, sums and products.
     operators: tables of operations. host: what a step waits for its host. eager: the kernels of prefill steps are started one by one
     from Python, and each pass of the MTP module by itself, as SGLang and TensorRT-LLM do; otherwise one compiled program has each of
-    the two. shared_beside: decode computes the shared expert beside the routed ones. fp8_mla: as of
-    `Chip`. middle: only middle values are worked out. shared: results that layouts on one cluster and precision have in common; give the
-    same dict to all of them.
+    the two. shared_beside: decode computes the shared expert beside the routed ones. fp8_mla, fp8_rate: as
+    of `Chip`. middle: only middle values are worked out. shared: results that layouts on one cluster and precision have in common; give
+    the same dict to all of them.
     """
 
     config: ModelConfig
@@ -59,15 +59,18 @@ class StepModel:
     eager: bool = True
     shared_beside: bool = True
     fp8_mla: bool = False
+    fp8_rate: tuple[float, float, float] | None = None
     middle: bool = False
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
 
     def __post_init__(self):
-        key = ("chip", id(self.operators), self.middle, self.fp8_mla)
+        key = ("chip", id(self.operators), self.middle, self.fp8_mla, self.fp8_rate)
         if key not in self.shared:
             known = self.shared.setdefault(tables_of(self.operators), {})
-            chip = Chip(self.cluster.hardware, self.precision, self.operators, self.middle, known, self.fp8_mla)
+            chip = Chip(
+                self.cluster.hardware, self.precision, self.operators, self.middle, known, self.fp8_mla, self.fp8_rate
+            )
             self.shared[key] = chip
         object.__setattr__(self, "chip", self.shared[key])
 

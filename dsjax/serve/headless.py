@@ -14,6 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from rich.console import Console
 
 from dsjax.background import start_thread
+from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.afd.options import expert_share
 from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.setup.args import EngineArgs
@@ -22,6 +23,7 @@ from dsjax.hosts.interfaces import read_interfaces
 from dsjax.hosts.link_monitor import LinkState
 from dsjax.serve.connections import JsonResponse, affordable_connections, bounded_connections
 from dsjax.serve.guards import OPEN_PATHS, Keys
+from dsjax.serve.metrics_apart import add_expert_link_metrics
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_links import add_link_metrics
 from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics, device_memory
@@ -108,6 +110,12 @@ class Headless(Probes):
             registry.total(name, documentation, lambda count=count: float(getattr(self._follower, count, 0)))
         registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))
         add_link_metrics(registry, self._links, read_interfaces)
+        add_expert_link_metrics(registry, self._expert_links)
+
+    def _expert_links(self) -> ExpertLinks | None:
+        """This process's own links to processes with experts, which it calls for the rows of its devices."""
+        executor = getattr(self._follower, "executor", None)
+        return None if executor is None else executor.extension(ExpertLinks)
 
     def _links(self) -> Mapping[int, LinkState]:
         monitor = getattr(getattr(self._follower, "group", None), "monitor", None)

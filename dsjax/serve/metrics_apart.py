@@ -6,14 +6,19 @@ from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
 from dsjax.serve.metrics_families import Labels, Registry
 
 
-def add_expert_link_metrics(registry: Registry, links: Callable[[], ExpertLinks]) -> None:
+def add_expert_link_metrics(registry: Registry, links: Callable[[], ExpertLinks | None]) -> None:
     """Add what the link to each process with experts has done. The label counts the addresses of `--afd-address`.
 
-    links: of now; another side of experts has others.
+    links: of now; another side of experts has others. None: there are none, or not yet.
     """
 
     def each(value: Callable[[LinkCounts], float]) -> Callable[[], list[tuple[Labels, float]]]:
-        return lambda: [((str(number),), float(value(counts))) for number, counts in enumerate(links().counts)]
+        def values() -> list[tuple[Labels, float]]:
+            now = links()
+            every = () if now is None else now.counts
+            return [((str(number),), float(value(counts))) for number, counts in enumerate(every)]
+
+        return values
 
     name, label = "dsjax_expert_process", "expert_process"
     for what, documentation, value in (

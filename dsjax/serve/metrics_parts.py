@@ -228,7 +228,7 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     registry.total(f"{name}_pages", "Pages that came from prefill engines.", count("pages"))
     registry.gauge(
         f"{name}_landed_bytes",
-        "Of pages from prefill engines that lie on the devices and are not in the cache yet.",
+        "Of chunks from prefill engines that lie on the devices, whose pages are not in the cache yet.",
         landed_bytes,
     )
     registry.total(

@@ -31,8 +31,9 @@ def choose_method(
 
     tokens: tokens of one rank (per chunk); top_k: experts a token uses; ranks: over which whole experts
     are spread (1 where only their width is split: then ``gather`` is all there is to do); overlapped, routed_groups: as in
-    ``DispatchConfig``; in_memory: whether rows pass so, as there; on_host: how many of the ranks share each host, 1 where nothing is
-    known of hosts.
+    ``DispatchConfig``; in_memory: whether rows pass so, as there, which ``auto`` comes to for an FP8 wire, a width that is split and
+    experts without native kernels, since others read tokens where they lie; on_host: how many of the ranks share each host, 1 where
+    nothing is known of hosts.
 
     - ``gather`` where no method could move fewer rows: when ``padded``'s capacity is all of a rank's tokens (few tokens, or
       few ranks, so that a token has an expert nearly everywhere). Two collectives, no queues. Between hosts a ring brings each row to a

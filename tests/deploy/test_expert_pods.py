@@ -12,9 +12,10 @@ from dsjax.cli import app
 from dsjax.cli.main import COMMANDS
 from dsjax.engine.afd.options import afd_addresses
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.hosts import HostOptions
 from dsjax.serve.guards import OPEN_PATHS
 
-APART = ["--attention-mesh", "dp=8", "--mode", "aggregated"]
+ON_ONE_HOST = ["--attention-mesh", "dp=8"]
 GROUP_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
 RANK_LABEL = "apps.kubernetes.io/pod-index"
 """What their controllers write on each pod."""
@@ -22,7 +23,9 @@ RANK_LABEL = "apps.kubernetes.io/pod-index"
 
 def planned(folder, *words):
     """The documents of a plan's folder by kind, in lists."""
-    result = CliRunner().invoke(app, ["plan", "--cluster", "h200-32", *APART, *words, "--recipe", str(folder)])
+    result = CliRunner().invoke(
+        app, ["plan", "--cluster", "h200-32", "--mode", "aggregated", *words, "--recipe", str(folder)]
+    )
     assert result.exit_code == 0, result.output
     found: dict[str, list[dict]] = {}
     for document in render(folder):
@@ -34,14 +37,21 @@ def planned(folder, *words):
 @pytest.fixture(scope="module")
 def one_kind(tmp_path_factory):
     """One instance: attention on a host of eight devices, experts on two."""
-    return planned(tmp_path_factory.mktemp("one") / "mine", "--expert-mesh", "ep=16")
+    return planned(tmp_path_factory.mktemp("one") / "mine", *ON_ONE_HOST, "--expert-mesh", "ep=16")
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    """One instance: attention on two hosts of eight devices, experts on two."""
+    folder = tmp_path_factory.mktemp("group") / "mine"
+    return planned(folder, "--attention-mesh", "dp=16", "--expert-mesh", "ep=16")
 
 
 @pytest.fixture(scope="module")
 def two_kinds(tmp_path_factory):
     """Two instances, with experts on another kind of hosts."""
     beside = ["--engine", "published", "--expert-mesh", "ep=16", "--expert-device", "h20", "--expert-hosts", "4"]
-    return planned(tmp_path_factory.mktemp("two") / "mine", *beside)
+    return planned(tmp_path_factory.mktemp("two") / "mine", *ON_ONE_HOST, *beside)
 
 
 def read(pod: dict, labels: dict[str, str]) -> tuple[EngineArgs, dict]:
@@ -67,9 +77,9 @@ def read(pod: dict, labels: dict[str, str]) -> tuple[EngineArgs, dict]:
 
 
 def groups_of(found):
-    """Read, for each instance, the arguments of its process with attention, and those of its processes with experts by host name."""
+    """Read, for each instance, the arguments that all its processes with attention have, and those of its processes with experts by host
+    name."""
     (group,) = found["LeaderWorkerSet"]
-    assert group["spec"]["leaderWorkerTemplate"]["size"] == 1, "attention is one process"
     pod = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
     sets = {one["metadata"]["name"]: one["spec"] for one in found["StatefulSet"]}
     assert len(sets) == group["spec"]["replicas"]
@@ -85,7 +95,7 @@ def groups_of(found):
         yield attention, server, experts
 
 
-@pytest.mark.parametrize(("plan", "instances"), [("one_kind", 1), ("two_kinds", 2)])
+@pytest.mark.parametrize(("plan", "instances"), [("one_kind", 1), ("group", 1), ("two_kinds", 2)])
 def test_each_attention_process_calls_the_pods_of_its_group_at_the_names_and_ranks_that_they_keep(
     plan, instances, request
 ):
@@ -172,21 +182,40 @@ def test_both_sides_on_one_host_are_one_process(tmp_path):
     assert json.loads((tmp_path / "mine" / "recipe.json").read_text())["services"][0]["devices_each"] == 8
 
 
-def test_attention_on_several_hosts_is_refused_and_experts_leave_a_folder_with_the_plan(tmp_path):
-    words = [
-        "plan",
-        "--cluster",
-        "h200-32",
-        "--engine",
-        "published",
-        "--attention-mesh",
-        "dp=16",
-        "--expert-mesh",
-        "ep=16",
-    ]
-    shown = CliRunner().invoke(app, [*words, "--mode", "aggregated", "--recipe", str(tmp_path / "mine")])
-    assert "the winner has it on 2 hosts" in str(shown.exception)
-    planned(tmp_path / "mine", "--expert-mesh", "ep=16")
+def test_attention_on_two_hosts_is_a_group_whose_processes_find_each_other_and_experts_know_none(group, monkeypatch):
+    """As of any engine of several hosts: each pod has its place from LeaderWorkerSet, and its network cards."""
+    ((attention, server, experts),) = groups_of(group)
+    spec = group["LeaderWorkerSet"][0]["spec"]["leaderWorkerTemplate"]
+    pod = spec["workerTemplate"]["spec"]
+    (container,) = pod["containers"]
+    assert spec["size"] * int(container["resources"]["limits"]["nvidia.com/gpu"]) == attention.num_devices == 16
+    assert container["resources"]["limits"]["rdma/ib"] == "1"
+    assert "IPC_LOCK" in container["securityContext"]["capabilities"]["add"]
+    monkeypatch.setenv("DSJAX_CLUSTER_KEY", "k" * 32)
+    for name, value in {"LEADER_ADDRESS": "127.0.0.1", "GROUP_SIZE": str(spec["size"]), "WORKER_INDEX": "1"}.items():
+        monkeypatch.setenv(f"LWS_{name}", value)
+    found = HostOptions.find(start_timeout=attention.start_timeout)
+    assert (found.coordinator_text, found.num_processes, found.process_id) == ("127.0.0.1:8476", 2, 1)
+    assert {"name": "coordinator", "containerPort": 8476} in container["ports"]
+    (pods,) = group["StatefulSet"]
+    assert not any("rdma/ib" in one["resources"]["limits"] for one in pods["spec"]["template"]["spec"]["containers"])
+    assert {one.num_devices for one in experts.values()} == {8}
+    assert attention.start_timeout < server["step_timeout"]
+
+
+def test_clients_reach_process_0_of_attention_and_its_group_reaches_every_port(group):
+    services = {one["metadata"]["name"]: one["spec"] for one in group["Service"]}
+    assert services["dsjax"]["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+    labels = group["LeaderWorkerSet"][0]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["metadata"]["labels"].items()
+    (policy,) = group["NetworkPolicy"]
+    only_http, among_engines = policy["spec"]["ingress"]
+    assert [one["port"] for one in only_http["ports"]] == ["http"]
+    assert "ports" not in among_engines
+    assert among_engines["from"][0]["podSelector"]["matchLabels"].items() <= labels
+
+
+def test_experts_leave_a_folder_with_the_plan(tmp_path):
+    planned(tmp_path / "mine", *ON_ONE_HOST, "--expert-mesh", "ep=16")
     assert (tmp_path / "mine" / "experts.yaml").exists()
     whole = [
         "plan",

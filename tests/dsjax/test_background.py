@@ -143,7 +143,7 @@ def soon(monkeypatch):
 
 def fail_expert_balancing(monkeypatch):
     """The next decision is made; nothing is raised into the engine's thread."""
-    slots = SimpleNamespace(expert_bytes=1)
+    slots = SimpleNamespace(expert_bytes=1, seconds=None)
     executor = SimpleNamespace(extension=lambda kind: SimpleNamespace(slots=slots))
     balancer = expert_balancer.ExpertBalancer(EplbConfig(window_size=4, step_interval=1))
     balancer.start(executor, None)

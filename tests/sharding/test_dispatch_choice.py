@@ -1,15 +1,20 @@
 """What ``auto`` and the default capacity decide."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sharding import MeshSpec
 from sharding.dispatch import (
+    DispatchConfig,
     choose_method,
     default_capacity,
     even_routing_rows,
     host_capacity,
     hosts_of_a_token,
+    resolved_method,
 )
 
 
@@ -57,6 +62,22 @@ def test_auto_goes_by_tokens_ranks_and_platform(tokens, ranks, platform, method)
 def test_in_one_memory_auto_gathers_few_tokens_alone():
     found = {tokens: choose_method("auto", tokens, 8, 32, "cpu", in_memory=True) for tokens in (8, 16, 32, 256)}
     assert found == {8: "gather", 16: "gather", 32: "padded", 256: "padded"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "found"),
+    [
+        ("dp=32", {}, ["memory", "memory"]),
+        ("dp=32", {"wire": "fp8"}, ["gather", "padded"]),
+        ("dp=32,ep=16,etp=2", {}, ["gather", "padded"]),
+        ("dp=32", {"in_memory": SimpleNamespace(together=False)}, ["gather", "padded"]),
+    ],
+    ids=["read where they lie", "FP8 wire", "split width", "no native experts"],
+)
+def test_rows_pass_in_memory_where_experts_cannot_read_tokens_where_they_lie(mesh, options, found):
+    config = DispatchConfig(**{"by_choice": True, "in_memory": SimpleNamespace(together=True), **options})
+    spec, sizes = MeshSpec.parse(mesh), {"top_k": 8, "experts": 256, "platform": "cpu"}
+    assert [resolved_method(spec, config, tokens=tokens, **sizes) for tokens in (16, 64)] == found
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import socket
+import struct
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,22 +22,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "pipelin
 sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "elastic"))
 
 from deployments import KEY
-from fuzz_ports import Fuzzer, join_request
+from fuzz_ports import FUZZES, OPEN_BRIEFLY, Fuzzer, join_request, stage_messages
 from held_processes import groups
 from links_in_threads import CREDENTIALS, links_of
 from processes import free_port
 
 from dsjax.background import failure_counts
 from dsjax.checkpoint.held_weights import HeldWeights
+from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.elastic.weight_peers import WeightPeers
-from dsjax.engine.pipeline.process_links import Opening, Results
 from dsjax.engine.transfer.messages import PullRequest
 from dsjax.engine.transfer.page_channel import CHUNKS, PAGES, VERSION, Greeting, TransferListener
 from dsjax.hosts import HostOptions
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.links import Answerer
 from dsjax.hosts.rendezvous import Rendezvous, meet
-from dsjax.hosts.secure_channel import PROTOCOL, SecureChannel
+from dsjax.hosts.secure_channel import PROTOCOL, SERVICES, SecureChannel
 
 CASES = 120
 SPACE = {"page_size": 4}
@@ -123,17 +125,22 @@ def test_the_ports_of_transfers_hand_on_what_members_have_sent_and_nothing_else(
 def test_stages_hear_nobody_who_has_no_ticket_of_their_generation(nothing_stays):
     first, last = links_of([0, 1])
     with contextlib.closing(first), contextlib.closing(last):
-        encode, hidden = msgspec.msgpack.encode, np.arange(6, dtype=np.float32).reshape(2, 3)
         for links in (first, last):
-            for role in ("hidden", "results"):
-                said = [encode(Opening(role, bytes(16))), encode(([2**40], "float32")), encode(Results([], []))]
+            for role, said in stage_messages().items():
                 address = "127.0.0.1", links._listener.port
-                assert Fuzzer(address, "stages", CREDENTIALS, said, name=role).run(CASES // 2).wrong == []
+                assert Fuzzer(address, "stages", CREDENTIALS, said, name=role).run(CASES // 3).wrong == []
+        hidden = np.arange(6, dtype=np.float32).reshape(2, 3)
         first.pass_on(hidden)
         np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), hidden)
 
 
-def test_the_port_for_weights_is_given_up_by_nobody_s_mistake(nothing_stays):
+def test_members_of_stages_are_fuzzed_in_each_role():
+    first, last = links_of([0, 1])
+    with contextlib.closing(first), contextlib.closing(last):
+        assert set(stage_messages()) == set(first._inboxes) > set(last._inboxes)
+
+
+def fuzz_weights():
     group, before = groups(2)[0], failure_counts()
     group.enter(Announcement(1, [0, 1]))
     with contextlib.closing(WeightPeers(group, HeldWeights())) as peers:
@@ -143,6 +150,42 @@ def test_the_port_for_weights_is_given_up_by_nobody_s_mistake(nothing_stays):
             messages = list(map(msgspec.msgpack.encode, first))
             assert Fuzzer(address, "weights", KEY, messages, name=name).run(CASES).wrong == []
     assert failure_counts() == before
+
+
+def fuzz_attention():
+    two, ports = groups(2), []
+
+    class Told(AttentionProcesses):
+        """Its port can be known while it waits for the others."""
+
+        def _listen(self):
+            listener = super()._listen()
+            ports.append(listener.port)
+            return listener
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(Told, two[0])
+        while not ports:
+            time.sleep(0.01)
+        generation = two[0].generation
+        for name, opening in (("of another", (7, 1)), ("nobody", (generation, 2**40)), ("itself", (generation, 0))):
+            said = [struct.pack("<QQ", *opening), struct.pack("<QQ", 0, 1)]
+            address = "127.0.0.1", ports[0]
+            assert Fuzzer(address, "attention", KEY, said, name=name).run(CASES).wrong == []
+        second = pool.submit(AttentionProcesses, two[1]).result(20)
+        with contextlib.closing(second), contextlib.closing(first.result(20)) as first:
+            second.tell(3)
+            assert first.wait(1) == 3
+
+
+@pytest.mark.parametrize("service", sorted(OPEN_BRIEFLY))
+def test_ports_that_are_open_briefly_are_given_up_by_nobody_s_mistake(nothing_stays, service):
+    {"weights": fuzz_weights, "attention": fuzz_attention}[service]()
+
+
+def test_every_service_is_fuzzed():
+    running = [service for services, _ in FUZZES.values() for service in services]
+    assert sorted([*running, *OPEN_BRIEFLY]) == sorted(SERVICES)
 
 
 def test_the_fuzz_finds_a_port_that_answers_strangers_or_keeps_a_tampered_connection(monkeypatch):

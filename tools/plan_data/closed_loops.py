@@ -19,13 +19,15 @@ import json
 import sys
 from pathlib import Path
 
-from dsjax.config import load_config
+from dsjax.config import ModelConfig, load_config
+from dsjax.hardware import Hardware
 from dsjax.plan.candidate import Candidate, aggregated
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.engine import Engine
 from dsjax.plan.figure import Figure, assumed
+from dsjax.plan.fit import Launch, fit
 from dsjax.plan.instance import Instance
-from dsjax.plan.layout import parse_layout
+from dsjax.plan.layout import InstanceLayout, parse_layout
+from dsjax.plan.memory import memory
 from dsjax.plan.operator_tables import BUNDLED
 from dsjax.plan.precision import precision
 from dsjax.plan.simulation.load import OfferedLoad
@@ -33,6 +35,7 @@ from dsjax.plan.simulation.outcome import SimulationOutcome
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 from tools.plan_data.inferencex import RUN_PRECISIONS, RUNS, Run
+from tools.plan_data.protocol import Protocol
 
 DATA = Path(__file__).parent / "closed_loops.csv"
 REQUESTS_A_USER, RANGE_RATIO, STEP_TOKENS = 10, 0.8, 16384
@@ -111,32 +114,58 @@ def every_run() -> list[tuple[str, Run, tuple[str, ...]]]:
     return [*first, *((f"Y{n}", run, tuple(METRICS)) for n, run in enumerate(FURTHER, 1))]
 
 
-def deployment(run: Run, step_tokens: int = STEP_TOKENS, engine: Engine | None = None) -> Candidate:
+def deployment(run: Run, rule: Protocol | None = None, drafts: int = 0) -> Candidate:
     """A run as a deployment of the planner. A B300 is a GB300 behind the NVSwitch of a host of eight.
 
-    step_tokens: most prompt tokens in a step; engine: in place of the run's own.
+    rule: how its engine was started, which says what the cache has room for; without it steps have `STEP_TOKENS` prompt tokens, and there
+    is room for all. drafts: a step's, for which the MTP module's weights and cache take room.
     """
     config = load_config("deepseek-v3")
     cluster = load_cluster("b200-8" if run.device == "b300" else f"{run.device}-8")
     if run.device == "b300":
         chip = dataclasses.replace(load_cluster("gb300-nvl72-36").hardware, scale_up_devices=8, devices_per_host=8)
         cluster = dataclasses.replace(cluster, hardware=chip)
-    # The run was measured, so that there was room for it; no time hangs on how much.
-    roomy = dataclasses.replace(cluster.hardware, memory_bytes=2 * cluster.hardware.memory_bytes)
-    cluster = dataclasses.replace(cluster, hardware=roomy)
     lengths = (Lengths(tokens).ranged(RANGE_RATIO) for tokens in (run.prompt, run.output))
     cache = "bf16" if (run.device, run.engine) == ("h200", "sglang") else "fp8"
     operators = BUNDLED.of_version(run.tables) if run.tables else BUNDLED
+    step_tokens = rule.step_tokens if rule else STEP_TOKENS
     options = PlanOptions(
         precision(RUN_PRECISIONS[run.weights], cache),
         overlap="off",
         operators=operators,
         prefill_tokens=step_tokens,
-        engine=engine or run.program,
+        engine=rule.engine if rule else run.program,
     )
     layout = dataclasses.replace(parse_layout(run.mesh, 0, config), fused=run.fuses)
+    bytes_of_device = (
+        _bytes_with_room(rule, drafts, config, layout, options, cluster.hardware)
+        if rule
+        else 2 * cluster.hardware.memory_bytes
+    )
+    cluster = dataclasses.replace(cluster, hardware=dataclasses.replace(cluster.hardware, memory_bytes=bytes_of_device))
     work = Workload(*lengths, concurrency=float(run.users))
     return aggregated(Instance(config, cluster, layout, options, work), 1, run.users / layout.mesh.dp_size, step_tokens)
+
+
+def _bytes_with_room(
+    rule: Protocol, drafts: int, config: ModelConfig, layout: InstanceLayout, options: PlanOptions, hardware: Hardware
+) -> int:
+    """Bytes of a device in which the planner's cache is as large as the engine's own rule leaves room for."""
+    launch = Launch(
+        rule.launched,
+        hardware.visible_bytes,
+        rule.fraction,
+        prefill_tokens=rule.step_tokens,
+        sampled=256,
+        mtp=drafts > 0,
+    )
+    tokens = fit(config, layout, options.precision, launch).cache_tokens.value
+    if tokens <= 0:
+        raise ValueError(f"{launch} leaves no room for a cache")
+    usual = memory(config, layout, options.precision, hardware.memory_bytes, drafts > 0)
+    return round(
+        (usual.weights_total + tokens * usual.cache_per_token) / (1 - usual.reserve.value / hardware.memory_bytes)
+    )
 
 
 def played(found: Candidate, users: int) -> SimulationOutcome:

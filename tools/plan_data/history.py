@@ -2,6 +2,7 @@
 
     python -m tools.plan_data.history predict benchmarks-history.json benchmarks.json    # reads settings and dates, none of the metrics
     python -m tools.plan_data.history enter benchmarks-history.json benchmarks.json      # writes the published columns beside them
+    python -m tools.plan_data.history today [KEY ...]     # plays runs of one host again, into history_today.csv
 
 The rule was set before a number was read. *A*: DeepSeek-R1 on H200, B200 and B300, prefill and decode together, no drafts: each setting
 of the history (vngcloud/InferenceX-app, commit 7fe6d62) that is not in `benchmarks.json`, of its last date. *B*: the TTFT of the runs
@@ -24,6 +25,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from tools.plan_data.protocol import protocol
 from tools.plan_data.recipe_limits import limits
 
 DATA = Path(__file__).parent / "history.csv"
+TODAY = Path(__file__).parent / "history_today.csv"
 PLAYED_USERS = 320
 METRICS = {
     "rate": ("output_tput_per_gpu", 1.0),
@@ -112,10 +115,10 @@ def _is_plain(result: dict[str, Any]) -> bool:
     )
 
 
-def _deployment(run: Run, date: str, drafts: int) -> tuple[Candidate, bool]:
-    """(the deployment that is played, whether it was warm)."""
+def deployment_of(run: Run, date: str, drafts: int) -> tuple[Candidate, bool]:
+    """(the deployment that is played of a run of that day, whether it was warm)."""
     rule = protocol(run, date, drafts)
-    plain = deployment(run, rule.step_tokens, rule.engine)
+    plain = deployment(run, rule, drafts)
     batch = min(plain.batch, rule.running / plain.decode.replicas)
     if not drafts:
         return dataclasses.replace(plain, batch=batch), rule.warm
@@ -126,7 +129,7 @@ def _deployment(run: Run, date: str, drafts: int) -> tuple[Candidate, bool]:
 
 def predictions(run: Run, date: str, drafts: int = 0) -> dict[str, Figure]:
     """By the names of `METRICS`: what is played, with the relative ends of the mean-value answer of one prompt or token."""
-    found, warm = _deployment(run, date, drafts)
+    found, warm = deployment_of(run, date, drafts)
     seen = played(found, run.users)
     cold = assumed(*(WARM if warm else COLD), "a user's first prompt", "point 8, and X26 to X34", "s")
     made = reported(found, seen, REQUESTS_A_USER, cold)
@@ -187,6 +190,39 @@ def enter(history: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[d
     return entered
 
 
+def today(keys: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Rows of `TODAY`: *A* and *B* as the model of today plays them, which has been changed since their measured values were read.
+
+    keys: of these runs alone; none are all, the largest of which take hours.
+    """
+    for key, group in itertools.groupby(rows(), lambda row: row["key"]):
+        metrics = list(group)
+        row = metrics[0]
+        run, drafts = run_of_row(row), int(row["drafts"])
+        if key[0] not in "UR" or (keys and key not in keys):
+            continue
+        said = predictions(run, row["date"], drafts)
+        for one in metrics:
+            yield {"key": key, "metric": one["metric"], "today": f"{said[one['metric']].value:.4g}"}
+
+
+def run_of_row(row: dict[str, str]) -> Run:
+    """The run on one host that a row is of."""
+    lengths = (int(row[name]) for name in ("prompt", "output", "users"))
+    return Run(row["device"], row["engine"], row["weights"], *lengths, row["mesh"])
+
+
+def today_rows() -> list[dict[str, str]]:
+    """The rows of *A* and *B* that were played again, with `today` beside what was predicted and measured."""
+    with TODAY.open(encoding="utf-8", newline="") as lines:
+        played_again = {(row["key"], row["metric"]): row["today"] for row in csv.DictReader(lines)}
+    return [
+        row | {"today": played_again[row["key"], row["metric"]]}
+        for row in rows()
+        if (row["key"], row["metric"]) in played_again
+    ]
+
+
 def drafts_apart_today(acceptance: float) -> dict[str, float]:
     """Mean absolute errors, by metric, of *D* as the model of today predicts it: the mean-value answer, first draft accepted so often."""
     errors: dict[str, list[float]] = {metric: [] for metric in OF_C}
@@ -199,31 +235,6 @@ def drafts_apart_today(acceptance: float) -> dict[str, float]:
                 said[row["key"]] = {"rate": rate, "tpot": found.tpot.value * 1e3}
             errors[row["metric"]].append(abs(said[row["key"]][row["metric"]] / float(row["measured"]) - 1))
     return {metric: statistics.mean(each) for metric, each in errors.items()}
-
-
-def mean_value_today() -> dict[str, tuple[float, float]]:
-    """By metric of *A*, as the model of today has it: the median of the mean-value answer ÷ what was played, and its mean absolute error.
-
-    The TTFT is set beside the reported median.
-    """
-    found: dict[str, list[tuple[float, float]]] = {"rate": [], "tpot": [], "ttft_median": []}
-    alone = (row for row in rows() if row["key"].startswith("U"))
-    for _, rows_of in itertools.groupby(alone, lambda row: row["key"]):
-        metrics = {row["metric"]: row for row in rows_of}
-        row = metrics["rate"]
-        lengths = (int(row[name]) for name in ("prompt", "output", "users"))
-        answer, _ = _deployment(
-            Run(row["device"], row["engine"], row["weights"], *lengths, row["mesh"]), row["date"], 0
-        )
-        rate = answer.throughput.value / answer.decode.layout.devices
-        said = {"rate": rate, "tpot": answer.tpot.value * 1e3, "ttft_median": answer.ttft.value * 1e3}
-        for metric, value in said.items():
-            played, measured = (float(metrics[metric][name]) for name in ("predicted", "measured"))
-            found[metric].append((value / played, abs(value / measured - 1)))
-    return {
-        metric: (statistics.median(one for one, _ in each), statistics.mean(error for _, error in each))
-        for metric, each in found.items()
-    }
 
 
 def _apart_with_drafts(row: dict[str, str], acceptance: float) -> Candidate:
@@ -241,6 +252,12 @@ def rows() -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] == "today":
+        with TODAY.open("w", encoding="utf-8", newline="") as out:
+            writer = csv.DictWriter(out, ("key", "metric", "today"), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(today(sys.argv[2:]))
+        sys.exit()
     if len(sys.argv) != 4 or sys.argv[1] not in ("predict", "enter"):
         sys.exit(__doc__)
     loaded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[2:]]

@@ -206,12 +206,12 @@ def make_setting(options: ModelOptions) -> Setting:
     step = make_step(args, config, spec, mesh)
     weights = options.weights
     if weights == "auto":
-        weights = weights_format(args, config, step.dtype, _bf16_experts(options.model, config))
+        weights = weights_format(args, config, step.dtype, _bf16_experts(options.model))
     table = parameter_table(config, weights=weights, platform=mesh.devices.flat[0].platform, mtp=False)
     return Setting(dataclasses.replace(step, table=table), weights, options.seed, length)
 
 
-def _bf16_experts(model: str, config: ModelConfig) -> bool | None:
+def _bf16_experts(model: str) -> bool | None:
     """What a checkpoint beside the configuration has; None where there is only a configuration."""
     if model != "demo" and not Path(model).is_dir():
         return None

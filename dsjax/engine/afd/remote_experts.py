@@ -96,7 +96,7 @@ class RemoteExperts(Side):
 
         Where attention has several processes, one of them asks for it: no call depends on what is staged.
         """
-        if self.others is None or self.others.leads:
+        if self.leads:
             self._everywhere(Stage(row, np.array(moves, "<i4").tobytes()))
 
     def place(self, row: int, experts: np.ndarray) -> None:
@@ -109,13 +109,35 @@ class RemoteExperts(Side):
         placement[row] = experts
         self.placement = placement
         try:
-            if self.others is None or self.others.leads:
+            if self.leads:
                 self._everywhere(Place(row, experts.astype("<i4").tobytes()))
             self.tell(0)
             self.agree(0)
         except BaseException:
             self.give_up()
             raise
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one of the attention side that has experts moved."""
+        return self.others is None or self.others.leads
+
+    def follows(self, before: RemoteExperts) -> None:
+        """Be another side of the same attention side, of the same process in the same generation."""
+        self.name, self.generation, self.member = before.name, before.generation, before.member
+
+    def catch_up(self, rows: np.ndarray, *, asks: bool) -> None:
+        """Have experts where they have moved since this side was connected, before its first call.
+
+        asks: whether this process has them moved; one of the attention side does.
+        """
+        for row in np.flatnonzero((rows != self.placement).any(axis=1)).tolist() if asks else ():
+            self._everywhere(Place(row, rows[row].astype("<i4").tobytes()))
+        self.placement = rows.copy()
+
+    def hand_over(self, side: RemoteExperts) -> None:
+        """Have another side wait for the other processes of the attention side from now on."""
+        side.others, self.others = self.others, None
 
     def tell(self, number: int) -> None:
         """Say to the other processes of the attention side that this one has its answers, and a number."""
@@ -152,7 +174,7 @@ class RemoteExperts(Side):
     def _everywhere(self, message: Call | Stage | Place) -> None:
         """Have all processes do something, at the same time, and wait for all of them."""
         for done in [link.begin(lambda: Errand(message)) for link in self.links]:
-            done.result()
+            _result(done)
 
     def connect(self, *, known: bool = False) -> None:
         """Connect to all processes. known: they were there before. Errors as of ``ExpertLink.connect``."""
@@ -176,6 +198,18 @@ class RemoteExperts(Side):
         self.abandon()
         for link in self.links:
             link.close()
+
+
+def _result(done: Future[None]) -> None:
+    """Wait for an errand.
+
+    Raises:
+        LinkClosedError: its link was closed, perhaps before it had begun. Others: as of ``ExpertLink``.
+    """
+    try:
+        done.result()
+    except CancelledError as error:
+        raise LinkClosedError("the link to the experts was closed under a call") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,10 +243,7 @@ class WayToProcesses:
             RuntimeError: the experts cannot do it, or another process of the attention side has gone or failed.
         """
         for one in away:
-            try:
-                one.done.result()
-            except CancelledError as error:  # it had not begun
-                raise LinkClosedError("the link to the experts was closed under a call") from error
+            _result(one.done)
         own_rounds = rounds_of(self.between, away[0].counts)
         self.side.tell(own_rounds)
         described = self.between.described_returns

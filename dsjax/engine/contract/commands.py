@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-VERSION = 7
+VERSION = 8
 """The version of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
@@ -286,6 +286,29 @@ class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_expe
     physical_to_logical: bytes
 
 
+class PrepareExperts(msgspec.Struct, frozen=True, array_like=True, tag="prepare_experts"):
+    """Connect to other processes with experts and compile for them, beside the commands that follow. No step goes to them yet.
+
+    Attributes:
+        number: of the change. expert_mesh, afd_address: the options `--expert-mesh` and `--afd-address` of the new side.
+    """
+
+    number: int
+    expert_mesh: str
+    afd_address: str
+
+
+class ChangeExperts(msgspec.Struct, frozen=True, array_like=True, tag="change_experts"):
+    """Have the steps that follow go to the side of experts that was prepared.
+
+    Attributes:
+        number: of its `PrepareExperts`. go: False: forget that side, and stay.
+    """
+
+    number: int
+    go: bool
+
+
 class Custom(msgspec.Struct, frozen=True, array_like=True, tag="custom"):
     """Do what a page source asks for that is not this program's own (`--page-source`).
 
@@ -315,6 +338,8 @@ Command = (
     | ReadLoads
     | StageExperts
     | PlaceExperts
+    | PrepareExperts
+    | ChangeExperts
     | Custom
 )
 

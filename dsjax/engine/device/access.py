@@ -29,7 +29,7 @@ class DeviceAccess:
     """State, parameters and programs of one executor. Whoever changes the state or the parameters assigns them here.
 
     Attributes:
-        params: by path. placements: where experts are; None for a model without any.
+        params: by path. placements: where experts are; None for a model without any. on_change: called when model and programs are others.
     """
 
     model: ModelStep
@@ -38,6 +38,12 @@ class DeviceAccess:
     params: dict[str, Array]
     state: DeviceState
     placements: LayerPlacements | None = None
+    on_change: Callable[[], None] = lambda: None
+
+    def go_on_with(self, model: ModelStep, programs: Programs) -> None:
+        """Compute with other programs of the same state from now on, between two commands: the same model, its experts elsewhere."""
+        self.model, self.programs = model, programs
+        self.on_change()
 
     def send(self, array: np.ndarray) -> Array:
         """An array whose first axis is the DP ranks, on the devices of each."""

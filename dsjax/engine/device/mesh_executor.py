@@ -84,7 +84,7 @@ class MeshExecutor:
         meet: Callable[[], object] | None = None,
         library: ProgramLibrary | None = None,
     ):
-        self.model, self.limits, self.buckets = step, limits, buckets
+        self.limits, self.buckets = limits, buckets
         params = {path: params[path] for path in step.table.infos}
         described = device_state.describe(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
         programs = self.programs_class(step, params, described, limits, experts_per_exchange, meet, library)
@@ -92,7 +92,7 @@ class MeshExecutor:
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
-        self._new_recorder = lambda: ExpertRecorder(step)
+        self.device.on_change = self._go_on
         self._recorder: ExpertRecorder | None = None
         self._table, staging = CommandTable(), PageStaging(self.device)
         self._register()
@@ -110,6 +110,11 @@ class MeshExecutor:
         self._table.add(Flush, Handler(self._flush, is_awaited=True))
         self._table.add(Copy, Handler(self._copy, keeps_last=False))
         self._table.add(Clear, Handler(self._clear, keeps_last=False))
+
+    @property
+    def model(self) -> model_step.ModelStep:
+        """The model's step on these devices."""
+        return self.device.model
 
     @property
     def params(self) -> dict[str, Array]:
@@ -176,18 +181,6 @@ class MeshExecutor:
             part.rehearse(lambda command: self.collect(self.launch(command)))
         self._warm = self.programs.compiled
 
-    def compile_for(self, model: model_step.ModelStep) -> Programs:
-        """Compile the programs that there are for the same model with its experts in another place. Steps may go on meanwhile."""
-        return self.programs.of(model)
-
-    def go_on_with(self, model: model_step.ModelStep, programs: Programs) -> None:
-        """Compute with other programs of the same state from now on, between two steps. What is recorded of experts begins anew."""
-        self.model = self.device.model = model
-        self.device.programs = programs
-        self._new_recorder = lambda: ExpertRecorder(model)
-        self._recorder = self._new_recorder() if self.recording else None
-        self._warm = programs.compiled
-
     def counts(self) -> ExecutorCounts:
         """What the last step and the programs count."""
         late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
@@ -201,7 +194,7 @@ class MeshExecutor:
     def set_recording(self, on: bool) -> None:
         """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
         if on != self.recording:
-            self._recorder = self._new_recorder() if on else None
+            self._recorder = ExpertRecorder(self.model) if on else None
 
     def expert_counts(self) -> ExpertCounts | None:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
@@ -240,6 +233,11 @@ class MeshExecutor:
         for array in arrays:
             with contextlib.suppress(RuntimeError):
                 array.delete()
+
+    def _go_on(self) -> None:
+        """Go on with other programs. What is recorded of experts begins anew."""
+        self._recorder = ExpertRecorder(self.model) if self.recording else None
+        self._warm = self.programs.compiled
 
     def _advance(self) -> None:
         """Start what comes next; what nobody waits for is done at once."""

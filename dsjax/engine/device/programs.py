@@ -109,7 +109,10 @@ class Programs:
     def of(self, step: ModelStep) -> Programs:
         """Compile the same programs for the same model and state with experts in another place."""
         programs = Programs(step, self._params, self._state, self._limits, self._exchanged, self.meet)
-        labels = {key: str(key[0]) for key in self.store.compiled}
+        there = dict(self.store.compiled)  # another thread may have one more compiled
+        labels = {key: str(key[0]) for key in there if key[0] in self._makers}
+        # What gathers results knows nothing of experts.
+        programs.store.compiled |= {key: program for key, program in there.items() if key not in labels}
         programs.store.compile_all(labels, lambda done, total, label: None, programs._compile_gathers)
         return programs
 

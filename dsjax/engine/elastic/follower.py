@@ -58,7 +58,7 @@ class Follower:
 
     Attributes:
         phase: what it is doing, as `/ready` has it; `ready` once programs are compiled, `standing by` without a part in the mesh.
-        ahead: compiles for meshes that may come.
+        executor: of the generation of now; None between two, and without a part in the mesh. ahead: compiles for meshes that may come.
         has_served: whether it has been ready once. left: whether it has left the group in order, and the others go on.
         commands, steps: how many commands it has carried out, and how many of them have been collected, in all generations.
     """
@@ -66,6 +66,7 @@ class Follower:
     def __init__(self, group: HostGroup):
         self.group = group
         self.phase = "loading"
+        self.executor: Executor | None = None
         self.has_served = self.left = False
         self.commands = self.steps = 0
         self.reason: str | None = None
@@ -206,7 +207,7 @@ class Follower:
                     self.group.enter(announcement)
                 if self.group.is_present:
                     self.phase = "loading"
-                    executor = load(announcement)
+                    executor = self.executor = load(announcement)
                     if self.follow(executor):
                         return
                 else:
@@ -220,6 +221,7 @@ class Follower:
                 if unformed or not regroups:
                     raise
                 failure = error
+            self.executor = None
             if executor is not None or failure is not None:
                 self.phase = "regrouping"
             if failure is not None:

@@ -138,10 +138,11 @@ class Generations:
         self.wake: Callable[[], None] = lambda: None
         self._asked, self._lock = False, threading.Lock()
         self._used_up: set[MeshSpec] = set()  # of which somebody has been told
+        self._has_changed = False
         self._orders = DeviceOrders({device.id: device.process_index for device in jax.devices()})
         if group is not None:
             self._orders.choose([device.id for device in self._devices()[: self.spec.num_devices]], self.spec.shape)
-            group.on_change = lambda error: self.wake()
+            group.on_change = self._note_change
 
     @property
     def phase(self) -> str | None:
@@ -172,10 +173,14 @@ class Generations:
         except UserError:
             return True
 
-    @property
-    def has_leavers(self) -> bool:
-        """Whether a process has asked to leave, and was not decided on."""
-        return self._group is not None and bool(self._group.leavers)
+    def take_change(self) -> bool:
+        """Whether a process has gone or come back since this was asked, or has asked to leave and was not decided on: `due` may be so."""
+        changed, self._has_changed = self._has_changed, False
+        return changed or (self._group is not None and bool(self._group.leavers))
+
+    def _note_change(self, error: GroupError | None) -> None:
+        self._has_changed = True
+        self.wake()
 
     def has_warmed_up(self) -> None:
         """Compile for the meshes that may come, since the mesh of now can serve."""

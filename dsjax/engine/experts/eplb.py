@@ -109,7 +109,7 @@ class ExpertSlots:
         ranks: of an EP group; hosts: runs of them that are on one machine. groups: of experts, where routing is limited to some of them.
         expert_share: of a token's arithmetic, the routed experts' part: their parameters among those that act on it.
         expert_bytes: of one expert on one device. per_exchange: experts that a rank sends and receives in one `StageExperts`, at most.
-        seconds: that a `StageExperts` and a `PlaceExperts` took when they were tried during warm-up; None before.
+        seconds: that a `StageExperts` and a `PlaceExperts` take: at first what warm-up found, None without it.
     """
 
     physical_to_logical: np.ndarray

@@ -33,6 +33,8 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from sharding.balancing import balancedness_of_ranks, by_host, experts_moved, keep_in_place, rank_loads, rebalance
 from sharding.layer_placement import exchange_rounds
 
+_TIMED = 64
+"""Exchanges of each kind, the last ones, whose median is what one takes."""
 _WORK, _UNDECIDED = "expert balancing", "Experts stay where they are until the next decision."
 
 _log = logging.getLogger(__name__)
@@ -159,6 +161,7 @@ class ExpertBalancer(Attachment):
         self._read_at = self._decided_at = 0
         self._began: float | None = None  # the rebalance under way
         self._sizes: dict[int, int] = {}  # of its layers the experts that move
+        self._seconds: dict[type, deque[float]] = {kind: deque(maxlen=_TIMED) for kind in (StageExperts, PlaceExperts)}
 
     @property
     def busy(self) -> bool:
@@ -253,6 +256,8 @@ class ExpertBalancer(Attachment):
             self._enter_window(result, decide)
             return
         self._count(exchanges=1, exchange_seconds=result.seconds)
+        if result.error is None:
+            self._seconds[type(one.command)].append(result.seconds)
         if result.error is not None:
             _log.error(
                 "Rebalancing experts is given up: MoE layer %d could not be changed (%s). It is as it was; %d layers after it were "
@@ -310,12 +315,25 @@ class ExpertBalancer(Attachment):
         return partial(
             decide,
             self.load(),
-            self._mover.slots,
+            self._slots,
             self._config.policy,
             interval=self._config.step_interval,
             step_seconds=statistics.median(self._step_seconds) if self._step_seconds else 0.0,
             payback=payback,
         )
+
+    @property
+    def _slots(self) -> ExpertSlots:
+        """Where experts are now. An exchange takes what those have taken that moved experts, rather than what warm-up found.
+
+        Without warm-up the first one of a kind compiles, and does not count.
+        """
+        slots = self._mover.slots
+        counted = [list(taken)[slots.seconds is None :] for taken in self._seconds.values()]
+        if not all(counted):
+            return slots
+        staged, placed = map(statistics.median, counted)
+        return replace(slots, seconds=(staged, placed))
 
     def _begin(self, decision: Decision) -> None:
         expert_bytes = self._mover.slots.expert_bytes

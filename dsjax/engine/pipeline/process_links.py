@@ -42,14 +42,15 @@ _MOST_RESULTS = 1 << 26
 Found = tuple[list[Any], list[np.ndarray]]
 """What a process has found out: values that MessagePack knows, and arrays."""
 Part = TypeVar("Part")
-_HIDDEN, _RESULTS, _FOUND = "hidden", "results", "found by process {}"
+HIDDEN, RESULTS, FOUND = "hidden", "results", "found by process {}"
+"""Roles of connections."""
 _log = logging.getLogger(__name__)
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
     """The first message over a connection.
 
-    role: what comes over it, `_HIDDEN` and its like. ticket: that the listener gave out for it.
+    role: what comes over it, `HIDDEN`, `RESULTS` or `FOUND` of a process. ticket: that the listener gave out for it.
     """
 
     role: str
@@ -93,10 +94,8 @@ class ProcessLinks:
         self._group = group
         own = group.options.process_id
         self.leads, self.ends = own == 0, order.index(own) == len(order) - 1
-        found = [_FOUND.format(number) for number in order if number] if self.leads else []
-        self._inboxes: dict[str, queue.SimpleQueue] = {
-            role: queue.SimpleQueue() for role in (_HIDDEN, _RESULTS, *found)
-        }
+        found = [FOUND.format(number) for number in order if number] if self.leads else []
+        self._inboxes: dict[str, queue.SimpleQueue] = {role: queue.SimpleQueue() for role in (HIDDEN, RESULTS, *found)}
         self._order, self._found = order, list[Found]()
         self._expected_found: deque[tuple[Callable[[], Found], Callable[[list[Found]], None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
@@ -129,15 +128,15 @@ class ProcessLinks:
         own = group.options.process_id
         place = order.index(own)
         others = order[:-1] if self.ends else order[place + 1 : place + 2]
-        role = _RESULTS if self.ends else _HIDDEN
+        role = RESULTS if self.ends else HIDDEN
         for other in others:
             self._channels.append(self._connect(*doors[other], role))
         if not self.leads:
-            self._to_leader.append(self._connect(*doors[0], _FOUND.format(own)))
+            self._to_leader.append(self._connect(*doors[0], FOUND.format(own)))
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
         """Where the first stage here takes hidden states from. send: brings them to its devices."""
-        return _Arriving(lambda: self._take(_HIDDEN), send)
+        return _Arriving(lambda: self._take(HIDDEN), send)
 
     def pass_on(self, hidden: Array) -> None:
         """Send hidden states to the process with the next stage, when they are computed."""
@@ -159,7 +158,7 @@ class ProcessLinks:
 
     def hear(self) -> tuple[list[RankResults], list[Made]] | np.ndarray:
         """What came of the next command that gives anything, from the process with the last stage."""
-        rows, arrays = self._take(_RESULTS)
+        rows, arrays = self._take(RESULTS)
         if not rows:
             return arrays[0]
         made = [Made(*arrays[place : place + 2]) for place in range(0, len(arrays), 2)]
@@ -187,7 +186,7 @@ class ProcessLinks:
     def _ask(self, own: Found) -> list[Found]:
         while len(self._found) < len(self._order):
             number = self._order[len(self._found)]
-            self._found.append(self._take(_FOUND.format(number)) if number else own)
+            self._found.append(self._take(FOUND.format(number)) if number else own)
         found, self._found = self._found, []
         return found
 
@@ -245,7 +244,7 @@ class ProcessLinks:
         inbox = self._inboxes[role]
         try:
             while True:
-                inbox.put(self._receive(channel, role == _HIDDEN))
+                inbox.put(self._receive(channel, role == HIDDEN))
         except (OSError, EOFError, ValueError, TypeError, MemoryError) as error:
             inbox.put(error)
             raise ConnectionError(str(error)) from error

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 MOST_LANDED = 128
-"""Pages of a rank that have landed, or are about to, and have not gone to the cache."""
+"""Pages of a rank that there is room for which have landed, or are about to, and have not gone to the cache."""
 
 
 class PageLoad(NamedTuple):
@@ -33,6 +33,18 @@ class PageBringer(Protocol):
         """Take notice that a page could not be had."""
 
 
+@dataclass(eq=False, slots=True)
+class LandingBuffer:
+    """Memory that several pages land in together. It takes its room until the last of them has gone.
+
+    Attributes:
+        size: pages that it takes the room of, however many land in it. names: of the pages that are in it or about to be, in order.
+    """
+
+    size: int
+    names: dict[bytes, None] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class LandingPage:
     """One page, who brings it under which number and since when, and whether it has come.
@@ -40,6 +52,7 @@ class LandingPage:
     Attributes:
         source: the `PageSource` that brings it. tier: as of `PageLoad`.
         patience: seconds after which a page that has not come may be given up for another one; None: its source says when.
+        buffer: that it lands in, which is of one page where no other lands beside it.
     """
 
     number: int
@@ -47,13 +60,15 @@ class LandingPage:
     source: PageBringer
     tier: str
     patience: float | None
+    buffer: LandingBuffer
     here: bool = False
 
 
 class LandingArea:
     """Names and numbers of the pages that land. From here a page goes to the cache like one in a slot, under its number.
 
-    What has landed and is not loaded goes when others need the room. Numbers begin behind the slots of the rank's sources.
+    What has landed and is not loaded goes when others need its room, and so does all that lies in one buffer with it. Numbers begin behind
+    the slots of the rank's sources.
 
     Attributes:
         requests: (number, name) of pages that are to be brought by `ReadPages` before the next step.
@@ -62,7 +77,7 @@ class LandingArea:
     def __init__(self):
         self.first_number = 0
         self.requests: list[tuple[int, bytes]] = []
-        self._numbers = 0
+        self._numbers, self._taken = 0, 0
         self._pages: OrderedDict[bytes, LandingPage] = OrderedDict()
         self._by_number: dict[int, bytes] = {}
         self._drops: list[int] = []
@@ -76,15 +91,16 @@ class LandingArea:
     @property
     def is_full(self) -> bool:
         """Whether another page needs room that is taken."""
-        return len(self._pages) >= MOST_LANDED
+        return self._taken >= MOST_LANDED
 
     def get(self, name: bytes) -> LandingPage | None:
         """A page that has landed or is about to; None where there is none of this name."""
         return self._pages.get(name)
 
-    def count(self, source: PageBringer) -> int:
-        """Number of pages that one source brings or has brought."""
-        return sum(page.source is source for page in self._pages.values())
+    def room_of(self, source: PageBringer) -> int:
+        """Number of pages that there is room for in the buffers that one source brings pages in, or has brought them."""
+        buffers = {id(page.buffer): page.buffer.size for page in self._pages.values() if page.source is source}
+        return sum(buffers.values())
 
     def can_load(self, name: bytes) -> bool:
         """Whether a page has come."""
@@ -93,22 +109,33 @@ class LandingArea:
 
     def load(self, rank: int, name: bytes) -> PageLoad:
         """Take out a page that has come; it goes to the cache."""
-        page = self._pages.pop(name)
-        del self._by_number[page.number]
+        page = self._remove(name)
         page.source.loaded(rank, name)
         return PageLoad(page.number, page.tier)
 
-    def expect(self, name: bytes, source: PageBringer, tier: str, now: float, patience: float | None = None) -> int:
-        """The number under which a page will land. There is room for it."""
+    def expect(
+        self,
+        name: bytes,
+        source: PageBringer,
+        tier: str,
+        now: float,
+        patience: float | None = None,
+        buffer: LandingBuffer | None = None,
+    ) -> int:
+        """The number under which a page will land, in a buffer or by itself. There is room for it."""
         number = self.first_number + self._numbers
         self._numbers = (self._numbers + 1) % 2**30
-        self._pages[name] = LandingPage(number, now, source, tier, patience)
+        buffer = buffer or LandingBuffer(1)
+        if not buffer.names:
+            self._taken += buffer.size
+        buffer.names[name] = None
+        self._pages[name] = LandingPage(number, now, source, tier, patience, buffer)
         self._by_number[number] = name
         return number
 
     def make_room(self, count: int, wanted: Container[bytes], now: float) -> bool:
-        """Make room for so many pages to land; False where what has landed and is wanted takes it."""
-        while len(self._pages) + count > max(MOST_LANDED, count):
+        """Make room for a buffer of so many pages; False where what has landed and is wanted takes it."""
+        while self._taken + count > max(MOST_LANDED, count):
             if not self._give_up_one(wanted, now):
                 return False
         return True
@@ -121,8 +148,7 @@ class LandingArea:
         if ok:
             self._pages[name].here = True
             return
-        page = self._pages.pop(name)
-        del self._by_number[number]
+        page = self._remove(name)
         page.source.load_failed(rank, name, number)
 
     def keep_expected(self, numbers: set[int]) -> None:
@@ -132,9 +158,9 @@ class LandingArea:
     def give_up(self, numbers: Iterable[int]) -> None:
         """Wait no longer for what is brought under these numbers, and keep it no longer where it has come."""
         for number in numbers:
-            name = self._by_number.pop(number, None)
+            name = self._by_number.get(number)
             if name is not None:
-                del self._pages[name]
+                self._remove(name)
                 self._drops.append(number)
 
     def give_up_names(self, names: Iterable[bytes]) -> None:
@@ -155,13 +181,26 @@ class LandingArea:
         drops, self._drops = self._drops, []
         return requests, drops
 
+    def _remove(self, name: bytes) -> LandingPage:
+        """Take a page out, and free the room of its buffer where it is the last one there."""
+        page = self._pages.pop(name)
+        del self._by_number[page.number]
+        del page.buffer.names[name]
+        if not page.buffer.names:
+            self._taken -= page.buffer.size
+        return page
+
     def _give_up_one(self, wanted: Container[bytes], now: float) -> bool:
-        """Give up the page that was asked for longest ago, is here and is none of `wanted`; or one that should have come long ago, whose
-        request may be gone.
+        """Give up the buffer that was asked for longest ago, of which each page is here and none of `wanted`, or should have come long
+        ago, so that its request may be gone.
         """
-        for name, page in self._pages.items():
-            late = not page.here and page.patience is not None and now - page.since > page.patience
-            if late or (page.here and name not in wanted):
-                self.give_up([page.number])
+        for page in self._pages.values():
+            if all(self._can_go(name, wanted, now) for name in page.buffer.names):
+                self.give_up([self._pages[name].number for name in page.buffer.names])
                 return True
         return False
+
+    def _can_go(self, name: bytes, wanted: Container[bytes], now: float) -> bool:
+        page = self._pages[name]
+        late = not page.here and page.patience is not None and now - page.since > page.patience
+        return late or (page.here and name not in wanted)

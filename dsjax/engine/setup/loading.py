@@ -32,16 +32,19 @@ from dsjax.engine.afd.expert_side import ExpertSide, SidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.afd.remote_experts import RemoteExperts
+from dsjax.engine.afd.side_change import SideChanges
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
+from dsjax.engine.device.access import DeviceAccess
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
+from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.experts.expert_moves import ExpertMoves
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.assembly import check_layout, weights_format
+from dsjax.engine.setup.assembly import check_layout, remote_experts, weights_format
 from dsjax.engine.setup.facts import EngineFacts, describe_engine
 from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
 from dsjax.engine.stream.leader import LeaderExecutor
@@ -132,7 +135,7 @@ def load_model(
         if lock is not None:
             opened.callback(lock.close)
         loaded = _load_model(args, group, lock, opened, mesh, is_later, library, show_progress, held, peers)
-        opened.pop_all()  # the executor closes them
+        opened.pop_all()
         return loaded
 
 
@@ -231,15 +234,15 @@ def _load_model(
                 lambda paths, placements: read(directory, step.stored(placements), only=paths),
                 lock and partial(_open_disk, args, page_space(args, step, directory), lock),
             )
-            + ([lambda device, _: SidePart(device)] if of_experts is not None else [])
+            + ([_side_part(args, directory, group, mesh)] if of_experts is not None else [])
             + (
-                [_mover(args, step, checkpoint, weights, layout.per_exchange)]
-                if of_experts is not None and args.eplb
-                else []
+                [_mover(step, checkpoint, weights, layout.per_exchange)] if of_experts is not None and args.eplb else []
             ),
             meet=None if group is None else lambda: group.agreement.ask("compiled"),
             library=library if of_experts is None else None,  # it keeps steps that are one program each
         )
+    opened.pop_all()  # the executor closes them
+    opened.callback(lambda: executor.shutdown())  # the one of now, which may lead others
     if group is not None and group.is_leader and len(group.present) > 1:
         executor = LeaderExecutor(executor, group)
     if group is None or group.is_leader:
@@ -286,7 +289,33 @@ def _connect_experts(
         side.join(AttentionProcesses(group))
 
 
-def _mover(args: EngineArgs, step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
+def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh: Mesh) -> PartMaker:
+    """Make the part that has experts on devices of their own. directory: of the checkpoint. mesh: of the attention side."""
+    if args.afd_role != "attention":
+        return lambda device, _: SidePart(device)
+
+    def another(expert_mesh: str, afd_address: str, model: ModelStep) -> ModelStep:
+        changed = replace(args, expert_mesh=expert_mesh, afd_address=afd_address)
+        before: RemoteExperts = model.apart
+        side = remote_experts(changed, expert_spec(changed), before.infos, mesh.devices.flat[0].platform)
+        side.follows(before)
+        model = replace(model, apart=side)
+        side.space = expert_space(changed, model, directory)
+        return model
+
+    if group is None:
+        return lambda device, _: SideChanges(device, another)
+
+    def make(device: DeviceAccess, _: PageStaging) -> SideChanges:
+        meet = group.agreement.run if group.is_leader else group.agreement.report
+        part = SideChanges(device, another, meet)
+        group.collectives.cut_with(group.generation, part.abandon)
+        return part
+
+    return make
+
+
+def _mover(step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
     """Make the part that moves experts that have devices of their own. weights: how their parameters are kept."""
     side, writer = step.apart, None
     if isinstance(side, ExpertSide):

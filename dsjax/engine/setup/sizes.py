@@ -109,8 +109,8 @@ class EngineLayout:
 def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
     """Count the bytes of a device for pages on their way to another engine, or from one, where there is such an engine.
 
-    It is the most that are there at once: of a prefill side, the chunks that it keeps and one that is being made; of a decode side, if the
-    chunks that have come are full.
+    It is the most that are there at once: of a prefill side, the chunks that it keeps and one that is being made; of a decode side, those
+    that have come and what is staged.
     """
     landing = MOST_LANDED + MOST_LOADED  # what has come, and what is staged
     pages = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": landing}[args.disaggregation_mode]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -67,6 +68,20 @@ def load_stages(
     descriptor_limit()
     if args.record_steps is not None:
         check_writable(args.record_steps)
+    with contextlib.ExitStack() as opened:
+        loaded = _load_stages(args, group, opened, show_progress, is_later)
+        opened.pop_all()
+        return loaded
+
+
+def _load_stages(
+    args: EngineArgs,
+    group: HostGroup | None,
+    opened: contextlib.ExitStack,
+    show_progress: bool,
+    is_later: bool,
+) -> LoadedEngine:
+    """Do what `load_stages` says. opened: what is closed where it fails."""
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -119,12 +134,15 @@ def load_stages(
             )
             for layout, one in zip(layouts, params, strict=True)
         ]
+    for one in executors:
+        opened.callback(one.shutdown)
     facts = _describe(args, spec, layouts, limits, params, weights)
     executor: Executor
     if group is None or len(group.present) == 1:
         executor = PipelineExecutor(executors, ExpertsOfStages(executors, config) if args.eplb else None)
     else:
         links = ProcessLinks(group, list(dict.fromkeys(order)))
+        opened.callback(links.close)
         executor = StagesOfProcess(
             executors, links, ExpertsOfProcesses(executors, config, links) if args.eplb else None
         )

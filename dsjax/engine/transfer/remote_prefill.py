@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dsjax.engine.contract.backoff import Backoff
 from dsjax.engine.contract.commands import Command, PullPages, int32s
+from dsjax.engine.schedule.landing_area import LandingBuffer
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.pages import NAME_BYTES, extend_hashes
 from dsjax.engine.schedule.request import Request
@@ -41,7 +42,7 @@ class TransferCounts(NamedTuple):
         asked, completed, given_up: transfers; those that are neither completed nor given up are under way or were not wanted any more.
         refused: of those given up, the ones of which other pages were offered than were asked for.
         pages: that have come. under_way: transfers.
-        landed: pages that lie on the devices beside the cache, or are being pulled there, of all ranks.
+        landed: pages that the chunks have room for that lie on the devices beside the cache, or are being pulled there, of all ranks.
     """
 
     asked: int = 0
@@ -162,7 +163,7 @@ class RemotePrefills(PageSource):
     @property
     def transfer_counts(self) -> TransferCounts:
         """What has come of transfers so far."""
-        landed = sum(pages.landing.count(self) for pages in self.ranks)
+        landed = sum(pages.landing.room_of(self) for pages in self.ranks)
         return TransferCounts(**self._counts, under_way=len(self._transfers), landed=landed)
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:
@@ -403,18 +404,20 @@ class RemotePrefills(PageSource):
         if not wanted:
             self._messages.append((transfer.link, ReleaseChunk(offer.number)))
             return True
-        if not landing.make_room(len(wanted), self._names_on_their_way(rank), now):
+        if not landing.make_room(CHUNK_PAGES, self._names_wanted(rank), now):
             return False
-        source = Source(transfer.link, offer.address)
+        source, buffer = Source(transfer.link, offer.address), LandingBuffer(CHUNK_PAGES)  # full or not
         for place, name in wanted:
-            number = landing.expect(name, self, TIER, now)
+            number = landing.expect(name, self, TIER, now, buffer=buffer)
             transfer.pulling[number] = name
             self._pulling[rank, number] = transfer
             self._pulls[rank].append((source, offer.number, place, number))
         return True
 
-    def _names_on_their_way(self, rank: int) -> set[bytes]:
-        return {name for transfer in self._transfers.values() if transfer.rank == rank for name in transfer.names}
+    def _names_wanted(self, rank: int) -> set[bytes]:
+        """Pages that are on their way, and those that have all come and that a request has not taken yet."""
+        transfers = {*self._transfers.values(), *self._of.values()}
+        return {name for transfer in transfers if transfer.rank == rank for name in transfer.names}
 
     def _arrived(self, transfer: Transfer, name: bytes) -> None:
         if name in transfer.awaited:

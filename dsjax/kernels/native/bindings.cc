@@ -196,9 +196,12 @@ ffi::Error index_choice(ffi::ThreadPool pool, Call call) {
 }
 
 // How a device goes on after a meeting: what it promised XLA is kept, or has failed.
-std::function<void(Outcome)> kept(ffi::Promise promise) {
-  return [promise](Outcome outcome) mutable {
+std::function<void(Outcome)> kept(ffi::Promise promise, int64_t patience) {
+  return [promise, patience](Outcome outcome) mutable {
     if (outcome == Outcome::met) return promise.SetAvailable();
+    if (outcome == Outcome::late)
+      return promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, "a device did not come to an exchange with the others in " +
+                                                                                std::to_string(patience) + " s; its step may have failed"));
     if (outcome == Outcome::no_memory)
       return promise.SetError(ffi::Error(ffi::ErrorCode::kResourceExhausted, "there is no memory for what experts of a device are to compute"));
     promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument,
@@ -214,6 +217,7 @@ ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingAr
   ffi::Future future(promise);
   const ffi::AnyBuffer out = call.result(0);
   const int64_t ranks = call.setting<int64_t>("ranks");
+  const int64_t patience = call.setting<int64_t>("patience");
   const bool gathers = call.setting<bool>("gathers");
   const ffi::AnyBuffer rows = call.array(0);
   const int32_t *place = call.values<int32_t>(1), *group = call.values<int32_t>(2);
@@ -223,8 +227,8 @@ ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingAr
     return future;
   }
   Exchange::arrive(run.run_id, *group, ranks, out.size_bytes() / ranks, gathers,
-                   Part{*place, static_cast<const char*>(rows.untyped_data()), static_cast<char*>(out.untyped_data()), kept(promise)},
-                   [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
+                   Part{*place, static_cast<const char*>(rows.untyped_data()), static_cast<char*>(out.untyped_data()), kept(promise, patience)},
+                   patience, [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }
 
@@ -235,6 +239,7 @@ ffi::Future experts_together(ffi::RunId run, ffi::ThreadPool pool, ffi::Remainin
   ffi::Promise promise;
   ffi::Future future(promise);
   const int64_t ranks = call.setting<int64_t>("ranks"), held = call.setting<int64_t>("held"), together = call.setting<int64_t>("together");
+  const int64_t patience = call.setting<int64_t>("patience");
   const int32_t *place = call.values<int32_t>(10), *group = call.values<int32_t>(11);
   float* out = call.results<float>(0);
   int32_t* counts = call.results<int32_t>(1);
@@ -254,7 +259,7 @@ ffi::Future experts_together(ffi::RunId run, ffi::ThreadPool pool, ffi::Remainin
     return future;
   }
   float* terms = static_cast<float*>(memory.untyped_data());
-  Together::arrive(run.run_id, *group, ranks, Guest{*place, held, experts, terms, out, counts, kept(promise)}, static_cast<int>(together),
+  Together::arrive(run.run_id, *group, ranks, Guest{*place, held, experts, terms, out, counts, kept(promise, patience)}, patience, static_cast<int>(together),
                    [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return future;
 }

@@ -23,12 +23,15 @@ class Exchange : public Meeting<Part> {
   Exchange(long ranks, size_t block, bool gathers) : Meeting(ranks), block_(block), gathers_(gathers) {}
 
   // A device's arrival. Its part is over when `part.proceed` is called, perhaps before this returns.
-  static void arrive(int64_t run, int64_t group, long ranks, size_t block, bool gathers, Part part, const Schedule& schedule) {
+  static void arrive(int64_t run, int64_t group, long ranks, size_t block, bool gathers, Part part, int64_t patience,
+                     const Schedule& schedule) {
     typedef Meetings<Exchange> Exchanges;
     const auto make = [&] { return std::make_shared<Exchange>(ranks, block, gathers); };
-    const auto [exchange, place] = Exchanges::here().enter({run, group, block, gathers}, make, std::move(part));
+    const auto [exchange, place] = Exchanges::here().enter({run, group, block, gathers}, make, std::move(part), patience);
     if (exchange->copy(place)) Exchanges::proceed(exchange, ranks, schedule);
   }
+
+  bool at_rest() const { return copied_.load(std::memory_order_acquire) == static_cast<long>(parts_.size()); }
 
  private:
   // Copies what passes between the device that came as number `place` and those before it. Of each pair the later one does this. True

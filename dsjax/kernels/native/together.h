@@ -26,11 +26,11 @@ class Together : public Meeting<Guest> {
   using Meeting::Meeting;
 
   // A device's arrival. Its part is over when `guest.proceed` is called, perhaps before this returns.
-  static void arrive(int64_t run, int64_t group, long ranks, Guest guest, int threads, const Schedule& schedule) {
+  static void arrive(int64_t run, int64_t group, long ranks, Guest guest, int64_t patience, int threads, const Schedule& schedule) {
     typedef Meetings<Together> Gatherings;
     const size_t tokens = guest.experts.N;
     const auto make = [&] { return std::make_shared<Together>(ranks); };
-    const auto [together, place] = Gatherings::here().enter({run, group, tokens, false}, make, std::move(guest));
+    const auto [together, place] = Gatherings::here().enter({run, group, tokens, false}, make, std::move(guest), patience);
     if (place + 1 < ranks) return;
     together->run(threads, schedule);
     Gatherings::proceed(together, ranks, schedule);

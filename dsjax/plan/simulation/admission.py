@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dsjax.plan.simulation.service import Served, SimulatedEngine
@@ -14,16 +15,32 @@ class Admission:
     poll_steps: an engine that only decodes looks for new prompts after so many steps, and after each step that had prompts. 1 is every
     step; SGLang's `--scheduler-recv-interval` (SchedulerRecvSkipper in its source) is this number.
     hold_steps: prompts wait until every DP rank can have one, and every so many steps they wait no longer; 0 holds none back.
-    TensorRT-LLM's `attention_dp_config.timeout_iters` with `enable_balance` (`_balance_adp_requests` in its source) is this number.
+    TensorRT-LLM's `attention_dp_config.timeout_iters` with `enable_balance` (`_balance_adp_requests` in its source) is this number. What is
+    let through is what one step computes: TensorRT-LLM asks of the prompts that it has scheduled for a step, and the others wait again.
+    fill: (steps, share): with one DP rank, prompts beside running requests wait until they and the decodes are this share of a step's
+    tokens, and so many steps at most; (0, 0) holds none back. TensorRT-LLM's `batch_wait_timeout_iters` and `batch_wait_max_tokens_ratio`
+    (`_waiting_requests` in its source) are these numbers.
+    step_tokens: most tokens of a DP rank in a step, with prompts held back. decode_tokens: of them for each running request.
+    keeps: (at the start, in the end, decode steps between): the share of their outputs to come that running requests keep room for in the
+    cache. The next prompt is taken in where it finds room beside that for itself and its own whole output. (0, 0, 1) keeps none.
     """
 
     poll_steps: int = 1
     hold_steps: int = 0
+    fill: tuple[int, float] = (0, 0.0)
+    step_tokens: float = math.inf
+    decode_tokens: int = 1
+    keeps: tuple[float, float, int] = (0.0, 0.0, 1)
 
     @property
     def is_open(self) -> bool:
         """Whether every prompt is taken in at the next step."""
-        return self.poll_steps <= 1 and not self.hold_steps
+        return self.poll_steps <= 1 and not self.hold_steps and not self.fill[0] and not any(self.keeps[:2])
+
+    def kept(self, steps: int) -> float:
+        """Share of outputs to come that is kept free after so many decode steps."""
+        first, last, between = self.keeps
+        return first + (last - first) * min(1.0, steps / between)
 
 
 class Lobby:
@@ -33,7 +50,7 @@ class Lobby:
         self._rule = rule
         self._unseen: list[tuple[Served, float]] = []
         self._held: list[tuple[Served, float]] = []
-        self._unpolled = self._unbalanced = 0
+        self._unpolled = self._unbalanced = self._unfilled = self._steps = 0
 
     def __len__(self) -> int:
         return len(self._unseen) + len(self._held)
@@ -45,24 +62,64 @@ class Lobby:
     def leave(self, engine: SimulatedEngine) -> list[tuple[Served, float]]:
         """Give the prompts that the engine schedules in its next step. Called once between two steps."""
         self._unpolled += 1
+        self._steps += not engine.had_prompts
         if engine.idle or engine.had_prompts or self._unpolled >= self._rule.poll_steps:
             self._held += self._unseen
             self._unseen, self._unpolled = [], 0
-        if not (self._rule.hold_steps and self._waits_for_balance(engine)):
-            released, self._held = self._held, []
-            return released
-        return []
+        count = len(self._held)
+        if self._rule.hold_steps:
+            count, ranks = self._in_a_step(engine)
+            if self._waits_for_balance(engine, ranks):
+                return []
+        elif self._rule.fill[0] and self._waits_to_fill(engine):
+            return []
+        if any(self._rule.keeps[:2]):
+            count = min(count, self._with_room(engine))
+        released, self._held = self._held[:count], self._held[count:]
+        return released
 
-    def _waits_for_balance(self, engine: SimulatedEngine) -> bool:
-        """Whether held prompts wait for one more step."""
-        running = engine.running
-        taken = set()
-        counts = list(running)
-        for _ in self._held:
+    def _with_room(self, engine: SimulatedEngine) -> int:
+        """How many of the held prompts, by their order, find room for themselves and their whole outputs. An idle engine takes one."""
+        free, count = engine.free_tokens(self._rule.kept(self._steps)), 0
+        for served, _ in self._held:
+            rank = free.index(max(free))
+            free[rank] -= served.asked.prompt + served.asked.output
+            if free[rank] < 0 and (count or not engine.idle):
+                break
+            count += 1
+        return count
+
+    def _in_a_step(self, engine: SimulatedEngine) -> tuple[int, set[int]]:
+        """(how many of the held prompts one step computes, the DP ranks that they go to)."""
+        counts = list(engine.running)
+        left = [self._rule.step_tokens - self._rule.decode_tokens * running for running in counts]
+        taken: set[int] = set()
+        for count, (served, _) in enumerate(self._held):
             rank = counts.index(min(counts))
+            left[rank] -= served.asked.prompt
+            if left[rank] < 0 and rank in taken:
+                return count, taken
             counts[rank] += 1
             taken.add(rank)
-        if len(taken) == len(counts):
+        return len(self._held), taken
+
+    def _waits_to_fill(self, engine: SimulatedEngine) -> bool:
+        """Whether held prompts, with the decodes, are too few for a step, and may wait for one more."""
+        running = sum(engine.running)
+        if not (self._held and running):
+            return False
+        steps, share = self._rule.fill
+        wanted = share * self._rule.step_tokens - self._rule.decode_tokens * running
+        if self._unfilled >= steps or sum(served.asked.prompt for served, _ in self._held) >= wanted:
+            self._unfilled = 0
+            return False
+        self._unfilled += 1
+        return True
+
+    def _waits_for_balance(self, engine: SimulatedEngine, ranks: set[int]) -> bool:
+        """Whether held prompts, the next of which go to these ranks, wait for one more step."""
+        running = engine.running
+        if len(ranks) == len(running):
             self._unbalanced = 0
             return False
         self._unbalanced += 1

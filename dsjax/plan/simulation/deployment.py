@@ -120,10 +120,15 @@ def _ratio(pace: Figure | None) -> float:
     return 1.0 if pace is None else pace.value
 
 
-def admission(instance: Instance) -> Admission:
-    """The rule of an instance's engine. Prompts are held back for balance only where there are several DP ranks."""
+def admission(instance: Instance, step_tokens: float) -> Admission:
+    """The rule of an instance's engine, with so many tokens of a DP rank in a step, decodes among them.
+
+    Prompts are held back for balance only where there are several DP ranks.
+    """
     engine = instance.options.engine
-    return Admission(engine.poll_steps, engine.hold_steps if engine.holds_prompts and instance.replicas > 1 else 0)
+    holds = engine.hold_steps if engine.holds_prompts and instance.replicas > 1 else 0
+    fill = engine.fill if instance.replicas == 1 else (0, 0.0)
+    return Admission(engine.poll_steps, holds, fill, step_tokens, 1 + instance.options.drafts, engine.keeps)
 
 
 class Aggregated:
@@ -131,7 +136,7 @@ class Aggregated:
 
     def __init__(self, candidate: Candidate, longest: int):
         engine = _engine(candidate.decode, candidate.batch, candidate.prefill_tokens, longest)
-        rule = admission(candidate.decode)
+        rule = admission(candidate.decode, candidate.prefill_tokens + max(1, math.ceil(candidate.batch)))
         self._clocked = _Clocked(engine, candidate.decode.ahead, None if rule.is_open else Lobby(rule))
 
     def add(self, served: Served, now: float) -> None:

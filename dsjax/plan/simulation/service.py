@@ -80,7 +80,7 @@ class SimulatedEngine:
             prefix_caching=sharing,
         )
         self._scheduler, self._prices, self._one_token = Scheduler(config, ranks), prices, one_token
-        self._made = made
+        self._made, self._cache_tokens = made, cache_tokens
         self._serving: dict[str, Served] = {}
         self._count = 0
         self._plan = None
@@ -105,6 +105,20 @@ class SimulatedEngine:
     def running(self) -> list[int]:
         """Requests of each DP rank that have begun."""
         return [len(rank.running) for rank in self._scheduler.ranks]
+
+    def free_tokens(self, kept: float) -> list[float]:
+        """Tokens that the cache of each DP rank has room for, beside what its requests hold and this share of their outputs to come.
+
+        Requests that wait count with their prompts. A step that makes several tokens counts as that many.
+        """
+        free = []
+        for rank in self._scheduler.ranks:
+            taken = 0.0
+            for request in (*rank.running, *rank.waiting):
+                made = len(request.token_ids) - request.num_prompt_tokens
+                taken += request.num_prompt_tokens + self._made * (made + kept * (request.max_tokens - made))
+            free.append(self._cache_tokens - taken)
+        return free
 
     def add(self, served: Served, now: float) -> None:
         """Queue a request."""

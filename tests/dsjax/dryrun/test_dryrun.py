@@ -23,6 +23,7 @@ from dsjax.errors import UserError
 from dsjax.fp4.formats import experts_format
 from dsjax.kernels.table import OPERATIONS
 from dsjax.model.experts import default_tile
+from dsjax.plan.compiled import read_dry_run
 from sharding import MeshSpec
 
 TENSORS = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.tensors.json.gz"
@@ -252,6 +253,13 @@ def test_the_command_answers_in_json_for_72_ranks_and_allocates_nothing():
     assert any("not an accelerator's" in note for note in report["notes"])
     peak = int(done.stderr.split()[-1]) * 1024
     assert peak < 2e9 < report["device_bytes"]["weights_total"]
+
+
+@pytest.mark.parametrize("threshold", [4, 5])
+def test_a_plan_reads_whether_the_step_is_computed_in_two_halves(tmp_path, threshold):
+    engine = EngineArgs(model="demo", mesh="dp=2", enable_dbo=True, dbo_decode_token_threshold=threshold)
+    (tmp_path / "run.json").write_text(json.dumps(dry_run(DryRunArgs(engine=engine, batch=4, context=64)).to_json()))
+    assert read_dry_run(tmp_path / "run.json").halves == (threshold == 4)
 
 
 def test_the_usual_context_ends_at_the_models_positions(monkeypatch):

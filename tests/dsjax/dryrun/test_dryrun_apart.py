@@ -3,14 +3,16 @@
 import json
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 from layouts import TINY
 from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.config import load_config
-from dsjax.dryrun.apart import dry_run_apart
+from dsjax.dryrun.apart import _notes, _Sides, dry_run_apart
 from dsjax.dryrun.apart_compilation import compile_apart
+from dsjax.dryrun.apart_report import exchange_bytes
 from dsjax.dryrun.apart_timeline import ApartTimeline, Pass
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.prices import default_cluster
@@ -28,6 +30,7 @@ from dsjax.plan.figure import Figure
 from dsjax.plan.turns import Turn, play_turns
 from sharding import MeshSpec
 from sharding.dispatch import default_capacity
+from sharding.dispatch.wire import WireFormat
 
 DEVICES, EXPERTS, ROWS = 2, 4, 8
 """With attention; with experts; decodes of a DP rank."""
@@ -175,6 +178,16 @@ def test_both_sides_are_played_in_turn_at_each_end_of_what_is_assumed():
     assert alone.step.low == pytest.approx(5 + 10 * (2 + 3), abs=0.02)
     assert in_turn.step.value == pytest.approx(5 + 10 * 2 * 4 + 3, abs=0.05)
     assert in_turn.busy()["experts"] == pytest.approx(10 * 2 * 4)
+
+
+def test_each_process_with_attention_has_a_connection_to_each_with_experts():
+    sides = _Sides.of("h200", "h200", MeshSpec.parse("dp=16"), MeshSpec.parse("dp=24"), None)
+    assert (sides.attention_processes, sides.processes, sides.connections) == (2, 3, 6)
+    assert "attention is 2 processes, and experts are 3" in next(_notes(sides))
+    wire = WireFormat(4, 1, jnp.dtype("bfloat16"))
+    between = SimpleNamespace(senders=16, rows=48, capacity=4, columns=1, group=SimpleNamespace(size=24), wire=wire)
+    three, six = (exchange_bytes(between, False, connections) for connections in (3, 6))
+    assert three["connection_there"] == 2 * six["connection_there"] > 0
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def test_every_bundled_file_loads_with_a_source_for_every_figure():
         hardware = load_hardware(name)
         assert hardware.key == name
         assert hardware.fp8_flops >= hardware.bf16_flops > hardware.memory_bandwidth > hardware.scale_up_bandwidth
-        assert hardware.scale_up_bandwidth > hardware.scale_out_bandwidth > 1e9
+        assert hardware.scale_up_bandwidth > hardware.scale_out_gbps * 1e9 / 8 > 1e9
         assert hardware.sources.keys() >= {"memory_bytes", "memory_bandwidth", "bf16_flops", "scale_up_bandwidth"}
 
 

@@ -44,7 +44,6 @@ metadata={op_name="jit(run)/while/body/closed_call/mlp/...d,df->...f/dot_general
   ROOT %gd = bf16[2048,4096]{1,0} all-gather-done(%g)
 }
 """
-SHARES = {"product_share": 0.65, "memory_share": 0.75, "link_share": 0.6, "network_share": 0.6}
 
 
 def of(text, cluster=HOSTS, mesh=None, trips=lambda loop: None):

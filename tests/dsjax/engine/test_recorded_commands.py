@@ -16,7 +16,7 @@ from command_goldens import GOLDENS, difference, parsed, path_of, streams_of, te
 from recorded_executor import line_of
 from recorded_scenarios import SCENARIOS
 
-from dsjax.engine.contract.commands import Command, Custom, Flush, Score, encode
+from dsjax.engine.contract.commands import ChangeExperts, Command, Custom, Flush, PrepareExperts, Score, encode
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -33,7 +33,8 @@ def test_every_kind_of_command_is_recorded_but_those_that_no_scheduler_of_ours_g
     kinds = {
         line.split()[0] for name in SCENARIOS for lines in parsed(path_of(name).read_text()).values() for line in lines
     }
-    assert {command.__name__ for command in get_args(Command)} - kinds == {Score.__name__, Custom.__name__}
+    of_people = {PrepareExperts.__name__, ChangeExperts.__name__}  # `POST /scale`
+    assert {command.__name__ for command in get_args(Command)} - kinds == {Score.__name__, Custom.__name__, *of_people}
 
 
 def test_a_command_that_differs_is_named():

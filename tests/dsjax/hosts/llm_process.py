@@ -7,6 +7,8 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from dsjax import LLM, SamplingParams
 
@@ -16,6 +18,25 @@ PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokeniz
 
 def generate(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def record(llm: LLM) -> tuple[list[list[int]], list[list[int]]]:
+    """What is made of the prompts without cached pages, and the experts' loads of that."""
+    llm.engine.flush_prefix_cache()
+    llm.executor.set_recording(True)
+    try:
+        return generate(llm), llm.executor.expert_counts().logical_load.tolist()
+    finally:
+        llm.executor.set_recording(False)
+
+
+def generate_alone(model: str, makes: Callable[[LLM], Any] = generate, **sizes: object) -> Any:
+    """What one device makes of the same prompts."""
+    llm = LLM(model, **sizes)
+    try:
+        return makes(llm)
+    finally:
+        llm.shutdown()
 
 
 def main() -> None:
@@ -28,19 +49,13 @@ def main() -> None:
     llm = LLM(**given.pop("options"), **given)  # returns in process 0 alone
     print("ready", flush=True)
     for line in sys.stdin:
-        records = line.strip() == "record"
-        if records:
-            llm.engine.flush_prefix_cache()
-            llm.executor.set_recording(True)
         generations = llm.engine.core.generations  # None where the mesh never changes
         changes = {} if generations is None else generations.counts.changes
-        said = {"tokens": generate(llm), "mesh": llm.facts.mesh, "changes": dict(changes)}
+        tokens, loads = record(llm) if line.strip() == "record" else (generate(llm), None)
+        said = {"tokens": tokens, "loads": loads, "mesh": llm.facts.mesh, "changes": dict(changes)}
         balance = llm.engine.core.statistics().get("balance")  # None where experts stay where they are
         if balance is not None:
             said |= {"rebalances": balance.rebalances, "failures": balance.failures}
-        if records:
-            said["loads"] = llm.executor.expert_counts().logical_load.tolist()
-            llm.executor.set_recording(False)
         print(json.dumps(said), flush=True)
     llm.shutdown()
 

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,35 @@ def test_one_that_cannot_go_on_says_why_to_all():
         second.agreement.run("loading", lambda: (_ for _ in ()).throw(ValueError("damaged")))
     with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\): damaged"):
         first.agreement.run("loading", lambda: 1)
+
+
+def test_what_process_0_alone_waits_for_is_told_to_it_and_waits_for_nobody():
+    first, second = two()
+    assert second.agreement.report("experts", lambda: 3) == 3
+    assert first.agreement.run("experts", lambda: 4) == 4
+    with pytest.raises(ValueError, match="damaged"):
+        second.agreement.report("others", lambda: (_ for _ in ()).throw(ValueError("damaged")))
+    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\): damaged"):
+        first.agreement.run("others", lambda: 1)
+
+
+def test_who_waits_for_an_answer_of_a_generation_that_is_over_waits_no_more():
+    first, _ = two()
+    errors: list = []
+
+    def ask():
+        try:
+            first.agreement.ask("experts")
+        except GroupError as error:
+            errors.append(str(error))
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    while not first.store.list(first.key("agree", "experts", 0, 0)):
+        time.sleep(0.001)
+    first.enter(Announcement(1, [0, 1]))
+    waiting.join(60)
+    assert errors == ["generation 0 was given up while process 1 (host, pid 11) was waited for"]
 
 
 def test_who_has_another_value_is_named():

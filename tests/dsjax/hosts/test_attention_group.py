@@ -17,10 +17,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from layouts import write_checkpoint
-from llm_process import generate
+from llm_process import generate_alone
 from processes import Group, free_port
 
-from dsjax import LLM
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
 
@@ -47,11 +46,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    llm = LLM(str(checkpoint), **SIZES)
-    try:
-        return generate(llm)
-    finally:
-        llm.shutdown()
+    return generate_alone(str(checkpoint), **SIZES)
 
 
 class Deployment:

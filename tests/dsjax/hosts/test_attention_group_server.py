@@ -4,7 +4,9 @@ import json
 import re
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -53,7 +55,8 @@ class Served:
 
     def __init__(self, checkpoint):
         sides = {"attention_mesh": "dp=4", "expert_mesh": "ep=4", "afd_address": f"127.0.0.1:{free_port()}"}
-        self.experts = load_experts(EngineArgs(model=str(checkpoint), afd_role="expert", **sides, **SIZES))
+        self.checkpoint, self.sides = checkpoint, sides
+        self.experts = self.start_experts()
         options = (
             {"model": checkpoint, "served_model_name": "tiny", "port": 0, "admin_api_key": "admin"} | sides | SIZES
         )
@@ -61,6 +64,10 @@ class Served:
         flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         command = ["-m", "dsjax.serve", "--batch-invariant", "--afd-role", "attention", *flags]
         self.group = Group(command, 2, timeout=300, stuck=240)
+
+    def start_experts(self, **other):
+        """Start a process with experts; other: than those of now."""
+        return load_experts(EngineArgs(model=str(self.checkpoint), afd_role="expert", **self.sides | other, **SIZES))
 
     def ready(self):
         self.group.wait_for(0, "serving tiny at", 300)
@@ -118,10 +125,42 @@ def test_experts_are_counted_over_all_attention_processes(served):
     assert len(found["rows_sent"]) == 4, json.dumps(found)[:300]
 
 
-def test_attention_goes_to_another_mesh_and_back_and_another_side_of_experts_is_refused(served, alone):
-    refused = served.scale(expert_mesh="ep=2", afd_address="127.0.0.1:1")
-    assert refused.status_code == 400
-    assert "this engine's is several (--coordinator-address)" in refused.json()["error"]["message"]
+def test_another_side_of_experts_takes_over_on_all_attention_processes_while_answers_go_on(served, alone):
+    """No generation is made, so that requests and caches stay; the old side can end. One that does not fit leaves all where they are."""
+    other = {"expert_mesh": "ep=2", "afd_address": f"127.0.0.1:{free_port()}"}
+    experts, over = served.start_experts(**other), threading.Event()
+
+    def keep_asking():
+        answers = [served.complete()]
+        while not over.is_set():
+            answers.append(served.complete())
+        return answers
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(keep_asking)
+            refused = served.scale(afd_address=other["afd_address"])
+            assert refused.status_code == 400
+            assert "differ in expert_mesh 'ep=2' here and 'ep=4' there" in refused.json()["error"]["message"]
+            asked = served.experts.num_calls
+            taken = served.scale(**other)
+            over.set()
+            assert all(answer == alone for answer in answers.result(240))
+        assert taken.status_code == 200, taken.text
+        assert (taken.json()["mesh"], taken.json()["expert_mesh"]) == ("dp=4", "ep=2")
+        assert served.experts.num_calls > asked, "the old side was asked until the new one took over"
+        served.experts.close()
+        assert served.complete() == alone
+        assert 0 < experts.num_products < experts.num_calls, "both attention processes call, and are computed together"
+        text = httpx.get(f"{served.url}/metrics").text
+        assert re.search(r"^dsjax_generation{.*} 0(\.0)?$", text, re.MULTILINE)
+        assert re.search(r"^dsjax_compilations_after_warm_up_total{.*} 0$", text, re.MULTILINE)
+    finally:
+        served.experts.close()
+        served.experts, served.sides = experts, served.sides | other
+
+
+def test_attention_goes_to_another_mesh_and_back_where_its_experts_are_now(served, alone):
     for mesh in ("dp=2", "tp=4", "dp=4"):
         answer = served.scale(mesh=mesh)
         assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""A process of a group behind `LLM` that is told to end: it leaves in order, and process 0 generates what it would have generated."""
+"""A process of a group behind `LLM` that leaves in order and comes back: process 0 generates what it would have generated."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory):
     )  # one kind of layer less to compile
 
 
-def test_a_follower_of_llm_leaves_in_order_and_no_prompt_is_lost(checkpoint):
+def test_a_follower_of_llm_leaves_in_order_and_comes_back_and_no_prompt_is_lost(checkpoint):
     alone = LLM(checkpoint, **FEW_SHAPES)
     expected = generate(alone)
     alone.shutdown()
@@ -59,6 +59,13 @@ def test_a_follower_of_llm_leaves_in_order_and_no_prompt_is_lost(checkpoint):
         assert "This process leaves: process 0 is asked to go on without it." in group.output[1]
         assert "leaves, as it was told to end" in group.output[0]
         assert "has gone away" not in group.output[0]
+        group.start_again(1)
+        deadline = time.monotonic() + 200
+        while (answer := next_round())["mesh"] != "dp=4":
+            assert group.processes[1].poll() is None, group.last_words()
+            assert time.monotonic() < deadline, group.last_words()
+        assert answer["changes"]["return"] == 1
+        assert next_round()["mesh"] == "dp=4"
         group.processes[0].stdin.close()
         assert group.codes(120) == [0, 0], group.last_words()
     finally:

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from layouts import write_checkpoint
-from llm_process import generate
+from llm_process import generate_alone, record
 from processes import Group
 
-from dsjax import LLM
 from dsjax.engine.setup.stages import check_owners, owner_of
 from dsjax.errors import UserError
 from sharding import MeshError, MeshSpec
@@ -38,15 +37,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    llm = LLM(str(checkpoint), **SIZES)
-    try:
-        tokens = generate(llm)
-        llm.engine.flush_prefix_cache()
-        llm.executor.set_recording(True)
-        generate(llm)
-        return tokens, llm.executor.expert_counts().logical_load.tolist()
-    finally:
-        llm.shutdown()
+    return generate_alone(str(checkpoint), record, **SIZES)
 
 
 def options(checkpoint, **changed):

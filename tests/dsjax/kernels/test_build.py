@@ -1,5 +1,6 @@
 """What stands between a start and its kernels: compilers, folders and other machines' libraries never stop it."""
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from dsjax.bench.modules.options import ModelOptions
 from dsjax.cli.main import app
 from dsjax.engine.device.process import cache_folder
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.kernels import build, native_calls
-from dsjax.kernels.table import CHOICES, OPERATIONS, TABLE, Kernels, choose_kernels
+from dsjax.kernels.table import OPERATIONS, TABLE, Kernels, choose_kernels
 
 
 def choose(choice="auto", platform="cpu", dtype=np.float32, **options):
@@ -57,8 +60,13 @@ def test_what_names_no_compiler_leaves_the_choice(no_compiler, monkeypatch, give
     assert build.compiler() is None
 
 
-def test_every_choice_but_auto_names_rows_of_the_table_and_every_operation_has_its_plain_form():
-    assert set(CHOICES) == {"auto"} | {row.name for row in TABLE}
+@pytest.mark.parametrize("options", [EngineArgs, ModelOptions])
+def test_every_choice_but_auto_names_rows_of_the_table(options):
+    (field,) = (field for field in dataclasses.fields(options) if field.name == "kernels")
+    assert set(field.metadata["choices"]) == {"auto"} | {row.name for row in TABLE}
+
+
+def test_every_operation_has_its_plain_form():
     for operation in OPERATIONS:
         assert next(row.name for row in TABLE if row.operation == operation) == "plain"
 

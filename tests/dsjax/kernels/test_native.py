@@ -501,6 +501,35 @@ def test_devices_of_other_places_than_they_should_have_fail_where_experts_read_i
     np.testing.assert_array_equal(together(*arguments, np.arange(4, dtype=np.int32)), experts_of(kernels, case))
 
 
+def test_who_waits_in_memory_for_a_device_that_does_not_come_is_told_in_time(kernels):
+    """One is taken to another group, as if its program had failed before."""
+    native = dataclasses.replace(kernels.native, patience=1)
+    case = ExpertsCase.drawn(6, X=8, D=24, F=16, N=8, K=2, routing="all")
+    mesh, stack = MeshSpec.parse("dp=4").build(), {k: v for k, v in case.params().items() if k != "layer"}
+    layer, spread = jnp.int32(len(case.down) - 1), P(mesh.axis_names)
+
+    def exchange(stack, rows, ids, weights, group):
+        place = jax.lax.axis_index(mesh.axis_names)
+        return native.exchange(rows, place, group[0], ranks=4, gathers=True)[: len(rows)]
+
+    def together(stack, rows, ids, weights, group):
+        where = {"ranks": 4, "held": 2, "pieces": pieces_here(16, 1)}
+        place = jax.lax.axis_index(mesh.axis_names)
+        return native.experts_together(stack, layer, rows, ids, weights, place, group[0], **where)[0]
+
+    specs = dict.fromkeys(stack, P(None, mesh.axis_names)), spread, spread, spread, spread
+    for run, expected in ((exchange, np.asarray(case.rows)), (together, experts_of(kernels, case))):
+        meet = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spread, check_vma=False))
+        arguments = stack, case.rows, case.ids, case.weights
+        with pytest.raises(Exception, match="did not come to an exchange with the others in 1 s"):
+            jax.block_until_ready(meet(*arguments, np.array([0, 0, 1, 0], np.int32)))
+        found = np.asarray(meet(*arguments, np.zeros(4, np.int32)))
+        if run is exchange:
+            found = found[:2]  # each device kept the beginning of what it got, which is device 0's
+            expected = expected[:2]
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_rows_that_are_no_equal_blocks_are_refused_as_the_program_is_made(kernels):
     with pytest.raises(ValueError, match="6 rows are exchanged between 4 devices"):
         kernels.native.exchange(jnp.zeros((6, 2)), jnp.int32(0), jnp.int32(0), ranks=4, gathers=False)

@@ -15,6 +15,7 @@ from dsjax.plan.operations import (
     COMBINE_ROW_BYTES,
     DENSE_TFLOPS,
     DISPATCH_ROW_BYTES,
+    FLASHINFER_FP8_RATE,
     LOW_LATENCY_SECONDS,
     dense_error,
 )
@@ -122,3 +123,33 @@ def test_no_bytes_are_read_faster_than_an_h20_can_for_multiplying_as_fp8():
     assert (
         chip.decode_attention(16, rows, context, 576, 512).value > rows * context * 576 / chip.hardware.memory_bandwidth
     )
+
+
+@pytest.mark.parametrize(("precision", "tokens", "microseconds"), [
+    ("fp8", 8192, 1204.0), ("fp8", 1024, 396.6), ("nvfp4-bf16", 8192, 564.7), ("nvfp4-bf16", 1024, 228.0)
+])  # fmt: skip
+def test_cut_experts_on_a_b200_take_what_its_own_kernel_took(precision, tokens, microseconds):
+    b200 = Chip(load_hardware("b200"), PRECISIONS[precision])
+    assert b200.fused_experts(tokens, lambda _: 256.0, "all", 8, 1).value == pytest.approx(
+        microseconds * 1e-6, rel=0.01
+    )
+
+
+def test_experts_that_are_spread_over_ranks_of_a_b200_are_not_priced_by_the_table_of_cut_ones():
+    b200 = Chip(load_hardware("b200"), PRECISIONS["fp8"])
+    assert b200.fused_experts(8192, lambda _: 256.0, "all", 1, 8) is None
+    assert (
+        Chip(load_hardware("h100"), PRECISIONS["nvfp4-bf16"]).fused_experts(8192, lambda _: 256.0, "all", 8, 1) is None
+    )
+
+
+def test_dense_fp8_of_flashinfer_on_a_b200_reaches_the_published_rate_and_small_products_stay_as_they_are():
+    usual = Chip(load_hardware("b200"), PRECISIONS["fp8"])
+    flashinfer = dataclasses.replace(usual, known={}, fp8_rate=FLASHINFER_FP8_RATE)
+    many, few = (8192, 7168, 2048), (8, 7168, 2048)
+    slow = flashinfer.product(*many)
+    assert slow.value == pytest.approx(2 * 8192 * 7168 * 2048 / FLASHINFER_FP8_RATE[0])
+    assert slow.value > 2 * usual.product(*many).value
+    assert slow.low < slow.value < slow.high
+    assert flashinfer.product(*few).value == usual.product(*few).value
+    assert flashinfer.bf16_product(*many).value == usual.bf16_product(*many).value

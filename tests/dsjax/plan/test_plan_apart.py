@@ -20,6 +20,7 @@ from dsjax.plan.moves import in_one_process, moves, published_moves
 from dsjax.plan.pools import most_instances, pairs
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.recipe import published_beside
+from dsjax.plan.recovery import recovery
 from dsjax.plan.search import search
 from dsjax.plan.skew import DEFAULT_SKEW, UNIFORM
 from dsjax.plan.step import StepModel
@@ -51,13 +52,44 @@ def test_a_device_with_attention_holds_no_expert_and_one_with_experts_nothing_el
     assert expert_side_bytes(v3, apart, FP8) == together["experts"]
 
 
-def test_attention_of_ours_is_one_process_and_others_have_whole_hosts(ask):
-    ours = pairs(ask("h200-32", options=options(dsjax_engine())))
-    assert all(a + e <= 8 or (a == 8 and e % 8 == 0) for a, e in ours)
-    assert {(2, 6), (8, 8), (8, 24)} <= set(ours)
-    theirs = pairs(ask("h200-32", options=options()))
-    assert {(8, 24), (16, 16), (24, 8)} <= set(theirs)
-    assert all(a + e <= 8 or (a % 8, e % 8) == (0, 0) for a, e in theirs)
+@pytest.mark.parametrize("engine", [dsjax_engine(), PUBLISHED], ids=lambda engine: engine.name)
+def test_both_sides_share_a_host_or_have_whole_hosts(ask, engine):
+    found = pairs(ask("h200-32", options=options(engine)))
+    assert {(2, 6), (8, 8), (8, 24), (16, 16), (24, 8)} <= set(found)
+    assert all(a + e <= 8 or (a % 8, e % 8) == (0, 0) for a, e in found)
+
+
+def test_processes_with_attention_send_their_own_rows_and_wait_for_each_other_at_each_layer(ask):
+    """Half the rows on each of two connections to a process with experts; then a word to every other process and back."""
+    cluster = ask("h200-32").cluster
+    one, two, three = (moves(cluster, cluster, 8 * n, 8, 100, 50.0, (1e4, 2e4)) for n in (1, 2, 3))
+    assert two.there.value == pytest.approx(one.there.value), "twice the rows, on two connections"
+    assert [way.begin_back.value for way in (one, two, three)] == pytest.approx(
+        [0.0, 30e-6 + cluster.latency, 60e-6 + cluster.latency]
+    )
+    thin = dataclasses.replace(cluster, network_gbps=8.0, nics_per_host=1)
+    shared, alone = (moves(cluster, thin, 8 * n, 8, 100, 50.0, (1e4, 2e4)) for n in (2, 1))
+    sent = 8 * 8 * 50 * 1e4
+    assert shared.there.value - alone.there.value == pytest.approx(sent / 0.5e9 - sent / 1e9), "over one card"
+
+
+def test_a_step_of_several_processes_with_attention_begins_when_its_command_has_come(ask):
+    models = [decoding(ask, mesh, 8, dsjax_engine(), "h200-32").step_models()[0] for mesh in ("dp=8", "dp=16")]
+    one, two = (model.beside(64, 64, True) for model in models)
+    assert two["command to the other processes"].value == 0.5e-3
+    assert set(two) - set(one) == {"command to the other processes"}
+    published = decoding(ask, "dp=16", 8, cluster="h200-32").step_models()[0]
+    assert "command to the other processes" not in published.beside(64, 64, True)
+
+
+def test_a_lost_host_with_attention_costs_no_reading_of_experts(ask):
+    lost = recovery(decoding(ask, "dp=16", 16, dsjax_engine(), "h200-32"))
+    assert (lost.read.value, lost.received.value) == (0, 0)
+    assert lost.seconds.value == pytest.approx(0.8)
+    assert recovery(decoding(ask, "dp=8", 16, dsjax_engine(), "h200-32")) is None, "it is all of attention"
+    meshes = ["--attention-mesh", "dp=16", "--expert-mesh", "ep=16"]
+    shown = CliRunner().invoke(app, ["plan", "--cluster", "h200-32", *meshes, "--mode", "aggregated"]).output
+    assert "silent for 1 s [1 … 2], and 60 more [10 … 300] for compiling;" in " ".join(shown.split())
 
 
 def test_two_kinds_of_hosts_have_as_many_instances_as_the_scarcer_one_gives(ask):
@@ -166,6 +198,13 @@ def test_rows_that_find_no_room_take_further_rounds(ask):
     ]
     assert [way.back.name for way in ways] == ["answers, further rounds", "answers on their way"]
     assert ways[0].back.value > ways[1].back.value + ways[1].there.value
+    far, even = (
+        decoding(ask, "dp=8", 8, engine, "h200-32", skew=skew).step_models()[0]._moves(256, 1.0)
+        for skew in (DEFAULT_SKEW, UNIFORM)
+    )
+    assert far.back.name == "answers, further rounds"
+    busiest = far.there.value / even.there.value
+    assert far.back.value < 1.1 * busiest * even.back.value, "between processes a row travels once, in whichever round"
 
 
 def test_a_plan_says_what_ours_would_gain_and_lose_and_how_it_is_started(ask):
@@ -233,10 +272,6 @@ def test_commands_of_all_processes_are_options_that_the_engine_takes():
     [
         (["--afd", "on", "--engine", "vllm"], "vllm has no released option"),
         (["--attention-mesh", "dp=8"], "give both"),
-        (
-            ["--attention-mesh", "dp=16", "--expert-mesh", "ep=16"],
-            "prices dsjax's attention apart from experts as one process of one host",
-        ),
         (["--expert-device", "h20"], "give --afd auto or on"),
         (["--num-afd-stages", "3"], "give --engine dsjax and --afd auto or on"),
         (["--afd", "on", "--simulate"], "--simulate knows layouts of one mesh"),

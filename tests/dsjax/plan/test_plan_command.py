@@ -18,7 +18,7 @@ from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.errors import UserError
 from dsjax.plan.dynamo_graph import deployment_name, planned_graph
 from dsjax.plan.engine import dsjax_engine
-from dsjax.plan.kubernetes import overlay
+from dsjax.plan.kubernetes import overlay, write_overlay
 from dsjax.plan.precision import precision
 from dsjax.plan.recipe import front_ends, notes, recipe
 from dsjax.plan.search import search
@@ -270,6 +270,17 @@ def test_one_process_gives_each_side_what_its_own_command_would(ask, prefill, de
         copies = {"redundant_experts": side.redundant_experts}
         assert side == dataclasses.replace(own, gpu_memory_utilization=share, **moves, **copies)
         assert (side.num_redundant, own.enable_eplb <= side.enable_eplb) == (own.num_redundant, True)
+
+
+def test_files_that_the_users_command_names_are_written_where_the_deployment_needs_them_alone(ask, tmp_path):
+    question, winner = separated(ask, "deepseek-v2-lite", "dp=1", "dp=2", 0)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "experts.yaml").write_text("of the last plan")
+    command = "dsjax plan --expert-file experts.yaml --cluster computedomain.yaml"
+    write_overlay(folder, "deepseek-v2-lite", question, winner, command)
+    assert command in (folder / "kustomization.yaml").read_text()
+    assert sorted(one.name for one in folder.iterdir()) == ["base", "kustomization.yaml", "recipe.json"]
 
 
 def test_what_a_host_has_no_room_for_is_no_process(ask):

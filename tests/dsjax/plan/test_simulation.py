@@ -364,7 +364,7 @@ def test_the_command_plays_a_published_loop_and_refuses_half_of_one():
     assert "TTFT of 80 requests, as such a benchmark reports it: mean" in said
     assert "TTFT of 64 requests, in steady state" in said
     assert re.search(
-        r"TTFT P99 \S+ \[\S+ … \S+\] ms \(by 60 blind predictions: ttft_p99, one host, newest rounds\)", said
+        r"TTFT P99 \S+ \[\S+ … \S+\] ms \(by 102 blind predictions: ttft_p99, one host, newest rounds\)", said
     )
     assert "is in steady state and not calibrated" in said
     left_out = CliRunner().invoke(app, [*base, *loop, "--warmup", "16", "--json", "-"], catch_exceptions=False)

@@ -88,12 +88,12 @@ def test_another_side_of_experts_takes_over_where_they_are_in_other_processes(se
         mesh="dp=2", expert_mesh="ep=4", num_devices=2, num_processes=1, cache_tokens=64, max_model_len=512
     )
     facts.dp_ranks, facts.physical_experts_per_device = 2, 8
-    scaling = SimpleNamespace(
-        facts=facts, number=1, seconds=2.5, prepare=lambda *a: asked.append(a) or "ready", apply=asked.append
-    )
+    scaling = SimpleNamespace(facts=facts, number=1, seconds=2.5, wait=asked.append)
+    scaling.begin = lambda executor, *wanted: asked.append(wanted) or "begun"
+    scaling.end = lambda executor, change: asked.append(change)
     monkeypatch.setattr(server.engine.core, "expert_scaling", scaling)
     answer = admin(server, "/scale", {"expert_mesh": "ep=4", "afd_address": "127.0.0.1:1"})
-    assert asked == [("ep=4", "127.0.0.1:1"), "ready"]
+    assert asked == [("ep=4", "127.0.0.1:1"), "begun", "begun"]
     assert (answer.json()["expert_mesh"], answer.json()["generation"], answer.json()["seconds"]) == ("ep=4", 1, 2.5)
 
 

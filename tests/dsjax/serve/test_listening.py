@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.dynamo.command import _follow
+from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
@@ -125,6 +126,16 @@ def test_a_follower_s_metrics_want_the_key_and_its_probes_do_not(path):
 def test_a_follower_without_keys_shows_its_metrics():
     client = TestClient(Headless(HostOptions.find("127.0.0.1:1", 2, 1), ServeOptions()).app())
     assert "dsjax_follower_ready" in client.get("/metrics").text
+
+
+def test_a_follower_of_an_attention_side_shows_its_own_links_to_processes_with_experts():
+    headless = Headless(HostOptions.find("127.0.0.1:1", 2, 1), ServeOptions())
+    client, line = TestClient(headless.app()), 'dsjax_expert_process_calls_total{process="1",expert_process="0"} 7'
+    headless._follower = SimpleNamespace(phase="loading", group=None, executor=None)
+    assert "dsjax_expert_process_calls_total{" not in client.get("/metrics").text
+    links = {ExpertLinks: SimpleNamespace(counts=[LinkCounts(True, 0, 0.0, 7, 100, 200)])}
+    headless._follower.executor = SimpleNamespace(extension=links.get)
+    assert line in client.get("/metrics").text
 
 
 def test_a_process_with_experts_has_the_same_rules(monkeypatch, serve):

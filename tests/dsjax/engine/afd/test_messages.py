@@ -255,12 +255,23 @@ def test_nobody_takes_a_slot_twice_or_one_of_another_process(process):
             assert "expected different ones from" in ask(channel, Take(row, slots, held))
 
 
+@pytest.mark.parametrize("layer", [-1, 0], ids=["to compile", "to compute"])
+def test_an_unknown_stack_of_experts_is_refused_in_a_line(process, caplog, layer):
+    channel, _ = enter(process)
+    with channel:
+        error = ask(channel, Call("nothing", layer, 8, 8, np.zeros((2, 2), "<i4").tobytes()))
+        assert error == "there is no stack of experts 'nothing', only moe_layers"
+        assert not ask(channel, Call("moe_layers", -1, 8, 8, b""))
+    (record,) = [record for record in caplog.records if "nothing" in record.getMessage()]
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
+
+
 def test_a_layer_that_there_is_not_is_no_other_one(process):
     layers = sum(stack == "moe_layers" for stack, _ in process._writer.stack_rows)
     channel, _ = enter(process)
     with channel:
         error = ask(channel, Call("moe_layers", layers, 8, 8, np.zeros((2, 2), "<i4").tobytes()))
-    assert f"moe_layers has no experts in layer {layers}" in error
+    assert error == f"moe_layers has no experts in layer {layers}"
 
 
 def test_rows_for_which_there_is_no_memory_are_answered_and_the_connection_stays(process, monkeypatch):

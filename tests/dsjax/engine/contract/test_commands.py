@@ -69,6 +69,8 @@ every_command = st.one_of(
     st.just(ReadLoads()),
     st.builds(StageExperts, natural, packed),
     st.builds(PlaceExperts, natural, packed, packed),
+    st.builds(commands.PrepareExperts, natural, st.text(), st.text()),
+    st.builds(commands.ChangeExperts, natural, st.booleans()),
     st.builds(Custom, st.text(), st.lists(packed), st.lists(packed)),
 )
 
@@ -84,6 +86,7 @@ def test_decoding_gives_back_what_was_encoded(command):
 def test_every_command_of_the_union_is_generated():
     every = {Step, Copy, Clear, Score, Flush, ReadLoads, StageExperts, PlaceExperts, Custom}
     every |= {StorePages, FetchPages, ReadPages, DropPages, PlacePages, SendPages, PullPages, commands.DropChunks}
+    every |= {commands.PrepareExperts, commands.ChangeExperts}
     assert every == set(commands.Command.__args__)
 
 
@@ -95,7 +98,7 @@ def test_integers_come_back_from_their_bytes(values):
 
 def test_the_bytes_of_a_command_are_pinned_to_their_version():
     # Whoever changes these bytes changes what older readers see, and must raise VERSION.
-    assert commands.VERSION == 7
+    assert commands.VERSION == 8
     row = PrefillRow(1, 2, int32s([7]), commands.TOKEN_MADE, 16)
     own = RankStep([Admission(1, 2, 7, Sampling(3, 9))], [PageChange(1, 0, [5])], int32s([0, 16]), [row], [])
     assert encode(Step([own], 0, 0)).hex() == (
@@ -106,6 +109,7 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
     moving = (ReadLoads(), StageExperts(1, b""), PlaceExperts(1, b"", b""))
     moving += (StorePages([b""], [b""]), FetchPages([b""]), ReadPages([b""], [b""], [b""]), DropPages(False))
     moving += (PlacePages([b""]), SendPages([b""]), PullPages([b""]), commands.DropChunks(b""), Custom("k", [b""]))
+    moving += (commands.PrepareExperts(1, "ep=4", "a:1"), commands.ChangeExperts(1, True))
     assert [encode(command).hex() for command in (Copy([b""]), Clear([b""]), Score(b"", b""), Flush(), *moving)] == [
         "92a4636f707991c400",
         "92a5636c65617291c400",
@@ -123,6 +127,8 @@ def test_the_bytes_of_a_command_are_pinned_to_their_version():
         "93aa70756c6c5f706167657391c40090",
         "92ab64726f705f6368756e6b73c400",
         "94a6637573746f6da16b91c40090",
+        "94af707265706172655f6578706572747301a465703d34a3613a31",
+        "93ae6368616e67655f6578706572747301c3",
     ]
 
 

@@ -37,11 +37,13 @@ def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_with
     group.announce(1, 0)
     group.until(lambda: group.follower.phase == "standing by")
     assert group.released == group.loaded[:1]
+    assert group.follower.executor is None
     group.announce(2, 0, 1)
     second = LeaderExecutor(Told(), group.leader)
     second.launch(step(2))
     group.until(lambda: len(group.loaded) == 2 and group.loaded[1].launched == 1)
     assert group.loaded[1].generation == 2
+    assert group.follower.executor is group.loaded[1]
     # The stream of a generation begins anew, and so do the results that were collected.
     assert group.loaded[1].in_order() == [("launch", step(2))]
     assert group.follower.commands == 2

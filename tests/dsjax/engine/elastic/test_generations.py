@@ -27,7 +27,14 @@ class FakeGenerations:
     def __init__(self, executors: list[FakeExecutor], speculation=None):
         self.executors, self.speculation = executors, speculation
         self.errors: list[Exception] = []
-        self.failure, self.has_leavers = None, False
+        self.failure, self.changes, self.due = None, 0, True
+
+    def take_change(self):
+        changed, self.changes = self.changes > 0, max(0, self.changes - 1)
+        return changed
+
+    def regroup(self):
+        return self.to(None)
 
     def ask(self, mesh, expert_mesh=None):
         return mesh
@@ -104,6 +111,28 @@ def test_a_change_between_two_steps_changes_no_token(at, sizes):
     assert token_ids == {name: expected_tokens(prompt, 20) for name, prompt in PROMPTS.items()}
     assert engine.core.scheduler.num_unfinished == 0
     assert all(rank.pool.num_used == 0 for rank in engine.core.scheduler.ranks)
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_an_engine_without_threads_goes_on_with_processes_that_come_back(due):
+    engine, generations = engine_over([FakeExecutor(num_ranks=ranks, max_in_flight=2) for ranks in (1, 2)])
+    token_ids: dict[str, list[int]] = {}
+    add_all(engine, output_kind=OutputKind.DELTA)
+    take(engine, token_ids, 5)
+    generations.changes, generations.due = 1, due
+    take(engine, token_ids)
+    assert engine.core.executor.limits.num_ranks == 1 + due
+    assert token_ids == {name: expected_tokens(prompt, 20) for name, prompt in PROMPTS.items()}
+
+
+def test_generations_say_once_that_a_process_has_gone_or_come_back_and_that_one_leaves_until_it_is_decided():
+    seen, woken = AfterALoss(), []
+    seen._has_changed, seen._group, seen.wake = False, SimpleNamespace(leavers=[]), lambda: woken.append(1)
+    assert not seen.take_change()
+    seen._note_change(None)
+    assert [seen.take_change(), seen.take_change(), woken] == [True, False, [1]]
+    seen._group.leavers.append("one")
+    assert [seen.take_change(), seen.take_change()] == [True, True]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 7, 11])

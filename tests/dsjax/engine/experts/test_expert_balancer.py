@@ -21,7 +21,14 @@ from dsjax import LLM, SamplingParams
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError
 from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, Step
 from dsjax.engine.device.program_library import ProgramLibrary
-from dsjax.engine.experts.eplb import EplbConfig, ExpertMover, ExpertSlots, LoadWindow, RebalanceUnderWayError
+from dsjax.engine.experts.eplb import (
+    EplbConfig,
+    Exchanged,
+    ExpertMover,
+    ExpertSlots,
+    LoadWindow,
+    RebalanceUnderWayError,
+)
 from dsjax.engine.experts.expert_balancer import ExpertBalancer, LayerChange, decide
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
@@ -35,7 +42,7 @@ from tools.step_recording import StepRecording
 
 pytestmark = pytest.mark.slow  # all together
 
-OFTEN = {"window_size": 4, "step_interval": 4}
+OFTEN = {"window_size": 4, "step_interval": 4, "payback": 0}
 TOKENS = 40
 
 
@@ -424,6 +431,29 @@ def test_who_asks_just_behind_a_window_has_experts_moved_by_that_window():
         balancer.after_step(0.1)
     assert len(loads) == 1, "the window has been read"
     assert balancer.rebalance_now()["balancedness"] == {"before": 10 / 18, "after": 1.0}
+
+
+@pytest.mark.parametrize(("warmed", "counted"), [((1.0, 1.0), [8.0, 2.0, 4.0]), (None, [2.0, 4.0])])
+def test_an_exchange_costs_what_the_last_ones_took_that_moved_experts(warmed, counted):
+    """The first one compiles where there was no warm-up."""
+    slots = ExpertSlots(np.array([[0, 1, 2, 3]], np.int32), 4, 2, 1, 1, 0.5, 8, 1, warmed)
+    window, taken = LoadWindow(np.array([[9, 9, 1, 1]]), np.array([[18, 2]])), iter((8.0, 80.0, 2.0, 20.0, 4.0, 40.0))
+    executor = SimpleNamespace(
+        extension=lambda kind: SimpleNamespace(slots=slots),
+        launch=lambda command: command,
+        collect=lambda command: window if isinstance(command, ReadLoads) else Exchanged(next(taken)),
+    )
+    balancer = ExpertBalancer(EplbConfig(window_size=1, step_interval=1000))
+    balancer.start(executor, None)
+    assert balancer._slots.seconds == warmed
+    for _ in range(3):  # experts lie where they were, as far as this executor says
+        balancer.rebalance_now()
+        while balancer.busy:
+            balancer.idle()
+    median = float(np.median(counted))
+    assert balancer._slots.seconds == (median, 10 * median)
+    (change,) = balancer._decision(payback=0)().changes
+    assert change.cost == pytest.approx(len(change.rounds) * median + 10 * median)
 
 
 def test_the_gain_is_the_busiest_ranks_share_of_the_time_in_experts():

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # all together
 
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 STAGES = {"mesh": "pp=3,dp=2", "pp_layer_partition": "1,2,2"}
-OFTEN = {"window_size": 4, "step_interval": 4}
+OFTEN = {"window_size": 4, "step_interval": 4, "payback": 0}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def one_device(checkpoint, kernels):
     ],
 )
 def test_experts_that_move_at_every_stage_change_no_bit_of_what_one_device_gives(checkpoint, one_device, mesh, options):
-    eplb = OFTEN | {"num_redundant_experts": 4, "payback": 0}
+    eplb = OFTEN | {"num_redundant_experts": 4}
     found = answer(checkpoint, mesh, "padded", "CC", "CC", enable_eplb=True, eplb_config=eplb, new_tokens=24, **options)
     assert found.exact
     assert difference(found, one_device) is None

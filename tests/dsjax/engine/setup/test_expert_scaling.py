@@ -1,18 +1,41 @@
-"""Another side of experts that cannot be had is left, and the one of now stays."""
+"""Another side of experts that cannot be had is left, the one of now stays, and another change may be made."""
 
+from concurrent.futures import Future
+from dataclasses import dataclass
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from dsjax.engine.setup.expert_scaling import ExpertScaling, _Prepared
+from dsjax.engine.contract.commands import ChangeExperts, PrepareExperts
+from dsjax.engine.setup.expert_scaling import ExpertScaling
+from dsjax.errors import UserError
+from dsjax.hosts.group import GroupError
+
+
+@dataclass(frozen=True)
+class Args:
+    """What of the options says where experts are."""
+
+    expert_mesh: str = "ep=4"
+    afd_address: str = "127.0.0.1:1"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is said of an engine."""
+
+    expert_mesh: str = "ep=4"
+    physical_experts_per_device: int = 2
+    expert_weight_bytes: int = 0
 
 
 class Engine:
     """What changes the other side: no two changes are made at once."""
 
-    def __init__(self, executor):
-        self.args, self.executor, self.facts, self.busy = None, executor, None, False
+    def __init__(self):
+        self.args, self.facts, self.busy = Args(), Facts(), False
+        apart = SimpleNamespace(spec=SimpleNamespace(ep_size=2), bytes_of_device=7)
+        self.executor = SimpleNamespace(model=SimpleNamespace(placement=SimpleNamespace(n_physical=8), apart=apart))
 
     def reserve(self):
         assert not self.busy
@@ -21,32 +44,75 @@ class Engine:
     def forget(self):
         self.busy = False
 
-
-class Side:
-    """A side that was connected, and that has gone since."""
-
-    def __init__(self, rows):
-        self.placement, self.closed = rows, False
-
-    def place(self, row, experts):
-        raise RuntimeError("it has gone")
-
-    def close(self):
-        self.closed = True
+    def goes_on_with(self, args, facts):
+        self.args, self.facts = args, facts
 
 
-def test_a_side_that_cannot_place_experts_is_closed_and_another_change_may_be_made():
-    rows = np.arange(8).reshape(2, 4)
-    now, new = Side(rows), Side(np.roll(rows, 1, axis=1))
-    device = SimpleNamespace(placements=SimpleNamespace(physical_to_logical=rows))
-    executor = SimpleNamespace(model=SimpleNamespace(apart=now), device=device)
-    engine = Engine(executor)
+class Told:
+    """An executor that remembers what it was told. error: why it cannot go on with the other side."""
+
+    def __init__(self, prepared=None, error=None):
+        self.commands, self._prepared, self._error = [], Future(), error
+        if prepared is None:
+            self._prepared.set_result(None)
+        else:
+            self._prepared.set_exception(prepared)
+
+    def launch(self, command):
+        self.commands.append(command)
+        return command
+
+    def collect(self, command):
+        return self._prepared if isinstance(command, PrepareExperts) else self._error
+
+
+def change(scaling, executor, later=None):
+    one = scaling.begin(executor, "ep=2", "127.0.0.1:2")
+    scaling.wait(one)
+    scaling.end(later or executor, one)
+
+
+def test_a_side_that_all_have_prepared_takes_over():
+    engine, executor = Engine(), Told()
     scaling = ExpertScaling(engine)
-    scaling._prepare = lambda *_: _Prepared(None, SimpleNamespace(apart=new), None, 0.0)
-    prepared = scaling.prepare(None, None)
-    assert engine.busy
-    with pytest.raises(RuntimeError, match="it has gone"):
-        scaling.apply(prepared)
-    assert (now.closed, new.closed, scaling.number) == (False, True, 0)
-    assert executor.model.apart is now
-    assert scaling.prepare(None, None)
+    change(scaling, executor)
+    assert executor.commands == [PrepareExperts(1, "ep=2", "127.0.0.1:2"), ChangeExperts(1, True)]
+    assert engine.args == Args("ep=2", "127.0.0.1:2")
+    assert engine.facts == Facts("ep=2", 4, 7)
+    assert (scaling.number, engine.busy) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (UserError("it has other options"), "^it has other options$"),
+        (GroupError("process 1: it has other options"), "stays: process 1: it has other options"),
+        (RuntimeError("the link is closed"), "cannot be prepared, and the one of now stays: the link is closed"),
+    ],
+)
+def test_a_side_that_one_could_not_prepare_is_dropped_by_all(failure, said):
+    engine, executor = Engine(), Told(failure)
+    scaling = ExpertScaling(engine)
+    with pytest.raises(UserError, match=said):
+        change(scaling, executor)
+    assert executor.commands[1:] == [ChangeExperts(1, False)]
+    assert (engine.args, scaling.number, engine.busy) == (Args(), 0, False)
+
+
+def test_a_side_that_cannot_take_over_leaves_the_one_of_now():
+    engine = Engine()
+    scaling = ExpertScaling(engine)
+    with pytest.raises(UserError, match="the one of now stays: it has gone"):
+        change(scaling, Told(error="it has gone"))
+    assert (engine.args, scaling.number, engine.busy) == (Args(), 0, False)
+    change(scaling, again := Told())
+    assert again.commands[0].number == 2
+
+
+def test_a_side_that_was_prepared_for_another_mesh_of_the_attention_side_does_not_take_over():
+    engine, executor = Engine(), Told()
+    scaling, later = ExpertScaling(engine), Told()
+    with pytest.raises(UserError, match="mesh has changed while"):
+        change(scaling, executor, later)
+    assert later.commands == []
+    assert (engine.args, engine.busy) == (Args(), False)

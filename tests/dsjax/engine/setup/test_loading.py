@@ -4,12 +4,17 @@ These are the tests of `setup/facts.py` too.
 """
 
 import json
+import threading
+import time
 
+import jax
 import pytest
 from layouts import TINY, write_checkpoint
 from tiny_tokenizer import tiny_tokenizer
 
+from dsjax import LLM
 from dsjax.config import ModelConfig
+from dsjax.engine.device.mesh_executor import MeshExecutor
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout
 from dsjax.engine.setup.loading import load_model, read_eos_token_ids
@@ -61,6 +66,41 @@ def test_where_experts_read_tokens_in_memory_this_is_told(tmp_path, kernels):
     options = {"mesh": "dp=8", "prefill_chunk": 100, "max_num_seqs": 4, "cache_tokens": 512, "kernels": "native"}
     facts = load_model(EngineArgs(model=str(tmp_path), **options)).facts
     assert facts.dispatch == {"prefill": "memory", "decode": "memory"}
+
+
+SEPARATED = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({}, "dsjax.engine.setup.loading.read_eos_token_ids"),
+        ({}, "dsjax.engine.engine.EngineCore"),
+        ({}, "dsjax.engine.elastic.generations.Generations"),
+        ({"mesh": "pp=2"}, "dsjax.engine.setup.stages.read_eos_token_ids"),
+        (SEPARATED, "dsjax.engine.disaggregated.PrefillEngine"),
+        (SEPARATED, "dsjax.engine.engine.EngineCore"),
+    ],
+    ids=["tokens", "core", "generations", "tokens of stages", "prefill", "core of two"],
+)
+def test_whoever_keeps_an_error_of_the_start_keeps_no_cache_and_no_thread(tmp_path, monkeypatch, options, place):
+    def fail(*arguments, **options):
+        raise RuntimeError("not now")
+
+    made, make, before = [], MeshExecutor.__init__, set(threading.enumerate())
+    monkeypatch.setattr(MeshExecutor, "__init__", lambda self, *a, **k: made.append(self) or make(self, *a, **k))
+    monkeypatch.setattr(place, fail)
+    sizes = {"page_size": 4, "max_model_len": 32, "max_num_seqs": 2, "prefill_chunk": 8, "max_num_batched_tokens": 8}
+    events = {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}}
+    with pytest.raises(RuntimeError, match="not now") as kept:
+        LLM(str(write_checkpoint(tmp_path, mtp=bool(options))), **sizes, **events, **options)
+    assert kept.value is not None
+    assert len(made) == (2 if options else 1)
+    assert all(array.is_deleted() for executor in made for array in jax.tree.leaves(executor.state))
+    deadline = time.monotonic() + 20
+    while left := [thread for thread in threading.enumerate() if thread not in before and "dsjax" in thread.name]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ from dsjax import LLM
 from dsjax.checkpoint import fingerprint as fingerprints
 from dsjax.engine.contract.commands import (
     TOKEN_MADE,
+    ChangeExperts,
     Clear,
     Command,
     Copy,
     Flush,
+    PrepareExperts,
     RankStep,
     Score,
     Step,
@@ -353,6 +355,17 @@ def test_the_exit_code_says_whether_every_token_was_equal(tmp_path, monkeypatch,
     assert replay_steps.main() == code
     assert said in capsys.readouterr().out
     assert (json.loads((tmp_path / "report").read_text())["num_differing"] > 0) is bool(code)
+
+
+def test_where_experts_were_is_left_out_of_a_replay(tmp_path):
+    file = StepFile(tmp_path / "steps", header())
+    for number, command in enumerate((PrepareExperts(1, "ep=4", "127.0.0.1:1"), ChangeExperts(1, True))):
+        file.write(Launched(number, 0.0, command))
+        file.write(step_record.collected(number, 0.0, command, None))
+    file.close("shutdown")
+    executor = SlotExecutor()
+    executor.launch = None
+    assert replay(StepRecording(tmp_path / "steps"), executor, lambda command: "").num_uncompared == 0
 
 
 def test_times_are_counted_from_the_end_of_the_step_before(tmp_path):

@@ -10,9 +10,10 @@ import pytest
 from engine_pair import Pair, prompts
 from fake_executor import FakeExecutor, expected_tokens
 
+from dsjax.engine.contract import backoff
 from dsjax.engine.contract.commands import from_int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.schedule.landing_area import LandingArea
+from dsjax.engine.schedule.landing_area import MOST_LANDED, LandingArea
 from dsjax.engine.schedule.page_source import Lookup, RankPages
 from dsjax.engine.schedule.pages import PagePool, extend_hashes
 from dsjax.engine.schedule.request import Request, RequestOptions
@@ -108,7 +109,8 @@ def test_an_abort_at_each_moment_gives_everything_back(turns):
 
 
 @pytest.mark.parametrize("turns", range(1, 10))
-def test_a_prefill_side_that_stops_costs_time_and_no_request(turns):
+def test_a_prefill_side_that_stops_costs_time_and_no_request(monkeypatch, turns):
+    monkeypatch.setattr(backoff, "FIRST_SECONDS", 1000.0)  # longer than a busy machine takes to the next request
     pair = Pair(timeout=0.05)
     pair.engines[0].buffers.timeout = 1000.0
     given = prompts(6, seed=turns)
@@ -332,6 +334,36 @@ def test_an_offer_that_no_chunk_can_be_ends_no_decode_engine(number, count):
     assert list(source.commands()) == []
     assert not request.is_loading
     assert source.transfer_counts.refused == 1
+
+
+def test_chunks_that_are_not_full_take_the_room_of_full_ones_until_their_last_page_has_gone():
+    source, names = decode_source(), [bytes([page]) * 32 for page in range(20)]
+    source.ranks[0].pool.can_hold = lambda *_: True
+    landing, most = source.ranks[0].landing, MOST_LANDED // CHUNK_PAGES
+    request, asked = waiting(source, "a", list(range(81)), names)
+    for number in range(10):
+        pages = names[2 * number : 2 * number + 2]
+        source.receive(0, ChunkReady(asked.transfer, number, 2 * number, 2, names=b"".join(pages)), now=1.0)
+
+    def pulled():
+        source.begin_rank(0, now=1.0)
+        return [int(number) for _, pull in source.commands() for number in from_int32s(pull.ranks[0])[1::8]]
+
+    assert pulled() == list(range(most))
+    assert landing.is_full
+    assert source.transfer_counts.landed == MOST_LANDED
+    for number in range(2 * most):
+        source.landed(0, number, True, now=1.0)
+    landing.load(0, names[0])
+    assert pulled() == [], "the other page of the first chunk still lies in its memory"
+    landing.load(0, names[1])
+    assert pulled() == [most]
+    source.release(0, request)  # nobody wants the rest: chunks go whole where others need their room
+    names, before = [bytes([100 + page]) * 32 for page in range(2)], set(landing._pages)
+    _, asked = waiting(source, "b", list(range(9)), names)
+    source.receive(0, ChunkReady(asked.transfer, 77, 0, 2, names=b"".join(names)), now=2.0)
+    assert pulled() == [77]
+    assert len(before & set(landing._pages)) in (len(before), len(before) - 2)
 
 
 def test_a_prefill_engine_has_nothing_to_say_of_what_another_one_was_asked_for():
