@@ -168,6 +168,8 @@ void index_choice(const std::vector<int64_t>& s, int threads) {
   run(kernel, out);
 }
 
+constexpr int64_t kPatience = 600;  // seconds, longer than any case takes
+
 // Programs that run at the same time, each on devices of its own, which meet several times, one time after the other. Before each time a
 // device makes its inputs anew, where those of the time before were.
 template <class Arrive>
@@ -201,7 +203,7 @@ void exchange(const std::vector<int64_t>& s) {
     std::copy(given.data() + device * own, given.data() + (device + 1) * own, from);
     std::fill(to, to + ranks * width, 0.0f);
     const Part part{rank, reinterpret_cast<char*>(from), reinterpret_cast<char*>(to), proceed};
-    Exchange::arrive(program, 0, ranks, sizeof(float) * width, gathers, part, schedule);
+    Exchange::arrive(program, 0, ranks, sizeof(float) * width, gathers, part, kPatience, schedule);
   });
   write(out);
 }
@@ -226,7 +228,7 @@ void experts_together(const std::vector<int64_t>& s, int threads) {
     kernel.X = X, kernel.D = D, kernel.F = F, kernel.N = N, kernel.K = K, kernel.row_stride = D, kernel.pieces = 1, kernel.threads = threads;
     kernel.rows = of(rows, N * D), kernel.ids = of(ids, N * K), kernel.weights = of(weights, N * K);
     Guest guest{rank, held, kernel, of(terms, N * K * D), of(out, N * D), of(counts, held + 1), proceed};
-    Together::arrive(program, 0, ranks, guest, static_cast<int>(ranks), schedule);
+    Together::arrive(program, 0, ranks, guest, kPatience, static_cast<int>(ranks), schedule);
   });
   write(out);
   write(counts);

@@ -82,7 +82,7 @@ class Deployment:
     def answer(self) -> dict:
         """What came of it."""
         self.lines += 1
-        self.group.wait_for(0, '{"tokens"', 240, times=self.lines)
+        self.group.wait_for(0, '{"tokens"', 900, times=self.lines)
         deadline = time.monotonic() + 60
         while True:
             lines = [line for line in self.group.output[0].splitlines() if line.startswith('{"tokens"')]

@@ -218,9 +218,11 @@ def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_ye
 def test_where_the_others_come_when_the_generation_has_broken_already_nobody_waits_for_them(pool):
     sides = [experts_at("127.0.0.1:1", process) for process in range(2)]
     sides[0].abandon()
-    for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
-        side.join(others)
-    with pytest.raises(RuntimeError, match="process 0 of the attention side was waited for at a layer"):
-        sides[1].agree(0)
-    for side in sides:
-        side.close()
+    try:
+        for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
+            side.join(others)
+        with pytest.raises(RuntimeError, match="process 0 of the attention side was waited for at a layer"):
+            pool.submit(sides[1].agree, 0).result(60)
+    finally:
+        for side in sides:
+            side.close()
