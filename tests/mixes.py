@@ -250,8 +250,7 @@ def draw_engine(rng: random.Random) -> Engine:
     maybe(0.2, moe_dense_tp_size=1, enable_dp_lm_head=True)
     maybe(0.2, embedding_location="host")
     maybe(0.3, scheduling_policy="priority")
-    if spec.pp_size == 1:
-        maybe(0.3, host_cache_bytes=200_000, cache_tokens=160)
+    maybe(0.3, host_cache_bytes=200_000, cache_tokens=160)
     experts = TINY["n_routed_experts"]
     redundant = -experts % ep + ep * rng.choice([0, 1])
     if ep > 1 and spec.pp_size == 1 and rng.random() < 0.5:

@@ -3,17 +3,20 @@
     python tools/check_pages.py
     python tools/check_pages.py --model v3.2 dp=8 tp=8               # pages that hold index keys, too
     python tools/check_pages.py dp=32 tp=8 --ways tiers              # these layouts only, in this way only
+    python tools/check_pages.py pp=3,dp=2 --ways tiers --speculative --kv-cache-dtype fp8    # with drafts, and with an FP8 cache
 
 A tiny model answers prompts with few beginnings, greedily and drawn with seeds, twice, and the second time in the opposite order. Tokens
 and log-probabilities must be those of one device (`--batch-invariant`):
 
-- tiers: the layout's caches hold a part of it. What leaves them goes to host memory with room for 5 % of it, and from there to a disk.
+- tiers: the layout's caches hold a part of it. What leaves them goes to host memory with room for 5 % of it, and to a disk, from which
+  another engine of the layout answers the prompts once more.
 - separated: prompts are computed on another layout beside (the list's opposite one) in the same process; between the two rounds both
   sides forget what they have cached, and a request is aborted.
 - processes: the same as separated, with the prompts in another process.
 
-Each way is held to have been used: pages have come from host memory and from the disk, or every prompt from the other side. Takes about
-fifteen minutes on one core. Exits 1 if a run differs. The tests run a part of this.
+Layouts with stages (pp) go through tiers alone: their pages are not handed over. Each way is held to have been used: pages have come
+from host memory and from the disk, and to the second engine from the disk; or every prompt from the other side. Takes about twenty
+minutes on one core. Exits 1 if a run differs. The tests run a part of this.
 """
 
 import argparse
@@ -40,6 +43,7 @@ from sharding.mesh import MeshSpec
 WAYS = ("tiers", "separated", "processes")
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
 OPTIONS = {"dtype": "float32", "batch_invariant": True}
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 APART = {"local_prefill_tokens": 1, "transfer_timeout": 600}
 REQUESTS, NEW_TOKENS = 16, 12
 CACHE_TOKENS = 160
@@ -91,25 +95,28 @@ def play(llm, requests, order, prefill=lambda tokens: None) -> list[list[tuple[i
     return [found[place] for place in range(len(requests))]
 
 
-def through_tiers(directory: str, layout: str, requests, folder: str, page_bytes: int):
-    """What both rounds gave, and what has come from where, or why that is too little."""
+def through_tiers(directory: str, layout: str, requests, folder: str, page_bytes: int, options):
+    """What each round gave, and what has come from where, and whether that is enough."""
     from dsjax import LLM
 
     ranks = MeshSpec.parse(layout).dp_size
     pages = sum(len(tokens) + NEW_TOKENS for tokens, _ in requests) // SIZES["page_size"] // min(2, ranks)
     room = max(1, round(HOST_SHARE * pages)) * ranks * page_bytes
     tiers = {"host_cache_bytes": room, "disk_cache": folder, "disk_cache_bytes": 1 << 28}
-    llm = LLM(directory, mesh=layout, cache_tokens=CACHE_TOKENS, **tiers, **SIZES, **OPTIONS)
-    few_programs(llm.executor)
-    try:
-        forward = range(len(requests))
-        made = [play(llm, requests, forward), play(llm, requests, forward[::-1])]
-        hits = [load.hits for load in llm.engine.core.loads()]
-    finally:
-        llm.shutdown()
-    host, disk = (sum(own.get(tier, 0) for own in hits) for tier in ("host", "disk"))
-    said = f"{host} tokens from host memory, {disk} from the disk"
-    return made, said, host > 0 and disk > 0
+    forward, made, found = range(len(requests)), [], []
+    for orders in ((forward, forward[::-1]), (forward,)):  # of an engine, and of another one after it
+        llm = LLM(directory, mesh=layout, cache_tokens=CACHE_TOKENS, **tiers, **SIZES, **OPTIONS, **options)
+        few_programs(llm.executor)
+        try:
+            made += [play(llm, requests, order) for order in orders]
+            loads = llm.engine.core.loads()
+            hits = [sum(load.hits.get(tier, 0) for load in loads) for tier in ("host", "disk")]
+            found.append((*hits, sum(rank.num_preemptions for rank in llm.engine.core.scheduler.ranks)))
+        finally:
+            llm.shutdown()
+    (host, disk, preempted), (_, again, _) = found
+    said = f"{host} tokens from host memory, {disk} from the disk, {again} after a restart, {preempted} preemptions"
+    return made, said, all((host, disk, again))
 
 
 def twice_apart(llm, requests, prefill=lambda tokens: None):
@@ -179,26 +186,30 @@ def main() -> int:
     from layouts import LAYOUTS, MODELS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # A mesh with stages has a part of each page at each of them, and hands none over.
-    known = [layout for layout in LAYOUTS if MeshSpec.parse(layout).pp_size == 1]
-    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(known)}")
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
     parser.add_argument("--model", choices=MODELS, default="v3", help="of which tiny model; v3.2 has sparse attention")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that pages travel; default: all three")
+    parser.add_argument("--speculative", action="store_true", help="tiers: with drafts of the MTP module")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="tiers: as of dsjax serve, of one device too")
     args = parser.parse_args()
-    chosen = args.layouts or known
-    if staged := [layout for layout in chosen if MeshSpec.parse(layout).pp_size > 1]:
-        parser.error(f"{', '.join(staged)} has stages, whose pages do not travel; give meshes without pp")
-    opposite = dict(zip(known, known[::-1], strict=True))
-    sizes = {layout: MeshSpec.parse(layout).num_devices for layout in (*known, *chosen)}
+    chosen = args.layouts or list(LAYOUTS)
+    one_part = [layout for layout in LAYOUTS if MeshSpec.parse(layout).pp_size == 1]
+    opposite = dict(zip(one_part, one_part[::-1], strict=True))
+    sizes = {layout: MeshSpec.parse(layout).num_devices for layout in (*one_part, *chosen)}
     emulate_devices(max(sizes[layout] + sizes[opposite.get(layout, "tp=8")] for layout in chosen))
     from layouts import write_checkpoint
 
     from dsjax import LLM
 
-    requests, wrong, runs = draw_requests(), 0, [(way, layout) for way in args.ways for layout in chosen]
+    # A mesh with stages has a part of each page at each of them, and hands none over.
+    runs = [
+        (way, layout) for way in args.ways for layout in chosen if way == "tiers" or MeshSpec.parse(layout).pp_size == 1
+    ]
+    requests, wrong = draw_requests(), 0
+    kept = {"kv_cache_dtype": args.kv_cache_dtype}
     with tempfile.TemporaryDirectory(prefix="check-pages-") as folder:
-        directory = str(write_checkpoint(Path(folder), **MODELS[args.model]))
-        one = LLM(directory, mesh="dp=1", **SIZES, **OPTIONS)
+        directory = str(write_checkpoint(Path(folder), mtp=args.speculative, **MODELS[args.model]))
+        one = LLM(directory, mesh="dp=1", **SIZES, **OPTIONS, **kept)
         few_programs(one.executor)
         expected = play(one, requests, range(len(requests)))
         page_bytes = one.facts.page_bytes
@@ -207,7 +218,9 @@ def main() -> int:
             began, other = time.monotonic(), opposite.get(layout, "tp=8")
             if way == "tiers":
                 with tempfile.TemporaryDirectory(prefix="check-pages-") as below:
-                    rounds, said, used = through_tiers(directory, layout, requests, below, page_bytes)
+                    rounds, said, used = through_tiers(
+                        directory, layout, requests, below, page_bytes, kept | (DRAFTS if args.speculative else {})
+                    )
             else:
                 run = between_processes if way == "processes" else separated
                 rounds, said, used = run(directory, layout, requests, other)

@@ -19,12 +19,13 @@ if TYPE_CHECKING:  # it brings JAX in, which the planner does without
 
 @dataclass(frozen=True)
 class Stage:
-    """One of ``count`` stages: the model's ``layers`` layers from ``first`` on."""
+    """One of ``count`` stages: ``layers`` layers from ``first`` on, of the model's ``model_layers``."""
 
     number: int
     count: int
     first: int
     layers: int
+    model_layers: int
 
     @property
     def begins(self) -> bool:
@@ -87,7 +88,7 @@ def stages_of(config: ModelConfig, count: int, *, given: str | None = None, mtp:
         raise UserError(f"pp={count} asks for more stages than the model has layers, which are {layers}; lower pp")
     numbers = _balanced(config, count, mtp) if given is None else _read(given, count, layers)
     firsts = [sum(numbers[:number]) for number in range(count)]
-    return [Stage(number, count, first, numbers[number]) for number, first in enumerate(firsts)]
+    return [Stage(number, count, first, numbers[number], layers) for number, first in enumerate(firsts)]
 
 
 def _read(given: str, count: int, layers: int) -> Sequence[int]:

@@ -135,6 +135,13 @@ class ExecutorCounts(NamedTuple):
     experts: ExpertCounts | None = None
 
 
+class Offering(Protocol):
+    """A part of an executor that offers something beside commands."""
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """Give what the part offers to those who know of it by this type; None: nothing of the kind."""
+
+
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, label)` between the programs that an executor compiles to warm up. What it raises ends the warm-up."""
 

@@ -119,6 +119,11 @@ class CommandTable:
             raise ValueError(f"two parts of the executor carry out commands of {source!r}, expected one")
         self._custom[source] = handler
 
+    def is_awaited(self, command: Command) -> bool:
+        """Whether somebody will wait for a command of this kind. Nobody does for those of a page source."""
+        handler = self._handlers.get(type(command))
+        return handler is not None and handler.is_awaited
+
     def launch(self, command: Command) -> Pending:
         """A command with its inputs laid out and sent.
 

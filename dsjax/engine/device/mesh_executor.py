@@ -135,6 +135,10 @@ class MeshExecutor:
         """What a part offers of this kind; None: nothing does."""
         return next((offered for part in self._parts if (offered := part.extension(kind)) is not None), None)
 
+    def awaits(self, command: Command) -> bool:
+        """Whether somebody will wait for a command of this kind."""
+        return self._table.is_awaited(command)
+
     def launch(self, command: Command) -> Pending:
         """Lay out and send a command's inputs, and start it if the devices may take it now."""
         pending = self._table.launch(command)

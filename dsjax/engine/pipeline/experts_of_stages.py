@@ -10,6 +10,7 @@ import numpy as np
 
 from dsjax.config import ModelConfig
 from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts
+from dsjax.engine.contract.executor import Kind
 from dsjax.engine.device.access import Pending
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.engine.experts.expert_exchange import expert_share
@@ -37,6 +38,10 @@ class ExpertsOfStages:
         firsts = [stage.model.stage.first_row(config) for stage in stages]
         layers = [0 if mover is None else len(mover.slots.physical_to_logical) for mover in self._movers]
         self._rows = [range(first, first + number) for first, number in zip(firsts, layers, strict=True)]
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """Offer the experts of all stages to the balancer."""
+        return self if kind is ExpertMover else None
 
     @property
     def slots(self) -> ExpertSlots:

@@ -13,8 +13,6 @@ _REFUSED = {
     "expert_mesh": "a stage has its own routed experts",
     "prefill_mesh": "a page of the cache is in parts then, one at each stage, which are not handed over yet",
     "disaggregation_mode": "a page of the cache is in parts then, one at each stage, which are not handed over yet",
-    "host_cache_bytes": "a page of the cache is in parts then, one at each stage, which no tier keeps together yet",
-    "disk_cache": "a page of the cache is in parts then, one at each stage, which no tier keeps together yet",
     "page_source": "a page of the cache is in parts then, one at each stage",
 }
 """Options that do not go with stages, and why."""

@@ -12,9 +12,16 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.engine.contract.commands import Command, Step
-from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Kind, Progress, RankResults
+from dsjax.engine.contract.executor import (
+    ExecutorCounts,
+    ExecutorLimits,
+    ExpertCounts,
+    Kind,
+    Offering,
+    Progress,
+    RankResults,
+)
 from dsjax.engine.device.buckets import Buckets
-from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.pipeline.experts_of_stages import OF_EXPERTS, ExpertsOfStages
 from dsjax.engine.pipeline.pending_stages import PendingStages
 from dsjax.engine.pipeline.stage_executor import Made, StageExecutor
@@ -25,16 +32,24 @@ class PipelineExecutor:
     """Has every command carried out by all stages, and takes hidden states from each to the next.
 
     On accelerators a command is enqueued at all stages at once, so that a step can be at one stage while the next step is at the one
-    before. On emulated devices programs in flight together can deadlock: there a command begins when it is waited for, and goes from
-    stage to stage. An interrupt there (Ctrl-C) leaves the command where it is, and it goes on from there when it is waited for again. On
-    accelerators, and after an error, stages may have begun different commands: nothing is launched any more then.
+    before. On emulated devices programs in flight together can deadlock: there a command goes from stage to stage when it is waited for;
+    one that nobody will wait for does so when all before it are done. An interrupt there (Ctrl-C) leaves the command where it is, and it
+    goes on from there when its turn comes again. On accelerators, and after an error, stages may have begun different commands: nothing
+    is launched any more then.
 
     Args:
         stages: the first to the last. experts: that follow the load; None: they stay where they are.
+        joined: what parts of the stages' executors offer together, as one.
     """
 
-    def __init__(self, stages: Sequence[StageExecutor], experts: ExpertsOfStages | None = None):
+    def __init__(
+        self,
+        stages: Sequence[StageExecutor],
+        experts: ExpertsOfStages | None = None,
+        joined: Sequence[Offering] = (),
+    ):
         self.stages, self._experts = list(stages), experts
+        self._joined = [*joined] if experts is None else [experts, *joined]
         self._emulated = self.model.mesh.devices.flat[0].platform == "cpu"
         self.max_in_flight = 1 if self._emulated else self.model.stage.count
         self._queue: deque[PendingStages] = deque()
@@ -61,11 +76,11 @@ class PipelineExecutor:
             stage.buckets = buckets
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """Offer the balancer the experts of all stages; there are no other optional parts."""
-        return self._experts if kind is ExpertMover else None
+        """What the stages offer of this kind together; None: nothing. What one stage alone offers is no part of the whole."""
+        return next((offered for part in self._joined if (offered := part.extension(kind)) is not None), None)
 
     def launch(self, command: Command) -> PendingStages:
-        """Enqueue a command at all stages, or keep it until it is waited for.
+        """Enqueue a command at all stages, or keep it until its turn comes.
 
         Raises:
             RuntimeError: an earlier one did not reach all stages.
@@ -74,18 +89,18 @@ class PipelineExecutor:
         pending = PendingStages(command)
         if self._emulated:
             self._queue.append(pending)
+            self._advance()
         else:
             with self._breaks_at(BaseException):
                 self._run(pending)
         return pending
 
     def wait(self, pending: PendingStages) -> None:
-        """Wait until a command is done at all stages."""
+        """Wait until a command is done at all stages, and carry out what comes behind it that nobody waits for."""
         while pending.passed < len(self.stages):
             self._check_whole()
-            with self._breaks_at(Exception):
-                self._run(self._queue[0])
-            self._queue.popleft()
+            self._finish_first()
+        self._advance()
         for stage, part in zip(self.stages, pending.parts, strict=True):
             if part is not None:
                 stage.wait(part)
@@ -102,6 +117,20 @@ class PipelineExecutor:
         if isinstance(pending.command, Step):
             self._tell(self.stages[:-1], pending, pending.results, last.made(part))
         return pending.results
+
+    def _advance(self) -> None:
+        """Carry out what comes next, up to the first command that somebody will wait for."""
+        while self._queue and self._broken is None:
+            head = self._queue[0]
+            if head.passed < len(self.stages) and any(stage.awaits(head.command) for stage in self.stages):
+                return
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Carry out the first command of the queue."""
+        with self._breaks_at(Exception):
+            self._run(self._queue[0])
+        self._queue.popleft()
 
     def _run(self, pending: PendingStages) -> None:
         """Take a command through all stages, or those that an interrupt has left. An interrupt can come between any two lines here."""

@@ -160,7 +160,7 @@ def describe_engine(
         max_num_batched_tokens=args.max_num_batched_tokens,
         prefill_chunk=limits.max_chunk,
         disk_cache_tokens=limits.disk_pages * limits.page_size,
-        page_bytes=page_bytes(step),
+        page_bytes=page_bytes(args, step),
         host_cache_tokens=limits.host_pages_per_rank * limits.page_size * limits.num_ranks,
         speculation=None if args.speculation is None else asdict(args.speculation),
         kernels=step.kernels.names(step.prefill_form, step.decode_form),

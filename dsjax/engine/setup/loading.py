@@ -50,8 +50,8 @@ from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_ho
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
-from dsjax.engine.tiers.disk_pages import DiskPages
-from dsjax.engine.tiers.offloaded_pages import OffloadedPages, Shapes
+from dsjax.engine.tiers.disk_pages import DiskPages, PageDisk, Shapes
+from dsjax.engine.tiers.offloaded_pages import OffloadedPages
 from dsjax.engine.tiers.page_files import PageFiles
 from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
 from dsjax.engine.transfer.page_chunks import PageChunks
@@ -227,12 +227,12 @@ def _load_model(
             buckets,
             num_drafts=layout.num_drafts,
             experts_per_exchange=layout.per_exchange,
-            parts=_parts(
+            parts=executor_parts(
                 args,
                 limits,
                 0 if of_experts is not None else layout.per_exchange,
                 lambda paths, placements: read(directory, step.stored(placements), only=paths),
-                lock and partial(_open_disk, args, page_space(args, step, directory), lock),
+                lock and partial(open_disk, args, page_space(args, step, directory), lock),
             )
             + ([_side_part(args, directory, group, mesh)] if of_experts is not None else [])
             + (
@@ -326,12 +326,12 @@ def _mover(step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: 
     return lambda device, _: ExpertMoves(device, per_exchange, writer)
 
 
-def _parts(
+def executor_parts(
     args: EngineArgs,
     limits: ExecutorLimits,
     per_exchange: int,
     reload: Reload,
-    disk: Callable[[Shapes], DiskPages] | None,
+    disk: Callable[[Shapes], PageDisk] | None,
 ) -> list[PartMaker]:
     """List the optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
     parts: list[PartMaker] = []
@@ -361,7 +361,7 @@ def lock_disk(args: EngineArgs, group: HostGroup | None) -> PageFolder | None:
     return lock_folder(args.disk_cache)
 
 
-def _open_disk(args: EngineArgs, space: dict[str, Any], folder: PageFolder, shapes: Shapes) -> DiskPages:
+def open_disk(args: EngineArgs, space: dict[str, Any], folder: PageFolder, shapes: Shapes) -> DiskPages:
     """Give the folder's pages of this model. shapes: of a page's arrays."""
     return DiskPages(PageFiles(folder, space, shapes), args.disk_cache_bytes)
 

@@ -171,7 +171,7 @@ def _tiers(args: EngineArgs, step: ModelStep) -> dict[str, int]:
     return {
         "host_pages_per_rank": _host_pages(args, step),
         "disk_pages": disk_pages,
-        "disk_page_bytes": bytes_on_disk(page_bytes(step)) if disk_pages else 0,
+        "disk_page_bytes": bytes_on_disk(page_bytes(args, step)) if disk_pages else 0,
     }
 
 
@@ -179,7 +179,7 @@ def _disk_pages(args: EngineArgs, step: ModelStep) -> int:
     """Count the pages for which ``--disk-cache-bytes`` has room."""
     if args.disk_cache is None:
         return 0
-    each = bytes_on_disk(page_bytes(step))
+    each = bytes_on_disk(page_bytes(args, step))
     if args.disk_cache_bytes < each:
         raise UserError(
             f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least {each:,}"
@@ -195,7 +195,7 @@ def _host_pages(args: EngineArgs, step: ModelStep) -> int:
         raise UserError(
             "--host-cache-bytes keeps pages of the prefix cache, which --no-enable-prefix-caching turns off"
         )
-    each = page_bytes(step)
+    each = page_bytes(args, step)
     pages = args.host_cache_bytes // step.spec.dp_size // each
     if pages < 1:
         raise UserError(
@@ -205,10 +205,15 @@ def _host_pages(args: EngineArgs, step: ModelStep) -> int:
     return pages
 
 
-def page_bytes(step: ModelStep) -> int:
-    """Count the bytes of a page outside the devices: all layers, all shards, and which slots the MTP module has filled."""
+def page_bytes(args: EngineArgs, step: ModelStep) -> int:
+    """Count the bytes of a page outside the devices: all layers of the model, all shards, and which slots the MTP module has filled.
+
+    step: of any stage of the model, where there are several.
+    """
+    has_module = args.speculation is not None
+    layers = step.cache_layers if step.stage is None else step.stage.model_layers + has_module
     shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
-    return device_cache.bytes_per_page(step) * shards + step.page_size * step.has_module
+    return device_cache.bytes_per_page(step) // step.cache_layers * layers * shards + step.page_size * has_module
 
 
 def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> None:

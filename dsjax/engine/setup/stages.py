@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,10 +21,9 @@ from dsjax.descriptors import descriptor_limit
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.cache import Pool
-from dsjax.engine.device.mesh_executor import PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.device.program_library import ProgramLibrary
-from dsjax.engine.experts.expert_exchange import ExpertExchange
+from dsjax.engine.experts.expert_exchange import Reload
 from dsjax.engine.pipeline.experts_of_stages import ExpertsOfProcesses, ExpertsOfStages
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
 from dsjax.engine.pipeline.process_links import ProcessLinks
@@ -37,14 +37,21 @@ from dsjax.engine.setup.loading import (
     SMALLER_CACHE,
     LoadedEngine,
     common_limits,
+    executor_parts,
+    lock_disk,
     materialise,
+    open_disk,
+    page_space,
     read_eos_token_ids,
     record_if_wanted,
 )
-from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory, page_bytes
+from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import check_writable
 from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.tiers.divided_pages import DividedPages
+from dsjax.engine.tiers.page_folder import PageFolder
+from dsjax.engine.tiers.page_tiers import PageReporter
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from dsjax.model.parameters import device_bytes
@@ -68,8 +75,11 @@ def load_stages(
     descriptor_limit()
     if args.record_steps is not None:
         check_writable(args.record_steps)
+    lock = lock_disk(args, group)
     with contextlib.ExitStack() as opened:
-        loaded = _load_stages(args, group, opened, show_progress, is_later)
+        if lock is not None:
+            opened.callback(lock.close)
+        loaded = _load_stages(args, group, lock, opened, show_progress, is_later)
         opened.pop_all()
         return loaded
 
@@ -77,11 +87,12 @@ def load_stages(
 def _load_stages(
     args: EngineArgs,
     group: HostGroup | None,
+    lock: PageFolder | None,
     opened: contextlib.ExitStack,
     show_progress: bool,
     is_later: bool,
 ) -> LoadedEngine:
-    """Do what `load_stages` says. opened: what is closed where it fails."""
+    """Do what `load_stages` says. lock: the folder of `--disk-cache`, which is this engine's. opened: what is closed where it fails."""
     spec = MeshSpec.parse(args.mesh)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     config, directory = checkpoint.config, checkpoint.directory
@@ -121,6 +132,10 @@ def _load_stages(
         group.agreement.alike("kernels", "kernels", names)
         params = group.agreement.run("loading", read_all)
         limits = common_limits(group, lambda: _limits(args, layouts, params))
+    pages = None
+    if lock is not None:
+        space = page_space(args, steps[-1], directory)
+        pages = DividedPages(len(steps), partial(open_disk, args, space, lock))
     with explained_out_of_memory("its cache was made", SMALLER_CACHE):
         executors = [
             StageExecutor(
@@ -130,16 +145,26 @@ def _load_stages(
                 layout.buckets,
                 num_drafts=layout.num_drafts,
                 experts_per_exchange=layout.per_exchange,
-                parts=_movers(args, config, directory, layout, weights),
+                parts=executor_parts(
+                    args,
+                    limits,
+                    layout.per_exchange,
+                    _reloading(args, config, directory, layout.step, weights),
+                    pages and pages.part,
+                ),
             )
             for layout, one in zip(layouts, params, strict=True)
         ]
+    opened.pop_all()  # the executors close it
     for one in executors:
         opened.callback(one.shutdown)
+    if pages is not None:
+        pages.report_through([one.extension(PageReporter) for one in executors])
     facts = _describe(args, spec, layouts, limits, params, weights)
     executor: Executor
     if group is None or len(group.present) == 1:
-        executor = PipelineExecutor(executors, ExpertsOfStages(executors, config) if args.eplb else None)
+        experts = ExpertsOfStages(executors, config) if args.eplb else None
+        executor = PipelineExecutor(executors, experts, [] if pages is None else [pages])
     else:
         links = ProcessLinks(group, list(dict.fromkeys(order)))
         opened.callback(links.close)
@@ -235,18 +260,13 @@ def _as_of_all(config: ModelConfig, step: ModelStep, placement: LayerPlacements)
     return LayerPlacements(rows, placement.n_logical)
 
 
-def _movers(
-    args: EngineArgs, config: ModelConfig, directory: Path, layout: EngineLayout, weights: str
-) -> list[PartMaker]:
-    """List what moves a stage's experts: one part of its executor, where they follow the load and the stage has any."""
-    step, per_exchange = layout.step, layout.per_exchange
-    if not per_exchange:
-        return []
+def _reloading(args: EngineArgs, config: ModelConfig, directory: Path, step: ModelStep, weights: str) -> Reload:
+    """Make what reads experts of a stage anew."""
 
     def reload(paths: list[str], placements: LayerPlacements) -> Mapping[str, Array]:
         return _read_stage(args, config, directory, step, weights, step.stored(placements), paths)
 
-    return [lambda device, _: ExpertExchange(device, per_exchange, reload)]
+    return reload
 
 
 def _limits(args: EngineArgs, layouts: Sequence[EngineLayout], params: Sequence[dict[str, Array]]) -> ExecutorLimits:
@@ -261,7 +281,7 @@ _OF_EXPERTS = ("physical_experts_per_device", "dispatch")
 
 def _of_all(group: HostGroup, facts: EngineFacts) -> EngineFacts:
     """These facts of one process, with the stages and sizes of all; bytes are of a device of the stage with most weights."""
-    names = ("parameters", "page_bytes", *_OF_FULLEST, *_OF_EXPERTS)
+    names = ("parameters", *_OF_FULLEST, *_OF_EXPERTS)
     everybody = group.agreement.ask(
         "facts", {name: getattr(facts, name) for name in names} | {"stages": [asdict(one) for one in facts.stages]}
     )
@@ -271,7 +291,6 @@ def _of_all(group: HostGroup, facts: EngineFacts) -> EngineFacts:
     return replace(
         facts,
         parameters=sum(own["parameters"] for own in everybody),
-        page_bytes=sum(own["page_bytes"] for own in everybody),
         num_processes=len(everybody),
         stages=sorted(stages, key=lambda stage: stage.layers),
         **{name: fullest[name] for name in _OF_FULLEST},
@@ -312,6 +331,5 @@ def _describe(
         num_processes=jax.process_count(),
         physical_experts_per_device=moe.physical_experts_per_device,
         dispatch=moe.dispatch,
-        page_bytes=sum(page_bytes(layout.step) for layout in layouts),
         stages=stages,
     )

@@ -3,7 +3,10 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
 
 from dsjax.background import contained, start_thread
 from dsjax.engine.tiers.page_files import Page, PageFileError, PageFiles
@@ -17,6 +20,35 @@ END_SECONDS = 5.0
 """At shutdown pages that are still to be written are waited for so long at most."""
 
 _log = logging.getLogger(__name__)
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+"""Shape and dtype of a page's arrays, by name; of all shards together."""
+
+
+class PageDisk(Protocol):
+    """What an executor does with the disk; `DiskPages` says what each of these is. All are of the engine's thread."""
+
+    def write(self, number: int, name: bytes, page: Page) -> None:
+        """Write a page, which is not changed any more."""
+
+    def drop(self, everything: bool, names: list[bytes]) -> None:
+        """Delete all pages, and then those of these names, after what was to be written before."""
+
+    def read(self, rank: int, number: int, name: bytes) -> None:
+        """Begin to read a page."""
+
+    def take(self, rank: int, number: int) -> Page:
+        """Give a page that was reported as read; it is kept no longer."""
+
+    def forget(self, rank: int, number: int) -> None:
+        """Keep a page no longer that was read, or is being read."""
+
+    def reports(self, seconds: float = 0.0) -> PageReports:
+        """Report what has come of all that since the last time."""
+
+    def close(self) -> None:
+        """End when what is to be written is."""
 
 
 class DiskPages:

@@ -55,7 +55,7 @@ class OffloadTiers(PageSource):
 
     Args:
         host_slots: pages of host memory of each rank; 0: no such tier. disk_pages: pages of the disk; 0: no such tier.
-        disk_page_bytes: bytes of one page there.
+        disk_page_bytes: bytes of one page there. under_way: how many steps can be under way at a time.
 
     Attributes:
         host: the host tier of each rank; empty without one. disk: the disk tier; None without one.
@@ -64,21 +64,22 @@ class OffloadTiers(PageSource):
     slot_tier = "host"
     tiers = ("disk", "host")
 
-    def __init__(self, host_slots: int, disk_pages: int = 0, disk_page_bytes: int = 0):
+    def __init__(self, host_slots: int, disk_pages: int = 0, disk_page_bytes: int = 0, under_way: int = 2):
         if not host_slots and not disk_pages:
             raise ValueError("found neither host memory nor a disk, expected one of them")
-        self.resize(host_slots, disk_pages, disk_page_bytes)
+        self.resize(host_slots, disk_pages, disk_page_bytes, under_way)
         self.host: list[HostTier] = []
         self.disk: DiskTier | None = None
 
-    def resize(self, host_slots: int, disk_pages: int, disk_page_bytes: int) -> None:
+    def resize(self, host_slots: int, disk_pages: int, disk_page_bytes: int, under_way: int) -> None:
         """Have these sizes from the next `bind` on."""
         self.slots, self._disk_pages, self._disk_page_bytes = host_slots, disk_pages, disk_page_bytes
+        self._under_way = under_way
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
         """Begin with empty host memory, and with a disk whose pages are not known yet."""
         self.ranks = ranks
-        self.host = [HostTier(self.slots) for _ in ranks] if self.slots else []
+        self.host = [HostTier(self.slots, self._under_way) for _ in ranks] if self.slots else []
         self.disk = DiskTier(self._disk_pages, self._disk_page_bytes) if self._disk_pages else None
         if self.disk is not None and ranks[0].events is not None:
             self.disk.on_gone = self._events.gone_from_disk
@@ -296,14 +297,14 @@ class OffloadAttachment(Attachment):
     statistics_name = "disk"
 
     def __init__(self, config: SchedulerConfig):
-        self.source = OffloadTiers(config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes)
+        self.source = OffloadTiers(*_sizes(config))
         self._executor: Executor | None = None
         self._reporter: PageReporter | None = None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Begin with the executor's host memory and disk."""
         self._executor, self._reporter = executor, executor.extension(PageReporter)
-        self.source.resize(config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes)
+        self.source.resize(*_sizes(config))
 
     def begin_step(self, now: float) -> None:
         """Enter what came of the disk."""
@@ -350,6 +351,11 @@ class OffloadAttachment(Attachment):
         self.source.enter(reports, now)
         for rank, number, ok in reports.read:
             self.scheduler.landed(rank, (number,), ok, now)
+
+
+def _sizes(config: SchedulerConfig) -> tuple[int, int, int, int]:
+    """Give the sizes that `OffloadTiers` takes."""
+    return config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes, max(2, config.num_batches)
 
 
 def drop_command(everything: bool, names: Iterable[bytes]) -> DropPages:

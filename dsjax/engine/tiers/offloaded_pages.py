@@ -6,7 +6,7 @@ No step waits for them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,12 +18,10 @@ from dsjax.engine.contract.commands import DropPages, StorePages, names_of
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import PagesOnTheWay
 from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece, cut, packed
-from dsjax.engine.tiers.disk_pages import DiskPages
+from dsjax.engine.tiers.disk_pages import PageDisk, Shapes
 from dsjax.engine.tiers.page_files import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
-Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
-"""Shape and dtype of a page's arrays, by name; of all shards together."""
 Shard = tuple[int, tuple[slice, ...], np.ndarray]
 """First rank, where the shard lies in a page's array, and its values ``[ranks, MOVED_PAGES, …]``."""
 
@@ -33,10 +31,12 @@ class _Landing(NamedTuple):
 
     Attributes:
         awaited: the arrays; none where only the order matters. land: does the work once they are on the host.
+        slots: of each rank, those of host memory that it fills; −1: none.
     """
 
     awaited: list[Array]
     land: Callable[[], None]
+    slots: Sequence[np.ndarray] = ()
 
 
 class OffloadedPages(DevicePart, PageStore):
@@ -46,14 +46,14 @@ class OffloadedPages(DevicePart, PageStore):
     comes back by a transfer to the devices, which goes on beside the steps, and a program that writes it where it belongs. Programs
     move ``MOVED_PAGES`` pages of each rank at once.
 
-    disk: made from the arrays of a page, of all shards together.
+    disk: made from the arrays of a page as this executor has it, of all shards together.
     """
 
     def __init__(
         self,
         device: DeviceAccess,
         staging: PageStaging,
-        disk: Callable[[Shapes], DiskPages] | None = None,
+        disk: Callable[[Shapes], PageDisk] | None = None,
     ):
         self._device = device
         described = device.programs.described_moved()
@@ -93,12 +93,13 @@ class OffloadedPages(DevicePart, PageStore):
             pieces.append(([rank_pages[:, 1] for rank_pages in piece], writes, self._device.send(packed(piece))))
 
         def run() -> Running:
-            self._land(waiting=False)
+            self._land()
             for slots, writes, pages in pieces:
                 taken = self._device.programs.take_pages()(self._device.state, pages)
                 for array in taken.values():
                     array.copy_to_host_async()
-                self._landings.append(_Landing(list(taken.values()), partial(self._keep, taken, slots, writes)))
+                keep = partial(self._keep, taken, slots, writes)
+                self._landings.append(_Landing(list(taken.values()), keep, slots))
                 yield next(iter(taken.values()))
 
         return run()
@@ -109,20 +110,20 @@ class OffloadedPages(DevicePart, PageStore):
         def run() -> Running:
             delete = partial(self._disk.drop, command.everything, names_of(command.names))
             self._landings.append(_Landing([], delete))
-            self._land(waiting=False)
+            self._land()
             yield from ()
 
         return run()
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         """Report what came of pages and the disk since the last time; wait so long for the first of it."""
-        self._land(waiting=False)
+        self._land()
         return PageReports([], []) if self._disk is None else self._disk.reports(seconds)
 
     def close(self) -> None:
         """Write what has left the devices to the disk, and end."""
         if self._disk is not None:
-            self._land(waiting=True)
+            self._land(least=len(self._landings))
             self._disk.close()
 
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
@@ -138,14 +139,24 @@ class OffloadedPages(DevicePart, PageStore):
         if self._disk is not None:
             self._disk.forget(rank, number)
 
-    def _land(self, waiting: bool) -> None:
-        """Write to memory and disk what has left the devices; ``waiting``: also what is still on its way."""
+    def _land(self, least: int = 0) -> None:
+        """Write to memory and disk what has left the devices; wait for so many of the first that are on their way."""
         while self._landings:
             head = self._landings[0]
-            if not waiting and not all(array.is_ready() for array in head.awaited):
+            if least <= 0 and not all(array.is_ready() for array in head.awaited):
                 return
             self._landings.popleft()
             head.land()
+            least -= 1
+
+    def _land_slots(self, slots: RankArrays) -> None:
+        """Wait for pages that are on their way to these slots of each rank. What left the devices later may still be on its way."""
+        needed = 0
+        for place, landing in enumerate(self._landings, 1):
+            filled = zip(landing.slots, slots, strict=True) if landing.slots else ()
+            if any(np.isin(wanted, own[own >= 0]).any() for own, wanted in filled):
+                needed = place
+        self._land(least=needed)
 
     def _keep(self, taken: PagesOnTheWay, slots: list[np.ndarray], writes: list[tuple[int, int, int, bytes]]) -> None:
         """Keep pages that have left the devices.
@@ -179,7 +190,7 @@ class OffloadedPages(DevicePart, PageStore):
 
     def _sent(self, slots: list[np.ndarray]) -> PagesOnTheWay:
         """Send pages of all ranks to the devices, as a program takes them."""
-        self._land(waiting=True)
+        self._land_slots(slots)
         read = {
             (rank, int(number)): self._disk.take(rank, int(number))
             for rank, rank_slots in enumerate(slots)

@@ -9,9 +9,6 @@ from typing import NamedTuple, Protocol
 
 PROTECTED_SHARE = 0.75
 """The share of a tier's pages, at most, that are protected because they were asked for again."""
-STEPS_TO_STORE = 2
-"""Planned steps after which a stored page can be fetched: by then it has left the device, and nobody waits for it."""
-
 NOWHERE = -1
 
 
@@ -81,12 +78,17 @@ class SegmentedLru:
 
 
 class HostTier:
-    """The slots of host memory that one rank's evicted pages go to, and the names by which they are found."""
+    """The slots of host memory that one rank's evicted pages go to, and the names by which they are found.
 
-    def __init__(self, num_slots: int):
+    Args:
+        under_way: how many steps can be under way at a time. A stored page can be fetched so many planned steps later: it has left the
+            device by then, and nobody waits for it.
+    """
+
+    def __init__(self, num_slots: int, under_way: int = 2):
         if num_slots < 1:
             raise ValueError(f"found {num_slots} slots, expected at least 1")
-        self.num_slots = num_slots
+        self.num_slots, self._under_way = num_slots, under_way
         self._free = list(range(num_slots - 1, -1, -1))
         self._names = SegmentedLru(num_slots)
         self._leaving: dict[bytes, int] = {}  # stored so many planned steps ago
@@ -102,7 +104,7 @@ class HostTier:
     def begin_step(self) -> None:
         """Count one more planned step for the pages that are leaving the device."""
         if self._leaving:
-            self._leaving = {name: age + 1 for name, age in self._leaving.items() if age + 1 < STEPS_TO_STORE}
+            self._leaving = {name: age + 1 for name, age in self._leaving.items() if age + 1 < self._under_way}
 
     def store(self, name: bytes) -> tuple[int, bytes | None] | None:
         """Take a slot for a page that leaves the device; give it, and the page that went for it. None where the page is here already."""

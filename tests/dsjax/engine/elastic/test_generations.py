@@ -1,5 +1,6 @@
 """Another executor under running requests: none is lost, none is answered otherwise, and what a lost step made is never seen."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +12,11 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.sampling_params import OutputKind
+from dsjax.engine.device.access import DevicePart
 from dsjax.engine.elastic import generations
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
+from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.group import GroupError
@@ -316,13 +319,20 @@ def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_an
 
 
 @pytest.mark.slow
-def test_stages_come_and_go_in_the_middle_of_requests_and_change_no_bit(checkpoint, kernels):
+def test_stages_come_and_go_in_the_middle_of_requests_and_change_no_bit(checkpoint, tmp_path, kernels):
     params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, detokenize=False, logprobs=0)
     prompts = [{"prompt_token_ids": list(range(3 + i, 9 + 2 * i))} for i in range(3)]
     moving = {
         name: FEATURES[name] for name in ("enable_eplb", "eplb_config")
     }  # which rests where a stage has one device
-    llm = LLM(str(checkpoint), mesh="dp=2", **FEW_SHAPES | moving | {"kernels": "native", "batch_invariant": True})
+    tiers = {
+        "cache_tokens": 32,
+        "host_cache_bytes": 200_000,
+        "disk_cache": str(tmp_path / "pages"),
+        "disk_cache_bytes": 10_000_000,
+    }
+    exact = {"kernels": "native", "batch_invariant": True}
+    llm = LLM(str(checkpoint), mesh="dp=2", **FEW_SHAPES | moving | tiers | exact)
     expected = [answer(llm.generate([prompt], params)[0]) for prompt in prompts]
     found, step = begin(llm, prompts, [params] * 3)
     for mesh in ("pp=2,dp=2", "pp=3", "tp=2"):
@@ -341,10 +351,12 @@ def test_stages_come_and_go_in_the_middle_of_requests_and_change_no_bit(checkpoi
     llm.shutdown()
 
 
-def test_stages_are_refused_beside_what_does_not_go_with_them_before_anything_is_given_up(checkpoint):
-    llm = LLM(str(checkpoint), mesh="dp=1", host_cache_bytes=200_000, **FEW_SHAPES)
+def test_stages_are_refused_beside_what_does_not_go_with_them_before_anything_is_given_up(checkpoint, monkeypatch):
+    module = SimpleNamespace(attachment=Attachment, device_part=lambda *_: DevicePart())
+    monkeypatch.setitem(sys.modules, "kept_elsewhere", module)
+    llm = LLM(str(checkpoint), mesh="dp=1", page_source="kept_elsewhere", **FEW_SHAPES)
     before = llm.executor
-    with pytest.raises(UserError, match="--host-cache-bytes does not go with stages"):
+    with pytest.raises(UserError, match="--page-source does not go with stages"):
         llm.scale("pp=2")
     assert llm.executor is before
     llm.shutdown()

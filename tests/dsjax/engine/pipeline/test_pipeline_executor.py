@@ -12,7 +12,7 @@ import pytest
 from layouts import answer, difference, prompts, write_checkpoint
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.contract.commands import Step
+from dsjax.engine.contract.commands import Clear, RankStep, Step, int32s
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
 from dsjax.engine.setup.stages import _of_all
 from dsjax.errors import UserError
@@ -102,7 +102,6 @@ def test_the_bytes_of_several_processes_are_those_of_the_fullest_stage(stages):
     assert found == dataclasses.replace(
         sparse,
         parameters=2 * dense.parameters,
-        page_bytes=2 * dense.page_bytes,
         num_processes=2,
         stages=[*dense.stages, *sparse.stages],
     )
@@ -189,6 +188,16 @@ def test_on_accelerators_a_launch_that_did_not_reach_all_stages_is_the_last_one(
     with pytest.raises(RuntimeError, match=r"KeyboardInterrupt.*start the engine anew"):
         executor.launch("another step")
     assert calls == ["a step"]
+
+
+def test_what_nobody_waits_for_goes_through_all_stages_when_what_is_before_it_is_done(stages):
+    executor, nothing = stages.executor, Clear([int32s([1])])
+    assert executor.launch(nothing).passed == 2
+    step = executor.launch(Step([RankStep([], [], b"", [], [])]))
+    behind = executor.launch(nothing)
+    assert (step.passed, behind.passed) == (0, 0)
+    executor.collect(step)
+    assert behind.passed == 2
 
 
 def test_only_the_last_stage_is_sent_what_sampling_needs(stages, monkeypatch):

@@ -18,8 +18,6 @@ def test_all_devices_of_all_stages_count():
     ("options", "message"),
     [
         ({"pp_layer_partition": "3,2"}, "has one; add pp"),
-        (STAGES | {"host_cache_bytes": 1 << 20}, "no tier keeps together"),
-        (STAGES | {"disk_cache": "pages", "disk_cache_bytes": 1 << 20}, "no tier keeps together"),
         (STAGES | {"page_source": "dsjax.nowhere"}, "one at each stage"),
         (STAGES | {"disaggregation_mode": "decode"}, "not handed over"),
         ({"prefill_mesh": "pp=2", "decode_mesh": "dp=2"}, "not handed over"),

@@ -161,6 +161,26 @@ def test_the_record_of_loads_has_the_layers_and_devices_of_all_processes_and_beg
     assert (after, after_of_two) == (None, None)
 
 
+def test_pages_in_host_memory_come_back_to_the_stages_of_all_processes(checkpoint):
+    few = {"cache_tokens": 64, "host_cache_bytes": 400_000, "batch_invariant": True}
+    llm = LLM(str(checkpoint), mesh="pp=2", max_model_len=64, **SIZES, **DRAFTS, **few)
+    expected = made(llm)
+    llm.engine.flush_prefix_cache()
+    links = links_of([0, 1])
+    first, last = (StagesOfProcess([stage], link) for stage, link in zip(llm.executor.stages, links, strict=True))
+    llm.engine.core.executor = leading = Leading(first, last, links[0])
+    found = [made(llm)]
+    llm.generate(prompts()[-1:], PARAMS[0])  # takes the pages of the others
+    before = llm.engine.core.loads()[0].tiers["host"].fetched
+    found.append(made(llm))
+    fetched = llm.engine.core.loads()[0].tiers["host"].fetched - before
+    leading.end()
+    for link in links:
+        link.close()
+    assert found == [expected, expected]
+    assert fetched > 5
+
+
 @pytest.fixture(scope="module")
 def balanced(checkpoint):
     """(what one process makes, what two make, the engine, and the executor of each) of two stages, of which one has a dense layer alone."""

@@ -92,8 +92,9 @@ def test_whoever_keeps_an_error_of_the_start_keeps_no_cache_and_no_thread(tmp_pa
     monkeypatch.setattr(place, fail)
     sizes = {"page_size": 4, "max_model_len": 32, "max_num_seqs": 2, "prefill_chunk": 8, "max_num_batched_tokens": 8}
     events = {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}}
+    disk = {"disk_cache": str(tmp_path / "pages"), "disk_cache_bytes": 1 << 20} if "mesh" in options else {}
     with pytest.raises(RuntimeError, match="not now") as kept:
-        LLM(str(write_checkpoint(tmp_path, mtp=bool(options))), **sizes, **events, **options)
+        LLM(str(write_checkpoint(tmp_path, mtp=bool(options))), **sizes, **events, **disk, **options)
     assert kept.value is not None
     assert len(made) == (2 if options else 1)
     assert all(array.is_deleted() for executor in made for array in jax.tree.leaves(executor.state))

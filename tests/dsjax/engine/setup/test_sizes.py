@@ -14,9 +14,17 @@ from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.sizes import EngineLayout, beside_the_cache, check_device_memory, chunk_bytes, weight_bytes
+from dsjax.engine.setup.sizes import (
+    EngineLayout,
+    beside_the_cache,
+    check_device_memory,
+    chunk_bytes,
+    page_bytes,
+    weight_bytes,
+)
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
 from dsjax.errors import UserError
+from dsjax.model.stage import stages_of
 from sharding import MeshSpec
 
 
@@ -117,3 +125,19 @@ def test_only_a_side_of_two_has_room_for_chunks():
     ]
     assert sizes[:2] == [0, (MOST_KEPT + CHUNK_PAGES) * page]
     assert sizes[2] > 0
+
+
+def test_a_page_beside_the_devices_has_all_layers_whichever_stage_it_is_asked_of():
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    checkpoint = SimpleNamespace(
+        config=ModelConfig.from_dict(TINY | {"num_nextn_predict_layers": 1}), bf16_experts=False
+    )
+    for options in ({}, drafts):
+        sizes = {}
+        for mesh in ("dp=2", "pp=2,dp=2"):
+            spec, args = MeshSpec.parse(mesh), EngineArgs(mesh=mesh, dtype="float32", page_size=4, **options)
+            stages = stages_of(checkpoint.config, 2, mtp=bool(options)) if spec.pp_size > 1 else [None]
+            for stage, own in zip(stages, spec.build_stages(), strict=True):
+                sizes[mesh, stage] = page_bytes(args, EngineLayout.of(args, checkpoint, own, stage=stage).step)
+        assert len(set(sizes.values())) == 1
+        assert len(sizes) == 3

@@ -52,3 +52,13 @@ def test_a_page_is_not_fetched_while_it_leaves():
     tier.begin_step()
     assert tier.can_fetch(b"a")
     assert not tier.can_fetch(b"b")
+
+
+def test_a_page_leaves_for_as_many_steps_as_can_be_under_way():
+    tier = HostTier(4, under_way=4)
+    tier.store(b"a")
+    for _ in range(3):
+        tier.begin_step()
+        assert not tier.can_fetch(b"a")
+    tier.begin_step()
+    assert tier.can_fetch(b"a")

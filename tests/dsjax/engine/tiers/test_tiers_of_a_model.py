@@ -16,6 +16,7 @@ from layouts import ARITHMETIC, MODELS
 
 from dsjax import LLM, SamplingParams
 from dsjax.config import load_config
+from dsjax.engine.contract.commands import DropPages, FetchPages, PlacePages, ReadPages, StorePages
 from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.setup.args import INDEX_SCORES, EngineArgs
 from dsjax.engine.setup.assembly import make_step
@@ -64,10 +65,10 @@ def answer(output):
 
 @pytest.fixture(scope="module")
 def expected_of(checkpoints, kernels):
-    """What one device gives for each prompt alone, without tiers, when it is first asked for: of a model in an MLA form."""
+    """What one device gives for each prompt alone, without tiers, when it is first asked for: of a model in an MLA form, with a cache."""
 
-    def made(model, form):
-        llm = load(checkpoints(model), mla_prefill=form, mla_decode=form)
+    def made(model, form, kv_cache_dtype="auto"):
+        llm = load(checkpoints(model), mla_prefill=form, mla_decode=form, kv_cache_dtype=kv_cache_dtype)
         assert llm.executor.model.is_exact
         outputs = generated(llm)
         llm.shutdown()
@@ -93,15 +94,24 @@ def generated(llm):
         ("v3", {"mesh": "tp=2", "mla_prefill": "CD", "mla_decode": "CD", "host_cache_bytes": 0}),
         ("v3.2", {"mesh": "dp=2,tp=2", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
         ("v3", {"attention_mesh": "dp=2", "expert_mesh": "ep=4"}),
+        ("v3", {"mesh": "pp=2,dp=2", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
+        ("v3", {"mesh": "pp=3", "kv_cache_dtype": "fp8", "host_cache_bytes": 0}),
     ],
-    ids=["dp=2,tp=2, drafts", "keys and values, disk alone", "index keys, drafts", "experts apart"],
+    ids=[
+        "dp=2,tp=2, drafts",
+        "keys and values, disk alone",
+        "index keys, drafts",
+        "experts apart",
+        "stages, drafts",
+        "stages, FP8 cache, disk alone",
+    ],
 )
 def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_restart_too(
     checkpoints, expected_of, model, options, tmp_path
 ):
     """The first engine has room for all in host memory, the second one for a page or two of each rank, 5 % of what is needed."""
     form = ARITHMETIC[options.get("mla_decode", "A_CC_ME")]
-    checkpoint, expected = checkpoints(model), expected_of(model, form)
+    checkpoint, expected = checkpoints(model), expected_of(model, form, options.get("kv_cache_dtype", "auto"))
     on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "cache_tokens": 92}
     library = ProgramLibrary()
     with kept_in(library):
@@ -140,6 +150,57 @@ def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_resta
     finally:
         second.shutdown()
     assert not list(Path(tmp_path).glob("*/*/*.page"))
+
+
+@pytest.mark.slow
+def test_pages_on_the_disk_are_found_on_a_mesh_with_other_stages_and_without(checkpoint, expected_of, tmp_path):
+    expected, drafts = expected_of("v3", "A_CC_ME"), {"method": "mtp", "num_speculative_tokens": 2}
+    on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "speculative_config": drafts}
+    for place, mesh in enumerate(("pp=2", "dp=2", "pp=3,dp=2")):
+        llm = load(checkpoint, mesh=mesh, **on_disk)
+        try:
+            firsts = prompts()[:4]  # one of each beginning
+            assert [answer(llm.generate([prompt], GREEDY)[0]) for prompt in firsts] == expected[:4]
+            hits = sum(rank.hits.get("disk", 0) for rank in llm.engine.core.scheduler.ranks)
+        finally:
+            llm.shutdown()
+        assert (hits > 100) == (place > 0)
+    assert len(list(tmp_path.glob("*/space.json"))) == 1
+
+
+PAGE_COMMANDS = (StorePages, FetchPages, PlacePages, ReadPages, DropPages)
+
+
+@pytest.fixture(scope="module")
+def staged(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    room = {"cache_tokens": 92, "host_cache_bytes": 1 << 14, "disk_cache": str(folder), "disk_cache_bytes": 1 << 16}
+    llm = load(checkpoint, mesh="pp=2", **room)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("kind", PAGE_COMMANDS, ids=lambda kind: kind.__name__)
+def test_an_interrupt_while_pages_move_at_one_stage_leaves_no_page_in_part(
+    staged, expected_of, monkeypatch, kind, stage
+):
+    expected, stage = expected_of("v3", "A_CC_ME"), staged.executor.stages[stage]
+    launch, seen = stage.launch, []
+
+    def interrupted(command):
+        if isinstance(command, kind):
+            seen.append(command)
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+        return launch(command)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generated(staged)
+    assert [answer(output) for output in staged.generate(prompts(), GREEDY)] == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+"""Pages that several executors have parts of are whole on the disk, or not there, and each gets its own part back."""
+
+import numpy as np
+import pytest
+from test_disk_pages import SHAPES, SPACE, name, page, same
+
+from dsjax.engine.tiers.disk_pages import DiskPages
+from dsjax.engine.tiers.divided_pages import DividedPages
+from dsjax.engine.tiers.page_files import PageFiles
+from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
+from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
+
+
+def part_of(number, part):
+    """One of two parts, a layer each, of a page whose values tell which page they are of; the last has the marks of filled slots too."""
+    own = {"latent": page(number)["latent"][part : part + 1]}
+    return own | {"filled": page(number)["filled"]} if part == 1 else own
+
+
+class Divided:
+    """Two executors' parts of one disk."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.pages = DividedPages(2, self._open)
+        shapes = [{key: (array.shape, array.dtype) for key, array in part_of(0, part).items()} for part in (0, 1)]
+        self.first, self.last = self.parts = [self.pages.part(one) for one in shapes]
+        self.reports()  # the list of pages
+
+    def _open(self, shapes):
+        assert shapes == SHAPES
+        return DiskPages(PageFiles(lock_folder(self.folder), SPACE, shapes), 1 << 20)
+
+    def reports(self):
+        return self.pages.page_reports(5.0)
+
+    def write(self, *numbers):
+        for number in numbers:
+            for place, part in enumerate(self.parts):
+                part.write(number, name(number), part_of(number, place))
+        self.wait_for(*numbers)
+
+    def wait_for(self, *numbers):
+        written = {}
+        while not written.keys() >= set(numbers):
+            written |= self.reports().written
+        assert all(written.values())
+
+    def names(self):
+        return sorted(PageFiles(PageFolder(self.folder), SPACE, SHAPES).list().names)
+
+    def close(self):
+        for part in self.parts:
+            part.close()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    made = Divided(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_page_of_parts_is_the_file_that_one_executor_writes_and_reads(disk, tmp_path):
+    disk.write(1)
+    assert same(PageFiles(PageFolder(tmp_path), SPACE, SHAPES).read(name(1)), 1)
+    for part in disk.parts:
+        part.read(0, 7, name(1))
+    assert disk.reports().read == [(0, 7, True)]
+    for place, part in enumerate(disk.parts):
+        taken = part.take(0, 7)
+        expected = part_of(1, place)
+        assert taken.keys() == expected.keys()
+        assert all(np.array_equal(taken[key], expected[key]) for key in expected)
+
+
+def test_a_page_without_one_of_its_parts_is_not_there_even_at_the_end(disk):
+    disk.first.write(1, name(1), part_of(1, 0))
+    disk.write(2)
+    disk.last.write(3, name(3), part_of(3, 1))
+    disk.close()
+    assert disk.names() == [name(2)]
+
+
+def test_parts_of_several_pages_may_come_in_turn_or_one_after_the_other(disk):
+    for number in (1, 2):
+        disk.first.write(number, name(number), part_of(number, 0))
+    for number in (1, 2):
+        disk.last.write(number, name(number), part_of(number, 1))
+    disk.wait_for(1, 2)
+    files = PageFiles(PageFolder(disk.folder), SPACE, SHAPES)
+    assert all(same(files.read(name(number)), number) for number in (1, 2))
+
+
+def test_deleting_comes_after_what_all_were_to_write_before(disk):
+    disk.first.write(1, name(1), part_of(1, 0))
+    disk.first.drop(False, [name(1)])
+    disk.first.write(2, name(2), part_of(2, 0))
+    disk.last.write(1, name(1), part_of(1, 1))
+    disk.last.drop(False, [name(1)])
+    disk.last.write(2, name(2), part_of(2, 1))
+    disk.write(3)
+    assert disk.names() == [name(2), name(3)]
+
+
+def test_a_number_that_is_forgotten_and_used_again_brings_the_new_page_to_all(disk):
+    disk.write(1, 2)
+    for part in disk.parts:
+        part.read(0, 5, name(1))
+    assert disk.reports().read == [(0, 5, True)]
+    disk.first.take(0, 5)  # an interrupt, and nobody takes the rest
+    for part in disk.parts:
+        part.forget(0, 5)
+        part.read(0, 5, name(2))
+    assert disk.reports().read == [(0, 5, True)]
+    first, last = (part.take(0, 5) for part in disk.parts)
+    assert np.array_equal(np.concatenate([first["latent"], last["latent"]]), page(2)["latent"])
+
+
+def test_a_page_that_all_have_taken_is_kept_no_longer(disk):
+    disk.write(1)
+    for part in disk.parts:
+        part.read(0, 5, name(1))
+    disk.reports()
+    disk.first.take(0, 5), disk.first.take(0, 5), disk.last.take(0, 5)
+    with pytest.raises(KeyError):
+        disk.first.take(0, 5)
+
+
+def test_every_executor_looks_after_its_own_part_when_reports_are_asked_for(disk):
+    class Reporter:
+        asked = 0
+
+        def page_reports(self, seconds=0.0):
+            self.asked += 1
+            return PageReports([], [])
+
+    reporters = [Reporter(), Reporter()]
+    disk.pages.report_through(reporters)
+    assert disk.pages.extension(PageReporter) is disk.pages
+    assert disk.pages.extension(DiskPages) is None
+    disk.write(1)
+    assert reporters[0].asked == reporters[1].asked > 0
+    assert disk.last.reports() == PageReports([], [])

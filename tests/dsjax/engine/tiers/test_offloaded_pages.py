@@ -1,0 +1,75 @@
+"""Pages that leave the devices are waited for only by those who need them."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from dsjax.engine.contract.commands import StorePages, int32s
+from dsjax.engine.device.access import CommandTable
+from dsjax.engine.device.page_staging import PageStaging
+from dsjax.engine.tiers.offloaded_pages import OffloadedPages
+
+
+class Leaving:
+    """An array of pages on its way from the devices to the host."""
+
+    shape = (2, 64, 2, 4, 6)
+
+    def __init__(self, value: int):
+        self.has_come = False
+        self._shard = SimpleNamespace(index=(slice(0, 2), slice(None)), data=np.full(self.shape, value))
+
+    def copy_to_host_async(self):
+        pass
+
+    def is_ready(self):
+        return self.has_come
+
+    @property
+    def addressable_shards(self):
+        self.has_come = True  # whoever reads it has waited for it
+        return [self._shard]
+
+
+@pytest.fixture
+def leaving():
+    """(pages of host memory that are on their way there, each of its own slot; the `OffloadedPages`)."""
+    described = {"latent": jax.ShapeDtypeStruct(Leaving.shape, np.int64)}
+    arrays = [Leaving(value) for value in range(3)]
+    taken = iter(arrays)
+    programs = SimpleNamespace(described_moved=lambda: described, take_pages=lambda: lambda *_: {"latent": next(taken)})
+    device = SimpleNamespace(
+        programs=programs, limits=SimpleNamespace(host_pages_per_rank=8, num_ranks=2), state=None, send=lambda a: a
+    )
+    pages, table = OffloadedPages(device, PageStaging(device)), CommandTable()
+    pages.register(table)
+    for slot in range(3):
+        list(table.launch(StorePages([int32s([1, slot, -1]), int32s([1, 7 - slot, -1])])).running)
+    return arrays, pages
+
+
+@pytest.mark.parametrize(
+    ("slots", "waited"),
+    [
+        (([1], []), [True, True, False]),  # what left before comes first
+        (([], [5]), [True, True, True]),
+        (([4], [0]), [False, False, False]),
+        (([], []), [False, False, False]),
+    ],
+)
+def test_a_load_waits_for_the_pages_of_its_own_slots_and_for_none_that_left_later(leaving, monkeypatch, slots, waited):
+    arrays, pages = leaving
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, make: None)
+    pieces, _ = pages.take(
+        [np.array(own, np.int32) for own in slots], [np.arange(len(own), dtype=np.int32) for own in slots]
+    )
+    for piece in pieces:
+        piece.make()
+    assert [array.has_come for array in arrays] == waited
+    for rank, own in enumerate(slots):
+        for slot in own:
+            written = slot if rank == 0 else 7 - slot
+            expected = written if written < 3 else 0
+            assert (pages._memory["latent"][rank, slot] == expected).all()
