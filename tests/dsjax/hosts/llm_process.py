@@ -51,8 +51,10 @@ def main() -> None:
     for line in sys.stdin:
         generations = llm.engine.core.generations  # None where the mesh never changes
         changes = {} if generations is None else generations.counts.changes
-        tokens, loads = record(llm) if line.strip() == "record" else (generate(llm), None)
-        said = {"tokens": tokens, "loads": loads, "mesh": llm.facts.mesh, "changes": dict(changes)}
+        tokens, *loads = record(llm) if line.strip() == "record" else (generate(llm),)
+        said = {"tokens": tokens, "mesh": llm.facts.mesh, "changes": dict(changes)}
+        if loads:
+            said["loads"] = loads[0]
         balance = llm.engine.core.statistics().get("balance")  # None where experts stay where they are
         if balance is not None:
             said |= {"rebalances": balance.rebalances, "failures": balance.failures}
