@@ -50,7 +50,7 @@ def start_both(folder: Path) -> list[dict]:
         }
         command = [sys.executable, "-c", PROCESS, str(index), str(port)]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    return [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    return [json.loads(process.communicate(timeout=400)[0].splitlines()[-1]) for process in processes]
 
 
 def test_each_process_of_a_mesh_finds_its_programs_when_it_is_started_again(tmp_path):

@@ -460,7 +460,7 @@ def test_ctrl_c_and_sigterm_end_the_fault_and_the_same_command_goes_on(number, s
         time.sleep(0.05)
     time.sleep(0.2)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "the same command goes on" in errors
     assert said.read_text() == "begun\nended\n"

@@ -61,7 +61,7 @@ class Worker(Process):
     def is_ready(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-4000:]
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=60) as answer:
                 return json.load(answer)["status"] == "ready"
         except OSError:
             return False
@@ -113,7 +113,7 @@ class Frontend(Process):
     def num_workers(self) -> int:
         """Workers that it knows."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=60) as answer:
                 health = json.load(answer)
         except OSError:
             return 0
@@ -124,7 +124,7 @@ class Frontend(Process):
         body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1}).encode()
         request = urllib.request.Request(f"{self.url}/v1/completions", body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.status == 200
         except OSError:  # an HTTP error is one too
             return False

@@ -74,7 +74,7 @@ def ask_all(url: str) -> list[str]:
 
 def phase(worker) -> str:
     """What a process that follows says at `/ready`."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{worker.port}/ready", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{worker.port}/ready", timeout=60) as answer:
         return json.load(answer)["status"]
 
 

@@ -230,7 +230,9 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
 
     def read() -> None:
         try:
-            with httpx.stream("POST", server.url + "/v1/completions", json={**LONG, "stream": True}, timeout=30) as got:
+            with httpx.stream(
+                "POST", server.url + "/v1/completions", json={**LONG, "stream": True}, timeout=120
+            ) as got:
                 answers.append("".join(got.iter_text()))
         except httpx.HTTPError as error:
             answers.append(type(error).__name__)
@@ -327,7 +329,7 @@ def test_when_the_engine_s_process_ends_all_end(number):
 
 def is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready", timeout=10).status_code == 200
+        return httpx.get(f"{url}/ready", timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
 
