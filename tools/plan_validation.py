@@ -177,8 +177,8 @@ Mechanisms were found in raw columns and public sources after the blind rounds, 
 - **When prompts are taken in.** An engine that looks for prompts every 30 steps, or holds them back for 60, is played so. Of runs that had
   been seen, the median TTFT of X14 became 719 ms (717 measured, 195 before), of X4 572 (579, 149), of X8 487 (545, 133).
 
-Of the drafts' rates 57 % blind error become {drafts_now}, and {drafts_random} with the acceptance of random prompts. The memory of
-B200, GB200 and GB300 is priced at what their drivers report (7.67 and 7.93 TB/s), not at the datasheet's 8.
+The rates with drafts were 57 % off blind. They are {drafts_now} off now, and {drafts_random} with the acceptance of random prompts.
+The memory of B200, GB200 and GB300 is priced at what their drivers report (7.67 and 7.93 TB/s), not at the datasheet's 8.
 
 After the round *scripts* further mechanisms were looked for where its TTFT was worst. Each is an engine's table, option or source:
 
@@ -202,7 +202,8 @@ After the round *scripts* further mechanisms were looked for where its TTFT was 
 Not found: why TensorRT-LLM with attention DP and drafts answers two to three times later than 60 held steps say (R10, R16, R32), and why
 the first wave of SGLang with FP4 on Blackwell meets 5 s with 32 users and not with 16 (U3 to U5, U40).
 
-Of the runs of *scripts* that were played again with all this ({again_runs} of 94: answers of 1,024 tokens, few users; seen), errors are
+{again_runs} of the 94 runs of *scripts* on one host were played again with all this, those
+with answers of 1,024 tokens and few users (seen). Errors are
 
 | | figures | blind | today |
 |---|---|---|---|

@@ -183,7 +183,7 @@ def test_both_sides_on_one_host_are_one_process(tmp_path):
 
 
 def test_attention_on_two_hosts_is_a_group_whose_processes_find_each_other_and_experts_know_none(group, monkeypatch):
-    """As of any engine of several hosts: each pod has its place from LeaderWorkerSet, and its network cards."""
+    """The pods are those of any engine of several hosts: each has its place from LeaderWorkerSet, and its network cards."""
     ((attention, server, experts),) = groups_of(group)
     spec = group["LeaderWorkerSet"][0]["spec"]["leaderWorkerTemplate"]
     pod = spec["workerTemplate"]["spec"]

@@ -173,21 +173,34 @@ def predict(history: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list
             run, drafts = run_of(result)
             drafts = drafts if key.startswith("R") else 0
             said, metrics, mesh = predictions(run, result["date"], drafts), OF_B if drafts else OF_A, run.mesh
-        told = (run.device, run.engine, run.weights, run.prompt, run.output, run.users, mesh, drafts)
-        for metric in metrics:
-            ends = [f"{end:.4g}" for end in (said[metric].value, said[metric].low, said[metric].high)]
-            made.append(dict(zip(COLUMNS, map(str, (key, result["date"], *told, metric, *ends, "")), strict=True)))
+        made += lines_of(key, result["date"], run, mesh, drafts, {metric: said[metric] for metric in metrics})
         print(key, run.name, flush=True)
     return made
 
 
+def lines_of(
+    key: str, date: str, run: Run | ApartRun, mesh: str, drafts: int, said: dict[str, Figure]
+) -> list[dict[str, str]]:
+    """A run's predictions by metric, as lines of a round's file; what was measured is not entered yet."""
+    told = (run.device, run.engine, run.weights, run.prompt, run.output, run.users, mesh, drafts)
+    lines = []
+    for metric, figure in said.items():
+        ends = [f"{end:.4g}" for end in (figure.value, figure.low, figure.high)]
+        lines.append(dict(zip(COLUMNS, map(str, (key, date, *told, metric, *ends, "")), strict=True)))
+    return lines
+
+
 def enter(history: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[dict[str, str]]:
     """The predictions as they are, with what was measured."""
-    entered, by_key = rows(), dict(chosen(history, newest))
-    for row in entered:
+    return measured(rows(), dict(chosen(history, newest)))
+
+
+def measured(predicted: list[dict[str, str]], results: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
+    """Lines of a round's file, into each of which what its run measured was entered. results: by the keys of runs."""
+    for row in predicted:
         column, factor = METRICS[row["metric"]]
-        row["measured"] = f"{by_key[row['key']]['metrics'][column] * factor:.4g}"
-    return entered
+        row["measured"] = f"{results[row['key']]['metrics'][column] * factor:.4g}"
+    return predicted
 
 
 def today(keys: Sequence[str]) -> Iterator[dict[str, str]]:

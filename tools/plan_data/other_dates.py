@@ -73,22 +73,15 @@ def predict(past: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[di
         played = run, drafts, protocol(run, result["date"], drafts)
         if played not in known:
             known[played] = history.predictions(run, result["date"], drafts)
-        said = known[played]
-        told = (run.device, run.engine, run.weights, run.prompt, run.output, run.users, run.mesh, drafts)
-        for metric in METRICS:
-            ends = [f"{end:.4g}" for end in (said[metric].value, said[metric].low, said[metric].high)]
-            made.append(dict(zip(COLUMNS, map(str, (key, result["date"], *told, metric, *ends, "")), strict=True)))
+        said = {metric: known[played][metric] for metric in METRICS}
+        made += history.lines_of(key, result["date"], run, run.mesh, drafts, said)
         print(key, run.name, flush=True)
     return made
 
 
 def enter(past: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[dict[str, str]]:
     """The predictions as they are, with what was measured."""
-    entered, by_key = rows(), dict(chosen(past, newest))
-    for row in entered:
-        column, factor = history.METRICS[row["metric"]]
-        row["measured"] = f"{by_key[row['key']]['metrics'][column] * factor:.4g}"
-    return entered
+    return history.measured(rows(), dict(chosen(past, newest)))
 
 
 def mean_value_today() -> dict[str, tuple[float, float]]:

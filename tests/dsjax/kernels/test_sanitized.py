@@ -260,7 +260,7 @@ def together(seed, programs, ranks, held, N, K, *, behind=0, threads=1, times=3)
     threads=st.sampled_from([1, 2]),
 )
 def test_experts_of_several_devices_together(harness, seed, programs, ranks, held, behind, N, K, threads):
-    """Of programs that run at the same time, whose devices make their next rows as soon as they go on."""
+    """The programs run at the same time, and their devices make their next rows as soon as they go on."""
     case, arguments = together(seed, programs, ranks, held, N, K, behind=behind, threads=threads)
     case.ids[case.ids < 0] = ranks * held  # as an expert that nobody has
     found = run(harness, *arguments)
