@@ -11,7 +11,7 @@ import os
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -109,6 +109,20 @@ def jax_setting(name: str) -> Any:
     from jax._src import config
 
     return getattr(config, name).value
+
+
+def all_settings() -> dict[str, Any]:
+    """The values of all of JAX's settings by name, as its command-line flags, environment and ``jax.config.update`` have made them."""
+    import jax
+
+    return dict(jax.config.values)
+
+
+def topology_fingerprint(devices: Iterable[Any]) -> int:
+    """A number for the kind of these chips, their drivers and how they are connected, as JAX's own cache has it in its keys."""
+    from jax._src.lib import xla_client
+
+    return xla_client.get_topology_for_devices(list(devices)).fingerprint()
 
 
 def compile_options(device_ids: Sequence[int], backend: Any) -> Any:

@@ -212,3 +212,30 @@ def kernels():
     if found.native is None:
         pytest.skip(found.note)
     return found
+
+
+@pytest.fixture(scope="module")
+def no_programs_on_disk():
+    """Engines of this file neither find programs of other engines on disk nor leave any: it counts what is compiled."""
+    from dsjax.engine.program_cache.folder import ProgramFolder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgramFolder, "inside", lambda cache: None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _changed_code_leaves_no_programs(request: pytest.FixtureRequest):
+    """What a test changes in the code is not told by its source, from which a program's name on disk is made.
+
+    The tests of the folder itself have folders of their own.
+    """
+    from dsjax.engine.program_cache.folder import ProgramFolder
+
+    with pytest.MonkeyPatch.context() as patch:
+        if "monkeypatch" in request.fixturenames and request.path.parent.name != "program_cache":
+            patch.setattr(ProgramFolder, "inside", lambda cache: None)
+            # An engine of the whole file has its folder already.
+            patch.setattr(ProgramFolder, "read", lambda self, name: None)
+            patch.setattr(ProgramFolder, "write", lambda self, name, data: None)
+        yield

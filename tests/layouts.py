@@ -198,9 +198,11 @@ def answer(
     **options,
 ) -> Answer:
     """Run the eight prompts together on a layout; ``mixed``: decodes and prompts share launches."""
+    options = meshes_of(layout) | options
+    if "expert_mesh" not in options:
+        options = {"devices_per_host": DEVICES_PER_HOST} | options
     llm = LLM(
         str(directory),
-        **meshes_of(layout),
         dtype="float32",
         dispatch=dispatch,
         mla_prefill=prefill,
@@ -209,7 +211,6 @@ def answer(
         max_num_batched_tokens=32,
         prefill_chunk=16,
         page_size=4,
-        devices_per_host=DEVICES_PER_HOST,
         **options,
     )
     # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.

@@ -253,7 +253,7 @@ def draw_engine(rng: random.Random) -> Engine:
     maybe(0.3, host_cache_bytes=200_000, cache_tokens=160)
     experts = TINY["n_routed_experts"]
     redundant = -experts % ep + ep * rng.choice([0, 1])
-    if ep > 1 and spec.pp_size == 1 and rng.random() < 0.5:
+    if ep > 1 and rng.random() < 0.5:
         eplb = {"num_redundant_experts": redundant, "window_size": 4, "step_interval": 4, "payback": 0}
         options |= {"enable_eplb": True, "eplb_config": eplb}
     elif redundant:

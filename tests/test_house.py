@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dsjax.engine.program_cache import identity
+
 ROOT = Path(__file__).parents[1]
 
 HOUSE = (
@@ -34,6 +36,7 @@ ENGINE = (
     "experts",
     "afd",
     "device",
+    "program_cache",
     "text",
     "schedule",
     "contract",
@@ -100,6 +103,11 @@ def test_the_programs_rooms_import_only_what_is_below_them():
                 if above is not None and floors[above] < floor:
                     found.append(f"{name} -> {other}")
     assert found == []
+
+
+def test_names_of_compiled_programs_leave_out_what_is_above_the_engine_and_no_more():
+    above = [package for packages in HOUSE[: HOUSE.index(("dsjax.engine",))] for package in packages]
+    assert {f"dsjax.{room}" for room in identity._ABOVE} == set(above)
 
 
 def test_no_modules_of_the_engine_import_each_other_in_a_circle():

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsjax.bench.modules.setting import random_parameter
+from dsjax.checkpoint.place import aligned_empty
 from dsjax.config import ModelConfig, load_config
 from dsjax.engine.device.process import cache_folder
 from dsjax.kernels.table import Kernels, choose_kernels
@@ -156,7 +157,7 @@ def expert_product(name: str, weights: str, config: ModelConfig, kernels: Kernel
     size = sum(info.nbytes for info in one.infos.values())
     experts = -(-LEAST_BYTES // size)
     table = ParameterTable.of(RoutedExperts(Declaration(weights, "cpu"), config, experts))
-    params = {path: random_parameter(info, 1) for path, info in table.infos.items()}
+    params = {path: on_large_pages(np.asarray(random_parameter(info, 1))) for path, info in table.infos.items()}
     run = jax.jit(ExpertProduct(weight_dtype=table.infos["down.weight"].dtype, kernels=kernels))
 
     def prepare(rows: int, turn: int) -> tuple:
@@ -176,7 +177,7 @@ def dense_product(name: str, weights: str, shape: tuple[int, ...], pieces: int, 
     block = (
         rng.integers(0, 0x80, 1 << 20, np.uint8) if itemsize == 1 else rng.integers(0x3C00, 0x4000, 1 << 19, np.uint16)
     )
-    matrix = jnp.asarray(np.resize(np.minimum(block, 0x7E) if itemsize == 1 else block, (layers, *shape)))
+    matrix = on_large_pages(np.resize(np.minimum(block, 0x7E) if itemsize == 1 else block, (layers, *shape)))
     blocks = (layers, -(-shape[0] // 128), *shape[1:-1], -(-shape[-1] // 128))
     scale = jnp.full(blocks, 0.01, jnp.float32) if itemsize == 1 else None
     run = jax.jit(lambda matrix, scale, layer, rows: kernels.native.dense(matrix, scale, layer, rows, pieces=pieces))
@@ -185,6 +186,13 @@ def dense_product(name: str, weights: str, shape: tuple[int, ...], pieces: int, 
         return matrix, scale, jnp.int32(turn % layers), jnp.ones((rows, shape[0]))
 
     return Product(name, weights, elements * itemsize, elements, np.asarray(matrix), prepare, run)
+
+
+def on_large_pages(values: np.ndarray) -> jax.Array:
+    """The values where a checkpoint's would lie: in memory for which large pages are asked."""
+    placed = aligned_empty(values.shape, values.dtype)
+    placed[...] = values
+    return jnp.asarray(placed)
 
 
 def time_of(product: Product, rows: int, turn: int, clock: Callable[[], float]) -> float:

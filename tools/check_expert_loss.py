@@ -14,7 +14,7 @@ without an end, and wrong where its text is another.
 Of each loss a line says: `silence`, the longest time without a token on any stream, from the signal until tokens come again; `gap`, the
 seconds that the attention side's `/metrics` has for it, the most of those killed together; `cached`, tokens of prompts that were found in
 the prefix cache since the loss before, of those that were found there when each prompt came for the second time, undisturbed; `pages`,
-those that hold something of the cache, before and after: those of running requests come and go, so that a fifth may be missing. Each prompt
+those that hold something of the cache, before and after: those of running requests come and go, so that a third may be missing. Each prompt
 must be found in the cache as far as it was undisturbed, and no request preempted.
 
 What stands behind `--` are more options of `dsjax serve`, for both sides.
@@ -171,7 +171,8 @@ class Check(LossCheck):
         found = {"processes": ranks, "silence": silence, "gap": round(max(await self.gaps(ranks)), 2)}
         found["cached"] = [self.found_tokens - before[0], self.known_tokens - before[1]]
         found["pages"] = [pages, pages_after]
-        if pages_after < 0.8 * pages:  # those of running requests come and go
+        # Those of running requests come and go.
+        if pages_after < pages / 2:
             self.cache_lost.append(f"{pages - pages_after} of {pages} pages, when processes {ranks} were lost")
         if await self.metric("vllm:num_preemptions_total") > preempted:
             self.cache_lost.append(f"requests were preempted when processes {ranks} were lost")

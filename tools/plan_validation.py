@@ -11,16 +11,40 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dsjax.plan.calibration import HOST, LATEST, RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99
+from dsjax.plan.calibration import (
+    DRAFTS,
+    HOST,
+    LATEST,
+    LONGER,
+    NEWEST,
+    RATE,
+    SENT,
+    SOFTENED,
+    TPOT,
+    TTFT,
+    TTFT_MEDIAN,
+    TTFT_P99,
+    Blind,
+    calibrate,
+)
 from dsjax.plan.drafting import FIRST
-from tools.blind_rounds import aims_table, blind, held_out, mean_error
+from tools.blind_rounds import aims_table, blind, earlier, interval_score, mean_error, methods_table
 from tools.blind_rounds import table as blind_table
+from tools.plan_data import all_left
 from tools.plan_data.drafts import RANDOM_ACCEPTANCE, points_of_today
+from tools.plan_data.drafts_again import distance as again_distance
+from tools.plan_data.drafts_again import rows as again_rows
+from tools.plan_data.drafts_again import setting_of as again_setting
+from tools.plan_data.drafts_again import today_rows as again_today
 from tools.plan_data.fit_incidents import SECOND, dry_run_score, held, rows, score
 from tools.plan_data.fit_incidents import table as incidents
-from tools.plan_data.history import drafts_apart_today, today_rows
-from tools.plan_data.other_dates import is_faulty, mean_value_today, setting_of
+from tools.plan_data.history import distance, drafts_apart_today, today_rows
+from tools.plan_data.last_runs import distance as last_distance
+from tools.plan_data.last_runs import rows as last_rows
+from tools.plan_data.last_runs import today_rows as last_today
+from tools.plan_data.other_dates import mean_value_today, setting_of
 from tools.plan_data.other_dates import rows as other_rows
+from tools.plan_data.other_dates import today_rows as other_today
 from tools.plan_data.point_sets import csv_text, deciding_table, median_of_wide_ep, score_table
 from tools.plan_data.validation import points
 from tools.plan_data.validation_score import leave_one_out
@@ -35,12 +59,22 @@ assumed. Tests hold both.
 
 {aims}
 
-The newest round is *other dates*, [below](#predicted-blind). {faulty} of its {other_runs} runs are of two versions of SGLang that took
-several times as long for prompts as the ones before and after; they count in every figure above. That they are what makes it was seen
-in the results: without them rates and TPOT are {sound_rates} off and the TTFT {sound_ttft}. The round before, *scripts*, which an older
-model predicted, was {scripts_rates} and {scripts_ttft} off. Intervals are calibrated by both rounds, with each setting left out in turn;
-the table therefore also has what intervals by older rounds alone hold. The source has medians and P99 of the TTFT and no means, and
-most settings had been predicted at another date, so that the round asks less of the model than runs of a new kind.
+Two rounds show what the model of today is worth; the aims and how intervals would be made were committed with their predictions, but for
+one group. *All left*, the newest, has what no round had of DeepSeek-R1 on NVIDIA's devices: no drafts, and {left_known} of its
+{left_runs} runs in settings whose measurement at another date was known. On one host it is {left_host} off in rates and TPOT, with
+prefill and decode apart {left_apart}. Its median TTFT is {left_median} off. Its runs on one host are of before 2026-01-21, when nothing
+warmed the engines up: P99 of the TTFT, {left_p99} off, is what was compiled at the first requests (SGLang on B200 waited 70 s), and is
+that group of its own, settled after it had been read. The table also has the round without it.
+
+*Drafts again* is harder: {again_drafting} of its {again_count} runs have drafts, and {again_apart} of these have prefill and decode
+apart, {again_sglang} of them with SGLang, of which no run of this kind had been predicted before. On one host it is {again_host_rates}
+off in rates and TPOT, and {again_ttft} in the TTFT. What fails is SGLang with prefill and decode apart: rates are {again_sglang_rates}
+off, most on B200 in FP8 where the prefill side bounds them, and there up to 2.6 times too high ([what was missing](#what-was-missing));
+a token's time is {again_sglang_tpot} off. {sent} of its runs were most likely sent prompts five times as long as the benchmark says
+([why](#prompts-that-were-longer-than-said)) and are predicted with such prompts.
+
+Calibrated intervals are made with each setting left out in turn; the table therefore also has what intervals by older rounds alone
+hold. The source has medians and P99 of the TTFT and no means.
 `python tools/blind_rounds.py` prints the table.
 
 Step times come from tables of single operations; [plan.md](plan.md#a-step) lists them and the assumptions. **No factor is fitted to a
@@ -56,29 +90,51 @@ measurement was entered can be checked in this repository for {shown} of {figure
 a reader has only our word. *Own interval* combines the ranges of the assumptions; *calibrated* is what `dsjax plan` shows as holding 9 of
 10, made here without the setting that it is asked about (conformal prediction: [calibration.py](../dsjax/plan/calibration.py)): of rates
 and TPOT below the winner, of TTFT as reported with `--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)).
-*Width* is the median of high ÷ low. *Newest* is the round that was predicted last; a group that has at least 19 figures of it and of
-*scripts* is calibrated by these two alone, any other by all rounds. *Older* rounds were predicted by older models, and are held here
-against older rounds alone.
+*Width* is the median of high ÷ low. A group that has at least 19 figures of *{latest}* is calibrated by this round alone, one that has as
+many of {newest_rounds} together by these, any other by all. No group rests on *all left* alone, as nearly all of its settings had been
+measured at another date. *Older* rounds were predicted by older models, and are held here against older rounds alone. Runs with drafts,
+runs whose prompts were longer than said, and P99 of the TTFT in *all left*, calibrate nothing but themselves.
 
 {blind}
 
-- **other dates** (the newest round): {other_runs} runs of InferenceX in {other_settings} settings on one host, {other_drafts} with
+- **all left** (the newest round): {left_runs} runs in `tools/plan_data/all_left.csv`, each setting at its two newest dates that no round
+  had: 121 on one host (J), {left_apart_runs} with prefill and decode apart (K), none with drafts. Of ten runs the setting had never been
+  measured before. They are the first that were predicted with TensorRT-LLM's own tables of that time
+  ([what was missing](#what-was-missing)). The predictions were committed in {left_commit} and the results entered in the commit after it.
+  Rates of SGLang with FP4 on B200 are 48% too high and a token's time 9% too low: of 40 to 160 requests the first of each user waits
+  70 s, and a rate is little else than this wait (J4, J5, J10 to J13). Of TensorRT-LLM on GB200 with FP4 and thousands of users a token
+  takes a quarter longer than predicted (K9, K14).
+- **drafts again**: {again_count} runs in `tools/plan_data/drafts_again.csv`. 20 are runs on one host that only the
+  older copy of the benchmark's history has (E; vngcloud/InferenceX-app, commit cac6246); of 40 on one host with drafts, whose rates had
+  been seen, the TTFT alone was predicted (F); and 68 have prefill and decode apart and drafts (G): all of SGLang and those of TensorRT-LLM
+  at dates that no round had, with what their recipes say of drafts, of requests at once and of steps. 25 of these have 256 to 16,130
+  users. The predictions were committed in {again_commit} and the results entered in the commit after it. TensorRT-LLM apart is
+  {again_trt_rates} off in rates. SGLang on B200 in FP8 with many users is bound by prefill: its prefill side computes 2,450 to 3,400
+  prompt tokens a second a device (G14, G15, G17 to G20), where 5,600 to 8,900 were predicted; one of H200, whose rates are nearer, 2,760 to
+  3,360 (G47, G51). On H100 over two hosts with `dp=16` (G31, G32, G36, G39, G41, G42) a token takes a quarter to a half longer than
+  predicted: the recipes have no DeepEP, and gather every rank's tokens ([below](#what-was-missing)). F32 waited 320 s for its
+  median first token (216 predicted).
+- **last runs**: {last_runs} runs of InferenceX in {last_settings} settings on one host, {drafting} with drafts
+  and prompts as said, in `tools/plan_data/last_runs.csv` (P): all since 2026-01-14 that no round had, so that no choice was left.
+  Two thirds have 64 users and more. The predictions were committed in {last_commit} and the results entered in the commit after it.
+  Without drafts all {plain_count} rates and times a token lie inside their own intervals. P99 of the TTFT is too low ({p99_now}
+  off): the first wave of SGLang on H200 takes 0.6 to 1.4 s longer than it is played (P28, P29). Of the {last_sent} runs that are played
+  with the prompts that were most likely sent, P36d has a median TTFT of 189 s (195 predicted) and P22a of 45 s (38 predicted); P18a
+  and P9c look as if they had been sent shorter ones. With drafts a token of SGLang with 512 users takes 40 to 80 % longer than
+  predicted (P5, P9, P25, P27), and longer with 0.5.6 and 0.5.9 than with 0.5.12. What was found since is [below](#what-was-missing).
+- **other dates**: {other_runs} runs of InferenceX in {other_settings} settings on one host, {other_drafts} with
   drafts, in `tools/plan_data/other_dates.csv` (O): answers of 1,024 tokens and up to 32 users since 2026-01-14, each setting of
   `benchmarks-history.json` at its two newest dates that no round had. O1a and O1b are one setting at two dates. The model had the
   mechanisms that were [missing](#what-was-missing) by then. The predictions were committed in {other_commit} and the results entered in the
-  commit after it. Without drafts the median TTFT is {ttft_now} off and its P99 {p99_now}; half of the rates are within {rate_median}.
-  SGLang 0.5.11 (H200 and B300 of 2026-05-13, B200 of 2026-05-15) and 0.5.10.post1 (B300 of 2026-04-17) computed a prompt of 8K in
-  1.4 to 2.1 s on all devices, where 0.5.9 and 0.5.12 took 0.2 to 0.4; the versions are those of `nvidia-master.yaml` at these dates. No
-  public account of it was found, and no plan foresees it. It explains U45, too. The newest dates of each setting had gone into earlier
-  rounds; those that were left are the ones that another version replaced, so that such versions are more frequent here than in the
-  history. The calibration therefore rests on both rounds, which was decided when the results had been read: by this one alone, rates of
-  one host would be 3.6 wide, times a token 3.3, the median TTFT 11.8 and its P99 124.
+  commit after it. Half of the rates without drafts are within {rate_median}.
+  Where prompts were as long as the benchmark says, rates and TPOT are {sound_rates} off and the TTFT {sound_ttft}.
 - **scripts**: 132 runs of InferenceX that no round had, in `tools/plan_data/history.csv`: 60 on one host (U), 38 with prefill and decode
   apart (S), and the TTFT of 34 with drafts (R). What its scripts say and its results do not is played: SGLang on Blackwell looks for
   prompts every 10 or 30 steps (`--scheduler-recv-interval`), TensorRT-LLM holds them back for up to 60 steps until each replica has one,
   and computes one a step before 2026-01-21; since that day two requests a user warm the engine up; recipes bound what decodes at once. The
-  predictions were committed in 789df52e and the results entered in the commit after it. U45 (SGLang on B300) has a fifth of the rate of
-  its neighbours, and TensorRT-LLM of December 2025 on B200 with `ep=8` (U29, U32, U35) was predicted a half too fast. First tokens that
+  predictions were committed in 789df52e and the results entered in the commit after it. U45 (SGLang on B300) was sent
+  [longer prompts](#prompts-that-were-longer-than-said), and TensorRT-LLM of December 2025 on B200 with `ep=8` (U29, U32, U35) was
+  predicted a half too fast. First tokens that
   came ten times later than predicted (U37, U39, R6, R7, R18) most likely waited for room in the cache: what was played had a device with
   twice its memory. R2 was played with 256 requests at once, as its script says since 2026-07-02; the script of its day had 512.
 - **drafts apart**: 42 runs of TensorRT-LLM with prefill and decode apart and drafts, of the same file and commits (D), as many drafts as
@@ -99,7 +155,8 @@ against older rounds alone.
   that file and `benchmarks-history.json` beside it. Predictions were committed before ([how that can be checked](#order-of-commits)), with
   the planner's own acceptance of 0.85. With `tp` (65 runs) the time of a token was predicted 27 % too short and rates 62 % too high, with
   attention DP (9) 42 % too long and 19 % too low. Why, and what is left: [below](#what-was-missing). Six rates of SGLang on B300 are more
-  than twice too high, in part most likely for the kernel of their dense products ([below](#what-was-missing)). A plan with `--mtp` takes
+  than twice too high, in part most likely for the kernel of their dense products ([below](#what-was-missing)), and V53 for
+  [longer prompts](#prompts-that-were-longer-than-said). A plan with `--mtp` takes
   its calibrated intervals from runs with drafts alone, and no other plan does.
 - **TPUs**: the one speed that sglang-jax publishes of a DeepSeek model: V2-Lite in bf16 on four chips of v6e, 8 users, `tp=4`
   (`tools/plan_data/tpu.csv`, T1). Its rate is 19 % and its TPOT 6 % off, both inside; its TTFT of 195 ms, of which 41 (33 – 63) were
@@ -116,16 +173,45 @@ against older rounds alone.
   Theirs takes up to four prompts in a step (its column `num_ctx_reqs`).
 - **another device or engine** has nine rates, eight of them of vLLM of March 2025. Such a group borrows from all distances, and its
   intervals reach at least as far as its own predictions missed by. dsjax itself is of this group: no accelerator has run it.
-- Of the intervals that hold so many predictions of a group the shortest is taken: misses are lopsided, and with equal tails the median
-  TTFT of one host would be 25 wide and not {ttft_width}.
+- Of the intervals that hold so many predictions of a group the shortest is taken, as misses are lopsided: a first token comes late far
+  more often than early.
 
 `python tools/blind_rounds.py` writes [configs/blind_predictions.csv](../configs/blind_predictions.csv), which the planner calibrates by,
 and prints the tables.
 
+### How the intervals are made
+
+A miss is measured in units of the prediction's own interval, softened by a constant. Until *other dates* had been read it was the own
+interval alone, and a miss of a narrow one widened all others by its multiple. The constant was chosen afterwards, by what intervals come
+to that rounds before each round make alone, and before the results of *last runs* were read. The *interval score* is the width in
+logarithms and twenty times what a measurement lies outside by; less is better. *Closed loops* was the first round with a TTFT, of which no
+round before it had any. *Last runs* and later rounds the constant had not seen. In the first, softened intervals hold more and have the
+worse score, for TTFT with drafts, which nothing before had missed by so much; in the others they have the better one. Of the runs of
+*drafts again* on one host without drafts {host_methods}.
+
+{methods}
+
+### Prompts that were longer than said
+
+{longer} runs of *other dates*, U45 and V53 had looked like two slow versions of SGLang: with 0.5.10.post1 and 0.5.11 prompts of 8K took
+1.4 to 2.1 s on all devices, with older and newer versions 0.2 to 0.4. The versions are not slow. Images from 0.5.10 on have version 5 of
+Transformers, with which the benchmark's client built the tokenizer of DeepSeek-R1 otherwise than the server: 7,140 of the client's tokens
+were 35,921 of the server's (SemiAnalysisAI/InferenceX pull request 937). For models that are named by their repository this was repaired
+on 2026-05-15 (pull request 1381, which calls what was published until then a false regression), and six configurations were run again
+(1502). Version and day of a run say which are affected (`has_long_prompts` of `tools/plan_data/protocol.py`): those that had been seen to
+be slow, and no others. Played with prompts 35,921 ÷ 7,140 times as long, and nothing else changed, the {longer} runs are (seen):
+
+| | figures | blind, prompts as said | today, prompts as sent |
+|---|---|---|---|
+{long_today}
+
+A runner that had the model in a local folder was not affected (pull requests 937 and 1317), and results do not say which had: O5a and O19a
+agree with prompts as said. `python -m tools.plan_data.other_dates today` plays them.
+
 ### What the intervals of a plan are of
 
 The rounds of closed loops were played request by request; a plan's own figures are mean values of steady state. Of the runs without drafts
-in the newest round (O) both are at hand today, and how far they lie apart says which figures of a plan the rounds can calibrate:
+in *other dates* (O) both are at hand today, and how far they lie apart says which figures of a plan the rounds can calibrate:
 
 | figure | mean-value answer ÷ played, median | error of the played one, blind | of the mean-value answer, today |
 |---|---|---|---|
@@ -199,8 +285,61 @@ After the round *scripts* further mechanisms were looked for where its TTFT was 
   its script allows. SGLang keeps room for 0.7 to 0.1 of running requests' outputs (`SGLANG_INIT_NEW_TOKEN_RATIO`), TensorRT-LLM for all
   of them (`GUARANTEED_NO_EVICT`).
 
-Not found: why TensorRT-LLM with attention DP and drafts answers two to three times later than 60 held steps say (R10, R16, R32), and why
-the first wave of SGLang with FP4 on Blackwell meets 5 s with 32 users and not with 16 (U3 to U5, U40).
+- **Each rank has prompts of its own.** Where a step has room for one prompt a replica, the simulator let the first prompt whose
+  replica had none left keep back those of other replicas, and TensorRT-LLM with drafts waited 60 steps for each of them (P11 to
+  P15, P37, P38). It gives requests to ranks when it fetches them, and each rank schedules its own (`_balance_adp_requests`); they
+  are now played so. This was found in the results of *last runs*.
+- **Versions of SGLang on H200.** Runs up to 0.5.9 are priced with the experts' kernel of that version (`IMAGES` in
+  `tools/plan_data/protocol.py` says which run had which), as had been done for X28 to X32 alone: at 16 tokens that of 0.5.10 takes a fifth
+  longer.
+
+After *last runs* SGLang's sources were read in the versions that its images have (0.5.6 to 0.5.12), and what they say is played. *Drafts
+again* is the first round that was predicted with it:
+
+- **Drafts that the host waits for.** The scripts for FP8 on B200 and B300 set `SGLANG_ENABLE_SPEC_V2=1` in the shell and do not export it.
+  Up to 0.5.10 the server therefore drafts without overlapped scheduling; from 0.5.11 on it is the default. Those for FP4 and for H200
+  export it. It brings P8a from 19 % too fast to 1 %.
+- **Prompts apart from decodes.** A step had prompts and decodes together, which SGLang has with `--enable-mixed-chunk` alone, and never
+  with drafts. TensorRT-LLM and vLLM do mix them (`Engine.mixes`).
+- **Room for what is known.** The client asks for outputs of a given length (`--ignore-eos`), and the prefix cache is off. SGLang then
+  admits a request where all of them find room until the last has ended (`add_one_req_ignore_eos`), whatever `new_token_ratio` says. P6a,
+  which had a median TTFT of 191 s and 11 predicted, comes to 150.
+- **A whole step absorbed.** With FlashInfer's attention, which the H200 scripts have, SGLang computes a step's prompts absorbed where some
+  of them have cached positions and these are fewer than 8,192 (`SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD`): a prompt that the step before had
+  room for in part is enough. So the first wave of 64 users with 8K is slow, and later prompts, which come alone, are not: P36b's P99
+  comes from 12.5 to 16.3 s, where 19.1 were measured.
+- **Captured prompts.** From 0.5.10 on, steps of up to 2,048 prompt tokens are captured in pieces, without attention DP or drafts.
+- **The module's own prompts.** With drafts the MTP module goes over the prompts too, a sixtieth of a prefill step.
+- **Cut experts on Blackwell** in decode take the B200's own rows where these are the slower ones, from 512 tokens on.
+
+- **Gathered tokens.** SGLang's recipes for `dp` on B200, H100 and H200 have no all-to-all, and the planner priced DeepEP's. A step with
+  prompts then sums all ranks' tokens and their results up, and one of decodes gathers and scatters them (`DpPaddingMode` of
+  srt/layers/dp_attention.py). This was found in the results of *drafts again*, and no unread run has been played with it: its
+  {gathered_runs} runs of SGLang with `dp` on a side come from {gathered_rates} off in rates to {gathered_rates_now}, and from
+  {gathered_tpot} in a token's time to {gathered_tpot_now} (seen; `python -m tools.plan_data.drafts_again today`).
+
+- **TensorRT-LLM of its time.** Until 2026-05-18 its images had versions up to 1.2.0rc6. A dense FP8 product of 8,192 rows on B200 took
+  0.2 to 0.3 ms longer in them than in 1.3.0rc10, and whole experts were computed by the backends DEEPGEMM on B200 and CUTLASS on H200,
+  as scripts and recipes say; of 1.2.0rc5 both were published (`configs/operators/tensorrt-llm-1.2.0rc5`). *All left* is the first round
+  that was predicted with them: U29, U32 and U35 of *scripts* are 52 to 56 % too high, the same settings two days earlier (J39, J42,
+  J45) 22 to 24 %. What the first request of each user waits for where nothing had warmed TensorRT-LLM up was taken from U19 to U60,
+  and is up to five times too long for few users of H200 (J57, J61, J64).
+
+With all this but gathered tokens, and with each rank's own prompts, the {drafting} runs of *last runs* with drafts are (seen; `python -m
+tools.plan_data.last_runs today`):
+
+| | figures | blind | today |
+|---|---|---|---|
+{last_today}
+
+Not found: what SGLang's prefill in FP8 on Blackwell takes beyond what its operations do. The first wave of 512 users with 1K takes 22 s
+on B200 (P5d) and 11 are played, with 8K on B300 (P27a) 126 and 90; with prefill and decode apart its prefill side computes half of what is
+predicted and less (*drafts again*), in each version from 0.5.8 to 0.5.12. In FP4 it computes a third less (G9: 10,300 prompt tokens a
+second a device, 15,400 predicted), and no run of TensorRT-LLM shows any of it. The loops over
+requests that drafting without overlap has are no cause: of SGLang 0.5.9 they take 5 µs a request and step (2.5 ms of 512; run with
+stand-ins for requests on one core of an EPYC 9004, 2026-11-27). Nor was found why TensorRT-LLM with attention DP and drafts answers two
+to three times later than 60 held steps say (R10, R16, R32), and why the first wave of SGLang with FP4 on Blackwell meets 5 s with 32 users
+and not with 16 (U3 to U5, U40).
 
 {again_runs} of the 94 runs of *scripts* on one host were played again with all this, those
 with answers of 1,024 tokens and few users (seen). Errors are
@@ -286,7 +425,8 @@ word in all rounds. The predictions of the rounds *closed loops*, *separated* an
 committed before the answers were entered. Those single commits were never published: they were put together into d01a626d, which holds
 predictions and answers both. For these four a reader has only our word for the order; for the others the commits named on this page show
 it. The TPU round and the second set of launches were predicted in c480840e and entered in e4640ca7; the rounds *scripts* and *drafts
-apart* were predicted in 789df52e, *other dates* in {other_commit}, and each entered in the commit that follows it.
+apart* were predicted in 789df52e, *other dates* in {other_commit}, *last runs* in {last_commit}, *drafts again* in {again_commit},
+*all left* in {left_commit}, and each entered in the commit that follows it.
 
 ## With tables left out
 
@@ -296,39 +436,105 @@ The counted points of the first set with one table of operations left out, whose
 """
 
 
-OTHER_COMMIT = "132e5666"
-"""The commit that holds the predictions of the newest round and none of its measurements."""
+OTHER, LAST = "other dates", "last runs"
+OTHER_COMMIT, LAST_COMMIT, AGAIN_COMMIT, LEFT_COMMIT = "132e5666", "d0d9cf50", "2a4f4a94", "40cb9625"
+"""The commits that hold predictions of *other dates*, *last runs*, *drafts again* and *all left*, and none of their measurements."""
+
+
+LEFT_NEW = 10
+"""Runs of *all left* whose setting no round had at any date: `is_new` of tools/plan_data/all_left.py, with the benchmark's files."""
 
 
 def _newest() -> dict[str, str]:
     """Words of the newest round and the one before: errors, numbers of runs, and how wide the calibrated median TTFT is."""
     every = list(blind())
-    groups = {kind: [b for b in every if (b.kind, b.distance) == (kind, HOST) and b.round == LATEST] for kind in _SAID}
-    errors = {kind: [abs(b.figure.value / b.measured - 1) for b in group] for kind, group in groups.items()}
-    ends = held_out(every, groups[TTFT_MEDIAN])
-    before = [b for b in every if b.round == "scripts"]
-    of_round = [b for b in every if b.round == LATEST]
-    sound = [b for b, row in zip(of_round, other_rows(), strict=True) if not is_faulty(row)]
+    other, last = ([b for b in every if b.round == name] for name in (OTHER, LAST))
+    plain = [b for b in last if b.distance == HOST]
+    sound = [b for b in other if b.distance != LONGER]
+    rates = [abs(b.figure.value / b.measured - 1) for b in other if (b.kind, b.distance) == (RATE, HOST)]
     apart = {mark: drafts_apart_today(acceptance) for mark, acceptance in (("", RANDOM_ACCEPTANCE), ("_85", FIRST))}
     runs = {row["key"]: row["drafts"] for row in other_rows()}
+    last_distances = {row["key"]: last_distance(row) for row in last_rows()}
     return {
         **{f"apart_{metric}{mark}": f"{size:.0%}" for mark, each in apart.items() for metric, size in each.items()},
-        "scripts_rates": f"{mean_error(before, RATE, TPOT):.1%}",
-        "scripts_ttft": f"{mean_error(before, TTFT, TTFT_MEDIAN, TTFT_P99):.1%}",
+        **_again_words(every),
+        **_left_words(every),
+        "last_plain_rates": f"{mean_error(plain, RATE, TPOT):.1%}",
+        "last_plain_ttft": f"{mean_error(plain, TTFT_MEDIAN, TTFT_P99):.1%}",
+        "plain_count": str(sum(b.kind in (RATE, TPOT) for b in plain)),
+        "last_runs": str(len(last_distances)),
+        "last_settings": str(len({b.run for b in last})),
+        "last_commit": LAST_COMMIT,
+        "drafting": str(sum(each == DRAFTS for each in last_distances.values())),
+        "last_sent": str(sum(each == SENT for each in last_distances.values())),
+        "last_today": _today(last_today()),
         "drafts_now": f"{_drafts_error(FIRST):.0%}",
         "drafts_random": f"{_drafts_error(RANDOM_ACCEPTANCE):.0%}",
         "sound_rates": f"{mean_error(sound, RATE, TPOT):.1%}",
         "sound_ttft": f"{mean_error(sound, TTFT_MEDIAN, TTFT_P99):.1%}",
-        "faulty": str(len({row["key"] for row in other_rows() if is_faulty(row)})),
+        "longer": str(len({row["key"] for row in other_rows() if distance(row) == LONGER})),
+        "latest": LATEST,
+        "newest_rounds": ", ".join(f"*{name}*" for name in NEWEST[:-1]) + f" and *{NEWEST[-1]}*",
         "other_runs": str(len(runs)),
         "other_settings": str(len({setting_of(key) for key in runs})),
         "other_drafts": str(sum(drafts != "0" for drafts in runs.values())),
         "other_commit": OTHER_COMMIT,
-        "ttft_now": f"{statistics.mean(errors[TTFT_MEDIAN]):.0%}",
-        "p99_now": f"{statistics.mean(errors[TTFT_P99]):.0%}",
-        "rate_median": f"{statistics.median(errors[RATE]):.0%}",
-        "ttft_width": f"{statistics.median(high / low for low, high in ends):.1f}",
+        "p99_now": f"{mean_error(plain, TTFT_P99):.0%}",
+        "rate_median": f"{statistics.median(rates):.0%}",
     }
+
+
+def _left_words(every: list[Blind]) -> dict[str, str]:
+    """Words of the newest round: its numbers of runs and errors."""
+    newest = [b for b in every if b.round == NEWEST[-1]]
+    apart = [b for b in newest if b.run.startswith("K")]
+    here = [b for b in newest if b.run.startswith("J")]
+    return {
+        "left_runs": str(len({row["key"] for row in all_left.rows()})),
+        "left_apart_runs": str(len({row["key"] for row in all_left.rows() if row["key"].startswith("K")})),
+        "left_known": str(len({row["key"] for row in all_left.rows()}) - LEFT_NEW),
+        "left_host": f"{mean_error(here, RATE, TPOT):.1%}",
+        "left_apart": f"{mean_error(apart, RATE, TPOT):.1%}",
+        "left_median": f"{mean_error(here, TTFT_MEDIAN):.1%}",
+        "left_p99": f"{mean_error(here, TTFT_P99):.0%}",
+        "left_commit": LEFT_COMMIT,
+    }
+
+
+def _again_words(every: list[Blind]) -> dict[str, str]:
+    """Words of the round before: its numbers of runs and errors."""
+    rows_of = {row["key"]: row for row in again_rows()}
+    newest = [b for b in every if b.round == LATEST]
+    apart = {again_setting(key): row["engine"] for key, row in rows_of.items() if key.startswith("G")}
+    of = {engine: [b for b in newest if apart.get(b.run) == engine] for engine in ("sglang", "trt")}
+    here = [b for b in newest if b.run not in apart and b.distance != SENT]
+    known = [b for b in newest if b.distance != SENT]
+    return {
+        "again_count": str(len(rows_of)),
+        "again_drafting": str(sum(row["drafts"] != "0" for row in rows_of.values())),
+        "again_apart": str(sum(key.startswith("G") for key in rows_of)),
+        "again_sglang": str(sum(key.startswith("G") and row["engine"] == "sglang" for key, row in rows_of.items())),
+        "again_host_rates": f"{mean_error(here, RATE, TPOT):.1%}",
+        "again_ttft": f"{mean_error(known, TTFT_MEDIAN, TTFT_P99):.1%}",
+        "again_sglang_rates": f"{mean_error(of['sglang'], RATE):.0%}",
+        "again_sglang_tpot": f"{mean_error(of['sglang'], TPOT):.0%}",
+        "again_trt_rates": f"{mean_error(of['trt'], RATE):.0%}",
+        "again_commit": AGAIN_COMMIT,
+        **_gathered(),
+        "sent": str(sum(again_distance(row) == SENT for row in rows_of.values())),
+    }
+
+
+def _gathered() -> dict[str, str]:
+    """Words of the runs of the newest round that were played again with gathered tokens: how many, and errors before and since."""
+    found = again_today()
+    words = {"gathered_runs": str(len({row["key"] for row in found}))}
+    for kind, name in ((RATE, "rates"), (TPOT, "tpot")):
+        group = [row for row in found if row["metric"] == kind]
+        for which, mark in (("predicted", ""), ("today", "_now")):
+            error = statistics.mean(abs(float(row[which]) / float(row["measured"]) - 1) for row in group)
+            words[f"gathered_{name}{mark}"] = f"{error:.0%}"
+    return words
 
 
 def _drafts_error(acceptance: float) -> float:
@@ -357,6 +563,34 @@ def _again() -> dict[str, str]:
                 ]
                 lines.append(f"| {name}{mark} | {len(group)} | {errors[0]:.1%} | {errors[1]:.1%} |")
     return {"again": "\n".join(lines), "again_runs": str(len({row["key"] for row in found}))}
+
+
+def _host_methods() -> str:
+    """Words: what intervals by rounds before *drafts again* hold of its runs without drafts, with both units."""
+    every = list(blind())
+    before, group = earlier(every, LATEST), [b for b in every if (b.round, b.distance) == (LATEST, HOST)]
+    words = []
+    for softened, name in ((0.0, "own widths"), (SOFTENED, "softened ones")):
+        ends = [calibrate(before, b.kind, b.distance, softened).interval(b.figure) for b in group]
+        held = sum(low <= b.measured <= high for b, (low, high) in zip(group, ends, strict=True)) / len(group)
+        width = statistics.median(high / low for low, high in ends)
+        score = statistics.mean(interval_score(b, each) for b, each in zip(group, ends, strict=True))
+        words.append(f"{name} hold {held:.0%} at a width of {width:.2f} and score {score:.2f}")
+    return ", ".join(words)
+
+
+def _today(played: list[dict[str, str]]) -> str:
+    """Rows of a Markdown table: errors of these runs, as predicted blind and as the model of today plays them."""
+    names = {RATE: "rates", TPOT: "time a token", TTFT_MEDIAN: "TTFT, median", TTFT_P99: "TTFT, P99"}
+    lines = []
+    for kind, name in names.items():
+        group = [row for row in played if row["metric"] == kind]
+        errors = [
+            statistics.mean(abs(float(row[which]) / float(row["measured"]) - 1) for row in group)
+            for which in ("predicted", "today")
+        ]
+        lines.append(f"| {name} | {len(group)} | {errors[0]:.1%} | {errors[1]:.1%} |")
+    return "\n".join(lines)
 
 
 def _fit_by_outcome() -> dict[str, str]:
@@ -391,8 +625,8 @@ def _order() -> dict[str, str]:
 
 
 def _mean_value() -> str:
-    """Rows of a Markdown table: how the mean-value answer lies beside what was played of the newest round's runs of one host."""
-    played = [b for b in blind() if b.round == LATEST and b.distance == HOST]
+    """Rows of a Markdown table: how the mean-value answer lies beside what was played of the runs of one host in *other dates*."""
+    played = [b for b in blind() if b.round == OTHER and b.distance == HOST]
     names = {RATE: "rate", TPOT: "time a token", TTFT_MEDIAN: "TTFT, beside the reported median"}
     return "\n".join(
         f"| {names[metric]} | {ratio:.2f} | {mean_error(played, metric):.1%} | {error:.1%} |"
@@ -404,9 +638,6 @@ def _cold() -> dict[str, str]:
     """The least and the largest share by which predictions of point 8's TTFT lie below what is reported."""
     short = [-point.error for point in points() if point.kind == "ttft"]
     return {"cold_low": f"{min(short):.0%}", "cold_high": f"{max(short):.0%}"}
-
-
-_SAID = (RATE, TTFT_MEDIAN, TTFT_P99)
 
 
 def page() -> str:
@@ -437,6 +668,9 @@ def page() -> str:
         aims=aims_table(),
         **_order(),
         mean_value=_mean_value(),
+        methods=methods_table(),
+        host_methods=_host_methods(),
+        long_today=_today(other_today()),
         blind=blind_table(),
         **_newest(),
         **_again(),

@@ -78,7 +78,8 @@ class ReportConsole(Console):
     """A console whose tables never lose a figure: one that is too wide is drawn closer, then as several below each other.
 
     Each of those repeats the columns that tell the rows apart: the first column, and those behind it that are justified left or
-    drawn in bold. rich itself would shrink columns to nothing, or cut figures to `0.…`.
+    drawn in bold, as far as these take half of the width. A word is cut where its column allows that (`overflow="fold"`), and then
+    goes on in the next line. rich itself would shrink columns to nothing, or cut figures to `0.…`.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -104,8 +105,10 @@ def fitted(table: Table, width: int) -> list[Table]:
     if _fits(close, widths, width):
         return [close]
     keys = 1
-    while keys < len(table.columns) - 1 and (
-        table.columns[keys].justify == "left" or table.columns[keys].style == "bold"
+    while (
+        keys < len(table.columns) - 1
+        and (table.columns[keys].justify == "left" or table.columns[keys].style == "bold")
+        and _fits(_part(table, range(keys + 1)), widths[: keys + 1], width // 2)
     ):
         keys += 1
     parts: list[list[int]] = [list(range(keys))]
@@ -128,6 +131,8 @@ def _width(column: Column) -> int:
     longest = max(map(cell_len, lines), default=0)
     if column.no_wrap or column.justify == "right":
         return longest
+    if column.overflow == "fold":
+        return min(longest, _MOST_WRAPPED)
     words = [cell_len(word) for line in lines for word in line.split()]
     return max(max(words, default=0), min(longest, _MOST_WRAPPED))
 

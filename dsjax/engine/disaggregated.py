@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
-from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.generations import Generations
 from dsjax.engine.elastic.transfer_processes import (
     credentials_of,
@@ -24,6 +23,7 @@ from dsjax.engine.elastic.transfer_processes import (
 )
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.facts import PrefillSizes

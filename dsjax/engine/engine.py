@@ -199,7 +199,13 @@ class LLMEngine:
         """
         generations = self._generations()
         wanted = generations.ask(mesh, expert_mesh)
-        outputs, to_abort = self.outputs.process(self.core.change(lambda: generations.to(wanted)))
+        try:
+            updates = self.core.change(lambda: generations.to(wanted))
+        except BaseException:
+            # Ctrl-C while steps under way are waited for leaves the mesh of now, which may be changed again.
+            generations.forget()
+            raise
+        outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         self._aborted += outputs
         if generations.failure is not None:

@@ -125,7 +125,7 @@ class ExpertProcess:
             raise RefusedError(problem)
         key = hello.side, hello.generation
         with self._lock:
-            joint = self._joint.setdefault(key, JointCalls(hello.processes))
+            joint = self._joint.setdefault(key, JointCalls(hello.processes, hello.change))
             joint.enter(hello.process)
         try:
             send(channel, Welcome())
@@ -214,6 +214,12 @@ class ExpertProcess:
         joint = self._joint.get((hello.side, hello.generation))
         if joint is not None and joint.processes != hello.processes:
             return f"it is one of {hello.processes} processes, and others of this generation are of {joint.processes}"
+        # Of two sides, experts are moved on one, and the other knows nothing of it.
+        if joint is not None and joint.change != hello.change:
+            return (
+                "it is already on a side of experts that this attention side is connected to; start the processes of another side beside "
+                "it, at other addresses"
+            )
         for (side, generation), joint in self._joint.items():
             if side == hello.side and generation < hello.generation:
                 joint.end()

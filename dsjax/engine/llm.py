@@ -78,13 +78,15 @@ class LLM:
                 "have it"
             )
 
-        if group is not None and not group.is_leader:
-            from dsjax.engine.elastic.follower import Follower
-
-            Follower(group).run_with(self.args)
-            raise SystemExit(0)
         # Whoever keeps the error, as a notebook does, must not keep threads, connections and caches too.
         with contextlib.ExitStack() as opened:
+            if group is not None:  # the others wait for this process, which may live on
+                opened.callback(group.leave, "its engine could not be started")
+            if group is not None and not group.is_leader:
+                from dsjax.engine.elastic.follower import Follower
+
+                Follower(group).run_with(self.args)
+                raise SystemExit(0)
             self._load(group, event_sink, show_progress, opened)
             opened.pop_all()
         self._ids = itertools.count()
@@ -97,8 +99,8 @@ class LLM:
         opened: contextlib.ExitStack,
     ) -> None:
         """Load the model, and make the engine. opened: what is closed where that fails."""
-        from dsjax.engine.device.program_library import ProgramLibrary
         from dsjax.engine.elastic.generations import Generations
+        from dsjax.engine.program_cache.library import ProgramLibrary
         from dsjax.engine.setup.loading import load_model
 
         library = ProgramLibrary()
@@ -196,9 +198,7 @@ class LLM:
         elif self._experts is None:
             raise UserError(NO_REMOTE_EXPERTS)
         else:
-            change = self._experts.begin(self.executor, expert_mesh, afd_address)
-            self._experts.wait(change)
-            self._experts.end(self.executor, change)
+            self._experts.change(self.executor, expert_mesh, afd_address)
 
     def generate(
         self,

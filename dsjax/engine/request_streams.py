@@ -51,17 +51,18 @@ class OutputStream:
 
     def tell(self) -> None:
         """Give the reader that waits what there is, or wake it."""
-        if self._waiter is None or self._waiter.done():
+        waiter = self._waiter
+        if waiter is None or waiter.done():
             return
         try:
             goes_on = None if self._at_once is None else self._peek()
             if goes_on is not None and self._at_once(goes_on):
                 self._ready.clear()
             else:
-                self._waiter.set_result(None)
+                waiter.set_result(None)
         except Exception as error:  # the reader's own
             self._ready.clear()
-            self._waiter.set_exception(error)
+            waiter.set_exception(error)
 
     def __aiter__(self) -> "OutputStream":
         return self
@@ -226,22 +227,23 @@ class RequestStreams:
 
     def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
         """Make text of what a step did, and tell streams and observers."""
-        followed = [update for update in updates if self._outputs.follows(update.request)] if self.observers else []
+        followed: list[Update] = []
         failed: dict[str, Exception] = {}
-        outputs, to_abort = self._outputs.process(updates, failed)
+        outputs, to_abort = self._outputs.process(updates, failed, followed if self.observers else None)
         self._end(to_abort)
         for request_id, error in failed.items():
             note_failure("request text", error, "The request ends with an error.")
             if request_id in self._streams:
                 self._streams[request_id].fail(error)
         told: dict[OutputStream, None] = {}
+        streams = self._streams
         for output in outputs:
-            stream = self._streams.get(output.request_id)
+            stream = streams.get(output.request_id)
             if stream is not None:
                 stream.add(output)
                 told[stream] = None
                 if output.finished:
-                    del self._streams[output.request_id]
+                    del streams[output.request_id]
         for stream in told:
             stream.tell()
         stopped = [update.request for update in followed if update.request.request_id in to_abort] if to_abort else []

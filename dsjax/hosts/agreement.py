@@ -107,6 +107,8 @@ class Agreement:
             group.check()
             if 0 in group.lost:
                 raise group.lost[0]
-            given_up = group.announcements is not None and group.announcements.latest > generation
-            if given_up or group.generation != generation:
+            news = group.announcements
+            if news is not None and news.why_ended is not None:
+                raise GroupError(f"process 0 has ended the group: {news.why_ended}; its own messages say more")
+            if (news is not None and news.latest > generation) or group.generation != generation:
                 raise GroupError(f"generation {generation} was given up while {member.name} was waited for")

@@ -56,13 +56,13 @@ class Announcements:
     """All announcements from a generation on, heard by a thread of its own; a process may be busy, or stuck in a collective.
 
     Attributes:
-        latest: the last generation that was announced.
+        latest: the last generation that was announced. why_ended: why there is no further one; None: there may be, or it ends as it should.
     """
 
     def __init__(self, group: HostGroup, first: int):
         self._group, self._next = group, first
         self._heard: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
-        self.latest = first - 1
+        self.latest, self.why_ended = first - 1, None
         self._listeners: list = []
         self._thread = start_thread("announcements", self._listen, name="dsjax-announcements", restarts=True)
 
@@ -102,8 +102,9 @@ class Announcements:
                 return  # the group knows
             if value is None:
                 continue
-            self.latest, self._next = self._next, self._next + 1
             heard = msgspec.msgpack.decode(value, type=Announcement)
+            self.why_ended = (heard.ended and heard.reason) or None
+            self.latest, self._next = self._next, self._next + 1
             if heard.members:
                 self._group.members = heard.members
             if heard.broken is not None:

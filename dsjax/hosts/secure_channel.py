@@ -35,6 +35,7 @@ _TOGETHER = 1 << 16
 _MESSAGE, _BLOCK = b"m", b"b"
 _RETRY_SECONDS = 0.02
 _LINUX = sys.platform == "linux"
+_ESTABLISHED = 1  # of the states that `struct tcp_info` begins with
 
 
 class ProtocolError(ConnectionError):
@@ -161,6 +162,15 @@ class SecureChannel:
             return self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) if _LINUX else b""
         except OSError:
             return b""
+
+    @property
+    def is_established(self) -> bool:
+        """Whether no side has ended the connection, as far as the kernel knows; on other systems than Linux, whether this side has not.
+
+        Any thread may ask, also while another one sends or receives.
+        """
+        info = self.tcp_info()
+        return info[0] == _ESTABLISHED if info else not _LINUX and self._connection.fileno() >= 0
 
     def wait_for_end(self) -> None:
         """Wait until the other side goes away; one that speaks instead is closed."""

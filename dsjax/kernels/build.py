@@ -25,6 +25,7 @@ from pathlib import Path
 import jax
 import jaxlib
 
+from dsjax.file_lock import try_lock
 from dsjax.kernels.run_commands import run_command, run_together
 from dsjax.ownership import WRITABLE_BY_OTHERS, is_trusted, why_distrusted
 from sharding.cores import most_threads
@@ -35,6 +36,10 @@ HARNESS = "harness.cc"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-w")
 """With -O2, which builds a ninth sooner, GCC neither compiles a product's tiles for the arguments of each call nor unrolls the loops of
 index scores: decodes took 6 % longer, and sparse ones at long contexts a third.
+"""
+LIGHT, LIGHT_FLAGS = ("bindings.cc",), ("-O1",)
+"""Units that compute nothing, and what they are compiled with besides. They are linked last: a function that several units bring is taken
+from the first of them.
 """
 _UNFINISHED = "building-"
 COMPILE_SECONDS = 600
@@ -82,7 +87,7 @@ def find_or_build(folder: Path | None) -> BuiltLibrary:
 
 def kept_libraries(folder: Path) -> list[Path]:
     """List the libraries of this version and machine in a folder, whatever compiler has built them."""
-    return sorted(folder.glob(f"{source_version()}-{_machine()}-*.so"))
+    return sorted(folder.glob(f"{source_version()}-{machine()}-*.so"))
 
 
 def _find_or_build(folder: Path) -> BuiltLibrary:
@@ -99,7 +104,7 @@ def _find_or_build(folder: Path) -> BuiltLibrary:
                 BuiltLibrary(None, f"the compiler {' '.join(command)} did not tell its version in {VERSION_SECONDS} s")
             )
         return next((library for library in tried if library.path), tried[0])
-    path = folder / f"{source_version()}-{_machine()}-{_digest(version)}.so"
+    path = folder / f"{source_version()}-{machine()}-{_digest(version)}.so"
     if not _is_ours(path):
         with _alone(
             path
@@ -156,28 +161,20 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int | None:
-    try:
-        import fcntl
-
-        # Not beside the library: where nothing can be built, nothing is left there either.
-        name = f"dsjax-{os.getuid()}-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.lock"
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(Path(tempfile.gettempdir(), name), flags, 0o600)
-    except (ImportError, OSError):
+    if not hasattr(os, "getuid"):
         return None
+    # Not beside the library: where nothing can be built, nothing is left there either.
+    name = f"dsjax-{os.getuid()}-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.lock"
     deadline = time.monotonic() + COMPILE_SECONDS + TRY_SECONDS
-    while os.fstat(descriptor).st_uid == os.getuid():
+    while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when it is closed, or the process ends
-            return descriptor
+            return try_lock(Path(tempfile.gettempdir(), name))
         except BlockingIOError:
             if time.monotonic() > deadline:
-                break
+                return None
             time.sleep(0.1)
         except OSError:
-            break
-    os.close(descriptor)
-    return None
+            return None
 
 
 def find_prebuilt(folder: Path) -> BuiltLibrary:
@@ -234,9 +231,14 @@ def _clear_unfinished(folder: Path) -> None:
 def compile_library(command: list[str], output: Path, march: str) -> str | None:
     """Compile the units, beside ``output``, and link them; why that failed, or None."""
     flags = [*_flags(march), f"-I{jax.ffi.include_dir()}"]
-    units = [unit for unit in sorted(SOURCES.glob("*.cc")) if unit.name != HARNESS]
+    all_units = (unit for unit in SOURCES.glob("*.cc") if unit.name != HARNESS)
+    # The longest one, attention, is the first by name too.
+    units = sorted(all_units, key=lambda unit: (unit.name in LIGHT, unit.name))
     objects = [str(output.with_name(f"{unit.stem}.o")) for unit in units]
-    compiles = [[*command, *flags, "-c", str(unit), "-o", made] for unit, made in zip(units, objects, strict=True)]
+    compiles = [
+        [*command, *flags, *(LIGHT_FLAGS if unit.name in LIGHT else ()), "-c", str(unit), "-o", made]
+        for unit, made in zip(units, objects, strict=True)
+    ]
     link = [*command, *flags, "-shared", *objects, "-o", str(output)]
     try:
         ended = run_together(compiles, COMPILE_SECONDS, most_threads())
@@ -297,12 +299,12 @@ def _tried(path: Path) -> bool:
 
 
 def _trial(path: Path) -> str:
-    return f"{hashlib.sha256(path.read_bytes()).hexdigest()} {_machine()}\n"
+    return f"{hashlib.sha256(path.read_bytes()).hexdigest()} {machine()}\n"
 
 
 def source_version() -> str:
     """Hash sources, flags, and the headers of jaxlib that are compiled in: 12 hexadecimal digits."""
-    digest = hashlib.sha256(" ".join((*FLAGS, jaxlib.__version__)).encode())
+    digest = hashlib.sha256(" ".join((*FLAGS, *LIGHT, *LIGHT_FLAGS, jaxlib.__version__)).encode())
     headers = Path(jax.ffi.include_dir(), "xla", "ffi", "api")
     for source in (*sorted(SOURCES.iterdir()), *sorted(headers.glob("*.h"))):
         if source.is_file():
@@ -310,7 +312,7 @@ def source_version() -> str:
     return digest.hexdigest()[:12]
 
 
-def _machine() -> str:
+def machine() -> str:
     """Hash what a library for this machine depends on: a home directory may be shared by several kinds of them."""
     try:
         cpu = next(

@@ -22,6 +22,7 @@ TARGETS = (
     "experts_together",
     "dense",
     "norm",
+    "router",
     "absorbed_attention",
     "expanded_attention",
     "index_choice",
@@ -185,6 +186,35 @@ class NativeKernels:
         out = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
         settings = {"threads": np.int64(self.threads), "eps": np.float32(eps), "centred": bias is not None}
         return self._call("norm", out, ())(rows, scale, scale if bias is None else bias, **settings)[0]
+
+    def router(
+        self,
+        scores_NE: Float[Array, "N E"],
+        bias_E: Float[Array, "E"] | None,
+        k: int,
+        *,
+        groups: int,
+        kept: int,
+        best: int,
+        normalised: bool,
+        factor: float,
+    ) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
+        """Each row's ``k`` experts with the highest scores plus bias, the best first and of equals the lower number, and their weights.
+
+        groups: experts are chosen from the ``kept`` best of so many groups; a group's score is the sum of its ``best`` highest, 1 or 2.
+        normalised: divide the weights, which are the scores without bias, by their sum. factor: what they are multiplied with.
+        """
+        shape = scores_NE.shape[0], k
+        outs = [jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)]
+        counts = {"groups": groups, "kept": kept, "best": best, "threads": self.threads}
+        return self._call("router", outs, ())(
+            scores_NE,
+            jnp.zeros((1,), jnp.float32) if bias_E is None else bias_E,
+            biased=bias_E is not None,
+            normalised=normalised,
+            factor=np.float32(factor),
+            **{name: np.int64(count) for name, count in counts.items()},
+        )[:2]
 
     def exchange(
         self,

@@ -64,7 +64,12 @@ TABLE = (
     Implementation(
         "other products", "plain", None, "JAX; FP8 weights dequantised first, or by blocks with FP8 activations"
     ),
-    Implementation("other products", "native", ("cpu",), "C++, read from the stack, each row by itself; norms too"),
+    Implementation(
+        "other products",
+        "native",
+        ("cpu",),
+        "C++, read from the stack, each row by itself; norms and the router's choice too",
+    ),
     Implementation(
         "other products",
         "pallas",

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.native_calls import NativeKernels
 from dsjax.kernels.pallas import activations, products, tpu_products
 from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.pallas.norm import rms_norm
@@ -55,6 +56,11 @@ class MatricesInPlace:
     def native(self) -> bool:
         """Whether products and norms are the native kernels', whose rows have the same bits on every mesh (``docs/exactness.md``)."""
         return self.kernels.name("other products") == "native"
+
+    @property
+    def native_kernels(self) -> NativeKernels | None:
+        """The native kernels, where products and norms are theirs."""
+        return self.kernels.native if self.native else None
 
     @property
     def ordered(self) -> bool:

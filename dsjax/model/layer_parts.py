@@ -169,7 +169,8 @@ class LayerParts:
         """The tokens as experts read them, and the experts of each."""
         normed, by_data = self._normed(of, x), self.by_data(of, x)
         multiply = self.products.multiply(of.index, split_tokens=True, by_data=by_data)
-        return normed, of.block.moe.router(normed, partial(self.sharding.on_each_rank, by_data=by_data), multiply)
+        spread = partial(self.sharding.on_each_rank, by_data=by_data)
+        return normed, of.block.moe.router(normed, spread, multiply, self.products.native_kernels)
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
         """The rest of ``send``: the exchange alone."""

@@ -102,6 +102,15 @@ class PlanArgs:
         None,
         "deepep (as published), or dsjax's own: auto, gather, padded, ragged, hierarchical. Default: the engine's.",
     )
+    moe_a2a_backend: str = option(
+        "deepep",
+        "--engine sglang: deepep; or none, SGLang's default: with attention DP all ranks' tokens are gathered for the experts, and results "
+        "summed up over all ranks.",
+    )
+    fp8_gemm_backend: str = option(
+        "deep_gemm",
+        "--engine sglang on Blackwell: kernels of dense FP8 products, deep_gemm or flashinfer_trtllm.",
+    )
     compiled: list[Path] | None = option(
         None, "JSON of dsjax dryrun: its figures in place of assumptions where it is of a layout; repeatable."
     )
@@ -210,6 +219,7 @@ class PlanArgs:
             if self.explain not in EXPLAINED:
                 raise UserError(f"--explain is {self.explain!r}, expected one of {', '.join(EXPLAINED)}")
         self._check_arrivals()
+        self._check_sglang()
         self._check_batch()
         self._check_fit()
         self._check_reuse()
@@ -222,6 +232,14 @@ class PlanArgs:
             raise UserError("--explain is for reading, --json writes data in its place; give one of them")
         if self.classes and (self.input_tokens or self.output_tokens):
             raise UserError("--class has lengths of its own, in place of --input and --output; give one or the other")
+        if self.mesh is not None and self.stages:
+            raise UserError(
+                f"--stages is of a search over layouts, and --mesh {self.mesh} is one; write pp= into the mesh, or leave one out"
+            )
+        if self.mesh == "":
+            raise UserError("--mesh is '', expected axes such as dp=32 or pp=2,tp=8; leave it out for a search")
+        if self.mtp_acceptance != "0.85" and not self.mtp:
+            raise UserError("--mtp-acceptance is of drafts, and there are none; give --mtp too, or leave it out")
 
     def _check_apart(self) -> None:
         if (self.attention_mesh is None) != (self.expert_mesh is None):
@@ -260,6 +278,20 @@ class PlanArgs:
     def _looks_at_stages(self) -> bool:
         meshes = map(_mesh, (self.mesh, self.prefill_mesh, self.decode_mesh))
         return any(count > 1 for count in self.stages or ()) or any(mesh.pp_size > 1 for mesh in meshes if mesh)
+
+    def _check_sglang(self) -> None:
+        """Refuse SGLang's own options with other values than are priced, and of other engines."""
+        for name, values in (
+            ("moe_a2a_backend", ("deepep", "none")),
+            ("fp8_gemm_backend", ("deep_gemm", "flashinfer_trtllm")),
+        ):
+            value = getattr(self, name)
+            if value not in values:
+                raise UserError(f"{_flag(name)} is {value!r}, expected {' or '.join(values)}: others are not priced")
+            if value != values[0] and self.engine != "sglang":
+                raise UserError(
+                    f"{_flag(name)} is {value} with --engine {self.engine}, but it is SGLang's; give --engine sglang, or leave it out"
+                )
 
     def _check_reuse(self) -> None:
         for name in ("host_cache_gb", "disk_cache_gb"):
@@ -363,6 +395,11 @@ class PlanArgs:
         config = load_config(self.model)
         measured = read_measured(self.measured, config) if self.measured else None
         cluster, tables = find_cluster(self.cluster, measured), operator_tables(self.operators)
+        if self.fp8_gemm_backend == "flashinfer_trtllm" and not cluster.hardware.is_blackwell:
+            raise UserError(
+                f"--fp8-gemm-backend is flashinfer_trtllm, which needs Blackwell, but {cluster.name} has {cluster.hardware.key}; "
+                "leave it out"
+            )
         cluster, workload = self._priced(self._timed(cluster)), self._workload()
         objective = Objective(self.ttft_ms and self.ttft_ms / 1e3, self.tpot_ms and self.tpot_ms / 1e3, self.throughput)
         if self.context is not None:
@@ -437,7 +474,7 @@ class PlanArgs:
             measured=measured,
             operators=tables,
             host=self.host_scheduling,
-            engine=dataclasses.replace(engine, poll_steps=self.scheduler_recv_interval),
+            engine=self._with_sglang(dataclasses.replace(engine, poll_steps=self.scheduler_recv_interval)),
             pins=self._pins(),
             widest=self.max_devices_per_instance,
             fused=self.enable_shared_experts_fusion,
@@ -445,6 +482,19 @@ class PlanArgs:
             afd_stages=self.num_afd_stages,
             stages=(1, *(self.stages or ())),
         )
+
+    def _with_sglang(self, engine: Engine) -> Engine:
+        """The engine as SGLang's own options start it.
+
+        Without an all-to-all it refuses `--enable-two-batch-overlap` (`check_server_args` of its srt/server_args.py).
+        """
+        from dsjax.plan.operations import FLASHINFER_FP8_RATE
+
+        if self.moe_a2a_backend == "none":
+            engine = dataclasses.replace(engine, gathers=True, overlaps=False)
+        if self.fp8_gemm_backend == "flashinfer_trtllm":
+            engine = dataclasses.replace(engine, fp8_rate=FLASHINFER_FP8_RATE)
+        return engine
 
     def _pins(self) -> Pins:
         from dsjax.plan.workload import Pins

@@ -340,6 +340,49 @@ class Chip:
             points.append((tokens, carried(seconds, work, there, self.hardware, 20e-6)))
         return Curve(points)
 
+    def spread_experts(
+        self,
+        tokens: float,
+        busiest: Callable[[float], float],
+        of: object,
+        ep: int,
+        more: Callable[[float], Figure] | None,
+    ) -> tuple[Figure, bool] | None:
+        """(seconds of whole experts on the busiest of `ep` ranks, of an engine without DeepEP; whether so many tokens were timed).
+
+        None where no such engine was timed. More tokens than were timed get the seconds of the most that were: they take no less.
+        Its rank has all tokens of the group, and what it does before and behind its experts' products was timed with them.
+        tokens: of the group. busiest: experts with a token on the rank that has most of them, of so many tokens, told apart by `of`; the
+        table's even routing touches fewer, whose weights are added. more: rows of the busiest rank ÷ of the mean one, of so many tokens,
+        where the rows count and not the weights; a table that was not routed evenly is of the busiest rank.
+        """
+        found = self._once(("spread", of, ep), lambda: self._spread_experts(busiest, ep))
+        if found is None:
+            return None
+        curve, even = found
+        most = curve.sizes[-1]
+        seconds = self._figure([curve(min(tokens, most))], 0.1, "spread experts", AICONFIGURATOR)
+        return seconds * more(min(tokens, most)) if even and more is not None else seconds, tokens <= most
+
+    def _spread_experts(self, busiest: Callable[[float], float], ep: int) -> tuple[Curve, bool] | None:
+        if self.precision.expert >= BF16:
+            return None
+        dtype = "nvfp4" if self.precision.expert < 1 else "fp8_block"
+        found = self._table(lambda key: self.operators.spread(key, dtype, ep))
+        if not found:
+            return None
+        (curve, even), there = found
+        slots = 256 / ep
+        # From one token to 32 the table tells what an expert's weights take; routed evenly, they touch one of a rank's or all of them.
+        of_one = (curve(32) - curve(1)) / (slots - 1) if even and slots > 1 else 0.0
+        points = []
+        for tokens in curve.sizes:
+            used = busiest(tokens)
+            seconds = curve(tokens) + (used - min(slots, 8 * tokens / ep)) * of_one
+            work = self.experts_work(used, tokens * 8 / ep, _V3_WIDTH, _V3_INNER)
+            points.append((tokens, carried(max(seconds, curve.seconds[0]), work, there, self.hardware, 20e-6)))
+        return Curve(points), even
+
     # Attention ----------------------------------------------------------------------------------------------------------------
 
     def decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> Figure:
@@ -409,6 +452,15 @@ class Chip:
             ("prefill", heads, tokens, prompts, context, per_pair, self.middle),
             lambda: self._prefill_attention(heads, tokens, prompts, context, per_pair),
         )
+
+    def absorbed_prompts(self, heads: int, tokens: float, context: float, latent: int, rank: int) -> Figure:
+        """Seconds of absorbed attention in one layer of so many prompt tokens, each attending to `context` positions on average.
+
+        With so many rows it is bound by its products. Tables of decode end long before, and FlashMLA's published rate is taken.
+        """
+        work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, "bf16", 0.0)
+        seconds = decode_attention_seconds(work.flops, 0.0)
+        return self._figure([carried(seconds, work, self._device("h800"), self.hardware)], 0.2, "attention", FLASH_MLA)
 
     def _prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> Figure:
         # With an FP8 cache an engine may still compute prompts in bf16, and quantises what it stores; the faster way counts.

@@ -19,14 +19,20 @@ class Engine:
     dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step one by one, and each pass of the
     MTP module by itself; otherwise one compiled program has all of them.
     most_drafts: tokens that it drafts a step at most, None where no bound is known. shared_beside: decode computes the shared expert
-    beside the routed ones, on a second stream. holds_prompts: with attention DP prompts wait until every replica has some.
+    beside the routed ones, on a second stream. holds_prompts: with attention DP prompts wait until every replica has some. mixes: a step
+    of a DP rank has prompts and decodes; otherwise its decodes wait while it computes prompts.
     apart: has attention and experts on devices of their own.
     fp8_mla: decode multiplies an FP8 cache as FP8 on an H20. fp8_rate: operations a second that its dense FP8 products reach at most on
     Blackwell, as of `Chip`; SGLang's where it is started with `--fp8-gemm-backend flashinfer_trtllm`. poll_steps: decode steps between two
     looks for new prompts; hold_steps: those that prompts are held back at most; fill: (steps, share of a step's tokens) until which they
-    are held back with one replica; keeps: the share of running requests' outputs to come that the cache keeps room for (all four of a
-    simulation: `simulation.admission`). credits: capability → the option
-    or file of the engine that has it; what is not in it is not credited.
+    are held back with one replica; keeps: the share of running requests' outputs to come that the cache keeps room for; knows_ends: what
+    is kept for requests that run to their given length is all that they will need (all five of a simulation: `simulation.admission`).
+    absorbs_below: on other devices than Blackwell, a step whose prompts have fewer cached positions than this, but some, computes all of
+    them with absorbed attention. captured: prefill steps of up to so many tokens are in CUDA graphs, attention between them.
+    gathers: with attention DP experts get all ranks' tokens by collectives and not by an all-to-all, as SGLang's do with
+    `--moe-a2a-backend none`, its default: a step with prompts sums them and its results up over all ranks (`DpPaddingMode` in its
+    srt/layers/dp_attention.py), one of decodes gathers and scatters.
+    credits: capability → the option or file of the engine that has it; what is not in it is not credited.
     """
 
     name: str
@@ -43,6 +49,7 @@ class Engine:
     widens_fp4: bool = False
     shared_beside: bool = False
     holds_prompts: bool = False
+    mixes: bool = True
     fp8_mla: bool = False
     fp8_rate: tuple[float, float, float] | None = None
     apart: bool = False
@@ -50,6 +57,10 @@ class Engine:
     hold_steps: int = 50
     fill: tuple[int, float] = (0, 0.0)
     keeps: tuple[float, float, int] = (0.0, 0.0, 1)
+    knows_ends: bool = False
+    absorbs_below: int = 0
+    captured: int = 0
+    gathers: bool = False
     credits: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def check(
@@ -110,6 +121,7 @@ CAPABILITIES = (
     "int8",
     "shared_beside",
     "holds_prompts",
+    "mixes",
     "apart",
 )
 """Fields of `Engine` that make a plan better, and that something must be named for."""
@@ -122,6 +134,7 @@ _CREDITS = {
         "fp4": "--quantization modelopt_fp4, read from the checkpoint",
         "fp8_cache": "--kv-cache-dtype fp8",
         "shared_beside": "VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD: up to 256 tokens, on a stream of their own",
+        "mixes": "--enable-chunked-prefill, on by default",
     },
     "sglang": {
         "balances": "--enable-eplb",
@@ -141,6 +154,7 @@ _CREDITS = {
         "fp8_cache": "kv_cache_config.dtype",
         "shared_beside": "tensorrt_llm/_torch/models/modeling_deepseekv3.py, aux_stream",
         "holds_prompts": "attention_dp_config.enable_balance",
+        "mixes": "tensorrt_llm/_torch/pyexecutor/scheduler.py: context and generation requests of one step",
     },
 }
 KEEPS = {"sglang": (0.7, 0.7 * 0.14, 600), "tensorrt-llm": (1.0, 1.0, 1)}
@@ -148,6 +162,11 @@ KEEPS = {"sglang": (0.7, 0.7 * 0.14, 600), "tensorrt-llm": (1.0, 1.0, 1)}
 (`SGLANG_INIT_NEW_TOKEN_RATIO`, `SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR` and `SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS` in its srt/environ.py).
 TensorRT-LLM's default, `CapacitySchedulerPolicy.GUARANTEED_NO_EVICT`, begins a request where its whole output has room
 (llmapi/llm_args.py). vLLM and dsjax keep none, and preempt."""
+ABSORBS_BELOW = {"sglang": 8192}
+"""Engine → `Engine.absorbs_below`. With FlashInfer's attention or FlashAttention 3 SGLang computes a step of prompts in the multi-head form
+where none has cached positions, or where they have `SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD` together, and all of them absorbed between the
+two (`_handle_attention_backend` in its srt/models/deepseek_common/attention_backend_handler.py). A prompt that the step before had room
+for in part has such positions. TensorRT-LLM's kernels, which it uses on Blackwell, have no such rule (`handle_attention_trtllm_mla`)."""
 _OURS = {
     "balances": "--enable-eplb",
     "overlaps": "--enable-dbo",
@@ -155,6 +174,7 @@ _OURS = {
     "drafts": "--speculative-config",
     "fp4": "--weights nvfp4",
     "fp8_cache": "--kv-cache-dtype fp8",
+    "mixes": "--max-num-batched-tokens",
     "apart": "--attention-mesh, --expert-mesh",
 }
 """What `dsjax serve` would have each capability by; only those that it has become credits."""
@@ -169,6 +189,7 @@ def _one(name: str) -> Engine:
         dispatch="deepep",
         eager=True,
         keeps=KEEPS.get(name, (0.0, 0.0, 1)),
+        absorbs_below=ABSORBS_BELOW.get(name, 0),
         credits=credits,
         **able,
     )
@@ -244,6 +265,7 @@ WORDS = {
     "int8": "block-wise INT8",
     "shared_beside": "shared expert beside the routed ones, in decode",
     "holds_prompts": "prompts held back until every replica has some",
+    "mixes": "prompts and decodes in one step",
     "apart": "attention and experts apart",
 }
 """`CAPABILITIES` for a reader."""

@@ -78,6 +78,17 @@ def eager_layer() -> Figure:
     return assumed(1.29e-3, 0.31e-3, 1.6e-3, "launches of a layer", why, "s")
 
 
+def captured_layer() -> Figure:
+    """Seconds of starting a layer of a prefill step that is captured in pieces, between which its attention is started.
+
+    The low end of `eager_layer`, whose source has it for a prefill of one token.
+    """
+    why = (
+        "a prefill of one token takes 23.1 ms with its kernels in a CUDA graph (sgl-project/sglang pull request 12160)"
+    )
+    return assumed(0.31e-3, 0.15e-3, 0.38e-3, "launches of a captured layer", why, "s")
+
+
 def compiled_layer() -> Figure:
     """Seconds of launching a layer whose operations one compiled program starts: XLA's, whose thunks are native code."""
     return assumed(150e-6, 90e-6, 250e-6, "launches of a layer", "about 30 at 5 µs, not captured", "s")

@@ -132,6 +132,9 @@ class Instance:
                 "host": HOST_TIMES[options.host],
                 "eager": options.engine.eager,
                 "shared_beside": options.engine.shared_beside,
+                "captured": options.engine.captured,
+                "gathers": options.engine.gathers,
+                "absorbs_below": 0 if self.cluster.hardware.is_blackwell else options.engine.absorbs_below,
                 "fp8_mla": options.engine.fp8_mla,
                 "fp8_rate": options.engine.fp8_rate if self.cluster.hardware.is_blackwell else None,
                 "balancing": self.places_by_load,
@@ -253,8 +256,10 @@ class Instance:
             prompt = computed * (1 + work.input.variation**2)
             steps = []
             for model in self.step_models():
-                device, rows = model.prefill_device(tokens, prompt=prompt, cached=work.cached, busy=busy)
-                slack = max(0.0, model.launches().value - device.value)
+                device, rows = model.prefill_device(
+                    tokens, prompt=prompt, cached=work.cached, busy=busy, drafts=self.options.drafts
+                )
+                slack = max(0.0, model.launches(tokens).value - device.value)
                 step = self._paced(model.launched(device, tokens, rows), False, model.overlap)
                 steps.append((step, slack, model.overlap))
             self.steps[key] = min(steps, key=lambda one: one[0].value)

@@ -160,7 +160,9 @@ def _sglang(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
             made.put("--node-rank", rank, rank)
     if mesh.ep_size > 1:
         made.put("--ep-size", mesh.ep_size)
-    if mesh.ep_size == made.devices > 1 and dp > 1:
+    if options.engine.gathers:
+        made.put("--moe-a2a-backend", "none")
+    elif mesh.ep_size == made.devices > 1 and dp > 1:
         made.put("--moe-a2a-backend", "deepep")
         mode = {"prefill": "normal", "decode": "low_latency"}.get(made.role, "auto")
         made.put("--deepep-mode", mode)
@@ -197,6 +199,8 @@ def _sglang(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
         made.put("--kv-cache-dtype", "fp8_e4m3")
     if options.precision.expert < 1:
         made.put("--quantization", "modelopt_fp4")
+    if options.engine.fp8_rate:
+        made.put("--fp8-gemm-backend", "flashinfer_trtllm")
     if options.drafts:
         made.put("--speculative-algorithm", "NEXTN")
         made.put("--speculative-num-steps", options.drafts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,11 +150,13 @@ def layouts(
             if config.num_attention_heads % tp or tp > 2 * per_host:
                 continue
             for ep in _divisors(size):
+                if ep > 2 * max(logical, 1):
+                    break
                 try:
                     mesh = MeshSpec(dp_size=size // tp, tp_size=tp, ep_size=ep, pp_size=pp)
                 except MeshError:
                     continue
-                if (mesh.expert_copies > 1 and not copies) or ep > 2 * max(logical, 1):
+                if mesh.expert_copies > 1 and not copies:
                     continue
                 for extra in _redundancies(logical, ep, redundant):
                     layout = InstanceLayout(mesh, extra)
@@ -208,8 +212,10 @@ def _redundancies(logical: int, ep: int, wanted: int | None) -> list[int]:
     return sorted({least, least + max(0, -(-(32 - least) // ep)) * ep}) if ep > 1 else [0]
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+@functools.cache
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return (*small, *(number // d for d in reversed(small) if d * d != number))
 
 
 def parse_layout(mesh: str, redundant: int | None, config: ModelConfig) -> InstanceLayout:

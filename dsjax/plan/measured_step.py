@@ -38,7 +38,7 @@ class MeasuredStep(StepModel):
         measured = self._measured_attention(tokens, read, context, decode, 1, 0) if whole else None
         return measured or super().attention(tokens, read, context, decode)
 
-    def launches(self) -> Figure:
+    def launches(self, tokens: float = math.inf) -> Figure:
         """In the modules' own times."""
         return exact(0.0)
 

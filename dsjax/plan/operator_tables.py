@@ -25,6 +25,14 @@ from dsjax.plan.curves import Curve
 
 GEMM, PREFILL, DECODE = "gemm", "mla_context", "mla_generation"
 WIDE, FUSED, LOW_LATENCY, NORMAL = "experts_wide_ep", "experts_fused", "deepep_low_latency", "deepep_normal_h200"
+SPREAD = "experts_spread"
+"""Whole experts spread over an EP group, as an engine without DeepEP computes them: a table that only folders of such engines have."""
+_SPREAD_COLUMNS = ("device", "kernel_source", "moe_dtype", "moe_ep_size", "distribution", "num_tokens", "latency_ms")
+_SIZES = (
+    "m", "n", "k", "num_heads", "batch_size", "isl", "context", "num_tokens", "num_token", "num_experts", "moe_tp_size", "moe_ep_size",
+    "node_num", "dispatch_sms", "combine_sms",
+)  # fmt: skip
+"""Columns of all tables that say how large an operation was: whole numbers of 1 or more."""
 NORMAL_DEVICE = "h200"
 """The device that DeepEP's normal kernels were timed on."""
 TABLES = (GEMM, PREFILL, DECODE, WIDE, FUSED, LOW_LATENCY, NORMAL)
@@ -70,7 +78,8 @@ class OperatorTables:
 
     def without(self, *names: str) -> OperatorTables:
         """Leave some tables out: what the planner would say without them."""
-        return OperatorTables(self.folder, self.left_out | set(names), self.own_hardware)
+        left_out = self.left_out | set(names)
+        return self._once(("without", left_out), lambda: OperatorTables(self.folder, left_out, self.own_hardware))
 
     def of_version(self, name: str) -> OperatorTables:
         """The bundled tables with those of another version over them, such as `sglang-0.5.9`; a folder of the user's own is not in it,
@@ -86,7 +95,8 @@ class OperatorTables:
     def devices(self) -> set[str]:
         """Devices that a table names."""
         return self._once(
-            ("devices",), lambda: {row["device"] for t in TABLES for row in self._rows(t) if "device" in row}
+            ("devices",),
+            lambda: {row["device"] for t in (*TABLES, SPREAD) for row in self._rows(t) if "device" in row},
         )
 
     def _once(self, key: tuple, make: Callable[[], object]):
@@ -268,6 +278,25 @@ class OperatorTables:
 
         return self._once((FUSED,), make).get((device, dtype, tp, ep))
 
+    def spread(self, device: str, dtype: str, ep: int) -> tuple[Curve, bool] | None:
+        """(seconds of a rank's whole experts over all tokens of an EP group of `ep`, whether they were routed evenly).
+
+        Routed by a power law the rank was timed that has most rows; such rows count where there are no others.
+        dtype: of the experts' weights, as of `fused`.
+        """
+
+        def make():
+            table: dict[tuple[str, str, int], dict[bool, list[tuple[int, float]]]] = defaultdict(
+                lambda: defaultdict(list)
+            )
+            for row in self._rows(SPREAD):
+                key = row["device"], row["moe_dtype"], int(row["moe_ep_size"])
+                point = int(row["num_tokens"]), float(row["latency_ms"]) * 1e-3
+                table[key][row["distribution"] == "balanced"].append(point)
+            return {key: (Curve(kinds[max(kinds)]), max(kinds)) for key, kinds in table.items()}
+
+        return self._once((SPREAD,), make).get((device, dtype, ep))
+
     # Exchanges ----------------------------------------------------------------------------------------------------------------
 
     def low_latency(self, device: str, combine: bool) -> Curve | None:
@@ -345,10 +374,13 @@ def _as_served(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _read(folder: Path | None, table: str) -> list[dict[str, str]]:
-    bundled = importlib.resources.files("configs") / "operators" / f"{table}.csv"
-    columns, *lines = csv.reader(bundled.read_text(encoding="utf-8").splitlines())
-    rows = [dict(zip(columns, line, strict=True)) for line in lines]
-    rows = _as_served(rows) if table == GEMM else rows
+    if table == SPREAD:
+        columns, rows = list(_SPREAD_COLUMNS), []
+    else:
+        bundled = importlib.resources.files("configs") / "operators" / f"{table}.csv"
+        columns, *lines = csv.reader(bundled.read_text(encoding="utf-8").splitlines())
+        rows = [dict(zip(columns, line, strict=True)) for line in lines]
+        rows = _as_served(rows) if table == GEMM else rows
     users_file = None if folder is None else Path(folder) / f"{table}.csv"
     if users_file is None or not users_file.exists():
         return rows
@@ -358,9 +390,15 @@ def _read(folder: Path | None, table: str) -> list[dict[str, str]]:
         if missing:
             raise ValueError(f"column {', '.join(missing)} is missing")
         for number, row in enumerate(given, start=2):
+            empty = [name for name in columns if not row[name]]
+            if empty:
+                raise ValueError(f"line {number} has no {', '.join(empty)}")
             times = [float(row[name]) for name in columns if name.endswith(("_ms", "_us"))]
-            if min(times) < 0 or not max(times) > 0:
+            if not all(0 <= time < math.inf for time in times) or max(times) == 0:
                 raise ValueError(f"line {number} has no time above 0")
+            wrong = [name for name in _SIZES if name in columns and not (row[name].isdecimal() and int(row[name]) > 0)]
+            if wrong:
+                raise ValueError(f"line {number}: {wrong[0]} is {row[wrong[0]]!r}, not a whole number above 0")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"--operators {users_file}: {why_unreadable(error)}; expected the columns {', '.join(columns)}"
@@ -378,12 +416,13 @@ def operator_tables(folder: str | Path | None = None) -> OperatorTables:
     if folder is None:
         return BUNDLED
     path = Path(os.path.expanduser(folder))
-    if not any((path / f"{name}.csv").exists() for name in TABLES):
+    names = (*TABLES, SPREAD)
+    if not any((path / f"{name}.csv").exists() for name in names):
         raise UserError(
-            f"--operators {folder}: no table there; expected a folder with one of {', '.join(f'{t}.csv' for t in TABLES)}"
+            f"--operators {folder}: no table there; expected a folder with one of {', '.join(f'{t}.csv' for t in names)}"
         )
     tables = OperatorTables(path)
-    for table in TABLES:
+    for table in names:
         tables._rows(table)
     return tables
 

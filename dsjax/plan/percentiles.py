@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ class Slo:
             seconds = float(value) / 1e3
         except ValueError:
             seconds = 0.0
-        if metric not in METRICS or percentile not in PERCENTILES or not seconds > 0:
+        if metric not in METRICS or percentile not in PERCENTILES or not 0 < seconds < math.inf:
             raise UserError(
                 f"--slo is {text!r}, expected a metric ({', '.join(METRICS)}), a percentile ({', '.join(PERCENTILES)}) and milliseconds: "
                 "ttft-p95=370; with a class of --class before it: long:ttft-p95=900"
@@ -63,8 +64,18 @@ class Slo:
         return f"{self.percentile.upper()} of {named}{f' of {self.of}' if self.of else ''} within {self.seconds * 1e3:,.10g} ms"
 
     def simulated_seconds(self, outcome: SimulationOutcome) -> float:
-        """Seconds that were played; 0 where outputs have one token and no time between tokens."""
-        spread = getattr(outcome.classes[self.of] if self.of else outcome, self.metric)
+        """Seconds that were played; 0 where outputs have one token and no time between tokens.
+
+        Raises:
+            UserError: no request that was played is of its class.
+        """
+        waits = outcome.classes.get(self.of) if self.of else outcome
+        if waits is None:
+            raise UserError(
+                f"--slo {self.of}:{self.metric}-{self.percentile}: none of {outcome.requests} played requests is of class {self.of!r}; "
+                "give more with --num-prompts, or the class a larger share"
+            )
+        spread = getattr(waits, self.metric)
         return getattr(spread, self.percentile) if spread else 0.0
 
 

@@ -68,9 +68,12 @@ def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> F
     """Seconds that a step of decodes takes longer with so many prompt tokens beside them on a replica, on `busy` of the replicas.
 
     One program computes both: its decodes read no weights of their own, take what prompt tokens take, and attend to their contexts;
-    where the prompts alone leave the device waiting for launches, they fill that. It is never longer than both alone.
+    where the prompts alone leave the device waiting for launches, they fill that. It is never longer than both alone, which an engine
+    takes that has no such program (`Engine.mixes`).
     """
     alone = _prefill(instance, tokens, busy)
+    if not instance.options.engine.mixes:
+        return alone
     key = ("saved", batch, tokens, busy)
     if key not in instance.steps:
         instance.steps[key] = _saved(instance, batch, tokens, busy)

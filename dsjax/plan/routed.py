@@ -52,6 +52,7 @@ def routed_experts(
         fused,
         halved,
         step.sums_experts,
+        step.gathers,
         mesh.tp_size if split > 1 or step.dispatch != "deepep" else 1,
         step.middle,
     )
@@ -65,30 +66,56 @@ def routed_experts(
     touched = step.skew.touched(everyone, top_k, config.n_routed_experts)
     used = step.skew.most_touched(everyone, top_k, config.n_routed_experts, slots, mesh.ep_size)
     inner = hidden // mesh.expert_width_shards
-    products = None
-    # With few tokens the B200's table is faster than its memory reads the weights; what is carried over stands for decode.
-    timed = not (decode and chip.hardware.is_blackwell)
-    if mesh.splits_expert_width and timed and (width, hidden, top_k) == (7168, 2048, 8):
+    timed = None
+    if mesh.splits_expert_width and (width, hidden, top_k) == (7168, 2048, 8):
         # Only V3's own widths were timed.
-        products = chip.fused_experts(
+        timed = chip.fused_experts(
             everyone,
             partial(step.skew.touched, top_k=top_k, experts=config.n_routed_experts),
             step.skew,
             mesh.expert_width_shards,
             mesh.ep_size,
         )
-    if products is None:
+    least, all_timed, of_rank = timed, timed is not None, touched
+    if (
+        step.dispatch == "deepep"
+        and not mesh.splits_expert_width
+        and mesh.ep_size > 1
+        and (width, hidden, top_k, slots * mesh.ep_size) == (7168, 2048, 8, 256)
+    ):
+
+        def more(tokens: float) -> Figure:
+            each = tokens * top_k / mesh.ep_size
+            return step.skew.slowest(places, config.n_routed_experts, each, balanced, step.middle)
+
+        spread = chip.spread_experts(
+            everyone,
+            partial(
+                step.skew.most_touched, top_k=top_k, experts=config.n_routed_experts, slots=slots, ranks=mesh.ep_size
+            ),
+            (step.skew, places.physical),
+            mesh.ep_size,
+            None if decode else more,
+        )
+        if spread is not None:
+            (least, all_timed), of_rank = spread, used
+    if least is not None and fused:
+        bound = 1 + max(1 / of_rank, 1 / top_k)
+        least = least * assumed(
+            1 + 1 / of_rank, 1.0, bound, "the shared expert in the same product",
+            "one expert's weights more, or where rows take the time one in top-k of them",
+        )  # fmt: skip
+    products = least
+    # With few tokens the B200's table is faster than its memory reads the weights; in decode the slower of both counts. With more tokens
+    # than were timed the least is what the most of them took.
+    if least is None or not all_timed or (timed is not None and decode and chip.hardware.is_blackwell):
         received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
         if fused:  # one expert more in the same product, with every token of the ranks that share its width
             pooled = exact(rank_tokens * busy * mesh.expert_width_shards, "rows of the shared expert", "rows")
             used, arriving, slots = used + 1, arriving + pooled, slots + 1
         products = chip.experts(used, arriving, received * slowest.value, slots, width, inner, decode)
-    elif fused:
-        more = 1 + max(1 / touched, 1 / top_k)
-        products = products * assumed(
-            1 + 1 / touched, 1.0, more, "the shared expert in the same product",
-            "one expert's weights more, or where rows take the time one in top-k of them",
-        )  # fmt: skip
+        if least is not None and least.value > products.value:
+            products = least
     there, back = _exchanges(step, rank_tokens, decode, slowest, halved)
     if mesh.splits_expert_width and mesh.ep_size > 1 and "etp" not in mesh.axes and step.dispatch == "deepep":
         size = rank_tokens * split * top_k * width * BF16
@@ -107,6 +134,11 @@ def _exchanges(
     width, top_k = config.hidden_size, config.num_experts_per_tok
     if step.sums_experts:
         return exact(0.0), exact(0.0)
+    if step.gathers and mesh.dp_size > 1 and step.dispatch == "deepep":
+        # A gather and scattered sums send half of a sum each.
+        size = rank_tokens * mesh.num_devices * width * BF16 * (0.5 if decode else 1.0)
+        each = all_reduce(cluster, mesh.num_devices, size)
+        return each, each
     there, back = width * step.precision.wire, width * BF16
     if step.dispatch != "deepep":
         return _own(step, rank_tokens, decode, slowest, halved, ranks)

@@ -95,7 +95,12 @@ PARTS = (
     ),
     Part("prefixes that come back", ("prefix_hit",), ("enable_prefix_caching",), "their share is given"),
     Part("planning a step ahead", ("host_scheduling",), ("async_scheduling",), ""),
-    Part("exchanges", ("dispatch",), ("dispatch", "dispatch_wire", "devices_per_host"), "`deepep` is of other engines"),
+    Part(
+        "exchanges",
+        ("dispatch", "moe_a2a_backend"),
+        ("dispatch", "dispatch_wire", "devices_per_host"),
+        "`deepep` is of other engines, and none at all of SGLang's",
+    ),
     Part(
         "embedding in host memory",
         (),
@@ -128,7 +133,7 @@ PARTS = (
     ),
     Part(
         "kernels",
-        ("compiled",),
+        ("compiled", "fp8_gemm_backend"),
         ("kernels", "kernel_config", "kernel_cache"),
         "published ones, or a dry run's program",
     ),

@@ -14,7 +14,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import Figure, Kind, Middle, assumed, exact, largest, total
 from dsjax.plan.halves import HALVES, halved_layers
-from dsjax.plan.host_time import OVERLAPPED, HostTime, compiled_layer, eager_layer
+from dsjax.plan.host_time import OVERLAPPED, HostTime, captured_layer, compiled_layer, eager_layer
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_bytes
 from dsjax.plan.network import all_reduce, moved_bytes, own_method
@@ -39,9 +39,9 @@ class StepModel:
     published, or one of dsjax's own methods. dry_runs: programs of this layout that price their own exchanges, sums and products.
     operators: tables of operations. host: what a step waits for its host. eager: the kernels of prefill steps are started one by one
     from Python, and each pass of the MTP module by itself, as SGLang and TensorRT-LLM do; otherwise one compiled program has each of
-    the two. shared_beside: decode computes the shared expert beside the routed ones. fp8_mla, fp8_rate: as
-    of `Chip`. middle: only middle values are worked out. shared: results that layouts on one cluster and precision have in common; give
-    the same dict to all of them.
+    the two. shared_beside: decode computes the shared expert beside the routed ones. absorbs_below, captured and gathers: as of `Engine`.
+    fp8_mla, fp8_rate: as of `Chip`. middle: only middle values are worked out. shared: results that layouts on one cluster and precision
+    have in common; give the same dict to all of them.
     """
 
     config: ModelConfig
@@ -58,6 +58,9 @@ class StepModel:
     host: HostTime = OVERLAPPED
     eager: bool = True
     shared_beside: bool = True
+    absorbs_below: int = 0
+    captured: int = 0
+    gathers: bool = False
     fp8_mla: bool = False
     fp8_rate: tuple[float, float, float] | None = None
     middle: bool = False
@@ -107,24 +110,27 @@ class StepModel:
         """What launching the module's passes takes: each of them, or the one program that makes all drafts."""
         return {"host, drafts": self.host.draft() * drafts if self.eager else self.host.drafting_program()}
 
-    def prefill(self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0) -> Figure:
+    def prefill(
+        self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0, drafts: int = 0
+    ) -> Figure:
         """One prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` cached ones.
 
         A prompt longer than the step is taken in chunks; the figures are those of its mean chunk. busy: the share of DP
-        ranks that have so many tokens; the others have none, and their experts work for these.
+        ranks that have so many tokens; the others have none, and their experts work for these. drafts: where there are any, the MTP module
+        goes over the prompt too, as of `drafting_prompts`.
         """
-        done, rows = self.prefill_device(tokens, prompt=prompt, cached=cached, busy=busy)
+        done, rows = self.prefill_device(tokens, prompt=prompt, cached=cached, busy=busy, drafts=drafts)
         return self.launched(done, tokens, rows)
 
     def launched(self, done: Figure, tokens: float, rows: float) -> Figure:
         """A prefill step in which the device computes for so long: with what launches and host take."""
-        launched = self.launches()
+        launched = self.launches(tokens)
         if launched.high > done.low:
             done = largest(done, launched).named("device, or what launches take", "s")
         return self._whole({"device": done, **self.beside(tokens, rows, False)})
 
     def prefill_device(
-        self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0
+        self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0, drafts: int = 0
     ) -> tuple[Figure, float]:
         """(seconds that the device computes in such a step, requests that get their first token in it)."""
         attended = cached + (prompt + 1) / 2
@@ -135,21 +141,35 @@ class StepModel:
         layers = {name: (part * uneven).named(name, "s") for name, part in layers.items()}
         rows = max(1.0, tokens / prompt)
         parts = {**layers, "head": self.head(rows)}
+        if drafts:
+            parts["MTP module"] = self.drafting_prompts(tokens, prompt=prompt, cached=cached, busy=busy)
         return _named_total(parts, "device"), rows
+
+    def drafting_prompts(self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0) -> Figure:
+        """Seconds of the MTP module's pass over a step's prompt tokens, whose entries its cache needs as the model's does.
+
+        SGLang: `forward_draft_extend` of its srt/speculative/eagle_worker.py; TensorRT-LLM: its worker's context requests.
+        """
+        attended = cached + (prompt + 1) / 2
+        parts = self._layers(tokens, tokens * cached / prompt, attended, False, 1, Figure(1.0), dense=0, busy=busy)
+        joined = self.chip.bf16_product(tokens, self.config.hidden_size, 2 * self.config.hidden_size)
+        return (total(list(parts.values())) + joined + self.head(max(1.0, tokens / prompt))).named("MTP module", "s")
 
     def _whole(self, parts: dict[str, Figure]) -> Figure:
         """The step that these parts make: the middle is their sum, the ends have what operations timed alone leave out."""
         step = total(list(parts.values()))
         return (step * self._known("whole engine", whole_engine)).named("step", "s")
 
-    def launches(self) -> Figure:
-        """Seconds in which a prefill step's kernels can be started one by one: no graph holds a step of any shape."""
+    def launches(self, tokens: float = math.inf) -> Figure:
+        """Seconds in which a prefill step's kernels can be started one by one: a graph holds none but those of few tokens, if any."""
         config = self.config
         if self.cluster.hardware.platform != "cuda":
             return exact(0.0)
-        key = ("launches", self.layout.mesh.ep_size > 1, self.eager, self.middle)
+        captured = tokens <= self.captured
+        key = ("launches", self.layout.mesh.ep_size > 1, self.eager, captured, self.middle)
         if key not in self.shared:
-            time = (eager_layer() if self.eager else compiled_layer()) * config.num_hidden_layers
+            layer = captured_layer() if captured else eager_layer() if self.eager else compiled_layer()
+            time = layer * config.num_hidden_layers
             if not self.eager and config.is_moe and self.layout.mesh.ep_size > 1:
                 launch_table = self.chip.operators.grouped_prefill("h200")
                 least = launch_table.least if launch_table else 0.37e-3
@@ -325,6 +345,15 @@ class StepModel:
             naive, absorbed = (way.value for way in ways)
             self.shared[key] = absorbed < naive
         return self.shared[key]
+
+    def absorbing(self, tokens: float, context: float) -> float:
+        """Middle seconds by which a layer of prompts takes longer absorbed. context: that a token attends to on average."""
+        config = self.config
+        heads, rank = config.num_attention_heads // self.layout.mesh.tp_size, config.kv_lora_rank
+        absorbed = self.chip.absorbed_prompts(heads, tokens, context, rank + config.qk_rope_head_dim, rank)
+        naive = self._prompt_attention(tokens, 0.0, context, False)
+        products = [self._projections(tokens, 0.0, way).value for way in (True, False)]
+        return max(0.0, absorbed.value - naive.value + products[0] - products[1])
 
     def _prompt_attention(self, tokens: float, read: float, context: float, absorbed: bool) -> Figure:
         """Seconds in one layer of prompts, in either form. read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""

@@ -15,8 +15,8 @@ from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.connections import to_json
-from dsjax.serve.errors import ApiError
+from dsjax.serve.connections import event_of, to_json
+from dsjax.serve.errors import ApiError, naming_the_form
 from dsjax.serve.sampling_fields import CompletionRequest, SamplingFields
 from dsjax.serve.schemas import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from dsjax.serve.serving import Serving
@@ -46,23 +46,29 @@ def refuse_failed(completion: CompletionOutput) -> None:
         raise ApiError(503, "the request was aborted", type="server_error", code="aborted")
 
 
-class TextChunk:
-    """The JSON of a stream's chunks that differ in their text alone. What is around the text is encoded once.
+class TextEvent:
+    """The event of a stream's chunks that differ in their text alone. What is around the text is encoded once.
 
-    Most tokens of a stream of `/v1/completions` make such a chunk.
+    Most tokens of a stream make such a chunk.
 
     Args:
         chunk: one of them, its text empty.
-        empty: how its JSON has the text, `"text":""`; no string within JSON can hold that, as it escapes its quotes.
+        names: under which its JSON has the text, in this order.
     """
 
-    def __init__(self, chunk: Mapping[str, Any], empty: bytes):
-        before, _, self._after = to_json(chunk).partition(empty)
-        self._before = before + empty[:-2]
+    def __init__(self, chunk: Mapping[str, Any], *names: str):
+        self._around: list[bytes] = []
+        rest = event_of(chunk)
+        for name in names:
+            # No string within JSON can hold this, as it escapes its quotes.
+            empty = b'"%b":""' % name.encode()
+            before, _, rest = rest.partition(empty)
+            self._around.append(before + empty[:-2])
+        self._around.append(rest)
 
     def with_text(self, text: str) -> bytes:
-        """Return the chunk's JSON with this text."""
-        return b"%b%b%b" % (self._before, to_json(text), self._after)
+        """Return the event of the chunk with this text."""
+        return to_json(text).join(self._around)
 
 
 class UsageCounter:
@@ -73,6 +79,10 @@ class UsageCounter:
         self._cached: dict[int, int] = {}
         self._completion_tokens = 0
         self._reasoning_tokens: dict[int, int] = {}
+
+    def expect(self, index: int, prompt_tokens: int) -> None:
+        """Enter the length of prompt `index`, which has no output yet."""
+        self._prompts[index] = prompt_tokens
 
     def count(self, index: int, output: RequestOutput) -> None:
         """Enter an output of prompt `index`, whose completions hold tokens not yet counted."""
@@ -114,6 +124,14 @@ def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None]) -> list[dict[s
     ]
 
 
+def most_probable(entries: Sequence[TokenLogprobs | None], count: int) -> list[TokenLogprobs | None]:
+    """Keep of each entry the token taken and the `count` most probable ones."""
+    return [
+        entry and {token: one for place, (token, one) in enumerate(entry.items()) if place == 0 or one.rank <= count}
+        for entry in entries
+    ]
+
+
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
     """Write a token's text where it stands alone, as OpenAI writes it.
 
@@ -141,15 +159,23 @@ class CompletionLogprobLists:
         self._characters = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """Make one entry a token; None, for the first token of a prompt, stays None."""
+    def of(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], prompt: str | None = None
+    ) -> CompletionLogprobs:
+        """Make one entry a token; None, for the first token of a prompt, stays None.
+
+        prompt: the text that these tokens were made of. Special tokens that it spells take their place in it; a begin token that the
+            tokenizer put in front takes none.
+        """
         body: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for token_id, entry in zip(token_ids, entries, strict=True):
+        skips = self._skip_special_tokens if prompt is None else False
+        added = prompt is not None and self._tokenizer.decode(token_ids, skip_special_tokens=False) != prompt
+        for place, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
             body["text_offset"].append(self._characters)
             body["tokens"].append(token_name(self._tokenizer, token_id))
             body["token_logprobs"].append(None if entry is None else finite(entry[token_id].logprob))
             body["top_logprobs"].append(None if entry is None else self._top(entry))
-            if not (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
+            if not ((skips or (added and place == 0)) and self._tokenizer.is_special(token_id)):
                 self._characters += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return body
 
@@ -208,7 +234,7 @@ class CompletionAnswer(Answer):
         self._begun: set[int] = set()  # choices that a chunk has had
         self._lists: dict[int, CompletionLogprobLists] = {}
         self._only_text_changes = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
-        self._text_chunks: dict[int, TextChunk] = {}  # by choice
+        self._text_events: dict[int, TextEvent] = {}  # by choice
         # By prompt: a stream has them once, for all its choices.
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
 
@@ -220,9 +246,10 @@ class CompletionAnswer(Answer):
         """
         body = self._body
         body.check()
-        params, prompts = body.params(self._serving.with_whitespace(body.form_of_text())), body.prompts()
-        with self._serving.admitted(body, prompts) as submit:
-            return await submit(self.id, prompts, params, place)
+        with naming_the_form(body.form_field()):
+            params, prompts = body.params(self._serving.with_whitespace(body.form_of_text())), body.prompts()
+            with self._serving.admitted(body, prompts) as submit:
+                return await submit(self.id, prompts, params, place)
 
     async def whole(self, stream: OutputStream) -> CompletionResponse:
         """Wait for all completions, and give the whole answer."""
@@ -238,7 +265,7 @@ class CompletionAnswer(Answer):
         return []
 
     def chunks_of(self, prompt_index: int, whole_output: RequestOutput) -> list[CompletionResponse | bytes]:
-        """Return the chunks of one output, some as JSON already: one for each completion that has something new.
+        """Return the chunks of one output, some as events already: one for each completion that has something new.
 
         Raises:
             ApiError: a completion failed.
@@ -247,15 +274,19 @@ class CompletionAnswer(Answer):
         self._counter.count(prompt_index, output)
         chunks = []
         for completion in output.outputs:
-            refuse_failed(completion)
             index = prompt_index * self._body.n + completion.index
+            if completion.finish_reason is None and completion.text:
+                event = self._text_events.get(index)
+                if event is not None:
+                    chunks.append(event.with_text(completion.text))
+                    continue
+            refuse_failed(completion)
             first = index not in self._begun
             if self._only_text_changes and not first and completion.text and completion.finish_reason is None:
-                if index not in self._text_chunks:
-                    empty = dataclasses.replace(completion, text="")
-                    chunk = self._chunk(prompt_index, output, empty, first=False)
-                    self._text_chunks[index] = TextChunk(chunk, b'"text":""')
-                chunks.append(self._text_chunks[index].with_text(completion.text))
+                empty = dataclasses.replace(completion, text="")
+                chunk = self._chunk(prompt_index, output, empty, first=False)
+                event = self._text_events[index] = TextEvent(chunk, "text")
+                chunks.append(event.with_text(completion.text))
             elif self._is_sent(completion) or (first and self._body.echo):
                 self._begun.add(index)
                 chunks.append(self._chunk(prompt_index, output, completion, first=first))
@@ -302,12 +333,12 @@ class CompletionAnswer(Answer):
         choice: CompletionChoice = {
             "index": index,
             "text": echoed + completion.text,
-            "logprobs": self._logprobs(index, output.prompt_token_ids, scores, completion),
+            "logprobs": self._logprobs(index, output, scores, completion),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
         if body.prompt_logprobs is not None and scores is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_body(scores)
+            choice["prompt_logprobs"] = prompt_logprobs_body(most_probable(scores, body.prompt_logprobs))
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             if first:
@@ -323,17 +354,19 @@ class CompletionAnswer(Answer):
     def _logprobs(
         self,
         index: int,
-        prompt_token_ids: list[int],
+        output: RequestOutput,
         scores: list[TokenLogprobs | None] | None,
         completion: CompletionOutput,
     ) -> CompletionLogprobs | None:
         """Those of the completion's tokens, behind the prompt's where they are to be echoed."""
         if completion.logprobs is None:
             return None
-        token_ids, entries = completion.token_ids, completion.logprobs
-        if self._body.echo and scores is not None:
-            token_ids, entries = prompt_token_ids + token_ids, scores + entries
         if index not in self._lists:
             skip = self._body.skip_special_tokens is not False
             self._lists[index] = CompletionLogprobLists(self._serving.engine.tokenizer, skip)
-        return self._lists[index].of(token_ids, entries)
+        lists = self._lists[index]
+        if not self._body.echo or scores is None:
+            return lists.of(completion.token_ids, completion.logprobs)
+        echoed = lists.of(output.prompt_token_ids, most_probable(scores, self._body.logprobs), output.prompt)
+        made = lists.of(completion.token_ids, completion.logprobs)
+        return {name: values + made[name] for name, values in echoed.items()}

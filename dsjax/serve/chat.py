@@ -8,14 +8,14 @@ from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
-from dsjax.serve.answers import Answer, finite, gather, prompt_logprobs_body, refuse_failed
+from dsjax.serve.answers import Answer, TextEvent, finite, gather, prompt_logprobs_body, refuse_failed
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
-from dsjax.serve.errors import ApiError
+from dsjax.serve.errors import ApiError, naming_the_form
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse
 from dsjax.serve.serving import Serving
-from dsjax.serve.tool_calls import MARKERS, ToolCallParser, tool_grammar
+from dsjax.serve.tool_calls import MARKERS, MessagePiece, ToolCallParser, tool_grammar
 
 
 class ChatAnswer(Answer):
@@ -31,6 +31,8 @@ class ChatAnswer(Answer):
         self._section: Section | None = None
         self._parsers: list[MessageParser] = []  # of a stream's choices
         self._prompt_is_sent = False
+        self._only_text_changes = not (body.logprobs or body.return_token_ids or body.continuous_usage)
+        self._text_events: dict[tuple[int, str], TextEvent] = {}  # by choice, and what its text is
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
@@ -47,11 +49,13 @@ class ChatAnswer(Answer):
         body.check()
         logprobs, max_tokens, form = body.num_logprobs(), body.token_limit(), self._form()
         texts = [message.text or "" for message in body.messages]
-        with self._serving.admitted(body, texts) as submit:
+        field = "tools" if body.forced_tools else body.form_field()
+        with naming_the_form(field), self._serving.admitted(body, texts) as submit:
             tools = body.offered_tools
             # A long conversation takes long to render and tokenise.
             prompt = await asyncio.to_thread(render_prompt, self._tokenizer, body, tools, self._serving.tool_format)
             params = self._params(prompt, max_tokens, logprobs, form)
+            self._counter.expect(0, len(prompt.token_ids))
             return await submit(self.id, [prompt.token_ids], params, place)
 
     def _form(self) -> dict[str, Any] | None:
@@ -143,8 +147,12 @@ class ChatAnswer(Answer):
         self._parsers = [self._parser() for _ in range(self._body.n)]
         return [self._chunk_of(_delta(index, {"role": "assistant", "content": ""})) for index in range(self._body.n)]
 
-    def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[ChatResponse]:
+    def chunks_of(
+        self, prompt_index: int, output: RequestOutput, *, as_events: bool = True
+    ) -> list[ChatResponse | bytes]:
         """Give the chunks of one output: one for each completion that has something new.
+
+        as_events: give those that add text and nothing else as events already.
 
         Raises:
             ApiError: a completion failed.
@@ -153,7 +161,13 @@ class ChatAnswer(Answer):
         chunks = []
         for completion in output.outputs:
             refuse_failed(completion)
-            choice = self._chunk(completion, self._parsers[completion.index])
+            parser = self._parsers[completion.index]
+            piece = parser.push(completion.text, completion.finished, completion.token_ids)
+            self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
+            if as_events and self._only_text_changes and not completion.finished and piece.is_one_text:
+                chunks.append(self._text_event(completion.index, piece))
+                continue
+            choice = self._chunk(completion, parser, piece.delta())
             if choice is None:
                 continue
             chunks.append(self._chunk_of(choice))
@@ -162,10 +176,17 @@ class ChatAnswer(Answer):
                 self._prompt_is_sent = True
         return chunks
 
-    def _chunk(self, completion: CompletionOutput, parser: MessageParser) -> ChatChoice | None:
+    def _text_event(self, index: int, piece: MessagePiece) -> bytes:
+        """Make the event of a choice's text, which is content or reasoning."""
+        names = ("content",) if piece.content else ("reasoning_content", "reasoning")
+        event = self._text_events.get((index, names[0]))
+        if event is None:
+            chunk = self._chunk_of(_delta(index, dict.fromkeys(names, "")))
+            event = self._text_events[index, names[0]] = TextEvent(chunk, *names)
+        return event.with_text(piece.content or piece.reasoning)
+
+    def _chunk(self, completion: CompletionOutput, parser: MessageParser, delta: dict[str, Any]) -> ChatChoice | None:
         """Make what a chunk says of a completion; None where there is nothing to say."""
-        delta = parser.push(completion.text, completion.finished, completion.token_ids).delta()
-        self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
         ids = self._body.return_token_ids and completion.token_ids
         if not (delta or completion.finished or completion.logprobs or ids):
             return None

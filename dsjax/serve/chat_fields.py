@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from dsjax.engine.contract.sampling_params import MAX_LOGPROBS, SamplingError
 from dsjax.serve import bounds
 from dsjax.serve.errors import ApiError
 from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel
@@ -239,17 +240,25 @@ class ChatRequest(SamplingFields, PromptFields):
 
         Raises:
             ApiError: both are given and differ.
+            SamplingError: it is below 1.
         """
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens")
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        name = "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
+        limit = getattr(self, name)
+        if limit is not None and limit < 1:
+            raise SamplingError(name, f"found {limit}, expected at least 1")
+        return limit
 
     def num_logprobs(self) -> int | None:
         """Say how many of the most probable tokens to give beside each token; None where no log-probabilities are asked for.
 
         Raises:
             ApiError: `top_logprobs` without `logprobs`.
+            SamplingError: it is out of range.
         """
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise SamplingError("top_logprobs", f"found {self.top_logprobs}, expected 0 to {MAX_LOGPROBS}")
         if not self.logprobs:
             if self.top_logprobs:
                 raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")

@@ -52,6 +52,11 @@ def to_json(body: Any) -> bytes:
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
+def event_of(chunk: Mapping[str, Any]) -> bytes:
+    """Write a chunk as a server-sent event without a name."""
+    return b"data: %b\n\n" % to_json(chunk)
+
+
 class JsonResponse(Response):
     """A JSON answer."""
 
@@ -85,7 +90,7 @@ class StreamedAnswer(Protocol):
         """Return the chunks that are sent before any output."""
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> Iterable[Mapping[str, Any] | bytes]:
-        """Return the chunks of one output, those that are bytes as JSON already.
+        """Return the chunks of one output, those that are bytes as events already.
 
         Raises:
             ApiError: a completion failed.
@@ -101,7 +106,8 @@ class BodyWriter:
     _STATE = ("chunked_encoding", "flow", "disconnected", "transport")
 
     def __init__(self, cycle: RequestResponseCycle):
-        self._cycle = cycle
+        self._cycle, self._flow = cycle, cycle.flow
+        self._write_bytes = cycle.transport.write
 
     @classmethod
     def behind(cls, send: Send) -> "BodyWriter | None":
@@ -113,12 +119,12 @@ class BodyWriter:
     @property
     def is_ready(self) -> bool:
         """Whether `send` would not wait for the client to read what was written before."""
-        return self._cycle.chunked_encoding is True and not self._cycle.flow.write_paused
+        return self._cycle.chunked_encoding is True and not self._flow.write_paused
 
     def write(self, body: bytes) -> None:
         """Write a piece, which is not empty; nothing once the client has left."""
         if not self._cycle.disconnected:
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self._write_bytes(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class EventStream(StreamingResponse):
@@ -190,7 +196,8 @@ class EventStream(StreamingResponse):
 
     def _write_each(self, outputs: list[tuple[int, RequestOutput]]) -> bool:
         """Send the events of some outputs without waiting; False, and nothing done, where that cannot be."""
-        if self._writer is None or not self._writer.is_ready:
+        writer = self._writer
+        if writer is None or not writer.is_ready:
             return False
         chunks: list[Mapping[str, Any] | bytes] = []
         try:
@@ -198,7 +205,7 @@ class EventStream(StreamingResponse):
                 chunks.extend(self._answer.chunks_of(index, output))
         finally:
             if events := self._events(chunks):
-                self._writer.write(events)
+                writer.write(events)
         return True
 
     async def _send_all(self, chunks: Iterable[Mapping[str, Any] | bytes]) -> None:
@@ -206,10 +213,10 @@ class EventStream(StreamingResponse):
             await self._send_events({"type": "http.response.body", "body": events, "more_body": True})
 
     def _events(self, chunks: Iterable[Mapping[str, Any] | bytes]) -> bytes:
-        return b"".join([self._event(chunk) for chunk in chunks])
+        return b"".join([chunk if isinstance(chunk, bytes) else self._event(chunk) for chunk in chunks])
 
-    def _event(self, chunk: Mapping[str, Any] | bytes) -> bytes:
-        return b"data: %b\n\n" % (chunk if isinstance(chunk, bytes) else to_json(chunk))
+    def _event(self, chunk: Mapping[str, Any]) -> bytes:
+        return event_of(chunk)
 
     def _failure(self, error: ApiError) -> Mapping[str, Any]:
         """Make the chunk that tells of an error after the head has been sent."""

@@ -1,6 +1,7 @@
 """Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -8,6 +9,7 @@ from starlette.exceptions import HTTPException
 
 from dsjax.engine.async_engine import EngineClosingError, EngineDeadError
 from dsjax.engine.contract.sampling_params import SamplingError
+from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.text.input_processor import PromptError
 from dsjax.engine.text.tokenizer import ChatTemplateError
 from dsjax.errors import UserError
@@ -56,6 +58,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), param=error.param)
         case PromptError():
             return ApiError(400, str(error), param="prompt")
+        case AdmissionError():
+            return ApiError(400, str(error), code="context_length_exceeded")
         case ChatTemplateError():
             return ApiError(400, str(error), param="messages")
         case UserError():
@@ -71,6 +75,21 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error", type="server_error")
 
 
+@contextmanager
+def naming_the_form(field: str | None, instead_of: str = "structured_outputs") -> Iterator[None]:
+    """Have an error about the form of the text name the field of the request that asks for it. None: `instead_of`, as it does.
+
+    Raises:
+        SamplingError: as in the block.
+    """
+    try:
+        yield
+    except SamplingError as error:
+        if field is None or error.param.partition(".")[0] != instead_of:
+            raise
+        raise SamplingError(field, str(error).removeprefix(f"{error.param}: ")) from error
+
+
 def _from_http(error: HTTPException) -> ApiError:
     """Starlette's own errors: unknown paths and methods."""
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
@@ -84,7 +103,7 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     """422 for a body whose fields are not those of the schema; the first problems are named."""
     problems = error.errors()
     first = problems[0]
-    location = [part for part in first["loc"] if part != "body"]
+    location = _steps(first["loc"], error.body)
     if not location:
         return ApiError(
             422, "the request has no JSON object as its body; send one, with Content-Type: application/json"
@@ -102,10 +121,17 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     return ApiError(status, "; ".join(sentences), param=str(location[0])[:_MOST_CHARACTERS])
 
 
+def _steps(location: Sequence[str | int], body: Any) -> list[str | int]:
+    """Take the steps into the body of a location. One that begins with a field that the body lacks begins with a kind of body."""
+    steps = [part for part in location if part != "body"]
+    is_kind = location[0] == "body" and len(steps) > 1 and isinstance(body, dict) and steps[0] not in body
+    return steps[1:] if is_kind else steps
+
+
 def _path(location: Sequence[str | int], body: Any, kind: str) -> str:
     """Write where in the body a problem is. pydantic's location also names which branch of a union it tried; those are left out."""
     parts, value = [], body
-    steps = [part for part in location if part != "body"]
+    steps = _steps(location, body)
     for at, part in enumerate(steps):
         is_last = at == len(steps) - 1
         if (isinstance(value, dict) and part in value) or (

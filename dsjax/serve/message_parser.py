@@ -7,7 +7,7 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dsjax.engine.text.output_processor import num_undecided
+from dsjax.engine.text.detokenizer import num_undecided
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.tool_calls import MessagePiece, ToolCallParser
 

@@ -1,7 +1,7 @@
 """`/v1/responses`: outputs as an answer of items, or as the events that build it."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dsjax.engine.request_streams import OutputStream
@@ -9,7 +9,7 @@ from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.connections import EventStream, to_json
-from dsjax.serve.errors import ApiError
+from dsjax.serve.errors import ApiError, naming_the_form
 from dsjax.serve.guards import new_id
 from dsjax.serve.responses_request import NamedFunction, ResponsesRequest
 from dsjax.serve.serving import Serving
@@ -21,28 +21,46 @@ _PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 
 class OutputItems:
-    """The items of one answer, made from a chat message's deltas; each delta gives the events that tell of it."""
+    """The items of one answer, made from a chat message's deltas; each delta gives the events that tell of it.
+
+    Log-probabilities are a message's alone: those of tokens that became reasoning or a call are dropped. Those of tokens whose text is
+    still held back wait until it is known what they become.
+    """
 
     def __init__(self):
         self.items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._call = -1
+        self._num_scored = 0
+        self._undecided: list[dict[str, Any]] = []  # log-probabilities
 
-    def push(self, delta: Mapping[str, Any], logprobs: list[dict[str, Any]]) -> list[Event]:
-        """Enter a delta of a chat message."""
+    def push(self, delta: Mapping[str, Any], logprobs: Sequence[dict[str, Any]], reasoning_tokens: int) -> list[Event]:
+        """Enter a delta of a chat message, and how many of all its tokens so far are reasoning."""
         events = []
+        self._num_scored += len(logprobs)
+        self._undecided += logprobs
+        behind_reasoning = max(0, self._num_scored - reasoning_tokens)
+        del self._undecided[: max(0, len(self._undecided) - behind_reasoning)]
         if text := delta.get("reasoning_content"):
             events += self._text("reasoning", text, [])
-        if (text := delta.get("content")) or logprobs:
-            events += self._text("message", text or "", logprobs)
+        if text := delta.get("content"):
+            events += self._text("message", text, self._taken())
         for call in delta.get("tool_calls") or ():
             events += self._called(call)
+            self._undecided = []
         return events
 
     def finish(self, status: str) -> list[Event]:
         """Close what is open. An answer without any text is a message without text."""
-        events = [] if self.items else self._text("message", "", [])
+        events = []
+        is_message = self._open is not None and self._open["type"] == "message"
+        if not self.items or (is_message and self._undecided):
+            events = self._text("message", "", self._taken())
         return events + self._close(status)
+
+    def _taken(self) -> list[dict[str, Any]]:
+        logprobs, self._undecided = self._undecided, []
+        return logprobs
 
     def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
         events = []
@@ -135,15 +153,23 @@ class ResponsesAnswer:
         Raises:
             ApiError, UserError: nothing was queued.
         """
-        return await self._chat.start(place)
+        with naming_the_form("text.format", instead_of="response_format"):
+            return await self._chat.start(place)
 
     async def whole(self, stream: OutputStream) -> dict[str, Any]:
         """Wait until all is done, and give the whole answer."""
+        if self._body.wants_logprobs:
+            # Only piece by piece is it known which tokens became the message.
+            self._chat.first_chunks()
+            async for index, output in stream:
+                self.chunks_of(index, output)
+            self._items.finish(self._status)
+            return self._response(self._status, self._chat.usage())
         answer = await self._chat.whole(stream)
         (choice,) = answer["choices"]
         message = choice["message"]
         calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())]
-        self._items.push({**message, "tool_calls": calls}, _logprobs(choice))
+        self._items.push({**message, "tool_calls": calls}, (), 0)
         self._finish_reason = choice["finish_reason"]
         self._items.finish(self._status)
         return self._response(self._status, answer["usage"])
@@ -163,9 +189,10 @@ class ResponsesAnswer:
             ApiError: the completion failed.
         """
         events: list[Event] = []
-        for chunk in self._chat.chunks_of(prompt_index, output):
+        for chunk in self._chat.chunks_of(prompt_index, output, as_events=False):
             (choice,) = chunk["choices"]
-            events += self._items.push(choice["delta"], _logprobs(choice))
+            reasoning_tokens = self._chat.usage()["completion_tokens_details"]["reasoning_tokens"]
+            events += self._items.push(choice["delta"], _logprobs(choice), reasoning_tokens)
             self._finish_reason = choice["finish_reason"] or self._finish_reason
         return self._numbered(events)
 

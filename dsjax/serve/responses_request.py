@@ -4,11 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.serve import bounds
 from dsjax.serve.chat_fields import ChatRequest, FunctionName, refuse_other_kinds, text_or_list
 from dsjax.serve.errors import ApiError
 from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields, RequestId, StrictModel
 
+_LOGPROBS = "message.output_text.logprobs"
 _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
 
@@ -175,7 +177,9 @@ class ResponsesRequest(OpenAIFields):
     max_tool_calls: Count | None = Field(None, description="of built-in tools, of which there are none")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: Annotated[list[Name], Field(max_length=bounds.MAX_NAME_CHARACTERS)] | None = None
+    include: Annotated[list[Name], Field(max_length=bounds.MAX_NAME_CHARACTERS)] | None = Field(
+        None, description="message.output_text.logprobs; others are without effect"
+    )
     truncation: Literal["disabled", "auto"] | None = Field(None, description="only disabled")
     background: bool | None = Field(False, description="only false")
     previous_response_id: Any = Field(None, description="refused: no answer is kept")
@@ -186,11 +190,13 @@ class ResponsesRequest(OpenAIFields):
     )
 
     def check(self) -> None:
-        """Raise for what a server without a memory cannot do."""
+        """Raise for what a server without a memory cannot do, and for a limit below 1."""
         for name in ("previous_response_id", "conversation", "prompt"):
             if getattr(self, name) is not None:
                 reason = f"{name}: this server keeps nothing between requests; send the whole conversation as input"
                 raise ApiError(400, reason, param=name)
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise SamplingError("max_output_tokens", f"found {self.max_output_tokens}, expected at least 1")
         if self.background:
             raise ApiError(
                 400, "background: this server answers in the foreground only; leave it out", param="background"
@@ -202,13 +208,16 @@ class ResponsesRequest(OpenAIFields):
     def without_effect(self) -> list[str]:
         """Name the fields without effect, but for `store` and `metadata`: the answer's `store` says that nothing is stored."""
         unused_fields = [name for name in super().without_effect() if name not in ("store", "metadata")]
-        summary = self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary)
-        return unused_fields + (["reasoning.summary"] if summary else [])
+        if self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary):
+            unused_fields.append("reasoning.summary")
+        if set(self.include or ()) - {_LOGPROBS}:
+            unused_fields.append("include")
+        return unused_fields
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether the answer's text comes with log-probabilities."""
-        return "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs is not None
+        return _LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
     def to_chat(self) -> ChatRequest:
         """Make the chat request that means the same.
@@ -226,9 +235,9 @@ class ResponsesRequest(OpenAIFields):
             "tool_choice": self.tool_choice,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
-            **{
-                name: getattr(self, name) for name in ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
-            },
+            # Log-probabilities come in pieces, which show what each token became.
+            "stream": self.stream or self.wants_logprobs,
+            **{name: getattr(self, name) for name in ("model", "temperature", "top_p", "parallel_tool_calls")},
             **{name: getattr(self, name) for name in OpenAIFields.model_fields},
         }
         if isinstance(self.tool_choice, NamedFunction):

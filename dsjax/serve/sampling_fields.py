@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams, StructuredOutputs
 from dsjax.serve import bounds
@@ -170,6 +170,13 @@ class GuidedFields(StrictModel):
             )
         return wanted_forms[0][1] if wanted_forms else None
 
+    def form_field(self) -> str | None:
+        """Name the field that asks for a form where it is not `structured_outputs`."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format"
+        names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        return next((name for name in names if getattr(self, name) is not None), None)
+
     @staticmethod
     def _response_form(given: ResponseFormat) -> dict[str, Any]:
         if given.type == "json_object":
@@ -191,7 +198,7 @@ class SamplingFields(GuidedFields, OpenAIFields):
     """Fields of OpenAI's API, and vLLM's extras, that say how to continue. None is silently ignored."""
 
     model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
-    n: Count = 1
+    n: Annotated[Count | None, AfterValidator(lambda n: 1 if n is None else n)] = 1
     temperature: float | None = 1.0
     top_p: float | None = 1.0
     seed: int | None = None

@@ -222,7 +222,8 @@ class Serving:
             reason = f"the server's mesh is being changed: {self.engine.change_under_way}"
             raise ApiError(503, reason, type="server_error", code="changing_mesh", retry_after=_RETRY_SECONDS)
         try:
-            return await asyncio.wait_for(self.engine.call(function), self.options.request_timeout)
+            async with asyncio.timeout(self.options.request_timeout):
+                return await self.engine.call(function)
         except TimeoutError as error:
             raise ApiError(503, "the engine is busy with one step", type="server_error", code="busy") from error
 

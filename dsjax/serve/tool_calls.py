@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsjax.engine.text.output_processor import find_first, num_undecided
+from dsjax.engine.text.detokenizer import find_first, num_undecided
 from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
 from dsjax.engine.text.tokenizer import Tokenizer
 
@@ -154,6 +154,11 @@ class MessagePiece:
     reasoning: str = ""
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_one_text(self) -> bool:
+        """Whether it is content or reasoning, and nothing else."""
+        return not self.tool_calls and bool(self.content) != bool(self.reasoning)
 
     def delta(self) -> dict[str, Any]:
         """Make a chunk's delta."""

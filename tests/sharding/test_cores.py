@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dsjax.checkpoint import load
-from dsjax.engine.device import program_library
+from dsjax.engine.program_cache import compiled_programs
 from dsjax.kernels import build, table
 from sharding import cores
 from sharding.emulation import emulate_devices
@@ -83,9 +83,9 @@ def test_whatever_computes_with_threads_has_the_quotas(quota_of_three, monkeypat
     monkeypatch.setattr(table.NativeKernels, "load", lambda path, threads: threads)
     kernels = [table.choose_kernels("auto", "cpu", np.dtype(np.float32), devices=n, cache=tmp_path) for n in (1, 2)]
     assert [each.native for each in kernels] == [3, 1]
-    monkeypatch.setattr(program_library, "ThreadPoolExecutor", ask)
+    monkeypatch.setattr(compiled_programs, "ThreadPoolExecutor", ask)
     with pytest.raises(Asked, match="3"):
-        program_library.CompiledPrograms(None, None, None).compile_all({}, None, None)
+        compiled_programs.CompiledPrograms(None, None, None).compile_all({}, None, None)
 
 
 def test_a_checkpoint_is_read_with_the_quotas_threads(quota_of_three, monkeypatch):

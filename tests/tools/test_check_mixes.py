@@ -48,6 +48,7 @@ def test_what_may_change_nothing_is_drawn():
     }
     assert any("+" in engine.layout for engine in engines)
     assert any("pp=" in engine.layout for engine in engines)
+    assert any("pp=" in engine.layout and "enable_eplb" in engine.options for engine in engines)
     requests = [request for batch in batches for request in batch.requests]
     assert {request.rank for request in requests} == {None, 0, 1}
     assert {request.aborted is None for request in requests} == {True, False}

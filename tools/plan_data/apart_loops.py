@@ -10,7 +10,6 @@ there, and no redundant experts where decode has fewer than 16 replicas.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import math
@@ -23,13 +22,17 @@ from dsjax.plan.calibration import HOST, WIDE
 from dsjax.plan.candidate import Candidate, prefill_pool, separated
 from dsjax.plan.cluster import Cluster, load_cluster
 from dsjax.plan.drafting import FIRST
+from dsjax.plan.engine import PUBLISHED, Engine
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.operator_tables import BUNDLED, SPREAD, OperatorTables
 from dsjax.plan.precision import precision
 from dsjax.plan.workload import Lengths, PlanOptions, Workload
 from sharding import MeshSpec
+from tools.plan_data import files
 from tools.plan_data.inferencex import RUN_PRECISIONS
 from tools.plan_data.inferencex_apart import APART, ApartRun
+from tools.plan_data.protocol import tables_of
 
 DATA = Path(__file__).parent / "apart_loops.csv"
 ENGINES = {"dynamo-sglang": "sglang", "dynamo-trt": "trt"}
@@ -97,6 +100,25 @@ def chosen(results: list[dict[str, Any]]) -> list[tuple[ApartRun, dict[str, Any]
     return list(found.items())
 
 
+def operators_of(run: ApartRun, date: str) -> tuple[OperatorTables, OperatorTables]:
+    """Tables of prefill and of decode: TensorRT-LLM's own of that day with FP8, and those of all engines otherwise.
+
+    Whole experts are timed with its backends DEEPGEMM and CUTLASS. By the recipes (NVIDIA/srt-slurm, commit c88ef731,
+    recipes/trtllm/*-fp8) Hopper has CUTLASS throughout; prefill has DEEPGEMM on GB200 and GB300, and on B200 for prompts of 1,024
+    tokens; decode has it with attention DP, but on B300 never, and on B200 with prompts of 8,192 tokens never. The rest has TRTLLM, which
+    is priced as for all engines.
+    """
+    name = tables_of(run.weights, date) if run.engine == "trt" else ""
+    if not name:
+        return BUNDLED, BUNDLED
+    whole = BUNDLED.of_version(name)
+    hopper, racks = run.device in ("h100", "h200"), run.device in ("gb200", "gb300")
+    short = run.device == "b200" and run.prompt == 1024
+    timed = hopper or racks or short, hopper or ((racks or short) and run.decode[1].startswith("dp="))
+    bare = whole.without(SPREAD)
+    return whole if timed[0] else bare, whole if timed[1] else bare
+
+
 def cluster_of(run: ApartRun, devices: int) -> Cluster:
     """As many hosts of the run's devices as it takes. A B300 is a GB300 behind the NVSwitch of a host of eight, with its 800 Gb/s card."""
     cluster = load_cluster(CLUSTERS[run.device])
@@ -109,10 +131,21 @@ def cluster_of(run: ApartRun, devices: int) -> Cluster:
     return dataclasses.replace(cluster, hardware=roomy).resized(-(-devices // cluster.devices_per_host))
 
 
-def deployment(run: ApartRun, most: float = math.inf, drafts: int = 0, acceptance: float = FIRST) -> Candidate:
+def deployment(
+    run: ApartRun,
+    most: float = math.inf,
+    drafts: int = 0,
+    acceptance: float = FIRST,
+    *,
+    engine: Engine = PUBLISHED,
+    host: str = "overlapped",
+    step: int = STEP,
+    operators: tuple[OperatorTables, OperatorTables] = (BUNDLED, BUNDLED),
+) -> Candidate:
     """The mean-value answer of a closed loop, without two-batch overlap.
 
-    most: requests of a DP rank that decode at once at most; drafts: a step's, the first of which is accepted with that chance.
+    most: requests of a DP rank that decode at once at most; drafts: a step's, the first of which is accepted with that chance; step: most
+    prompt tokens of a DP rank in a step; operators: of prefill and of decode.
     """
     config = load_config("deepseek-v3")
     redundant = REDUNDANT if MeshSpec.parse(run.decode[1]).dp_size >= 16 else 0
@@ -123,30 +156,30 @@ def deployment(run: ApartRun, most: float = math.inf, drafts: int = 0, acceptanc
     work = Workload(*lengths, concurrency=float(run.users))
     cache = "bf16" if run.engine == "sglang" and run.device in ("h100", "h200") else "fp8"
     options = PlanOptions(
-        precision(RUN_PRECISIONS[run.weights], cache), overlap="off", drafts=drafts, acceptance=acceptance
+        precision(RUN_PRECISIONS[run.weights], cache),
+        overlap="off",
+        drafts=drafts,
+        acceptance=acceptance,
+        engine=engine,
+        host=host,
     )
-    first, then = (Instance(config, cluster, layout, options, work) for layout in meshes)
+    first, then = (
+        Instance(config, cluster, layout, dataclasses.replace(options, operators=tables), work)
+        for layout, tables in zip(meshes, operators, strict=True)
+    )
     batch = min(most, run.users / (then.replicas * run.decode[0]))
-    return separated(prefill_pool(first, STEP), run.prefill[0], then, run.decode[0], batch)
+    return separated(prefill_pool(first, step), run.prefill[0], then, run.decode[0], batch)
 
 
 def rows() -> list[dict[str, str]]:
     """Give the rows of `apart_loops.csv`: one for each figure of each run."""
-    with DATA.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return files.read(DATA)
 
 
 def distance(row: dict[str, str]) -> str:
     """Tell whether an instance of a row is wider than a host."""
     sizes = (MeshSpec.parse(row[side].partition(" x ")[2]).num_devices for side in ("prefill", "decode"))
     return WIDE if max(sizes) > load_cluster(CLUSTERS[row["device"]]).devices_per_host else HOST
-
-
-def _write(found: list[dict[str, str]]) -> None:
-    with DATA.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
 
 
 def settings_of(run: ApartRun) -> tuple[str, ...]:
@@ -164,7 +197,7 @@ def predict(results: Path) -> None:
         for metric, figure in (("rate", found.throughput / devices), ("tpot", found.tpot * 1e3)):
             ends = (f"{end:.4g}" for end in (figure.value, figure.low, figure.high))
             made.append(dict(zip(COLUMNS, (f"Z{number}", *settings_of(run), metric, *ends, ""), strict=True)))
-    _write(made)
+    files.write(DATA, COLUMNS, made)
 
 
 def enter(results: Path) -> None:
@@ -175,7 +208,7 @@ def enter(results: Path) -> None:
         column, factor = METRICS[row["metric"]]
         one = published[tuple(row[name] for name in COLUMNS[1:9])]
         row["measured"] = f"{one['metrics'][column] * factor:.4g}"
-    _write(found)
+    files.write(DATA, COLUMNS, found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ wait a second longer (0 to 2.3, which is what point 8 of validation.py shows of 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import sys
@@ -34,6 +33,7 @@ from dsjax.plan.simulation.load import OfferedLoad
 from dsjax.plan.simulation.outcome import SimulationOutcome
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
+from tools.plan_data import files
 from tools.plan_data.inferencex import RUN_PRECISIONS, RUNS, Run
 from tools.plan_data.protocol import Protocol
 
@@ -135,6 +135,7 @@ def deployment(run: Run, rule: Protocol | None = None, drafts: int = 0) -> Candi
         operators=operators,
         prefill_tokens=step_tokens,
         engine=rule.engine if rule else run.program,
+        host=rule.host if rule else "overlapped",
     )
     layout = dataclasses.replace(parse_layout(run.mesh, 0, config), fused=run.fuses)
     bytes_of_device = (
@@ -195,15 +196,7 @@ def predictions(run: Run) -> dict[str, Figure]:
 
 def rows() -> list[dict[str, str]]:
     """Give the rows of `closed_loops.csv`: one for each figure of each run."""
-    with DATA.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _write(found: list[dict[str, str]]) -> None:
-    with DATA.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
+    return files.read(DATA)
 
 
 def predict() -> None:
@@ -228,7 +221,7 @@ def predict() -> None:
             )
             made.append(dict(zip(COLUMNS, map(str, fields), strict=True)))
         print(key, run.name, flush=True)
-    _write(made)
+    files.write(DATA, COLUMNS, made)
 
 
 def enter(results: Path) -> None:
@@ -245,7 +238,7 @@ def enter(results: Path) -> None:
         )
         column, factor = METRICS[row["metric"]]
         row["measured"] = f"{one['metrics'][column] * factor:.4g}"
-    _write(found)
+    files.write(DATA, COLUMNS, found)
 
 
 if __name__ == "__main__":

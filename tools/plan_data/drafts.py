@@ -11,7 +11,6 @@ is the planner's own 0.85. Lengths are from 0.8 to 1 times the given ones; the a
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import sys
@@ -19,10 +18,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from dsjax.plan.calibration import DRAFTS, LONGER
 from dsjax.plan.candidate import aggregated
 from dsjax.plan.figure import Figure
+from tools.plan_data import files
 from tools.plan_data.closed_loops import STEP_TOKENS, deployment
 from tools.plan_data.inferencex import LENGTHS_SHARE, SOURCE, Run
+from tools.plan_data.protocol import has_long_prompts
 from tools.plan_data.validation import Point
 
 DATA = Path(__file__).parent / "drafts.csv"
@@ -138,17 +140,21 @@ def _same(figure: Figure) -> Figure:
     return figure
 
 
+def distance(row: dict[str, str]) -> str:
+    """How far a row is from what tables of operations were measured on, in the words of dsjax/plan/calibration.py."""
+    run = Run(
+        row["device"], row["engine"], row["weights"], *(int(row[n]) for n in ("prompt", "output", "users")), row["mesh"]
+    )
+    return LONGER if has_long_prompts(run, row["date"]) else DRAFTS
+
+
 def rows() -> list[dict[str, str]]:
     """The file's."""
-    with DATA.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
+    return files.read(DATA)
 
 
 if __name__ == "__main__":
-    command, *files = sys.argv[1:]
-    loaded = [result for file in files for result in json.loads(Path(file).read_text(encoding="utf-8"))]
+    command, *paths = sys.argv[1:]
+    loaded = [result for path in paths for result in json.loads(Path(path).read_text(encoding="utf-8"))]
     filled = {"predict": predict, "enter": enter}[command](loaded)
-    with DATA.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(filled)
+    files.write(DATA, COLUMNS, filled)

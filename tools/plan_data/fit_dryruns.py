@@ -9,7 +9,6 @@ that a launch takes: one that is too large by them is too large, and of any othe
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from tools.plan_data import files
 from tools.plan_data.fit_incidents import DRY_RUNS, SECOND, rows
 
 COLUMNS = ("key", "weights", "cache", "state")
@@ -68,10 +68,7 @@ def _bytes_of(key: str, found: dict) -> dict[str, int]:
 
 def write(found: Iterable[dict[str, int] | None]) -> None:
     """Write the file, without launches that dsjax does not have."""
-    with DRY_RUNS.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(one for one in found if one)
+    files.write(DRY_RUNS, COLUMNS, filter(None, found))
 
 
 if __name__ == "__main__":

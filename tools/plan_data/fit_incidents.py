@@ -16,6 +16,7 @@ from dsjax.config import load_config
 from dsjax.plan.fit import Launch, Verdict, fit
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import BF16, PRECISIONS, Precision
+from tools.plan_data import files
 
 CSV = Path(__file__).with_name("fit_incidents.csv")
 SECOND = Path(__file__).with_name("fit_incidents_second.csv")
@@ -41,8 +42,7 @@ W4AFP8 = dataclasses.replace(PRECISIONS["fp8"], name="w4afp8", expert=0.5 + 2 / 
 
 def rows(file: Path = CSV) -> list[dict[str, str]]:
     """The launches of a file."""
-    with file.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
+    return files.read(file)
 
 
 def judge(row: dict[str, str]) -> Verdict:

@@ -18,7 +18,6 @@ rank as the recipe says, and beyond that are the mean-value answer. The history 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
 import json
@@ -29,11 +28,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsjax.plan.calibration import DRAFTS, HOST, RATE
+from dsjax.plan.calibration import DRAFTS, HOST, LONGER, RATE
 from dsjax.plan.candidate import Candidate, aggregated
 from dsjax.plan.figure import Figure, assumed
 from dsjax.plan.simulation.reported import WARM, reported
-from tools.plan_data import apart_loops
+from tools.plan_data import apart_loops, files
 from tools.plan_data.apart_loops import chosen as apart_runs
 from tools.plan_data.apart_loops import rows as apart_rows
 from tools.plan_data.apart_loops import settings_of
@@ -42,7 +41,7 @@ from tools.plan_data.drafts import RANDOM_ACCEPTANCE, SETTINGS, run_of
 from tools.plan_data.drafts import chosen as with_drafts
 from tools.plan_data.inferencex import Run
 from tools.plan_data.inferencex_apart import ApartRun
-from tools.plan_data.protocol import protocol
+from tools.plan_data.protocol import has_long_prompts, protocol, sent_by
 from tools.plan_data.recipe_limits import limits
 
 DATA = Path(__file__).parent / "history.csv"
@@ -115,23 +114,24 @@ def _is_plain(result: dict[str, Any]) -> bool:
     )
 
 
-def deployment_of(run: Run, date: str, drafts: int) -> tuple[Candidate, bool]:
-    """(the deployment that is played of a run of that day, whether it was warm)."""
+def deployment_of(run: Run, date: str, drafts: int) -> tuple[Candidate, tuple[float, float, float]]:
+    """(the deployment that is played of a run of that day, seconds that a user's first request waits longer and their ends)."""
     rule = protocol(run, date, drafts)
-    plain = deployment(run, rule, drafts)
+    plain = deployment(dataclasses.replace(run, tables=rule.tables), rule, drafts)
     batch = min(plain.batch, rule.running / plain.decode.replicas)
+    first = WARM if rule.warm else rule.cold or COLD
     if not drafts:
-        return dataclasses.replace(plain, batch=batch), rule.warm
+        return dataclasses.replace(plain, batch=batch), first
     options = dataclasses.replace(plain.decode.options, drafts=drafts, acceptance=RANDOM_ACCEPTANCE)
     instance = dataclasses.replace(plain.decode, options=options, steps={})
-    return aggregated(instance, 1, batch, rule.step_tokens), rule.warm
+    return aggregated(instance, 1, batch, rule.step_tokens), first
 
 
 def predictions(run: Run, date: str, drafts: int = 0) -> dict[str, Figure]:
     """By the names of `METRICS`: what is played, with the relative ends of the mean-value answer of one prompt or token."""
-    found, warm = deployment_of(run, date, drafts)
+    found, first = deployment_of(run, date, drafts)
     seen = played(found, run.users)
-    cold = assumed(*(WARM if warm else COLD), "a user's first prompt", "point 8, and X26 to X34", "s")
+    cold = assumed(*first, "a user's first prompt", "point 8, and X26 to X34", "s")
     made = reported(found, seen, REQUESTS_A_USER, cold)
     return {
         kind: figure / found.decode.layout.devices if kind == RATE else figure * 1e3 for kind, figure in made.items()
@@ -153,7 +153,8 @@ def apart_predictions(run: ApartRun, drafting: str) -> tuple[dict[str, Figure], 
 def distance(row: dict[str, str]) -> str:
     """How far a row is from what tables of operations were measured on, in the words of dsjax/plan/calibration.py."""
     if " + " not in row["mesh"]:
-        return DRAFTS if row["drafts"] != "0" else HOST
+        longer = has_long_prompts(run_of_row(row), row["date"])
+        return LONGER if longer else DRAFTS if row["drafts"] != "0" else HOST
     if row["drafts"] != "0":
         return DRAFTS
     prefill, decode = row["mesh"].split(" + ")
@@ -214,7 +215,7 @@ def today(keys: Sequence[str]) -> Iterator[dict[str, str]]:
         run, drafts = run_of_row(row), int(row["drafts"])
         if key[0] not in "UR" or (keys and key not in keys):
             continue
-        said = predictions(run, row["date"], drafts)
+        said = predictions(sent_by(run, row["date"]), row["date"], drafts)
         for one in metrics:
             yield {"key": key, "metric": one["metric"], "today": f"{said[one['metric']].value:.4g}"}
 
@@ -227,13 +228,7 @@ def run_of_row(row: dict[str, str]) -> Run:
 
 def today_rows() -> list[dict[str, str]]:
     """The rows of *A* and *B* that were played again, with `today` beside what was predicted and measured."""
-    with TODAY.open(encoding="utf-8", newline="") as lines:
-        played_again = {(row["key"], row["metric"]): row["today"] for row in csv.DictReader(lines)}
-    return [
-        row | {"today": played_again[row["key"], row["metric"]]}
-        for row in rows()
-        if (row["key"], row["metric"]) in played_again
-    ]
+    return files.with_today(rows(), TODAY)
 
 
 def drafts_apart_today(acceptance: float) -> dict[str, float]:
@@ -260,22 +255,15 @@ def _apart_with_drafts(row: dict[str, str], acceptance: float) -> Candidate:
 
 def rows() -> list[dict[str, str]]:
     """The file's."""
-    with DATA.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
+    return files.read(DATA)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] == "today":
-        with TODAY.open("w", encoding="utf-8", newline="") as out:
-            writer = csv.DictWriter(out, ("key", "metric", "today"), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(today(sys.argv[2:]))
+        files.write(TODAY, files.TODAY_COLUMNS, today(sys.argv[2:]))
         sys.exit()
     if len(sys.argv) != 4 or sys.argv[1] not in ("predict", "enter"):
         sys.exit(__doc__)
     loaded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[2:]]
     filled = {"predict": predict, "enter": enter}[sys.argv[1]](*loaded)
-    with DATA.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(filled)
+    files.write(DATA, COLUMNS, filled)

@@ -57,8 +57,8 @@ class Run:
 
     @property
     def program(self) -> Engine:
-        """What the engine can do: TensorRT-LLM is started with `attention_dp_config.enable_balance`."""
-        return dataclasses.replace(PUBLISHED, holds_prompts=self.engine == "trt")
+        """What the engine can do. TensorRT-LLM has `attention_dp_config.enable_balance`; SGLang has no `--enable-mixed-chunk`."""
+        return dataclasses.replace(PUBLISHED, holds_prompts=self.engine == "trt", mixes=self.engine == "trt")
 
     def predict(self) -> Figure:
         """Output tokens a second a device: the mean-value answer of a closed loop."""

@@ -2,6 +2,7 @@
 
     python -m tools.plan_data.other_dates predict benchmarks-history.json benchmarks.json    # reads settings and dates, none of the metrics
     python -m tools.plan_data.other_dates enter benchmarks-history.json benchmarks.json      # writes the published columns beside them
+    python -m tools.plan_data.other_dates today     # plays runs whose prompts were longer than said, with such, into other_dates_today.csv
 
 The rule was set before a number was read: DeepSeek-R1 on H200, B200 and B300, prefill and decode together, with and without drafts, answers
 of 1,024 tokens and up to 32 users (longer loops take hours to play), since 2026-01-14: each setting of the history at its two newest
@@ -11,7 +12,6 @@ known, what these measured is not. Everything else is as in history.py, and how 
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import statistics
@@ -19,12 +19,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsjax.plan.calibration import DRAFTS, HOST
-from tools.plan_data import history
+from dsjax.plan.calibration import HOST, LONGER
+from tools.plan_data import files, history
 from tools.plan_data.drafts import run_of
-from tools.plan_data.protocol import protocol
+from tools.plan_data.protocol import protocol, sent_by
 
 DATA = Path(__file__).parent / "other_dates.csv"
+TODAY = Path(__file__).parent / "other_dates_today.csv"
 SINCE, OUTPUT, MOST_USERS, DATES = "2026-01-14", 1024, 32, 2
 METRICS = ("rate", "tpot", "ttft_median", "ttft_p99")
 COLUMNS = history.COLUMNS
@@ -32,26 +33,37 @@ COLUMNS = history.COLUMNS
 
 def chosen(past: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Choose the runs of the rule with their keys, in an order that no metric decides. O1a and O1b are one setting at two dates."""
-    had = {_identity(result) for result in newest} | {_identity(result) for _, result in history.chosen(past, newest)}
-    had |= {_identity(result) for result in history.with_drafts([*past, *newest])}
-    found: dict[tuple, dict[str, dict[str, Any]]] = {}
-    for result in past:
-        setting, date = _identity(result)
-        if _is_wanted(result) and (setting, date) not in had:
-            found.setdefault(setting, {})[date] = result
+    wanted = [one for one in past if is_on_one_host(one) and one["osl"] == OUTPUT and one["conc"] <= MOST_USERS]
     return [
         (f"O{number}{mark}", of_setting[date])
-        for number, (_, of_setting) in enumerate(sorted(found.items()), 1)
+        for number, of_setting in enumerate(by_setting(wanted, had_before(past, newest)), 1)
         for mark, date in zip("ab", sorted(of_setting)[-DATES:], strict=False)
     ]
 
 
-def _identity(result: dict[str, Any]) -> tuple[tuple, str]:
+def had_before(past: list[dict[str, Any]], newest: list[dict[str, Any]]) -> set[tuple[tuple, str]]:
+    """Identities of the runs that earlier rounds had."""
+    runs = [*newest, *(result for _, result in history.chosen(past, newest)), *history.with_drafts([*past, *newest])]
+    return set(map(identity, runs))
+
+
+def by_setting(wanted: list[dict[str, Any]], had: set[tuple[tuple, str]]) -> list[dict[str, dict[str, Any]]]:
+    """Runs that no round had by date, one mapping for each setting, in the order of settings."""
+    found: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for result in wanted:
+        setting, date = identity(result)
+        if (setting, date) not in had:
+            found.setdefault(setting, {})[date] = result
+    return [of_setting for _, of_setting in sorted(found.items())]
+
+
+def identity(result: dict[str, Any]) -> tuple[tuple, str]:
+    """A result's settings, and its date."""
     return (*(result[name] for name in history.SETTINGS), result["spec_method"], result["disagg"]), result["date"]
 
 
-def _is_wanted(result: dict[str, Any]) -> bool:
-    """Whether a result is of the rule, but for the dates that rounds had."""
+def is_on_one_host(result: dict[str, Any]) -> bool:
+    """Whether a result is of DeepSeek-R1 on one host of a device that is played, prefill and decode together, since `SINCE`."""
     return (
         result["model"] == "dsr1"
         and result["hardware"] in ("h200", "b200", "b300")
@@ -59,20 +71,27 @@ def _is_wanted(result: dict[str, Any]) -> bool:
         and not result["disagg"]
         and not result["is_multinode"]
         and result["date"] >= SINCE
-        and result["osl"] == OUTPUT
-        and result["conc"] <= MOST_USERS
     )
 
 
 def predict(past: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Predictions of them all."""
+    return predictions_of(chosen(past, newest))
+
+
+def predictions_of(runs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, str]]:
+    """Lines of a round's file for these runs on one host; runs that are played alike are played once.
+
+    A run whose prompts were most likely longer than it says (protocol.py) is played with prompts of such a length.
+    """
     made, known = [], {}
-    for key, result in chosen(past, newest):
+    for key, result in runs:
         run, drafts = run_of(result)
         drafts = drafts if result["spec_method"] == "mtp" else 0
-        played = run, drafts, protocol(run, result["date"], drafts)
+        sent = sent_by(run, result["date"])
+        played = sent, drafts, protocol(run, result["date"], drafts)
         if played not in known:
-            known[played] = history.predictions(run, result["date"], drafts)
+            known[played] = history.predictions(sent, result["date"], drafts)
         said = {metric: known[played][metric] for metric in METRICS}
         made += history.lines_of(key, result["date"], run, run.mesh, drafts, said)
         print(key, run.name, flush=True)
@@ -87,10 +106,10 @@ def enter(past: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[dict
 def mean_value_today() -> dict[str, tuple[float, float]]:
     """By metric of the runs without drafts: the median of the mean-value answer ÷ what was played, and its mean absolute error.
 
-    The TTFT is set beside the reported median.
+    Runs that were sent longer prompts than they say are left out. The TTFT is set beside the reported median.
     """
     found: dict[str, list[tuple[float, float]]] = {"rate": [], "tpot": [], "ttft_median": []}
-    alone = (row for row in rows() if row["drafts"] == "0")
+    alone = (row for row in rows() if history.distance(row) == HOST)
     said: dict[tuple, dict[str, float]] = {}
     for _, rows_of in itertools.groupby(alone, lambda row: row["key"]):
         metrics = {row["metric"]: row for row in rows_of}
@@ -109,13 +128,21 @@ def mean_value_today() -> dict[str, tuple[float, float]]:
     }
 
 
-SLOW_VERSIONS = {("h200", "2026-05-13"), ("b300", "2026-05-13"), ("b200", "2026-05-15"), ("b300", "2026-04-17")}
-"""Devices and dates at which InferenceX had SGLang 0.5.11, the last one 0.5.10.post1 (its nvidia-master.yaml). Found in the results."""
+def today() -> list[dict[str, str]]:
+    """Rows of `TODAY`: runs of which a longer prompt than they say was sent, as the model of today plays such prompts."""
+    long = [row for row in rows() if history.distance(row) == LONGER]
+    made = []
+    for key, group in itertools.groupby(long, lambda row: row["key"]):
+        metrics = list(group)
+        run, date = history.run_of_row(metrics[0]), metrics[0]["date"]
+        said = history.predictions(sent_by(run, date), date, int(metrics[0]["drafts"]))
+        made += [{"key": key, "metric": row["metric"], "today": f"{said[row['metric']].value:.4g}"} for row in metrics]
+    return made
 
 
-def is_faulty(row: dict[str, str]) -> bool:
-    """Whether a run is of a version of SGLang that computed prompts several times more slowly than those before and after it."""
-    return row["engine"] == "sglang" and (row["device"], row["date"]) in SLOW_VERSIONS
+def today_rows() -> list[dict[str, str]]:
+    """The rows of `TODAY`, with what was predicted and measured."""
+    return files.with_today(rows(), TODAY)
 
 
 def setting_of(key: str) -> str:
@@ -123,23 +150,17 @@ def setting_of(key: str) -> str:
     return key.rstrip("ab")
 
 
-def distance(row: dict[str, str]) -> str:
-    """How far a row is from what tables of operations were measured on, in the words of dsjax/plan/calibration.py."""
-    return DRAFTS if row["drafts"] != "0" else HOST
-
-
 def rows() -> list[dict[str, str]]:
     """The file's."""
-    with DATA.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
+    return files.read(DATA)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["today"]:
+        files.write(TODAY, files.TODAY_COLUMNS, today())
+        sys.exit()
     if len(sys.argv) != 4 or sys.argv[1] not in ("predict", "enter"):
         sys.exit(__doc__)
     loaded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[2:]]
     filled = {"predict": predict, "enter": enter}[sys.argv[1]](*loaded)
-    with DATA.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(filled)
+    files.write(DATA, COLUMNS, filled)

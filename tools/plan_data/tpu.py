@@ -14,7 +14,6 @@ plan for a TPU.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from dsjax.plan.precision import precision
 from dsjax.plan.simulation.load import OfferedLoad
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
+from tools.plan_data import files
 from tools.plan_data.validation import Point
 
 SOURCE = "jax-ml/jax-llm-examples, deepseek_r1_jax/README.md, commit 8b4b2460"
@@ -87,8 +87,7 @@ def predictions() -> list[dict[str, str]]:
 
 def rows() -> list[dict[str, str]]:
     """Give the rows of `tpu.csv`."""
-    with DATA.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
+    return files.read(DATA)
 
 
 def tpu_points() -> list[Point]:
@@ -104,7 +103,4 @@ def tpu_points() -> list[Point]:
 if __name__ == "__main__":
     entered = {(row["key"], row["metric"]): row["measured"] for row in rows()} if DATA.exists() else {}
     made = [row | {"measured": entered.get((row["key"], row["metric"]), "")} for row in predictions()]
-    with DATA.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(made)
+    files.write(DATA, COLUMNS, made)

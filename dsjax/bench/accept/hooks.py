@@ -49,7 +49,9 @@ class Hooks:
             start_new_session=True,
         )
         try:
-            output, _ = await asyncio.wait_for(process.communicate(), self.timeout)
+            # Not `wait_for`: where the command ends in the same moment, Python 3.11's forgets that this was cancelled, by Ctrl-C.
+            async with asyncio.timeout(self.timeout):
+                output, _ = await process.communicate()
         except BaseException as error:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)

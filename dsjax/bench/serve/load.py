@@ -164,7 +164,8 @@ async def run_sessions(
             records.append(record)
             if record.error is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(until.wait(), _PAUSE_AFTER_ERROR)
+                    async with asyncio.timeout(_PAUSE_AFTER_ERROR):
+                        await until.wait()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(sessions):

@@ -34,6 +34,7 @@ class RequestRecord:
         chunk_times: when each chunk that carried tokens was read from the socket.
         end: when the last chunk with a choice was read: the end of the answer, before the usage and `[DONE]`.
         prompt_tokens, output_tokens: as `token_source` counted them.
+        meant_prompt_tokens: the prompt's length as the dataset meant it.
         cached_tokens: prompt tokens that the server found in its prefix cache; None where it does not tell.
         finish_reason: the server's.
         text: the answer, reasoning included.
@@ -51,6 +52,10 @@ class RequestRecord:
     finish_reason: str | None = None
     text: str = ""
     error: str | None = None
+    meant_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self):
+        self.meant_prompt_tokens = self.prompt_tokens
 
     @property
     def succeeded(self) -> bool:

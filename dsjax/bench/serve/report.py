@@ -148,6 +148,14 @@ def _line(label: str, value: float | None) -> str:
 def _notes(statistics: Statistics) -> list[str]:
     """What a reader must know to trust the figures: other counts than the server's, and errors, each once."""
     notes = []
+    if statistics.prompts_differ:
+        counted, meant = (
+            total / statistics.completed for total in (statistics.total_input_tokens, statistics.meant_input_tokens)
+        )
+        notes.append(
+            f"The server counted {counted:,.0f} tokens a prompt where {meant:,.0f} were meant: its tokenizer is another one than the "
+            "benchmark's, or another version of it. All figures are those of the prompts that the server counted."
+        )
     for source, how in (
         ("tokenizer", "tokenizer, from the text, which may give other tokens than the model made"),
         ("chunks", "chunks, which may hold more than one token each"),

@@ -17,9 +17,9 @@ from dsjax.bench.serve.statistics import DraftFigures, GoodputVerdict, Statistic
 from dsjax.errors import UserError
 
 _FIGURES = (
-    "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "total_cached_tokens", "cached_share",
-    "request_throughput", "request_goodput", "output_throughput", "input_throughput", "good_share", "total_token_throughput",
-    "max_output_tokens_per_s", "max_concurrent_requests", "tokens_per_chunk", "token_sources",
+    "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "meant_input_tokens", "total_cached_tokens",
+    "cached_share", "request_throughput", "request_goodput", "output_throughput", "input_throughput", "good_share",
+    "total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests", "tokens_per_chunk", "token_sources",
 )  # fmt: skip
 """Attributes of `Statistics` that are fields of the same name."""
 

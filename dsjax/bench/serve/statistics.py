@@ -15,6 +15,8 @@ _ROWS, _DRAFTED, _ACCEPTED, _PER_POSITION = DRAFT_COUNTERS = tuple(
     f"vllm:spec_decode_num_{name}_total"
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 )
+_ALIKE, _OF_A_TEMPLATE = 1.1, 64
+"""Prompts are those that were meant where the server counts at most so many times as many tokens, and so many more a request."""
 METRICS = ("ttft", "tpot", "e2el", "tps")
 
 
@@ -118,6 +120,7 @@ class Statistics:
     Attributes:
         duration: seconds.
         total_input_tokens, total_output_tokens: of successful requests.
+        meant_input_tokens: of the same requests, as the dataset meant their prompts.
         total_cached_tokens: input tokens that came out of the server's prefix cache; None where no answer told.
         request_goodput: requests a second that met every objective; None without objectives.
         good_share: requests that met every objective, of all that were sent, failed ones too; None without objectives or answers.
@@ -135,6 +138,7 @@ class Statistics:
     failed: int
     total_input_tokens: int
     total_output_tokens: int
+    meant_input_tokens: int
     total_cached_tokens: int | None
     request_throughput: float
     request_goodput: float | None
@@ -155,6 +159,12 @@ class Statistics:
         if self.total_cached_tokens is None or not self.total_input_tokens:
             return None
         return self.total_cached_tokens / self.total_input_tokens
+
+    @property
+    def prompts_differ(self) -> bool:
+        """Whether the server counted other prompts than were meant, by more than a chat template adds."""
+        counted, meant = self.total_input_tokens, self.meant_input_tokens
+        return max(counted, meant) > _ALIKE * min(counted, meant) + _OF_A_TEMPLATE * self.completed
 
     @property
     def tokens_per_second_per_user(self) -> float | None:
@@ -188,6 +198,7 @@ def summarise(result: LoadResult, percentiles: Sequence[float], objectives: dict
         failed=sum(r.error is not None for r in result.records),
         total_input_tokens=inputs,
         total_output_tokens=outputs,
+        meant_input_tokens=sum(r.meant_prompt_tokens for r in good),
         total_cached_tokens=sum(cached) if cached else None,
         request_throughput=len(good) / duration,
         request_goodput=sum(is_good(r, objectives) for r in good) / duration if objectives else None,

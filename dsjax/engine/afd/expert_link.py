@@ -75,7 +75,9 @@ class ExpertLink:
     @property
     def counts(self) -> LinkCounts:
         """What the link has done so far."""
-        return LinkCounts(self._channel is not None, self.losses, self.last_gap, self.calls, self.sent, self.received)
+        channel = self._channel
+        connected = channel is not None and channel.is_established
+        return LinkCounts(connected, self.losses, self.last_gap, self.calls, self.sent, self.received)
 
     def begin(self, prepare: Callable[[], Errand]) -> Future[None]:
         """Run an errand, in its turn. prepare: makes it, in the link's thread, when its turn comes."""

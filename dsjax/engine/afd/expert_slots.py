@@ -27,6 +27,9 @@ Fetch = Callable[[int, Mapping[int, int]], Mapping[int, Expert]]
 """``(row, logical expert by slot)``: experts that another process holds, by slot; those that it does not give are read from the
 checkpoint."""
 
+NOBODY = -1
+"""In the place of a logical expert: the slot has no whole one."""
+
 
 class StackRow(NamedTuple):
     """A row of the placement: the stack of its layer, and the layer's number there."""
@@ -50,7 +53,8 @@ class SlotWriter:
         rows: ``physical_to_logical`` at the start, of all slots.
 
     Attributes:
-        rows: as it is now. lock: held where slots are read or written, and by who calls ``place``, ``adopt`` and ``give`` beside others.
+        rows: as it is now; ``NOBODY`` where writing has failed.
+        lock: held where slots are read or written, and by who calls ``place``, ``adopt`` and ``give`` beside others.
     """
 
     def __init__(self, side: ExpertSide, rows: np.ndarray, read: ReadExpert):
@@ -133,7 +137,12 @@ class SlotWriter:
         mine = [slot for slot in changed.tolist() if self.has(slot)]
         values = {slot: self._value(row, slot, int(experts[slot])) for slot in mine}
         self._staged.clear()
-        self._put(stack, layer, values)
+        try:
+            self._put(stack, layer, values)
+        except BaseException:
+            # Some of their parameters may be there, and others not: they are written anew.
+            self.rows[row, mine] = NOBODY
+            raise
         self.rows[row] = experts
 
     def _put(self, stack: str, layer: int, values: Mapping[int, Expert]) -> None:

@@ -42,11 +42,11 @@ class JointCalls:
     attention process asks for again, after its connection has ended, is computed at once: the others may have their answers.
 
     Args:
-        processes: of the attention side.
+        processes: of the attention side. change: as of ``Hello``.
     """
 
-    def __init__(self, processes: int):
-        self.processes = processes
+    def __init__(self, processes: int, change: int = 0):
+        self.processes, self.change = processes, change
         self._connections: Counter[int] = Counter()
         self._parts: dict[int, Part] = {}
         self._answered: dict[int, int] = {}  # the latest number of each process

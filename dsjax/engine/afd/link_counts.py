@@ -10,8 +10,9 @@ class LinkCounts(NamedTuple):
     """What a link has done so far.
 
     Attributes:
-        connected: whether it is connected now. losses: how often the connection has ended under a call. last_gap: seconds from the last
-            loss to the answer of the call that met it. calls: answered ones. sent, received: bytes of rows, and of answers.
+        connected: whether it is connected now, as far as the kernel knows. losses: how often the connection has ended under a call.
+        last_gap: seconds from the last loss to the answer of the call that met it. calls: answered ones. sent, received: bytes of rows,
+            and of answers.
     """
 
     connected: bool

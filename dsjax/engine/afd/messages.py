@@ -14,7 +14,7 @@ from dsjax.hosts.secure_channel import SecureChannel
 from dsjax.hosts.wire import decoded
 
 SERVICE = "experts"
-VERSION = 5
+VERSION = 6
 _MOST_BYTES = 1 << 22
 
 
@@ -29,6 +29,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
         first: the first of the expert devices that the attention side expects at this address.
         generation: of the attention side's mesh. A connection of an earlier one than was heard of is late, and its placement old.
         process, processes: which process of the attention side it is, and of how many.
+        change: which of the sides of experts that the attention side has had in its generation it calls, from 0 on: the one of now, or the
+            one that is to take over. No process is on both.
     """
 
     version: int
@@ -39,6 +41,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     generation: int = 0
     process: int = 0
     processes: int = 1
+    change: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

@@ -23,6 +23,7 @@ _REFUSED = {
     "ep_dispatch_algorithm": "no device of an expert is nearer than another",
     "enable_shared_experts_fusion": "shared experts are on the attention side",
     "dispatch": "the host takes rows from one side to the other, and no collective does",
+    "devices_per_host": "rows go from each device to each device with experts, in one stage",
     "moe_chunk_tokens": "a step's tokens travel at once; give a smaller --max-num-batched-tokens",
 }
 """Options that do not go with experts apart, and why."""
@@ -115,6 +116,11 @@ def check_apart(args: Args) -> None:
             raise UserError(
                 f"--{name.replace('_', '-')} does not go with --expert-mesh: {reason}; leave one of the two out"
             )
+    if args.compile_ahead not in (0, defaults["compile_ahead"]):
+        raise UserError(
+            f"--compile-ahead is {args.compile_ahead}, and with --expert-mesh nothing is compiled ahead: a step is many programs there; "
+            "leave it out"
+        )
     if args.afd_role != "attention" and (args.coordinator_address is not None or (args.num_processes or 1) > 1):
         instead = {
             "expert": "each process with experts is known by --afd-address and --afd-server-rank; leave them out",

@@ -41,7 +41,7 @@ class RemoteExperts(Side):
         space: as of ``Hello``; assigned before the first call. name: by which processes know this attention side, likewise: where it has
             experts moved, they let in a connection of this name alone. placement: the logical expert in each physical slot of each
             layer; likewise. A process that comes back is told of it, and takes from the checkpoint what it had not.
-        generation: as of ``Hello``; likewise. member: which process of the attention side this is, and of how many; likewise.
+        generation, change: as of ``Hello``; likewise. member: which process of the attention side this is, and of how many; likewise.
         others: the other processes of the attention side; None: there are none. They have the same name, generation and placement;
             ``join`` assigns them.
     """
@@ -64,7 +64,7 @@ class RemoteExperts(Side):
         self.space: dict[str, Any] = {}
         self.placement = np.zeros((0, 0), np.int32)
         self.name = secrets.token_bytes(8)
-        self.generation, self.member, self._calls = 0, (0, 1), itertools.count()
+        self.generation, self.member, self.change, self._calls = 0, (0, 1), 0, itertools.count()
         self.others: AttentionProcesses | None = None
         self._is_abandoned = False
         self.links = [
@@ -89,7 +89,7 @@ class RemoteExperts(Side):
     def _hello(self, part: int) -> Hello:
         first = part * (self.spec.ep_size // self.parts)
         placement = self.placement.astype("<i4").tobytes()
-        return Hello(VERSION, self.space, placement, self.name, first, self.generation, *self.member)
+        return Hello(VERSION, self.space, placement, self.name, first, self.generation, *self.member, self.change)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
         """Have the processes bring experts of a layer to the devices that will have them: each takes its own from the others.
@@ -123,8 +123,9 @@ class RemoteExperts(Side):
         return self.others is None or self.others.leads
 
     def follows(self, before: RemoteExperts) -> None:
-        """Be another side of the same attention side, of the same process in the same generation."""
+        """Be the next side of the same attention side, of the same process in the same generation."""
         self.name, self.generation, self.member = before.name, before.generation, before.member
+        self.change = before.change + 1
 
     def catch_up(self, rows: np.ndarray, *, asks: bool) -> None:
         """Have experts where they have moved since this side was connected, before its first call.

@@ -170,9 +170,9 @@ class SideChanges(SidePart):
         except BaseException:
             self._drop()
             raise
-        with self._lock:
-            self._wanted = self._coming = self._prepared = None
         device.go_on_with(prepared.model, prepared.programs)
+        with self._lock:  # only now: `abandon` must find the new side, as the one of now or as the coming one
+            self._wanted = self._coming = self._prepared = None
         before.close()
         return None
 

@@ -31,8 +31,8 @@ from dsjax.engine.device.launch_rows import (
 )
 from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import XLA_ERRORS, explain
-from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.device.programs import COPIES, Programs
+from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
 from sharding.layer_placement import LayerPlacements
@@ -96,7 +96,9 @@ class MeshExecutor:
         self._recorder: ExpertRecorder | None = None
         self._table, staging = CommandTable(), PageStaging(self.device)
         self._register()
-        self._parts = [make(self.device, staging) for make in parts]
+        with contextlib.ExitStack() as begun:  # where a part cannot be made, those before it end their threads
+            self._parts = [begun.enter_context(contextlib.closing(make(self.device, staging))) for make in parts]
+            begun.pop_all()
         for part in (staging, *self._parts):
             part.register(self._table)
         self._queue: deque[Pending] = deque()

@@ -25,9 +25,10 @@ from dsjax.engine.device.compiler_options import compiler_options
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_programs import ExpertLayers
 from dsjax.engine.device.logit_edits import bias_width, mask_words
-from dsjax.engine.device.program_library import CompiledPrograms, ProgramKey, ProgramLibrary
 from dsjax.engine.device.sampler import Wanted
 from dsjax.engine.device.slots import ADMIT_WIDTH, LaunchShape, StepRows
+from dsjax.engine.program_cache.compiled_programs import CompiledPrograms, ProgramKey
+from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
 from sharding.arrays import put
@@ -77,9 +78,10 @@ class Programs:
         self.everywhere = NamedSharding(step.mesh, P())
         self.shared = not self.rows.is_fully_addressable
         self.meet = meet or (lambda: None)
-        # One device alone never has another mesh.
-        keeps = library is not None and jax.device_count() > 1
-        shelf = library.shelf(self._layout(), step.mesh) if keeps else None
+        shelf = None
+        if library is not None:
+            parts = type(self), self._step, self._params, self._state, limits, experts_per_exchange
+            shelf = library.shelf(self._layout(), step.mesh, parts)
         self.store = CompiledPrograms(self._lower, self.meet, shelf, self._compiler_options)
         self._constants: dict[Hashable, Array] = {}
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
@@ -120,7 +122,7 @@ class Programs:
         """What the programs depend on, but for which devices they run on; of one engine, whose options stay as they are."""
         arrays = jax.tree_util.tree_leaves_with_path((self._params, self._state))
         described = tuple((jax.tree_util.keystr(path), a.shape, str(a.dtype), a.sharding.spec) for path, a in arrays)
-        return str(self._step.spec), self._limits, self._exchanged, self.shared, described
+        return str(self._step.spec), self._step.stage, self._limits, self._exchanged, self.shared, described
 
     @property
     def compiled(self) -> frozenset[Hashable]:

@@ -20,9 +20,9 @@ from dsjax.config import ModelConfig
 from dsjax.engine.device import device_state
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.process import enable_compile_cache
-from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, largest_mesh
+from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.sizes import EngineLayout, weight_bytes
 from dsjax.model.parameters import Weights
@@ -116,7 +116,7 @@ class CompileAhead:
     def _compile(self, find: Callable[[], list[MeshCandidate]], going: threading.Event, *, rests: bool) -> None:
         """Compile for each mesh in turn, as long as `going` is set. Whatever goes wrong, serving goes on: the mesh that comes compiles."""
         try:
-            enable_compile_cache()
+            self._library.keep_in(enable_compile_cache())
             wanted = find()
             described = [described_programs(self._args, self._checkpoint, each, self._library) for each in wanted]
             done, total = 0, sum(programs.count(buckets) for programs, buckets in described)

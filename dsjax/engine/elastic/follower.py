@@ -131,9 +131,9 @@ class Follower:
     def run_with(self, args: EngineArgs) -> None:
         """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
         from dsjax.checkpoint.held_weights import HeldWeights
-        from dsjax.engine.device.program_library import ProgramLibrary
         from dsjax.engine.elastic.compile_ahead import CompileAhead
         from dsjax.engine.elastic.generations import give_weights, load_generation, release
+        from dsjax.engine.program_cache.library import ProgramLibrary
         from dsjax.engine.setup.loading import load_model
         from dsjax.engine.setup.stages import load_stages
         from sharding.mesh import MeshSpec
@@ -217,6 +217,8 @@ class Follower:
                         self._depart()
                         return
             except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
+                if executor is not None:  # others may wait for this process, which lives, in a collective or at a layer
+                    self.group.collectives.cut(self.group.generation)
                 unformed = self.group.announcements is None or (announcement is None and isinstance(error, GroupError))
                 if unformed or not regroups:
                     raise

@@ -22,10 +22,10 @@ from jax.sharding import Mesh
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper
-from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.elastic.compile_ahead import CompileAhead
 from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh, with_experts_on
 from dsjax.engine.elastic.weight_peers import WeightPeers
+from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.facts import EngineFacts

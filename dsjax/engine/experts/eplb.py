@@ -133,6 +133,11 @@ class LoadWindow(NamedTuple):
     logical: np.ndarray
     by_rank: np.ndarray
 
+    def and_then(self, after: LoadWindow) -> LoadWindow:
+        """Add what came after. Where experts are on other ranks by then (`/scale`), what each has computed since."""
+        same = self.by_rank.shape == after.by_rank.shape
+        return LoadWindow(self.logical + after.logical, self.by_rank + after.by_rank if same else after.by_rank)
+
 
 class Exchanged(NamedTuple):
     """What `StageExperts` and `PlaceExperts` give: how long they took, and what went wrong. A layer is then placed as before."""

@@ -230,8 +230,7 @@ class ExpertBalancer(Attachment):
         since = self._executor.collect(self._executor.launch(ReadLoads()))
         # Of a few steps alone, or of none, it would tell little, and the last reading would be forgotten for it.
         if self._windows:
-            last = self._windows.pop()
-            since = LoadWindow(last.logical + since.logical, last.by_rank + since.by_rank)
+            since = self._windows.pop().and_then(since)
         self._windows.append(since)
         self._read_at = self._steps
         decision = self._decision(payback=0)()

@@ -17,6 +17,7 @@ class PendingStages:
         parts: of it at each stage, as far as they have begun; None: nothing of it is that stage's. passed: stages that it has gone through.
         hidden: the hidden states of its launches that have left the last of these, on the devices of the next one.
         results: what came of it, once that was read; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
+        number: under which the process with the last stage publishes what came of it; None: it publishes nothing of it.
     """
 
     def __init__(self, command: Command):
@@ -25,3 +26,4 @@ class PendingStages:
         self.passed = self.told = 0
         self.hidden: list[Array] = []
         self.results: Any = None
+        self.number: int | None = None

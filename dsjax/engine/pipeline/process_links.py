@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
+import itertools
 import logging
 import queue
 import secrets
@@ -31,7 +32,7 @@ from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.secure_channel import SecureChannel, closed_on_failure, connect
 from dsjax.hosts.secure_listener import SecureListener
-from dsjax.hosts.wire import decoded
+from dsjax.hosts.wire import JoinRequest, decoded
 
 SERVICE = "stages"
 _LOOK_SECONDS = 0.5
@@ -69,15 +70,49 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
     arrays: list[tuple[list[int], str] | None]
 
 
+class _Inbox:
+    """What has come over one connection, numbered from 0 on.
+
+    An item is kept until a later one is asked for: who is interrupted (Ctrl-C) between getting an item and entering it gets it once more.
+    """
+
+    def __init__(self):
+        self._items: dict[int, Any] = {}
+        self._count, self._error, self._changed = 0, None, threading.Condition()
+
+    def put(self, item: Any) -> None:
+        """Add the next item; an exception is the last one. Any thread may call it."""
+        with self._changed:
+            if isinstance(item, Exception):
+                self._error = self._error or item
+            elif self._error is None:
+                self._items[self._count] = item
+                self._count += 1
+            self._changed.notify_all()
+
+    def get(self, number: int, seconds: float) -> Any:
+        """Wait so long for an item, and give up those before it; in place of one that never comes, give the exception.
+
+        Raises:
+            queue.Empty: it has not come yet.
+        """
+        with self._changed:
+            for before in [each for each in self._items if each < number]:
+                del self._items[before]
+            if not self._changed.wait_for(lambda: number in self._items or self._error is not None, seconds):
+                raise queue.Empty
+            return self._items.get(number, self._error)
+
+
 class _Arriving:
     """The hidden states of the stage before, in the order in which they were sent: what a `StageExecutor` takes them from."""
 
-    def __init__(self, take: Callable[[], np.ndarray], send: Callable[[np.ndarray], Array]):
-        self._take, self._send = take, send
+    def __init__(self, take: Callable[[int], np.ndarray], send: Callable[[np.ndarray], Array]):
+        self._take, self._send, self._numbers = take, send, itertools.count()
 
     def popleft(self) -> Array:
-        """Wait for the next ones, and bring them to this stage's devices."""
-        return self._send(self._take())
+        """Wait for the next ones, and bring them to this stage's devices. Nothing goes on after an interrupt here."""
+        return self._send(self._take(next(self._numbers)))
 
 
 class ProcessLinks:
@@ -95,9 +130,9 @@ class ProcessLinks:
         own = group.options.process_id
         self.leads, self.ends = own == 0, order.index(own) == len(order) - 1
         found = [FOUND.format(number) for number in order if number] if self.leads else []
-        self._inboxes: dict[str, queue.SimpleQueue] = {role: queue.SimpleQueue() for role in (HIDDEN, RESULTS, *found)}
-        self._order, self._found = order, list[Found]()
-        self._expected_found: deque[tuple[Callable[[], Found], Callable[[list[Found]], None]]] = deque()
+        self._inboxes = {role: _Inbox() for role in (HIDDEN, RESULTS, *found)}
+        self._order, self._found_numbers = order, itertools.count()
+        self._expected_found: deque[tuple[int, Callable[[], Found], Callable[[list[Found]], None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._sent: Future[None] | None = None
         self._error: Exception | None = None
@@ -107,9 +142,13 @@ class ProcessLinks:
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         # One for each inbox, and for each process one that is about to be closed.
         most = len(self._inboxes) + len(order)
-        self._listener = SecureListener(
-            listener, group.credentials, {SERVICE: self._serve}, "dsjax-stages", most_connections=most
-        )
+        try:
+            self._listener = SecureListener(
+                listener, group.credentials, {SERVICE: self._serve}, "dsjax-stages", most_connections=most
+            )
+        except BaseException:
+            listener.close()
+            raise
         self._channels, self._to_leader = list[SecureChannel](), list[SecureChannel]()
         try:
             self._meet(order)
@@ -122,7 +161,7 @@ class ProcessLinks:
         group = self._group
         told = group.agreement.ask("stages", [self._listener.port, self._ticket])
         doors = {
-            member.process_id: ((member.address, port), ticket)
+            member.process_id: (member, port, ticket)
             for member, (port, ticket) in zip(group.present, told, strict=True)
         }
         own = group.options.process_id
@@ -136,7 +175,7 @@ class ProcessLinks:
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
         """Where the first stage here takes hidden states from. send: brings them to its devices."""
-        return _Arriving(lambda: self._take(HIDDEN), send)
+        return _Arriving(lambda number: self._take(HIDDEN, number), send)
 
     def pass_on(self, hidden: Array) -> None:
         """Send hidden states to the process with the next stage, when they are computed."""
@@ -156,9 +195,12 @@ class ProcessLinks:
 
         self._later(send)
 
-    def hear(self) -> tuple[list[RankResults], list[Made]] | np.ndarray:
-        """What came of the next command that gives anything, from the process with the last stage."""
-        rows, arrays = self._take(RESULTS)
+    def hear(self, number: int) -> tuple[list[RankResults], list[Made]] | np.ndarray:
+        """What came of a command, from the process with the last stage.
+
+        number: of the command among those that give anything, from 0 on. It can be heard until a later one is.
+        """
+        rows, arrays = self._take(RESULTS, number)
         if not rows:
             return arrays[0]
         made = [Made(*arrays[place : place + 2]) for place in range(0, len(arrays), 2)]
@@ -173,22 +215,16 @@ class ProcessLinks:
     def expect(self, own: Callable[[], Found], enter: Callable[[list[Found]], None]) -> None:
         """Remember, in process 0, that all others tell something, behind what they tell before it.
 
-        own: gives what this process has found out itself. enter: takes what all have, in the order of their stages.
+        own: gives what this process has found out itself. enter: takes what all have, in the order of their stages. Both are called once
+            more where an interrupt comes behind them.
         """
-        self._expected_found.append((own, enter))
+        self._expected_found.append((next(self._found_numbers), own, enter))
 
     def hear_found(self) -> None:
         """Wait for the first thing that is expected, and enter it. After an interrupt it is expected as before."""
-        own, enter = self._expected_found[0]
-        enter(self._ask(own()))
+        number, own, enter = self._expected_found[0]
+        enter([self._take(FOUND.format(process), number) if process else own() for process in self._order])
         self._expected_found.popleft()
-
-    def _ask(self, own: Found) -> list[Found]:
-        while len(self._found) < len(self._order):
-            number = self._order[len(self._found)]
-            self._found.append(self._take(FOUND.format(number)) if number else own)
-        found, self._found = self._found, []
-        return found
 
     def close(self) -> None:
         """End all connections."""
@@ -200,12 +236,19 @@ class ProcessLinks:
             channel.close()
         self._listener.close(connections=True)
 
-    def _connect(self, address: tuple[str, int], ticket: bytes, role: str) -> SecureChannel:
-        with closed_on_failure(connect(address, SERVICE, self._group.credentials)) as channel:
-            # What is being sent to a host that has gone would be waited for by `close`.
-            channel.keep_alive(self._group.options.heartbeat_timeout, unacknowledged=True)
-            channel.send(msgspec.msgpack.encode(Opening(role, ticket)))
-        return channel
+    def _connect(self, member: JoinRequest, port: int, ticket: bytes, role: str) -> SecureChannel:
+        try:
+            with closed_on_failure(connect((member.address, port), SERVICE, self._group.credentials)) as channel:
+                # What is being sent to a host that has gone would be waited for by `close`.
+                channel.keep_alive(self._group.options.heartbeat_timeout, unacknowledged=True)
+                channel.send(msgspec.msgpack.encode(Opening(role, ticket)))
+            return channel
+        except (OSError, EOFError) as error:
+            self._group.check(error)
+            raise GroupError(
+                f"{member.name} cannot be reached at {member.address} port {port}, where it takes what other stages send "
+                f"({error or 'it ended the connection'}); see that hosts let each other in at every port"
+            ) from error
 
     def _later(self, send: Callable[[], None]) -> None:
         """Send in the thread, behind what it has to send already; raise what came of that."""
@@ -276,12 +319,12 @@ class ProcessLinks:
         results = msgspec.msgpack.decode(header, type=Results)
         return results.rows, [None if one is None else _read(channel, one) for one in results.arrays]
 
-    def _take(self, name: str) -> Any:
+    def _take(self, name: str, number: int) -> Any:
         while True:
             if self._error is not None:
                 self._raise(self._error)
             try:
-                found = self._inboxes[name].get(timeout=_LOOK_SECONDS)
+                found = self._inboxes[name].get(number, _LOOK_SECONDS)
             except queue.Empty:
                 self._group.check()
                 continue

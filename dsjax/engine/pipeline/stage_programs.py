@@ -10,9 +10,9 @@ from jax.stages import Compiled, Lowered
 
 from dsjax.engine.device import slots, step_programs
 from dsjax.engine.device.buckets import Buckets
-from dsjax.engine.device.program_library import ProgramKey
 from dsjax.engine.device.programs import Programs, positions
 from dsjax.engine.device.slots import LaunchShape, StepRows
+from dsjax.engine.program_cache.compiled_programs import ProgramKey
 
 _OF_THE_END = ("draw", "biases", "drafts", "drafting step")
 """Programs that only the last stage has."""

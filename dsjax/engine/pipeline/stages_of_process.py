@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class StagesOfProcess(PipelineExecutor):
     def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks, experts: ExpertsOfProcesses | None = None):
         super().__init__(stages, experts)
         self._links = links
+        self._heard = itertools.count()  # numbers of commands whose results come from the last stage
         self._loads: ExpertCounts | None = None
         first = self.stages[0]
         if not first.model.begins:
@@ -41,6 +43,8 @@ class StagesOfProcess(PipelineExecutor):
         self._check_whole()
         pending = PendingStages(command)
         with self._breaks_at(BaseException):
+            if isinstance(command, Step | Score):
+                pending.number = next(self._heard)
             self._run(pending)
             last = self.stages[-1]
             if not self._links.ends:
@@ -71,9 +75,12 @@ class StagesOfProcess(PipelineExecutor):
         return results
 
     def _hear(self, pending: PendingStages) -> None:
-        """Wait for what comes of a command at the last stage of another process: in the order of commands, of each once."""
-        if pending.results is None and not self._links.ends and isinstance(pending.command, Step | Score):
-            pending.results = self._links.hear()
+        """Wait for what comes of a command at the last stage of another process: in the order of commands.
+
+        An interrupt between hearing and keeping it takes nothing away: it is heard once more, by its number.
+        """
+        if pending.results is None and not self._links.ends and pending.number is not None:
+            pending.results = self._links.hear(pending.number)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program of the stages here; process 0 is told what an exchange took at each."""
@@ -94,12 +101,14 @@ class StagesOfProcess(PipelineExecutor):
         """What all stages recorded since recording began, in process 0; all others tell it. All processes read at the same place."""
         if not self.recording:
             return None
-        own = super().expert_counts()
+        read = super().expert_counts
         if not self._links.leads:
+            own = read()
             self._links.tell(lambda: plain(own))
             return own
         heard = list[list[Found]]()
-        self._links.expect(lambda: plain(own), heard.append)
+        # At once: the others tell it, whatever interrupts this process.
+        self._links.expect(lambda: plain(read()), heard.append)
         while not heard:
             self._links.hear_found()
         self._loads = counts_of_all(parts_of(ExpertCounts, heard[0]))

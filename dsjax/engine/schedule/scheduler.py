@@ -325,7 +325,7 @@ def _check_fits(request: Request, config: SchedulerConfig) -> None:
         most = config.max_request_len - request.num_prompt_tokens
         request.set_max_tokens(max(min(most, request.max_tokens), request.num_output_tokens + 1))
     try:
-        config.check_fits(request.num_prompt_tokens, request.max_tokens)
+        config.check_fits(request.num_prompt_tokens, request.max_tokens, request.params.max_tokens is not None)
     except AdmissionError:
         request.set_max_tokens(before)  # a larger mesh may come
         raise

@@ -96,21 +96,25 @@ class SchedulerConfig:
         """Longest prompt + output. The last token made is never written to the cache, hence the one more."""
         return min(self.max_model_len, self.max_tokens_in_cache + 1)
 
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int, is_given: bool = True) -> None:
         """Refuse a request that could never finish.
+
+        is_given: whether the request has said `max_tokens`; else they are the least that it makes.
 
         Raises:
             AdmissionError: the model's length or the rank's pages cannot hold prompt + max_tokens.
         """
         total = num_prompt_tokens + max_tokens
-        asked_for = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together {total}"
+        output = f"max_tokens is {max_tokens}" if is_given else f"at least {max_tokens} more must fit"
+        asked_for = f"the prompt has {num_prompt_tokens} tokens and {output}, together {total}"
+        remedies = ["shorten the prompt", *(["lower max_tokens"] if is_given else [])]
         if total > self.max_model_len:
             raise AdmissionError(
-                f"{asked_for}, but the maximum context length of this model is {self.max_model_len} tokens; shorten the "
-                "prompt or lower max_tokens"
+                f"{asked_for}, but the maximum context length of this model is {self.max_model_len} tokens; "
+                f"{' or '.join(remedies)}"
             )
         if total > self.max_request_len:
             raise AdmissionError(
                 f"{asked_for}, but the cache of a rank holds {self.max_tokens_in_cache} ({self.pages_per_rank - 1} pages "
-                f"of {self.page_size} tokens); shorten the prompt, lower max_tokens or raise --cache-tokens"
+                f"of {self.page_size} tokens); {', '.join(remedies)} or raise --cache-tokens"
             )

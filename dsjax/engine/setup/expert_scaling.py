@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ class ExpertScaling:
 
     The processes of the new side have been started with the same options, but for `--expert-mesh` and `--afd-address`. All processes with
     attention are told by commands (``afd/side_change.py``): they connect and compile while steps go on; then the next step goes there.
-    ``begin``, ``wait`` and ``end`` are called in turn.
+    ``begin``, ``wait`` and ``end`` are called in turn, as ``change`` does.
 
     Attributes:
         number: of changes so far. seconds: that the last one took, steps going on.
@@ -113,7 +114,23 @@ class ExpertScaling:
 
     def wait(self, change: _Change) -> None:
         """Wait until all processes have prepared, or one cannot. Any thread may call it."""
+        change.failure = UserError("the wait for the other side of experts was interrupted, and the one of now stays")
         change.failure = change.prepared.exception()
+
+    def change(self, executor: Executor, expert_mesh: str | None, afd_address: str | None) -> None:
+        """Go on with the new side, in this thread, where nothing else is computed meanwhile. After Ctrl-C the side of now stays.
+
+        Raises:
+            UserError: as of ``begin`` and ``end``.
+        """
+        change = self.begin(executor, expert_mesh, afd_address)
+        try:
+            self.wait(change)
+        except BaseException:
+            with contextlib.suppress(UserError):  # that says what the interrupt says
+                self.end(executor, change)
+            raise
+        self.end(executor, change)
 
     def end(self, executor: Executor, change: _Change) -> None:
         """Let the next step go to the new side, or forget it: between two steps, in the engine's thread.

@@ -39,9 +39,9 @@ from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
-from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.experts.expert_moves import ExpertMoves
+from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, remote_experts, weights_format
@@ -164,11 +164,12 @@ def _load_model(
         mesh, expert_mesh = build_both(spec, of_experts)
     if group is not None and not is_later:
         check_shares(spec, mesh, group)
-    enable_compile_cache()
+    kept_in = enable_compile_cache()
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu:
         keep_freed_memory()
     library, held = library or ProgramLibrary(), HeldWeights() if held is None else held
+    library.keep_in(kept_in)
     layout = EngineLayout.of(args, checkpoint, mesh, expert_mesh)
     step, buckets = layout.step, layout.buckets
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
@@ -245,6 +246,7 @@ def _load_model(
     opened.callback(lambda: executor.shutdown())  # the one of now, which may lead others
     if group is not None and group.is_leader and len(group.present) > 1:
         executor = LeaderExecutor(executor, group)
+        opened.callback(group.leave, "its engine could not be started")  # first, so that the others hear why
     if group is None or group.is_leader:
         executor = record_if_wanted(args, executor, mesh, directory)
     held.clear()

@@ -19,9 +19,9 @@ from dsjax.engine.device import device_state, expert_programs
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.process import available_bytes
-from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.pipeline.stage_programs import StagePrograms
+from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.landing_area import MOST_LANDED
 from dsjax.engine.schedule.page_loads import MOST_LOADED
 from dsjax.engine.setup.args import EngineArgs

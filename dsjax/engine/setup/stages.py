@@ -22,13 +22,13 @@ from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
-from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.expert_exchange import Reload
 from dsjax.engine.pipeline.experts_of_stages import ExpertsOfProcesses, ExpertsOfStages
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
 from dsjax.engine.pipeline.process_links import ProcessLinks
 from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
+from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import check_layout, weights_format
 from dsjax.engine.setup.facts import EngineFacts, StageFacts, describe_engine
@@ -106,7 +106,8 @@ def _load_stages(
         check_owners(spec, order, group)
         own = [place for place, owner in enumerate(order) if owner == group.options.process_id]
         stages, meshes = ([each[place] for place in own] for each in (stages, meshes))
-    enable_compile_cache()
+    library = ProgramLibrary()
+    library.keep_in(enable_compile_cache())
     on_cpu = meshes[0].devices.flat[0].platform == "cpu"
     if on_cpu:
         keep_freed_memory()
@@ -136,28 +137,22 @@ def _load_stages(
     if lock is not None:
         space = page_space(args, steps[-1], directory)
         pages = DividedPages(len(steps), partial(open_disk, args, space, lock))
+    executors = list[StageExecutor]()
     with explained_out_of_memory("its cache was made", SMALLER_CACHE):
-        executors = [
-            StageExecutor(
+        for layout, one in zip(layouts, params, strict=True):
+            reload = _reloading(args, config, directory, layout.step, weights)
+            executor_of_stage = StageExecutor(
                 layout.step,
                 one,
                 limits,
                 layout.buckets,
                 num_drafts=layout.num_drafts,
                 experts_per_exchange=layout.per_exchange,
-                parts=executor_parts(
-                    args,
-                    limits,
-                    layout.per_exchange,
-                    _reloading(args, config, directory, layout.step, weights),
-                    pages and pages.part,
-                ),
+                parts=executor_parts(args, limits, layout.per_exchange, reload, pages and pages.part),
+                library=library,
             )
-            for layout, one in zip(layouts, params, strict=True)
-        ]
-    opened.pop_all()  # the executors close it
-    for one in executors:
-        opened.callback(one.shutdown)
+            executors.append(executor_of_stage)
+            opened.callback(executor_of_stage.shutdown)
     if pages is not None:
         pages.report_through([one.extension(PageReporter) for one in executors])
     facts = _describe(args, spec, layouts, limits, params, weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -105,15 +104,16 @@ class LeaderExecutor(ExecutorWrapper):
     survives goes on in another generation, with another executor.
 
     Attributes:
-        collected: how many results have been collected.
+        collected: how many results have been collected, or have been given up for one behind them.
     """
 
     def __init__(self, inner: Executor, group: HostGroup):
         super().__init__(inner)
         self.group = group
         self._stream = StreamWriter(group)
-        self.collected = 0
-        self._numbers: deque[int] = deque()
+        self.collected = self._launched = 0  # of commands whose results are collected
+        # Those whose results are still to be collected: which of all of them each is, from 1 on, and its number in the stream.
+        self._places: dict[Any, tuple[int, int]] = {}
         self._readers: list[tuple[StreamReader, threading.Thread]] = []
         group.at_end(lambda reason: self._put(EndMessage(reason)))
 
@@ -121,10 +121,12 @@ class LeaderExecutor(ExecutorWrapper):
         """Tell the others, and launch a command."""
         self.group.check()
         number = self._put(LaunchMessage(self.collected, command))
-        if is_collected(command):
-            self._numbers.append(number)
         try:
-            return self._inner(self.inner.launch, command)
+            pending = self._inner(self.inner.launch, command)
+            if is_collected(command):
+                self._launched += 1
+                self._places[pending] = self._launched, number
+            return pending
         except (GroupError, RuntimeError):
             raise  # it cannot be survived in this generation; whoever calls knows whether there is a next one
         except BaseException as error:
@@ -139,11 +141,13 @@ class LeaderExecutor(ExecutorWrapper):
     def collect(self, pending: Any) -> Any:
         """Give what came of a command. What all have done by then is deleted from the stream."""
         results = self._inner(self.inner.collect, pending)
-        if is_collected(pending.command):
-            self.collected += 1
-            number = self._numbers.popleft()
+        # After an interrupt (Ctrl-C) a result may be collected once more, or never: the others collect each once, in order.
+        place, number = self._places.get(pending, (0, None))
+        if number is not None:
+            self.collected = max(self.collected, place)
             if not isinstance(pending.command, Flush):  # which gathers nothing: somebody may not have read it yet
                 self._stream.forget(number)
+            self._places = {one: places for one, places in self._places.items() if places[0] > self.collected}
         return results
 
     def set_recording(self, on: bool) -> None:
@@ -190,8 +194,9 @@ class LeaderExecutor(ExecutorWrapper):
             reader.closed.set()
 
     def shutdown(self) -> None:
-        """Tell the others that this is the end, and give back what the inner executor holds."""
-        self._put(EndMessage())
+        """Tell the others that this is the end, if they have not been told yet, and give back what the inner executor holds."""
+        if not self.group.leaving:
+            self._put(EndMessage())
         for reader, _ in self._readers:
             reader.closed.set()
         for _, thread in self._readers:  # what waits in C++ when Python ends aborts the process

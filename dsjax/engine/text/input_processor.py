@@ -144,7 +144,7 @@ class InputProcessor:
         if params.max_tokens is not None:
             self.config.check_fits(num_prompt_tokens, params.max_tokens)
             return params.max_tokens
-        self.config.check_fits(num_prompt_tokens, max(1, params.min_tokens))
+        self.config.check_fits(num_prompt_tokens, max(1, params.min_tokens), is_given=False)
         return self.config.max_request_len - num_prompt_tokens
 
 

@@ -1,16 +1,15 @@
 """`OutputProcessor`: a step's tokens to text, stop strings, log-probabilities and `RequestOutput`s.
 
-Text comes piece by piece: never half a character, and nothing from a stop string on. The two functions that look for markers in a
-text which is not whole yet serve the server's parsers of reasoning and tool calls as well.
+Text comes piece by piece (`detokenizer.py`): never half a character, and nothing from a stop string on.
 """
 
-import codecs
 from collections.abc import Iterable, Sequence
 
 from dsjax.engine.contract.executor import ErrorKind, RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.text.detokenizer import IncrementalDetokenizer, StopStrings
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from dsjax.engine.text.tokenizer import Tokenizer
@@ -33,14 +32,22 @@ class Completion:
             IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens) if self._tokenizer else None
         )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        # Whether a token that does not end it adds its text and nothing else.
+        self._only_adds_text = (
+            self._detokenizer is not None
+            and not params.stop
+            and params.logprobs is None
+            and params.prompt_logprobs is None
+        )
+        # Of all tokens so far; with `DELTA` of those that the caller has not taken yet.
         self._token_ids: list[int] = []
         self._text = ""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         # Of the prompt: a token's entry stands at its place, and nothing predicts the first.
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
-        self._taken_tokens = 0
-        self._taken_text = 0
+        self._num_forgotten = 0  # tokens that were taken and are not in `_token_ids` any more
+        self._num_taken = 0
 
     def append(self, update: Update) -> None:
         """Enter what a step did. Sets `finish_reason` when the completion has ended, by a stop string too.
@@ -48,6 +55,11 @@ class Completion:
         Of several tokens, those behind a stop string are not the completion's any more.
         """
         _, result, reason = update
+        if reason is None and self._only_adds_text and result is not None:
+            self._token_ids += result.token_ids
+            for token_id in result.token_ids:
+                self._text += self._detokenizer.push(token_id)
+            return
         if result is not None and result.prompt_scores:
             self.prompt_logprobs += [self._token_logprobs(*entry) for entry in result.prompt_scores]
         tokens = () if result is None else result.token_ids
@@ -68,19 +80,27 @@ class Completion:
 
     def is_due(self, interval: int) -> bool:
         """Whether a stream is told now: with the first token, with every `interval` new ones, and at the end."""
-        new = len(self._token_ids) - self._taken_tokens
-        return new >= interval or self._taken_tokens == 0 or self.finish_reason is not None
+        new = self._num_forgotten + len(self._token_ids) - self._num_taken
+        return new >= interval or self._num_taken == 0 or self.finish_reason is not None
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What the caller sees now: all so far, or with `DELTA` what came since the last time."""
-        first_token, first_char = (self._taken_tokens, self._taken_text) if kind is OutputKind.DELTA else (0, 0)
-        self._taken_tokens, self._taken_text = len(self._token_ids), len(self._text)
+        token_ids, text, logprobs = self._token_ids, self._text, self._logprobs
+        self._num_taken = self._num_forgotten + len(token_ids)
+        if kind is OutputKind.DELTA:  # a long text is not copied again for each of its tokens
+            self._num_forgotten = self._num_taken
+            self._token_ids, self._text = [], ""
+            if logprobs is not None:
+                self._logprobs = []
+        else:
+            token_ids = token_ids.copy()
+            logprobs = None if logprobs is None else logprobs.copy()
         return CompletionOutput(
             self.index,
-            self._text[first_char:],
-            self._token_ids[first_token:],
+            text,
+            token_ids,
             self._cumulative_logprob,
-            None if self._logprobs is None else self._logprobs[first_token:],
+            logprobs,
             self.finish_reason,
             self._stop_reason,
             self._error,
@@ -93,7 +113,7 @@ class Completion:
             text = self._detokenizer.push(token_id)
         if reason is not None:
             text += self._detokenizer.flush()
-        if len(self._token_ids) <= params.min_tokens:
+        if self._num_forgotten + len(self._token_ids) <= params.min_tokens:
             self._text += self._stops.flush() + text  # stop strings do not count yet
         else:
             self._text += self._stops.push(text)
@@ -140,21 +160,23 @@ class _Group:
         self.completions = [Completion(index, r, tokenizer) for index, r in enumerate(prepared.completions)]
         self.open = len(self.completions)
         self._told_prompt = False
+        self._last_metrics: RequestMetrics | None = None
 
     def output(self, changed: list[Completion]) -> RequestOutput:
         """Tell of the completions that changed, or of all with `FINAL_ONLY`."""
         prepared = self.prepared
-        if prepared.params.output_kind is OutputKind.FINAL_ONLY:
+        kind = prepared.params.output_kind
+        if kind is OutputKind.FINAL_ONLY:
             changed = self.completions
         return RequestOutput(
-            request_id=prepared.request_id,
-            prompt=prepared.prompt,
-            prompt_token_ids=prepared.prompt_token_ids,
-            outputs=[completion.take(prepared.params.output_kind) for completion in changed],
-            finished=self.open == 0,
-            metrics=self._metrics(),
-            num_cached_tokens=prepared.completions[0].num_cached_tokens,
-            prompt_logprobs=self._prompt_logprobs(changed[0]),
+            prepared.request_id,
+            prepared.prompt,
+            prepared.prompt_token_ids,
+            [completion.take(kind) for completion in changed],
+            self.open == 0,
+            self._metrics(),
+            prepared.completions[0].num_cached_tokens,
+            self._prompt_logprobs(changed[0]),
         )
 
     def _prompt_logprobs(self, completion: Completion) -> list[TokenLogprobs | None] | None:
@@ -173,7 +195,12 @@ class _Group:
             token = _least(r.first_token_time for r in requests)
             preemptions = sum(r.num_preemptions for r in requests)
             finished = max(r.finish_time or 0.0 for r in requests)
-        return RequestMetrics(
+        last = self._last_metrics
+        # Where nothing has changed since the last output, both share one object: most tokens of a stream.
+        told = None if last is None else (last.first_token_time, last.num_preemptions)
+        if self.open and token is not None and told == (token, preemptions):
+            return last
+        self._last_metrics = RequestMetrics(
             arrival_time=first.arrival_time,
             first_scheduled_time=scheduled,
             first_token_time=token,
@@ -182,6 +209,7 @@ class _Group:
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_cached_tokens or 0,
         )
+        return self._last_metrics
 
 
 class OutputProcessor:
@@ -227,11 +255,6 @@ class OutputProcessor:
         """The core's ids of a request's unfinished completions; none where it is unknown or has ended."""
         return [request.request_id for request in self.unfinished(request_id)]
 
-    def follows(self, request: Request) -> bool:
-        """Whether this completion has not ended for its caller: the core may be a step behind."""
-        followed = self._by_completion.get(request.request_id)
-        return followed is not None and followed[1].request is request
-
     def forget(self, request_id: str) -> None:
         """Follow a request no longer; nobody wants its output."""
         group = self._groups.pop(request_id, None)
@@ -239,20 +262,27 @@ class OutputProcessor:
             self._by_completion.pop(completion.request.request_id, None)
 
     def process(
-        self, updates: Iterable[Update], failed: dict[str, Exception] | None = None
+        self,
+        updates: Iterable[Update],
+        failed: dict[str, Exception] | None = None,
+        followed: list[Update] | None = None,
     ) -> tuple[list[RequestOutput], list[str]]:
         """Give the outputs to pass on, and the core's ids of requests that a stop string has ended.
 
         failed: gets the requests of which no text could be made, by their ids, and why; the caller ends them. None: the error is raised.
+        followed: gets the updates of completions that had not ended for their callers.
         """
         changed: dict[_Group, list[Completion]] = {}
         to_abort: list[str] = []
+        by_completion, interval = self._by_completion, self.stream_interval
         for update in updates:
             request, result, reason = update
-            followed = self._by_completion.get(request.request_id)
-            if followed is None or followed[1].request is not request:
+            known = by_completion.get(request.request_id)
+            if known is None or known[1].request is not request:
                 continue
-            group, completion = followed
+            if followed is not None:
+                followed.append(update)
+            group, completion = known
             try:
                 completion.append(update)
             except Exception as error:
@@ -263,11 +293,11 @@ class OutputProcessor:
             if completion.finish_reason is not None:
                 if reason is None:
                     to_abort.append(request.request_id)
-                del self._by_completion[request.request_id]
+                del by_completion[request.request_id]
                 group.open -= 1
             elif result is not None and not result.token_ids:
                 continue  # a part of the prompt's log-probabilities: told of with the first token
-            elif not completion.is_due(self.stream_interval):
+            elif interval > 1 and not completion.is_due(interval):
                 continue
             if group in changed:
                 changed[group].append(completion)
@@ -287,86 +317,3 @@ class OutputProcessor:
 
 def _least(times: Iterable[float | None]) -> float | None:
     return min((time for time in times if time is not None), default=None)
-
-
-class IncrementalDetokenizer:
-    """Turns a stream of tokens into text pieces whose concatenation is `tokenizer.decode` of all of them.
-
-    A byte-level token is a run of bytes, which may end inside a character; such bytes are held back until the character is
-    whole, or certain never to be (then it is U+FFFD).
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._within_character = False
-
-    def push(self, token_id: int) -> str:
-        """The text that is certain after this token."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
-            return ""
-        piece = self._tokenizer.token_bytes(token_id)
-        if not self._within_character and piece.isascii():
-            return piece.decode("ascii")
-        text = self._decoder.decode(piece)
-        self._within_character = bool(self._decoder.getstate()[0])
-        return text
-
-    def flush(self) -> str:
-        """The text of bytes still held back: U+FFFD, or nothing. The stream has ended."""
-        return self._decoder.decode(b"", final=True)
-
-
-class StopStrings:
-    """Passes a stream of text on until one of the stop strings is complete.
-
-    What could still become a stop string is held back. The result does not depend on how the text is cut into pieces:
-    the first stop string to be complete counts, and of several complete at the same character the longest.
-    """
-
-    def __init__(self, stops: Sequence[str], include_in_output: bool = False):
-        self._stops = tuple(stops)
-        self._include_in_output = include_in_output
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """The text that is certain to be before any stop string; sets `matched` when one is complete."""
-        if not self._stops:
-            return text
-        text = self._held + text
-        complete = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if complete:
-            end, start, self.matched = min(complete)
-            self._held = ""
-            return text[: end if self._include_in_output else start]
-        keep = num_undecided(text, self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        """The text held back. The stream has ended, or stop strings begin to count only after this point."""
-        held, self._held = self._held, ""
-        return held
-
-
-def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first of the markers begins, and which it is; of several at one place it is the longest."""
-    places = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
-    if not places:
-        return None
-    at, _, marker = min(places)
-    return at, marker
-
-
-def num_undecided(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` with which one of the markers begins.
-
-    Only the text that follows can show whether it becomes that marker, so this end has to be held back.
-    """
-    longest = max(map(len, markers), default=0)
-    for length in range(min(len(text), longest - 1), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
-            return length
-    return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -193,10 +194,18 @@ class _TokenTable:
         known = range(min(vocab_size, tokenizer.vocab_size))
         self.tokens = [tokenizer.token_bytes(i) for i in known] + [b""] * (vocab_size - len(known))
         self.special_token_ids = sorted({i for i in known if tokenizer.is_special(i)} | set(eos_token_ids))
+        names = [self.tokens[i].decode("utf-8", "replace") for i in self.special_token_ids if i in known]
+        self._special = re.compile("|".join(map(re.escape, filter(None, names))) or "(?!)")
 
     def __call__(self, text: str | bytes) -> list[int]:
+        """Tokens that spell a text. A special token spells nothing, so a text that reads like one is cut behind its first character."""
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        token_ids: list[int] = []
+        while (special := self._special.search(text)) is not None:
+            cut = special.start() + 1
+            token_ids += self._tokenizer.encode(text[:cut], add_special_tokens=False)
+            text = text[cut:]
+        return token_ids + self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def grammar_text(outputs: StructuredOutputs) -> str:
@@ -214,4 +223,10 @@ def grammar_text(outputs: StructuredOutputs) -> str:
 
 
 def _first_line(message: str) -> str:
-    return (message.strip().splitlines() or ["unknown reason"])[0][:300]
+    """What llguidance says, in a line. Of an expression it says the reason in a later one, behind the expression itself."""
+    lines = message.strip().splitlines() or ["unknown reason"]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if not (lines[0].endswith("regex parse error:") and reasons):
+        return lines[0][:300]
+    shown = f", in {lines[1].strip()}" if len(lines) > 2 and set(lines[2].strip()) == {"^"} else ""
+    return f"{reasons[0]}{shown}"[:300]

@@ -3,6 +3,7 @@
 `ChatTemplate` is its template for conversations, which is the model's own, in Jinja's immutable sandbox.
 """
 
+import contextlib
 import datetime
 import json
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ class Tokenizer:
         bos_id, eos_id: ids of the begin- and end-of-sequence tokens; None where there is none.
         vocab_size: one more than the largest token id. A model's vocabulary may be padded beyond it.
         chat_template: None where the directory has none.
+        whole_texts: tokens' texts, as `WholeTexts` has them.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
@@ -44,6 +46,7 @@ class Tokenizer:
         self._config = config = dict(config or {})
         _check_byte_level(backend)
         self._bytes: dict[int, bytes] = {}
+        self.whole_texts = WholeTexts(self)
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_tokens = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name)))}
         self.bos_id = self._special_id("bos_token")
@@ -148,6 +151,23 @@ class Tokenizer:
         if self.bos_id is None or not config.get("add_bos_token", default):
             return False
         return self.bos_id not in self._backend.encode("", add_special_tokens=True).ids
+
+
+class WholeTexts(dict[int, "str | None"]):
+    """By token id: the text of a token that is whole characters and not special; None for any other. Filled as tokens are asked for."""
+
+    def __init__(self, tokenizer: "Tokenizer"):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        """Find a token's text."""
+        text = None
+        if not self._tokenizer.is_special(token_id):
+            with contextlib.suppress(UnicodeDecodeError):
+                text = self._tokenizer.token_bytes(token_id).decode("utf-8")
+        self[token_id] = text
+        return text
 
 
 def _token_text(entry: Any) -> str | None:

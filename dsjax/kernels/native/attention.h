@@ -12,6 +12,7 @@ namespace dsjax {
 constexpr long kBlock = 64;          // context positions taken at once
 constexpr float kUnseen = -3e38f;    // the score of a position that a query does not see
 constexpr long kItemQueries = 48;    // queries (tokens x heads) that share a block's transposed context
+constexpr long kSeenTogether = 12;   // of a prompt's queries: so many are multiplied at once, with the positions that the last of them sees
 
 // The cache of all layers, [layers, pages, G, *]: of each position a latent [M] and a rotary key [O]; both float32, both bfloat16, or
 // the latent e4m3 with a scale for each kScaled of its values ([ceil(M / kScaled)]) and the rotary key bfloat16. Or, `by_head`, keys
@@ -76,6 +77,7 @@ struct Attention {
       if (cache.bytes == 4) {
         latent[i] = static_cast<const float*>(cache.latent) + at * cache.latent_stride + from_latent;
         rope[i] = static_cast<const float*>(cache.rope) + at * cache.rope_stride + from_rope;
+        fetch(latent[i], latent_width()), fetch(rope[i], rope_width());
       } else {
         float* own = copy + i * latent_width();
         if (cache.bytes == 1)
@@ -86,6 +88,12 @@ struct Attention {
                         copy + kBlock * latent_width() + i * rope_width(), rope_width());
       }
     }
+  }
+
+  // Reads a number of each line of memory, so that the lines of many positions are on their way at once: multiply-adds would ask for few at
+  // a time. With as many prefetches, which a processor may leave out, 256 rows of 160 positions took as long as without.
+  static void fetch(const float* from, long count) {
+    for (long i = 0; i < count; i += 16) static_cast<void>(*static_cast<const volatile float*>(from + i));
   }
 
   // Numbers, counted from `first`, of the positions in [first, first + count) of a row that hold nothing.
@@ -111,39 +119,86 @@ struct Attention {
     return to;
   }
 
-  // to[w * kBlock + i] = from[i][w] for w < width and i < count; zero for i >= count.
-  static void transposed(const float* const* from, long count, long width, float* to) {
-    for (long i = 0; i < kBlock; i += kLanes) {
+  // to[w * stride + i] = from[i][w] for w < width and i < count; zero for count <= i < filled.
+  static void transposed(const float* const* from, long count, long width, float* to, long stride, long filled) {
+    for (long i = 0; i < filled; i += kLanes) {
       long w = 0;
-      if (i + kLanes <= count)
+      if (i + kLanes <= count) {
         for (; w + kLanes <= width; w += kLanes) {
           Vec square[kLanes];
           for (int lane = 0; lane < kLanes; lane++) square[lane] = load(from[i + lane] + w);
           transpose(square);
-          for (int lane = 0; lane < kLanes; lane++) store(to + (w + lane) * kBlock + i, square[lane]);
+          for (int lane = 0; lane < kLanes; lane++) store(to + (w + lane) * stride + i, square[lane]);
         }
+      } else if (i + kNarrowLanes == std::min(count, filled)) {
+        for (; w + kLanes <= width; w += kLanes) {
+          Vec square[kLanes] = {};
+          for (int lane = 0; lane < kNarrowLanes; lane++) square[lane] = load(from[i + lane] + w);
+          transpose(square);
+          for (int lane = 0; lane < kLanes; lane++)
+            store(to + (w + lane) * stride + i, load_as<NarrowVec>(reinterpret_cast<const float*>(&square[lane])));
+        }
+        if (filled > i + kNarrowLanes) zero(w, to, stride, i + kNarrowLanes, std::min(i + kLanes, filled));
+      }
+      const long end = std::min(i + kLanes, filled);
       for (; w < width; w++)
-        for (long lane = 0; lane < kLanes; lane++) to[w * kBlock + i + lane] = i + lane < count ? from[i + lane][w] : 0.0f;
+        for (long j = i; j < end; j++) to[w * stride + j] = j < count ? from[j][w] : 0.0f;
     }
   }
 
-  // One query's part of a block: from scores [kBlock] to weights e^(scaled score - maximum), 0 for positions that it does not see
-  // (those from `seen` on); its running maximum and sum (arXiv 1805.02867). Returns what earlier results are multiplied with.
-  float weigh(float* scores, long seen, float& maximum, float& total) const {
-    for (long i = std::max<long>(seen, 0); i < kBlock; i++) scores[i] = kUnseen;
-    Vec most = broadcast(kUnseen);
-    for (long i = 0; i < kBlock; i += kLanes) most = larger(most, load(scores + i));
-    const float higher = std::max(maximum, largest(most) * scale);
-    Vec added{};
-    for (long i = 0; i < kBlock; i += kLanes) {
-      Vec value = exp(load(scores + i) * scale - higher);
-      added += value;
-      store(scores + i, value);
+  // to[w * stride + i] = 0 for w < width and first <= i < end.
+  static void zero(long width, float* to, long stride, long first, long end) {
+    for (long w = 0; w < width; w++) std::fill(to + w * stride + first, to + w * stride + end, 0.0f);
+  }
+
+  // The part of up to kLanes queries in a block: from each one's scores [kBlock] to weights e^(scaled score - maximum), 0 for positions that
+  // it does not see (those from `seen` on, of which whole vectors are left as they are); their running maxima and sums (arXiv 1805.02867),
+  // [kLanes] with room for a whole vector. Returns what earlier results are multiplied with. What a vector of scores has is added up
+  // lane after lane, for all queries at once.
+  Vec weigh(long queries, float* const* scores, const long* seen, float* maximum, float* total) const {
+    Vec most[kLanes], added[kLanes];
+    for (long q = 0; q < kLanes; q++) {
+      most[q] = broadcast(kUnseen);
+      if (q >= queries) continue;
+      for (long i = 0; i < seen[q]; i += kLanes) {
+        const Vec score = load(scores[q] + i), own = counted() < static_cast<int32_t>(seen[q] - i) ? score : broadcast(kUnseen);
+        most[q] = larger(most[q], own);
+        store(scores[q] + i, own);
+      }
     }
-    const float shrink = exp(broadcast(maximum - higher))[0];
-    total = total * shrink + sum(added);
-    maximum = higher;
+    transpose(most);
+    for (long lane = 1; lane < kLanes; lane++) most[0] = larger(most[lane], most[0]);
+    const Vec before = load(maximum), higher = larger(most[0] * scale, before);
+    store(maximum, higher);
+    for (long q = 0; q < kLanes; q++) {
+      added[q] = Vec{};
+      if (q >= queries) continue;
+      for (long i = 0; i < seen[q]; i += kLanes) {
+        const Vec value = exp(load(scores[q] + i) * scale - maximum[q]);
+        added[q] += value;
+        store(scores[q] + i, value);
+      }
+    }
+    transpose(added);
+    for (long lane = 1; lane < kLanes; lane++) added[0] += added[lane];
+    const Vec shrink = exp(before - higher);
+    store(total, load(total) * shrink + added[0]);
     return shrink;
+  }
+
+  // 0, 1, 2 ...
+  static IntVec counted() {
+    IntVec number;
+    for (int lane = 0; lane < kLanes; lane++) number[lane] = lane;
+    return number;
+  }
+
+  // Copies by vectors, since most copies are too short for a call of memmove, and returns where the next one begins.
+  static float* copy(const float* from, long count, float* to) {
+    long i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+    for (; i < count; i++) to[i] = from[i];
+    return to + count;
   }
 
   static void multiply(float* values, long count, float factor) {
@@ -158,7 +213,8 @@ struct AbsorbedAttention : Attention {
 
   void run(char* scratch, const Schedule& schedule) const {
     const Layout at = layout(scratch);
-    const long per_row = items_of_a_row(), width = weights ? U : M;
+    const int workers = work() < kLeastWork ? 1 : threads;
+    const long per_row = items_of_a_row(workers), width = weights ? U : M;
     for (long r = 0; r < R; r++) {
       // Padding is zero: whatever lay in memory could be no number, and spread.
       const long from = queries(r) * H * width;
@@ -168,10 +224,10 @@ struct AbsorbedAttention : Attention {
         3, [&](int phase) { return phase == 1 ? R * per_row : weights ? H : 0; },
         [&](int phase, long item, int worker) {
           if (phase == 0) absorb_query(at, item, worker);
-          if (phase == 1) attend(at, item / per_row, item % per_row, worker);
+          if (phase == 1) attend(at, item / per_row, item % per_row, per_row, worker);
           if (phase == 2) absorb_value(at, item, worker);
         },
-        threads, schedule);
+        workers, schedule);
   }
 
  private:
@@ -187,9 +243,19 @@ struct AbsorbedAttention : Attention {
   };
   static constexpr long kMostLanes = (kItemQueries + kLanes - 1) / kLanes * kLanes;
 
-  long items_of_a_row() const {
-    const long least = (C * H + kItemQueries - 1) / kItemQueries, wanted = (2 * threads + R - 1) / R;
-    return threads > 1 ? std::max(least, std::min(wanted, (C * H + 3) / 4)) : least;
+  // Multiply-adds of a call.
+  long work() const {
+    long total = 0;
+    for (long r = 0; r < R; r++) {
+      const long count = queries(r);
+      total += count * H * (context(r, count) * (2 * M + O) + (weights ? M * (N + U) : 0));
+    }
+    return total;
+  }
+
+  long items_of_a_row(int workers) const {
+    const long least = (C * H + kItemQueries - 1) / kItemQueries, wanted = (2 * workers + R - 1) / R;
+    return workers > 1 ? std::max(least, std::min(wanted, (C * H + 3) / 4)) : least;
   }
 
   Own own(char* base) const {
@@ -200,7 +266,7 @@ struct AbsorbedAttention : Attention {
     o.scores = floats(base, used, kMostLanes * kBlock);
     o.maximum = floats(base, used, kMostLanes);
     o.total = floats(base, used, kMostLanes);
-    o.key = floats(base, used, weights ? N * M : 0);
+    o.key = floats(base, used, weights ? std::max(N, U) * M : 0);
     o.latent = pointers(base, used, kBlock);
     o.rope = pointers(base, used, kBlock);
     o.a = pointers(base, used, std::max({R * C, kItemQueries, kBlock}));
@@ -233,8 +299,11 @@ struct AbsorbedAttention : Attention {
     const long count = all_queries(q_nope, head, N, o.a);
     all_queries(at.q_latent, head, M, o.c);
     // W^UK of the head transposed, [N, M]: its rows run along the latent then.
-    for (long m = 0; m < M; m++)
-      for (long n = 0; n < N; n++) o.key[n * M + m] = weights[(m * H + head) * (N + U) + n];
+    for (long m = 0; m < M; m += kBlock) {
+      const long rows = std::min(kBlock, M - m);
+      for (long i = 0; i < rows; i++) o.latent[i] = weights + ((m + i) * H + head) * (N + U);
+      transposed(o.latent, rows, N, o.key + m, M, rows);
+    }
     product(count, o.a, 1, Matrix<Float32>{o.key, M}, 0, M, N, const_cast<float**>(o.c), Sums::replace);
   }
 
@@ -242,37 +311,47 @@ struct AbsorbedAttention : Attention {
     Own o = own(at.own + at.own_bytes * worker);
     const long count = all_queries(at.heads, head, M, o.a);
     all_queries(out, head, U, o.c);
-    const Matrix<Float32> value{weights + head * (N + U) + N, H * (N + U)};
-    product(count, o.a, 1, value, 0, U, M, const_cast<float**>(o.c), Sums::replace);
+    // W^UV of the head side by side: as far apart as they are, its rows would drive each other out of the first cache.
+    for (long m = 0; m < M; m++) copy(weights + (m * H + head) * (N + U) + N, U, o.key + m * U);
+    product(count, o.a, 1, Matrix<Float32>{o.key, U}, 0, U, M, const_cast<float**>(o.c), Sums::replace);
   }
 
-  void attend(const Layout& at, long row, long part, int worker) const {
-    const long all = queries(row) * H, parts = items_of_a_row();
+  void attend(const Layout& at, long row, long part, long parts, int worker) const {
+    const long all = queries(row) * H;
     const long first = all * part / parts, count = all * (part + 1) / parts - first;
     if (count == 0) return;
-    Own o = own(at.own + at.own_bytes * worker);
+    const Own o = own(at.own + at.own_bytes * worker);
+    if (count <= kNarrowLanes) attend_in<NarrowVec>(at, row, first, count, o);
+    else attend_in<Vec>(at, row, first, count, o);
+  }
+
+  // `attend` for `count` queries from `first` on, which lie in vectors of V.
+  template <class V>
+  void attend_in(const Layout& at, long row, long first, long count, const Own& o) const {
+    constexpr long wide = lanes_of<V>;
     const float* q_latent = weights ? at.q_latent : q_nope;
     float* heads = weights ? at.heads : out;
     // Queries lie side by side in vectors: scores are [kBlock, lanes], the context is read row by row as it lies in its pages,
     // and nothing is summed or compared across a vector.
-    const long lanes = (count + kLanes - 1) / kLanes * kLanes;
-    std::fill(o.query, o.query + (M + O) * lanes, 0.0f);
-    for (long q = 0; q < count; q++) {
-      const long query = row * C * H + first + q;
-      for (long m = 0; m < M; m++) o.query[m * lanes + q] = q_latent[query * M + m];
-      for (long r = 0; r < O; r++) o.query[(M + r) * lanes + q] = q_rope[query * O + r];
-      std::fill(heads + query * M, heads + (query + 1) * M, 0.0f);
-    }
+    const long lanes = (count + wide - 1) / wide * wide, query = row * C * H + first;
+    for (long q = 0; q < count; q++) o.a[q] = q_latent + (query + q) * M, o.c[q] = q_rope + (query + q) * O;
+    transposed(o.a, count, M, o.query, lanes, lanes);
+    transposed(o.c, count, O, o.query + M * lanes, lanes, lanes);
+    std::fill(heads + query * M, heads + (query + count) * M, 0.0f);
     std::fill(o.maximum, o.maximum + lanes, -1e30f);
     std::fill(o.total, o.total + lanes, 0.0f);
     const long end = context(row, (first + count - 1) / H + 1);
     for (long s = 0; s < end; s += kBlock) {
       const long block = std::min(kBlock, end - s);
       find(row, s, block, o.latent, o.rope, o.copy);
-      float** scores = const_cast<float**>(o.c);
-      for (long i = 0; i < block; i++) scores[i] = o.scores + i * lanes;
-      product(block, o.latent, 1, Matrix<Float32>{o.query, lanes}, 0, lanes, M, scores, Sums::replace);
-      product(block, o.rope, 1, Matrix<Float32>{o.query + M * lanes, lanes}, 0, lanes, O, scores, Sums::add);
+      if (lanes == wide) {
+        score_all<V>(o, block);
+      } else {
+        float** scores = const_cast<float**>(o.c);
+        for (long i = 0; i < block; i++) scores[i] = o.scores + i * lanes;
+        product(block, o.latent, 1, Matrix<Float32>{o.query, lanes}, 0, lanes, M, scores, Sums::replace);
+        product(block, o.rope, 1, Matrix<Float32>{o.query + M * lanes, lanes}, 0, lanes, O, scores, Sums::add);
+      }
       int32_t hole[kBlock];
       const long holes_here = holes(row, s, block, hole);
       for (long h = 0; h < holes_here; h++)
@@ -283,9 +362,9 @@ struct AbsorbedAttention : Attention {
         results[q] = heads + (row * C * H + first + q) * M;
         o.a[q] = o.scores + q;
       }
-      for (long q = 0; q < count; q += kLanes) {
-        const Vec shrink = weigh_lanes(o, q, lanes, block, start[row] - s, first);
-        for (long lane = 0; s > 0 && lane < kLanes && q + lane < count; lane++)
+      for (long q = 0; q < count; q += wide) {
+        const V shrink = weigh_lanes<V>(o, q, lanes, block, start[row] - s, first);
+        for (long lane = 0; s > 0 && lane < wide && q + lane < count; lane++)
           if (shrink[lane] != 1.0f) multiply(results[q + lane], M, shrink[lane]);
       }
       product(count, o.a, lanes, Scattered{o.latent}, 0, M, block, results, Sums::add);
@@ -293,30 +372,79 @@ struct AbsorbedAttention : Attention {
     for (long q = 0; q < count; q++) multiply(heads + (row * C * H + first + q) * M, M, 1.0f / o.total[q]);
   }
 
-  // `weigh` for kLanes queries from `q` on, side by side. Of them, query number i (of the row, `first` + q and so on) sees the
-  // block's positions up to `offset` + i / H.
-  Vec weigh_lanes(const Own& o, long q, long lanes, long block, long offset, long first) const {
-    IntVec last;
-    for (int lane = 0; lane < kLanes; lane++) last[lane] = static_cast<int32_t>(std::min<long>(offset + (first + q + lane) / H, kBlock));
-    Vec most = broadcast(kUnseen);
+  // A block's scores for queries that fill one vector, [block, wide]; each is two sums, over the latent and the rotary key, as of `product`.
+  template <class V>
+  void score_all(const Own& o, long block) const {
+    constexpr long wide = lanes_of<V>;
+    for (long i = block; i < (block + kScored - 1) / kScored * kScored; i++) o.latent[i] = o.latent[block - 1], o.rope[i] = o.rope[block - 1];
+    for (long i = 0; i < block; i += kScored) score<V>(o.latent + i, o.rope + i, o.query, M, O, o.scores + i * wide);
+  }
+
+  static constexpr int kScored = kRegisters == 32 ? 16 : 8;  // positions whose scores are summed at once; kBlock is a multiple
+
+  template <class V>
+  __attribute__((noinline)) static void score(const float* const* latent, const float* const* rope, const float* query, long M, long O, float* to) {
+    V total[kScored] = {};
+    add_products(latent, query, M, total);
+#pragma GCC unroll 16
+    for (int i = 0; i < kScored; i++) {
+      store(to + i * lanes_of<V>, total[i]);
+      total[i] = V{};
+    }
+    add_products(rope, query + M * lanes_of<V>, O, total);
+#pragma GCC unroll 16
+    for (int i = 0; i < kScored; i++) store(to + i * lanes_of<V>, load_as<V>(to + i * lanes_of<V>) + total[i]);
+  }
+
+  // total[i] += sum over k < depth of context[i][k] * query[k], in turn.
+  template <class V>
+  static inline __attribute__((always_inline)) void add_products(const float* const* context, const float* query, long depth, V (&total)[kScored]) {
+    constexpr int kSteps = 2;  // for which an address is found once
+    long k = 0;
+    for (; k + kSteps <= depth; k += kSteps) {
+      V x[kSteps];
+#pragma GCC unroll 2
+      for (int step = 0; step < kSteps; step++) x[step] = load_as<V>(query + (k + step) * lanes_of<V>);
+#pragma GCC unroll 16
+      for (int i = 0; i < kScored; i++) {
+        const float* from = context[i] + k;
+#pragma GCC unroll 2
+        for (int step = 0; step < kSteps; step++) total[i] += broadcast<V>(from[step]) * x[step];
+      }
+    }
+    for (; k < depth; k++) {
+      const V x = load_as<V>(query + k * lanes_of<V>);
+#pragma GCC unroll 16
+      for (int i = 0; i < kScored; i++) total[i] += broadcast<V>(context[i][k]) * x;
+    }
+  }
+
+  // `weigh` for as many queries as V has lanes from `q` on, side by side. Of them, query number i (of the row, `first` + q and so on)
+  // sees the block's positions up to `offset` + i / H.
+  template <class V>
+  V weigh_lanes(const Own& o, long q, long lanes, long block, long offset, long first) const {
+    constexpr int wide = lanes_of<V>;
+    IntsOf<V> last;
+    for (int lane = 0; lane < wide; lane++) last[lane] = static_cast<int32_t>(std::min<long>(offset + (first + q + lane) / H, kBlock));
+    V most = broadcast<V>(kUnseen);
     const long seen_by_all = std::min(block, offset + (first + q) / H + 1);
     for (long i = 0; i < block; i++) {
       float* at = o.scores + i * lanes + q;
-      Vec score = load(at) * scale;
-      if (i >= seen_by_all) score = last >= static_cast<int32_t>(i) ? score : broadcast(kUnseen);
+      V score = load_as<V>(at) * scale;
+      if (i >= seen_by_all) score = last >= static_cast<int32_t>(i) ? score : broadcast<V>(kUnseen);
       most = larger(most, score);
       store(at, score);
     }
-    const Vec before = load(o.maximum + q), higher = larger(before, most);
-    Vec added{};
+    const V before = load_as<V>(o.maximum + q), higher = larger(before, most);
+    V added{};
     for (long i = 0; i < block; i++) {
       float* at = o.scores + i * lanes + q;
-      const Vec value = exp(load(at) - higher);
+      const V value = exp(load_as<V>(at) - higher);
       added += value;
       store(at, value);
     }
-    const Vec shrink = exp(before - higher);
-    store(o.total + q, load(o.total + q) * shrink + added);
+    const V shrink = exp(before - higher);
+    store(o.total + q, load_as<V>(o.total + q) * shrink + added);
     store(o.maximum + q, higher);
     return shrink;
   }
@@ -338,7 +466,7 @@ struct ExpandedAttention : Attention {
 
  private:
   struct Own {
-    float *query, *context, *copy, *keys, *values, *scores, *maximum, *total;
+    float *query, *up, *context, *copy, *keys, *values, *scores, *maximum, *total;
     const float **latent, **rope, **rows, **from, **to;
     size_t bytes;
   };
@@ -347,13 +475,14 @@ struct ExpandedAttention : Attention {
     Own o;
     size_t used = 0;
     o.query = floats(base, used, C * (N + O));
+    o.up = floats(base, used, cache.by_head ? 0 : M * (N + U));
     o.context = floats(base, used, cache.by_head ? 0 : M * kBlock);
     o.copy = floats(base, used, cache.bytes == 4 ? 0 : (latent_width() + rope_width()) * kBlock);
     o.keys = floats(base, used, (N + O) * kBlock);
     o.values = floats(base, used, U * kBlock);
     o.scores = floats(base, used, kItemQueries * kBlock);
-    o.maximum = floats(base, used, C);
-    o.total = floats(base, used, C);
+    o.maximum = floats(base, used, C + kLanes);
+    o.total = floats(base, used, C + kLanes);
     o.latent = pointers(base, used, kBlock);
     o.rope = pointers(base, used, kBlock);
     o.rows = pointers(base, used, 2 * kItemQueries);
@@ -364,22 +493,22 @@ struct ExpandedAttention : Attention {
   }
 
   // Keys [N + O, kBlock] and values [kBlock, U] of one head and block.
-  void expand(const Own& o, long head, long block, long rounded) const {
+  void expand(const Own& o, long block, long rounded) const {
     if (cache.by_head) {
-      transposed(o.latent, block, N + O, o.keys);
+      transposed(o.latent, block, N + O, o.keys, kBlock, kBlock);
       for (long i = 0; i < block; i++) std::copy(o.rope[i], o.rope[i] + U, o.values + i * U);
       return;
     }
-    transposed(o.latent, block, M, o.context);
+    transposed(o.latent, block, M, o.context, kBlock, kBlock);
     float** to = const_cast<float**>(o.to);
     for (long n = 0; n < N; n++) {
-      o.from[n] = weights + head * (N + U) + n;
+      o.from[n] = o.up + n;
       to[n] = o.keys + n * kBlock;
     }
-    product(N, o.from, H * (N + U), Matrix<Float32>{o.context, kBlock}, 0, rounded, M, to, Sums::replace);
-    transposed(o.rope, block, O, o.keys + N * kBlock);
+    product(N, o.from, N + U, Matrix<Float32>{o.context, kBlock}, 0, rounded, M, to, Sums::replace);
+    transposed(o.rope, block, O, o.keys + N * kBlock, kBlock, kBlock);
     for (long i = 0; i < block; i++) to[i] = o.values + i * U;
-    const Matrix<Float32> up_value{weights + head * (N + U) + N, H * (N + U)};
+    const Matrix<Float32> up_value{o.up + N, N + U};
     product(block, o.latent, 1, up_value, 0, U, M, to, Sums::replace);
   }
 
@@ -394,14 +523,15 @@ struct ExpandedAttention : Attention {
   void attend(long row, long head, const Own& o) const {
     const long all = queries(row);
     if (all == 0) return;
+    // W^UK and W^UV of the head side by side: as far apart as they are, their rows would drive each other out of the first cache.
+    for (long m = 0; m < M && !cache.by_head; m++) copy(weights + (m * H + head) * (N + U), N + U, o.up + m * (N + U));
+    std::fill(o.maximum, o.maximum + C + kLanes, -1e30f);
+    std::fill(o.total, o.total + C + kLanes, 0.0f);
     for (long q = 0; q < all; q++) {
-      o.maximum[q] = -1e30f;
-      o.total[q] = 0;
       float* result = out + ((row * C + q) * H + head) * U;
       std::fill(result, result + U, 0.0f);
       const long query = (row * C + q) * H + head;
-      float* both = std::copy(q_nope + query * N, q_nope + (query + 1) * N, o.query + q * (N + O));
-      std::copy(q_rope + query * O, q_rope + (query + 1) * O, both);
+      copy(q_rope + query * O, O, copy(q_nope + query * N, N, o.query + q * (N + O)));
     }
     const float** a = o.rows;
     float** results = const_cast<float**>(o.rows + kItemQueries);
@@ -414,7 +544,7 @@ struct ExpandedAttention : Attention {
       find(row, s, block, o.latent, o.rope, o.copy, head);
       int32_t hole[kBlock];
       const long holes_here = holes(row, s, block, hole);
-      expand(o, head, block, rounded);
+      expand(o, block, rounded);
       // The first query that sees anything of this block.
       for (long first = std::max<long>(0, s - start[row]); first < all; first += kItemQueries) {
         const long count = std::min(kItemQueries, all - first);
@@ -422,18 +552,35 @@ struct ExpandedAttention : Attention {
           a[q] = o.query + (first + q) * (N + O);
           results[q] = out + ((row * C + first + q) * H + head) * U;
         }
-        product(count, a, 1, keys, 0, rounded, N + O, scores, Sums::replace);
-        long most = 0;
+        // Queries go in groups, so that most positions that a query does not see are not multiplied.
+        long seen[kItemQueries];
+        for (long q = 0; q < count; q++) seen[q] = std::min(block, start[row] + first + q - s + 1);
+        auto by_groups = [&](auto use) {
+          for (long q = 0; q < count; q += kSeenTogether) {
+            const long together = std::min(kSeenTogether, count - q);
+            use(q, together, seen[q + together - 1]);
+          }
+        };
+        by_groups([&](long q, long together, long most) {
+          product(together, a + q, 1, keys, 0, (most + kLanes - 1) / kLanes * kLanes, N + O, scores + q, Sums::replace);
+        });
         for (long q = 0; q < count; q++) {
-          const long own = start[row] + first + q - s, seen = std::min(block, own + 1);
           for (long h = 0; h < holes_here; h++)
-            if (hole[h] != own) scores[q][hole[h]] = kUnseen;
-          if (chosen) leave_out(chosen + (row * C + first + q) * words() + s / 32, seen, scores[q]);
-          const float shrink = weigh(scores[q], seen, o.maximum[first + q], o.total[first + q]);
-          if (s > 0 && shrink != 1.0f) multiply(results[q], U, shrink);
-          most = std::max(most, seen);
+            if (hole[h] != start[row] + first + q - s) scores[q][hole[h]] = kUnseen;
+          if (chosen) leave_out(chosen + (row * C + first + q) * words() + s / 32, seen[q], scores[q]);
         }
-        product(count, const_cast<const float* const*>(scores), 1, values, 0, U, most, results, Sums::add);
+        for (long q = 0; q < count; q += kLanes) {
+          const long lanes = std::min<long>(kLanes, count - q);
+          const Vec shrink = weigh(lanes, scores + q, seen + q, o.maximum + first + q, o.total + first + q);
+          for (long lane = 0; s > 0 && lane < lanes; lane++)
+            if (shrink[lane] != 1.0f) multiply(results[q + lane], U, shrink[lane]);
+        }
+        by_groups([&](long q, long together, long most) {
+          // Up to where the last of them sees, and where weights of the others may be left over from scores.
+          for (long i = q; i < q + together; i++)
+            for (long p = (seen[i] + kLanes - 1) / kLanes * kLanes; p < most; p++) scores[i][p] = 0.0f;
+          product(together, const_cast<const float* const*>(scores) + q, 1, values, 0, U, most, results + q, Sums::add);
+        });
       }
     }
     for (long q = 0; q < all; q++) multiply(out + ((row * C + q) * H + head) * U, U, 1.0f / o.total[q]);

@@ -1,55 +1,150 @@
-// The kernels as XLA custom calls on the CPU platform (XLA FFI, the headers that jaxlib brings).
+// The kernels as XLA custom calls on the CPU platform (XLA FFI: the C header that jaxlib brings, whose templates in C++ take a compiler
+// longer than the kernels do), and the library's self test: what no step's time rests on.
+#include <string>
+
+#include "arrivals.h"
 #include "attention.h"
 #include "dense.h"
-#include "exchange.h"
 #include "experts.h"
 #include "index.h"
-#include "together.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "router.h"
+#include "self_test.h"
+#include "xla/ffi/api/c_api.h"
 
 namespace dsjax {
 namespace {
 
+// The arguments of one of FFI's functions.
+template <class Arguments>
+Arguments sized(size_t size) {
+  Arguments arguments{};
+  arguments.struct_size = size;
+  return arguments;
+}
+#define DSJAX_ARGUMENTS(Name) sized<Name>(Name##_STRUCT_SIZE)
+
+XLA_FFI_Error* error(const XLA_FFI_Api* api, XLA_FFI_Error_Code code, const char* message) {
+  auto arguments = DSJAX_ARGUMENTS(XLA_FFI_Error_Create_Args);
+  arguments.errc = code, arguments.message = message;
+  return api->XLA_FFI_Error_Create(&arguments);
+}
+XLA_FFI_Error* invalid(const XLA_FFI_Api* api, const char* message) { return error(api, XLA_FFI_Error_Code_INVALID_ARGUMENT, message); }
+// Whether a function of FFI's failed, of whose error nothing is told.
+bool failed(const XLA_FFI_Api* api, XLA_FFI_Error* found) {
+  if (found == nullptr) return false;
+  auto arguments = DSJAX_ARGUMENTS(XLA_FFI_Error_Destroy_Args);
+  arguments.error = found;
+  api->XLA_FFI_Error_Destroy(&arguments);
+  return true;
+}
+
+// An array that XLA has.
+class Array {
+ public:
+  explicit Array(const XLA_FFI_Buffer* buffer) : buffer_(buffer) {}
+  long rank() const { return buffer_->rank; }
+  const int64_t* shape() const { return buffer_->dims; }
+  XLA_FFI_DataType type() const { return buffer_->dtype; }
+  void* data() const { return buffer_->data; }
+  // Bytes of an element.
+  size_t width() const {
+    switch (type()) {
+      case XLA_FFI_DataType_F32: case XLA_FFI_DataType_S32: case XLA_FFI_DataType_U32: return 4;
+      case XLA_FFI_DataType_F64: case XLA_FFI_DataType_S64: case XLA_FFI_DataType_U64: case XLA_FFI_DataType_C64: return 8;
+      case XLA_FFI_DataType_C128: return 16;
+      case XLA_FFI_DataType_F16: case XLA_FFI_DataType_BF16: case XLA_FFI_DataType_S16: case XLA_FFI_DataType_U16: return 2;
+      default: return 1;
+    }
+  }
+  size_t elements() const {
+    size_t all = 1;
+    for (long i = 0; i < rank(); i++) all *= shape()[i];
+    return all;
+  }
+  size_t size() const { return elements() * width(); }
+
+ private:
+  const XLA_FFI_Buffer* buffer_;
+};
+
 // What a kernel is called with: arrays in the order, and settings by the names, of dsjax/kernels/native_calls.py. The last result of a
 // call is its working memory, so that XLA plans it with all other buffers; its size comes from the functions at the end of this file.
-//
-// One form for all calls: as functions of typed arguments, which FFI offers too, they take a compiler three times as long.
 class Call {
  public:
-  Call(ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary settings) : args_(args), results_(results), settings_(settings) {}
+  explicit Call(XLA_FFI_CallFrame* frame) : frame_(frame) {}
 
-  ffi::AnyBuffer array(size_t index) { return checked(args_.get<ffi::AnyBuffer>(index), none()); }
-  ffi::Span<const int64_t> shape(size_t index) { return array(index).dimensions(); }
-  // Bytes of an element.
-  int bytes_of(size_t index) { return static_cast<int>(ffi::ByteWidth(array(index).element_type())); }
-  const void* data(size_t index) { return array(index).untyped_data(); }
-  template <class T>
-  const T* values(size_t index) {
-    return static_cast<const T*>(typed<T>(array(index)).untyped_data());
+  const XLA_FFI_Api* api() const { return frame_->api; }
+  Array array(long index) {
+    const bool there = index < frame_->args.size && frame_->args.types[index] == XLA_FFI_ArgType_BUFFER;
+    return some(there ? frame_->args.args[index] : nullptr);
   }
-  ffi::AnyBuffer result(size_t index) { return *checked(results_.get<ffi::AnyBuffer>(index), ffi::Result<ffi::AnyBuffer>(none())); }
+  const int64_t* shape(long index) { return array(index).shape(); }
+  int bytes_of(long index) { return static_cast<int>(array(index).width()); }
+  const void* data(long index) { return array(index).data(); }
   template <class T>
-  T* results(size_t index) {
-    return static_cast<T*>(typed<T>(result(index)).untyped_data());
+  const T* values(long index) {
+    return static_cast<const T*>(typed<T>(array(index)));
   }
-  ffi::AnyBuffer scratch() { return result(results_.size() - 1); }
+  Array result(long index) {
+    const bool there = 0 <= index && index < frame_->rets.size && frame_->rets.types[index] == XLA_FFI_RetType_BUFFER;
+    return some(there ? frame_->rets.rets[index] : nullptr);
+  }
+  template <class T>
+  T* results(long index) {
+    return static_cast<T*>(typed<T>(result(index)));
+  }
+  Array scratch() { return result(frame_->rets.size - 1); }
   template <class T>
   T setting(const char* name) {
-    return checked(settings_.get<T>(name), T());
+    const XLA_FFI_Attrs& all = frame_->attrs;
+    for (long i = 0; i < all.size; i++) {
+      const XLA_FFI_ByteSpan& found = *all.names[i];
+      if (found.len != std::strlen(name) || std::memcmp(found.ptr, name, found.len) != 0) continue;
+      if (all.types[i] != XLA_FFI_AttrType_SCALAR) break;
+      const XLA_FFI_Scalar& scalar = *static_cast<const XLA_FFI_Scalar*>(all.attrs[i]);
+      if (scalar.dtype != type_of<T>()) break;
+      T value;
+      std::memcpy(&value, scalar.value, sizeof(T));
+      return value;
+    }
+    fits_ = false;
+    return T();
+  }
+
+  // Has another of XLA's threads run a task; this one does, where XLA has none.
+  Schedule pool() {
+    const XLA_FFI_Api* api = frame_->api;
+    XLA_FFI_ExecutionContext* context = frame_->ctx;
+    return [api, context](std::function<void()> task) {
+      auto arguments = DSJAX_ARGUMENTS(XLA_FFI_ThreadPool_Schedule_Args);
+      auto* own = new std::function<void()>(std::move(task));
+      arguments.ctx = context, arguments.data = own;
+      arguments.task = [](void* data) {
+        auto* task = static_cast<std::function<void()>*>(data);
+        (*task)();
+        delete task;
+      };
+      if (failed(api, api->XLA_FFI_ThreadPool_Schedule(&arguments))) arguments.task(own);
+    };
   }
 
   // Runs a kernel with XLA's own threads, as many as it was told when it was traced.
   template <class Kernel>
-  ffi::Error run(Kernel kernel, ffi::ThreadPool& pool) {
+  XLA_FFI_Error* run(Kernel kernel) {
     kernel.threads = static_cast<int>(setting<int64_t>("threads"));
-    const ffi::AnyBuffer memory = scratch();
-    if (!fits_) return ffi::Error(ffi::ErrorCode::kInvalidArgument, "a native kernel was given other arrays or settings than it takes");
-    if (memory.size_bytes() < kernel.scratch_bytes())
-      return ffi::Error(ffi::ErrorCode::kInvalidArgument, "a native kernel was given less working memory than it needs");
-    run_kernel(kernel, static_cast<char*>(memory.untyped_data()), [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
-    return ffi::Error::Success();
+    const Array memory = scratch();
+    if (!fits_) return invalid(api(), "a native kernel was given other arrays or settings than it takes");
+    if (memory.size() < kernel.scratch_bytes()) return invalid(api(), "a native kernel was given less working memory than it needs");
+    run_kernel(kernel, static_cast<char*>(memory.data()), pool());
+    return nullptr;
+  }
+
+  // Which execution of a program this is.
+  int64_t run_id() {
+    auto arguments = DSJAX_ARGUMENTS(XLA_FFI_RunId_Get_Args);
+    arguments.ctx = frame_->ctx;
+    fits_ = !failed(api(), api()->XLA_FFI_RunId_Get(&arguments)) && fits_;
+    return arguments.run_id;
   }
 
   // Whether everything that was asked for is there, with the type that was asked for.
@@ -57,24 +152,27 @@ class Call {
 
  private:
   template <class T>
-  T checked(const ffi::ErrorOr<T>& given, T otherwise) {
-    fits_ = fits_ && given.has_value();
-    return given.has_value() ? given.value() : otherwise;
+  static constexpr XLA_FFI_DataType type_of() {
+    if (std::is_same_v<T, float>) return XLA_FFI_DataType_F32;
+    if (std::is_same_v<T, int32_t>) return XLA_FFI_DataType_S32;
+    if (std::is_same_v<T, uint32_t>) return XLA_FFI_DataType_U32;
+    if (std::is_same_v<T, int64_t>) return XLA_FFI_DataType_S64;
+    return std::is_same_v<T, bool> ? XLA_FFI_DataType_PRED : XLA_FFI_DataType_U8;
   }
-  static ffi::AnyBuffer none() {
-    static XLA_FFI_Buffer nothing{};
-    return ffi::AnyBuffer(&nothing);
+  // An array; in the place of one that is not there, an empty one with as much to look at as any kernel looks at before it runs.
+  Array some(const void* buffer) {
+    static int64_t axes[8] = {};
+    static XLA_FFI_Buffer nothing{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_INVALID, axes, 0, axes};
+    fits_ = fits_ && buffer != nullptr;
+    return Array(buffer ? static_cast<const XLA_FFI_Buffer*>(buffer) : &nothing);
   }
   template <class T>
-  ffi::AnyBuffer typed(ffi::AnyBuffer array) {
-    const ffi::DataType type = std::is_same_v<T, float> ? ffi::F32 : std::is_same_v<T, int32_t> ? ffi::S32 : std::is_same_v<T, uint32_t> ? ffi::U32 : ffi::U8;
-    fits_ = fits_ && array.element_type() == type;
-    return array;
+  void* typed(Array array) {
+    fits_ = fits_ && array.type() == type_of<T>();
+    return array.data();
   }
 
-  ffi::RemainingArgs args_;
-  ffi::RemainingRets results_;
-  ffi::Dictionary settings_;
+  XLA_FFI_CallFrame* frame_;
   bool fits_ = true;
 };
 
@@ -84,7 +182,7 @@ class Call {
 Experts described_experts(Call& call) {
   auto shape = call.shape(0), table = call.shape(8);
   const int64_t fp4_block = call.setting<int64_t>("fp4_block");
-  const bool wholes = fp4_block && call.shape(4).size() == 4;
+  const bool wholes = fp4_block && call.array(4).rank() == 4;
   Experts kernel;
   kernel.gate_up = call.data(0);
   kernel.down = call.data(1);
@@ -103,36 +201,50 @@ Experts described_experts(Call& call) {
   kernel.weights = call.values<float>(9);
   kernel.N = table[0], kernel.K = table[1];
   kernel.out = call.results<float>(0);
-  kernel.pieces = call.setting<int64_t>("pieces"), kernel.apart = call.result(0).dimensions().size() == 3;
+  kernel.pieces = call.setting<int64_t>("pieces"), kernel.apart = call.result(0).rank() == 3;
   return kernel;
 }
 
-ffi::Error experts(ffi::ThreadPool pool, Call call) { return call.run(described_experts(call), pool); }
+XLA_FFI_Error* experts(Call call) { return call.run(described_experts(call)); }
 
 // weight [L, K, J] or [L, K, 2, J], or transposed [L, J, K]; its scales (or anything, unless it is one byte wide), layer [], rows [N, K]
 // -> [N, J] or [N, 2, J].
-ffi::Error dense(ffi::ThreadPool pool, Call call) {
+XLA_FFI_Error* dense(Call call) {
   auto shape = call.shape(0), rows = call.shape(3);
+  const long rank = call.array(0).rank();
   Dense kernel;
   kernel.weight = call.data(0);
   kernel.scale = static_cast<const float*>(call.data(1));
   kernel.bytes = call.bytes_of(0);
   kernel.transposed = call.setting<bool>("transposed");
   kernel.layer = *call.values<int32_t>(2);
-  kernel.K = rows[1], kernel.parts = shape.size() == 4 ? shape[2] : 1;
-  kernel.width = kernel.transposed ? shape[1] : shape[shape.size() - 1];
+  kernel.K = rows[1], kernel.parts = rank == 4 ? shape[2] : 1;
+  kernel.width = kernel.transposed || rank < 3 ? shape[1] : shape[rank - 1];
   kernel.pieces = call.setting<int64_t>("pieces");
   kernel.x = call.values<float>(3), kernel.N = rows[0];
   kernel.out = call.results<float>(0);
-  return call.run(kernel, pool);
+  return call.run(kernel);
 }
 
 // rows [N, D], scale [D], bias [D] of a layer norm (or anything, for none) -> [N, D].
-ffi::Error norm(ffi::ThreadPool pool, Call call) {
+XLA_FFI_Error* norm(Call call) {
   auto shape = call.shape(0);
   const float* bias = call.setting<bool>("centred") ? call.values<float>(2) : nullptr;
   Norm kernel{call.values<float>(0), call.values<float>(1), shape[0], shape[1], call.setting<float>("eps"), call.results<float>(0), 1, bias};
-  return call.run(kernel, pool);
+  return call.run(kernel);
+}
+
+// scores [N, E], bias [E] (or one value, for none) -> ids [N, K], weights [N, K].
+XLA_FFI_Error* router(Call call) {
+  auto shape = call.shape(0);
+  Router kernel;
+  kernel.scores = call.values<float>(0);
+  kernel.bias = call.setting<bool>("biased") ? call.values<float>(1) : nullptr;
+  kernel.ids = call.results<int32_t>(0), kernel.weights = call.results<float>(1);
+  kernel.N = shape[0], kernel.E = shape[1], kernel.K = call.result(0).shape()[1];
+  kernel.groups = call.setting<int64_t>("groups"), kernel.kept = call.setting<int64_t>("kept"), kernel.best = call.setting<int64_t>("best");
+  kernel.normalised = call.setting<bool>("normalised"), kernel.factor = call.setting<float>("factor");
+  return call.run(kernel);
 }
 
 // q_nope [R, C, H, N or M], q_rope [R, C, H, O], weights [M, H, N + U] (or one value, for none), latent [L, P, G, M], rope
@@ -141,17 +253,17 @@ ffi::Error norm(ffi::ThreadPool pool, Call call) {
 // tables [R, Pr], filled [P, G] of one byte (or one value, where all is), chosen [R, C, Pr G / 32] (or one value, for all positions)
 // -> [R, C, H, U or M]. The scale of the scores is one value []. A cache by head: keys [L, P, G, H, N + O] and values [L, P, G, H, U].
 template <class Kernel>
-ffi::Error attention(ffi::ThreadPool pool, Call call) {
+XLA_FFI_Error* attention(Call call) {
   auto shape = call.shape(0), pages = call.shape(3), rope = call.shape(4);
   const int64_t latent_width = call.setting<int64_t>("latent_width");
-  const bool by_head = pages.size() == 5, absorbs = call.shape(2).size() == 3, joined = !by_head && pages[3] != latent_width;
+  const bool by_head = call.array(3).rank() == 5, absorbs = call.array(2).rank() == 3, joined = !by_head && pages[3] != latent_width;
   Kernel kernel;
   kernel.q_nope = call.values<float>(0);
   kernel.q_rope = call.values<float>(1);
   kernel.weights = absorbs ? call.values<float>(2) : nullptr;
   kernel.R = shape[0], kernel.C = shape[1], kernel.H = shape[2];
   kernel.O = call.shape(1)[3], kernel.M = latent_width;
-  kernel.N = absorbs || by_head ? shape[3] : 0, kernel.U = absorbs || by_head ? call.result(0).dimensions()[3] : 0;
+  kernel.N = absorbs || by_head ? shape[3] : 0, kernel.U = absorbs || by_head ? call.result(0).shape()[3] : 0;
   kernel.Pr = call.shape(9)[1];
   Cache& cache = kernel.cache;
   cache.latent = call.data(3);
@@ -165,17 +277,17 @@ ffi::Error attention(ffi::ThreadPool pool, Call call) {
   kernel.start = call.values<int32_t>(7);
   kernel.length = call.values<int32_t>(8);
   kernel.tables = call.values<int32_t>(9);
-  kernel.filled = call.shape(10).size() == 2 ? call.values<uint8_t>(10) : nullptr;
-  kernel.chosen = call.shape(11).size() == 3 ? call.values<uint32_t>(11) : nullptr;
+  kernel.filled = call.array(10).rank() == 2 ? call.values<uint8_t>(10) : nullptr;
+  kernel.chosen = call.array(11).rank() == 3 ? call.values<uint32_t>(11) : nullptr;
   kernel.scale = call.setting<float>("scale");
   kernel.out = call.results<float>(0);
-  return call.run(kernel, pool);
+  return call.run(kernel);
 }
 
 // query [R, C, I, A], weight [R, C, I], keys [L, P, G, A], their scales [L, P, G, A / 128] (or one value, unless they are one byte wide),
 // layer [], positions [R, C], tables [R, Pr], filled [P, G] of one byte (or one value, where all is) -> positions [R, C, k], count [R, C],
 // words [R, C, S / 32].
-ffi::Error index_choice(ffi::ThreadPool pool, Call call) {
+XLA_FFI_Error* index_choice(Call call) {
   auto shape = call.shape(0), pages = call.shape(2);
   IndexChoice kernel;
   kernel.query = call.values<float>(0);
@@ -184,110 +296,128 @@ ffi::Error index_choice(ffi::ThreadPool pool, Call call) {
   kernel.key_scale = call.values<float>(3);
   kernel.positions = call.values<int32_t>(5);
   kernel.tables = call.values<int32_t>(6);
-  kernel.filled = call.shape(7).size() == 2 ? call.values<uint8_t>(7) : nullptr;
+  kernel.filled = call.array(7).rank() == 2 ? call.values<uint8_t>(7) : nullptr;
   kernel.bytes = call.bytes_of(2);
   kernel.layer = *call.values<int32_t>(4), kernel.pages = pages[1], kernel.G = pages[2];
   kernel.R = shape[0], kernel.C = shape[1], kernel.I = shape[2], kernel.A = shape[3];
-  kernel.Pr = call.shape(6)[1], kernel.k = call.result(0).dimensions()[2];
+  kernel.Pr = call.shape(6)[1], kernel.k = call.result(0).shape()[2];
   kernel.chosen = call.results<int32_t>(0);
   kernel.count = call.results<int32_t>(1);
   kernel.words = call.results<uint32_t>(2);
-  return call.run(kernel, pool);
+  return call.run(kernel);
 }
 
-// How a device goes on after a meeting: what it promised XLA is kept, or has failed.
-std::function<void(Outcome)> kept(ffi::Promise promise, int64_t patience) {
-  return [promise, patience](Outcome outcome) mutable {
-    if (outcome == Outcome::met) return promise.SetAvailable();
-    if (outcome == Outcome::late)
-      return promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, "a device did not come to an exchange with the others in " +
-                                                                                std::to_string(patience) + " s; its step may have failed"));
-    if (outcome == Outcome::no_memory)
-      return promise.SetError(ffi::Error(ffi::ErrorCode::kResourceExhausted, "there is no memory for what experts of a device are to compute"));
-    promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                                "the devices of an exchange had not the places 0 to ranks - 1, each of them once"));
+// How a device goes on after a meeting: what `future` has promised XLA is kept, or has failed.
+std::function<void(Outcome)> kept(const XLA_FFI_Api* api, XLA_FFI_Future* future, int64_t patience) {
+  return [api, future, patience](Outcome outcome) {
+    if (outcome == Outcome::met) {
+      auto arguments = DSJAX_ARGUMENTS(XLA_FFI_Future_SetAvailable_Args);
+      arguments.future = future;
+      if (failed(api, api->XLA_FFI_Future_SetAvailable(&arguments))) std::abort();  // or XLA would wait for ever
+      return;
+    }
+    auto arguments = DSJAX_ARGUMENTS(XLA_FFI_Future_SetError_Args);
+    arguments.future = future;
+    const std::string late = "a device did not come to an exchange with the others in " + std::to_string(patience) + " s; its step may have failed";
+    if (outcome == Outcome::late) arguments.error = error(api, XLA_FFI_Error_Code_DEADLINE_EXCEEDED, late.c_str());
+    else if (outcome == Outcome::no_memory)
+      arguments.error = error(api, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "there is no memory for what experts of a device are to compute");
+    else arguments.error = invalid(api, "the devices of an exchange had not the places 0 to ranks - 1, each of them once");
+    if (failed(api, api->XLA_FFI_Future_SetError(&arguments))) std::abort();
   };
+}
+
+// Leaves word with XLA that a call is over when `future` is.
+XLA_FFI_Error* promise(XLA_FFI_CallFrame* frame) {
+  auto arguments = DSJAX_ARGUMENTS(XLA_FFI_Future_Create_Args);
+  XLA_FFI_Error* found = frame->api->XLA_FFI_Future_Create(&arguments);
+  if (found == nullptr) frame->future = arguments.future;
+  return found;
 }
 
 // rows [N, W], this device's place in its group of `ranks`, [], and which of the groups it is, [] -> [N * ranks, W], every device's rows
 // (gathers), or [N, W], where N / ranks rows are from each device.
-ffi::Future exchange_rows(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary settings) {
-  Call call(args, results, settings);
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  const ffi::AnyBuffer out = call.result(0);
+XLA_FFI_Error* exchange_rows(XLA_FFI_CallFrame* frame) {
+  Call call(frame);
+  const Array out = call.result(0);
+  const int64_t run = call.run_id();
   const int64_t ranks = call.setting<int64_t>("ranks");
   const int64_t patience = call.setting<int64_t>("patience");
   const bool gathers = call.setting<bool>("gathers");
-  const ffi::AnyBuffer rows = call.array(0);
+  const Array rows = call.array(0);
   const int32_t *place = call.values<int32_t>(1), *group = call.values<int32_t>(2);
   // All that is looked at here is of the program, and the same on every device: where it does not fit, no device waits for another.
-  if (!call.fits() || ranks < 1 || out.size_bytes() % ranks || rows.size_bytes() * (gathers ? ranks : 1) != out.size_bytes()) {
-    promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "an exchange was given other arrays or settings than it takes"));
-    return future;
-  }
-  Exchange::arrive(run.run_id, *group, ranks, out.size_bytes() / ranks, gathers,
-                   Part{*place, static_cast<const char*>(rows.untyped_data()), static_cast<char*>(out.untyped_data()), kept(promise, patience)},
-                   patience, [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
-  return future;
+  if (!call.fits() || ranks < 1 || out.size() % ranks || rows.size() * (gathers ? ranks : 1) != out.size())
+    return invalid(frame->api, "an exchange was given other arrays or settings than it takes");
+  if (XLA_FFI_Error* found = promise(frame)) return found;
+  const Part part{*place, static_cast<const char*>(rows.data()), static_cast<char*>(out.data()), kept(frame->api, frame->future, patience)};
+  arrive_at_exchange(run, *group, ranks, out.size() / ranks, gathers, part, patience, call.pool());
+  return nullptr;
 }
 
 // As `experts`, of `ranks` devices together: ids number the experts of all of them, `held` of each; and behind the weights this device's
 // place in its group, [], and which of the groups it is, [] -> [N, D], and int32 [held + 1], counts as of `Guest`.
-ffi::Future experts_together(ffi::RunId run, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary settings) {
-  Call call(args, results, settings);
-  ffi::Promise promise;
-  ffi::Future future(promise);
+XLA_FFI_Error* experts_together(XLA_FFI_CallFrame* frame) {
+  Call call(frame);
+  const int64_t run = call.run_id();
   const int64_t ranks = call.setting<int64_t>("ranks"), held = call.setting<int64_t>("held"), together = call.setting<int64_t>("together");
   const int64_t patience = call.setting<int64_t>("patience");
   const int32_t *place = call.values<int32_t>(10), *group = call.values<int32_t>(11);
   float* out = call.results<float>(0);
   int32_t* counts = call.results<int32_t>(1);
-  const ffi::AnyBuffer memory = call.scratch();
+  const Array memory = call.scratch();
   // As for `exchange_rows`: what does not fit here fits on no device.
-  if (!call.fits() || ranks < 1 || held < 1) {
-    promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "experts were given other arrays or settings than they take"));
-    return future;
-  }
+  if (!call.fits() || ranks < 1 || held < 1) return invalid(frame->api, "experts were given other arrays or settings than they take");
   Experts experts = described_experts(call);
   experts.threads = static_cast<int>(call.setting<int64_t>("threads"));
-  const bool holds = held <= experts.X && call.result(1).element_count() == static_cast<size_t>(held) + 1;
-  const bool reads = call.array(7).element_type() == ffi::F32 && call.array(9).element_count() == call.array(8).element_count() &&
-                     call.result(0).element_count() == static_cast<size_t>(experts.N * experts.D) && experts.row_stride >= experts.D;
-  if (!call.fits() || !holds || !reads || memory.size_bytes() < sizeof(float) * experts.N * experts.K * experts.D) {
-    promise.SetError(ffi::Error(ffi::ErrorCode::kInvalidArgument, "experts were given other settings, or less working memory, than they need"));
-    return future;
+  const bool holds = held <= experts.X && call.result(1).elements() == static_cast<size_t>(held) + 1;
+  const bool reads = call.array(7).type() == XLA_FFI_DataType_F32 && call.array(9).elements() == call.array(8).elements() &&
+                     call.result(0).elements() == static_cast<size_t>(experts.N * experts.D) && experts.row_stride >= experts.D;
+  if (!call.fits() || !holds || !reads || memory.size() < sizeof(float) * experts.N * experts.K * experts.D)
+    return invalid(frame->api, "experts were given other settings, or less working memory, than they need");
+  if (XLA_FFI_Error* found = promise(frame)) return found;
+  float* terms = static_cast<float*>(memory.data());
+  const Guest guest{*place, held, experts, terms, out, counts, kept(frame->api, frame->future, patience)};
+  arrive_together(run, *group, ranks, guest, patience, static_cast<int>(together), call.pool());
+  return nullptr;
+}
+
+// A call of XLA's: to be told which version of its interface this is written for, or to compute.
+XLA_FFI_Error* answer(XLA_FFI_CallFrame* frame, XLA_FFI_Error* (*compute)(XLA_FFI_CallFrame*)) {
+  if (frame->struct_size != XLA_FFI_CallFrame_STRUCT_SIZE)
+    return invalid(frame->api, "native kernels were built with the headers of another version of jaxlib");
+  if (frame->extension_start != nullptr && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
+    auto* extension = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start);
+    if (extension->extension_base.struct_size < XLA_FFI_Metadata_Extension_STRUCT_SIZE || extension->metadata->struct_size < XLA_FFI_Metadata_STRUCT_SIZE)
+      return invalid(frame->api, "native kernels were built with the headers of another version of jaxlib");
+    extension->metadata->api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
+    extension->metadata->traits = 0;
+    extension->metadata->state_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+    return nullptr;
   }
-  float* terms = static_cast<float*>(memory.untyped_data());
-  Together::arrive(run.run_id, *group, ranks, Guest{*place, held, experts, terms, out, counts, kept(promise, patience)}, patience, static_cast<int>(together),
-                   [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
-  return future;
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return invalid(frame->api, "a native kernel was called in another stage than execution");
+  return compute(frame);
 }
 
-typedef ffi::Error (*Kernel)(ffi::ThreadPool, Call);
-
-// One function type for all, so that FFI's templates are compiled once.
-template <Kernel kernel>
-ffi::Error called(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary settings) {
-  return kernel(pool, Call(args, results, settings));
+template <XLA_FFI_Error* (*kernel)(Call)>
+XLA_FFI_Error* called(XLA_FFI_CallFrame* frame) {
+  return kernel(Call(frame));
 }
-inline auto binding() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs(); }
 
 }  // namespace
 }  // namespace dsjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_experts, dsjax::called<dsjax::experts>, dsjax::binding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_dense, dsjax::called<dsjax::dense>, dsjax::binding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_norm, dsjax::called<dsjax::norm>, dsjax::binding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_absorbed_attention, dsjax::called<dsjax::attention<dsjax::AbsorbedAttention>>, dsjax::binding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_expanded_attention, dsjax::called<dsjax::attention<dsjax::ExpandedAttention>>, dsjax::binding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsjax_index_choice, dsjax::called<dsjax::index_choice>, dsjax::binding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    dsjax_exchange, dsjax::exchange_rows,
-    ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    dsjax_experts_together, dsjax::experts_together,
-    ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+#define DSJAX_HANDLER(name, ...) \
+  extern "C" XLA_FFI_Error* dsjax_##name(XLA_FFI_CallFrame* frame) { return dsjax::answer(frame, __VA_ARGS__); }
+DSJAX_HANDLER(experts, dsjax::called<dsjax::experts>)
+DSJAX_HANDLER(dense, dsjax::called<dsjax::dense>)
+DSJAX_HANDLER(norm, dsjax::called<dsjax::norm>)
+DSJAX_HANDLER(router, dsjax::called<dsjax::router>)
+DSJAX_HANDLER(absorbed_attention, dsjax::called<dsjax::attention<dsjax::AbsorbedAttention>>)
+DSJAX_HANDLER(expanded_attention, dsjax::called<dsjax::attention<dsjax::ExpandedAttention>>)
+DSJAX_HANDLER(index_choice, dsjax::called<dsjax::index_choice>)
+DSJAX_HANDLER(exchange, dsjax::exchange_rows)
+DSJAX_HANDLER(experts_together, dsjax::experts_together)
 
 // Bytes of working memory, by the numbers that a kernel's own fields of these names hold.
 extern "C" int64_t dsjax_experts_scratch(int64_t X, int64_t D, int64_t F, int64_t N, int64_t K, int64_t bytes, int64_t apart, int64_t threads) {
@@ -303,8 +433,9 @@ extern "C" int64_t dsjax_dense_scratch(int64_t N, int64_t threads) {
 }
 extern "C" int64_t dsjax_exchange_scratch(int64_t) { return 0; }
 extern "C" int64_t dsjax_experts_together_scratch(int64_t N, int64_t K, int64_t D, int64_t) { return sizeof(float) * N * K * D; }
-extern "C" int64_t dsjax_experts_together_desks() { return dsjax::Together::desks(); }
+extern "C" int64_t dsjax_experts_together_desks() { return dsjax::desks_of_experts(); }
 extern "C" int64_t dsjax_norm_scratch(int64_t) { return static_cast<int64_t>(dsjax::Norm{}.scratch_bytes()); }
+extern "C" int64_t dsjax_router_scratch(int64_t) { return static_cast<int64_t>(dsjax::Router{}.scratch_bytes()); }
 
 template <class Kernel>
 static int64_t attention_scratch(int64_t R, int64_t C, int64_t H, int64_t N, int64_t O, int64_t U, int64_t M, int64_t bytes,

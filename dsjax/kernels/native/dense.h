@@ -10,7 +10,6 @@
 
 namespace dsjax {
 
-constexpr long kLeastWork = 1 << 19;  // multiply-adds below which another thread is not worth waking
 constexpr long kNear = 2048;           // floats from a matrix's row to the next, up to which panels would cost more than they save
 constexpr long kLeastInPlace = 4;      // rows from which such a matrix is read in place, and not as it streams by
 
@@ -42,10 +41,7 @@ struct Dense {
     const bool alone = threads <= 1 || all * K * parts * width < kLeastWork;
     const long rows = streams() ? all : std::min(all, Panels::kMostRows), row_items = (all + rows - 1) / rows;
     long step = streams() ? kStreamColumns : kPanelWidth;
-    if (!alone) {
-      const long wanted = (2 * threads + row_items - 1) / row_items;  // items of columns
-      step = std::min(step, std::max(kStrip, (parts * width / wanted + kStrip - 1) / kStrip * kStrip));
-    }
+    if (!alone) step = std::min(step, columns_of_an_item((2 * threads + row_items - 1) / row_items));
     const long of_part = (width + step - 1) / step, columns = parts * of_part;
     Phases::run(
         1, [&](int) { return row_items * columns; },
@@ -71,6 +67,16 @@ struct Dense {
   }
 
  private:
+  // Columns of each of about `wanted` items: of whole strips; and half as many items, where the thread with most to do has less of those:
+  // three items of 192 columns would leave two threads 384 and 192, and two of 320 and 256 do not.
+  long columns_of_an_item(long wanted) const {
+    const long strips = (parts * width + kStrip - 1) / kStrip;
+    auto each = [&](long items) { return (strips + items - 1) / items; };
+    auto most = [&](long items) { return ((strips + each(items) - 1) / each(items) + threads - 1) / threads * each(items); };
+    const long half = std::max(wanted / 2, 1L);
+    return kStrip * each(most(half) < most(wanted) ? half : wanted);
+  }
+
   bool is_filled(const float* row) const {
     for (long k = 0; k < K; k++)
       if (row[k] != 0) return true;

@@ -9,20 +9,10 @@
 
 namespace dsjax {
 
-// A device's part in an exchange. `from` holds one block for all (a gather) or one for each device, `to` has room for a block from each;
-// both stay as they are until `proceed` is called.
-struct Part {
-  long rank;
-  const char* from;
-  char* to;
-  std::function<void(Outcome)> proceed;
-};
-
 class Exchange : public Meeting<Part> {
  public:
   Exchange(long ranks, size_t block, bool gathers) : Meeting(ranks), block_(block), gathers_(gathers) {}
 
-  // A device's arrival. Its part is over when `part.proceed` is called, perhaps before this returns.
   static void arrive(int64_t run, int64_t group, long ranks, size_t block, bool gathers, Part part, int64_t patience,
                      const Schedule& schedule) {
     typedef Meetings<Exchange> Exchanges;

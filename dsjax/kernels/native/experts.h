@@ -292,10 +292,6 @@ struct Experts {
     if (count <= kStreamRows) return stream_product(memory, kStreamRows, count, a, b, from, to, depth, c, c_shift, piece);
     panel_product(memory, kChunkRows, count, a, b, from, to, depth, c, c_shift, piece);
   }
-  void through(long count, const float* const* a, const Fp4& b, long from, long to, long depth, float* const* c, float*, long c_shift,
-               long piece) const {
-    fp4_product(count, a, b, from, to, depth, c, c_shift, piece);
-  }
 };
 
 extern template void run_kernel(const Experts&, char*, const Schedule&);

@@ -3,40 +3,158 @@
 
 #include <algorithm>
 
-#include "product.h"
+#include "products.h"
 #include "quantise.h"
 
 namespace dsjax {
 
 constexpr long kRoundedTogetherInFp4 = 16;  // values of a row that share a scale in NVFP4
 
+// A matrix [depth, columns]; `pieces` of a sum over its depth are of whole bytes.
 struct Fp4 {
-  static constexpr long kColumns = 4 * kLanes, kRows = 5;  // of a tile: with its scales it fills 32 registers
   const uint8_t* data;   // [depth / 2, columns] in rows `stride` apart
   const uint8_t* scale;  // [depth / block, columns] in rows `stride` apart
   long stride, block;
+  static constexpr bool scaled = true;
+  static constexpr long line = 64;
+  static constexpr int rows_of_a_byte = 2;
+
+  void prefetch(long k, long column) const { __builtin_prefetch(data + k / 2 * stride + column, 0, 2); }
+  long alike(long k, long end) const { return std::min(end, (k / block + 1) * block); }
+
+  float one(long k, long column) const {
+    constexpr float sizes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    const int code = data[k / 2 * stride + column] >> (k % 2 * 4) & 15;
+    const float size = sizes[code & 7] * scale_in(UIntVec{} + scale[k / block * stride + column])[0];
+    return code & 8 ? -size : size;
+  }
+  Vec at(long k, long column) const {
+    Vec values;
+    for (int lane = 0; lane < kLanes; lane++) values[lane] = one(k, column + lane);
+    return values;
+  }
 
   Vec scale_in(UIntVec byte) const {
     if (block == 32) return bits<Vec>((byte & 0xff) << 23);  // e8m0: a float32's exponent
+#if defined(__F16C__) && defined(__AVX512F__)
+    return Float8::convert_halves(__builtin_convertvector(bits<IntVec>(byte << 24) >> 17, Float8::Halves) & static_cast<int16_t>(0xbf80)) * 256.0f;
+#endif
     const UIntVec magnitude = byte & 0x7f;
     const Vec normal = bits<Vec>((magnitude << 20) + (120u << 23));
     const Vec subnormal = __builtin_convertvector(bits<IntVec>(magnitude), Vec) * 0.001953125f;  // 2^-9
     const Vec value = bits<IntVec>(magnitude) < 8 ? subnormal : normal;
     return bits<Vec>(bits<UIntVec>(value) | ((byte & 0x80) << 24));
   }
-  // Bytes of a strip of which `width` columns are there; the others count as zeros.
-  template <bool whole>
-  static UIntVec words(const uint8_t* from, long width) {
-    if constexpr (whole) return load_as<UIntVec>(from);
-    UIntVec some{};
-    std::memcpy(&some, from, width);
-    return some;
+
+  // A product of a value and its scale has six bits, so that neither way of having it rounds.
+  typedef AnyCode Codes;
+#if defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__) && !defined(__clang__)
+  typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
+  typedef char Chars __attribute__((vector_size(4 * kLanes)));
+
+  // The scales of a group's columns, and the two upper bytes of each code's float32: of NVFP4 2^-8 of the scale, and 2^8 times the value.
+  struct Factors {
+    Vec of[kGroup];
+    Bytes high, low;
+  };
+  static Bytes both_lanes(const uint8_t* table) {
+    Bytes found;
+    std::memcpy(&found, table, 2 * kLanes), std::memcpy(reinterpret_cast<char*>(&found) + 2 * kLanes, table, 2 * kLanes);
+    return found;
+  }
+  Factors factors(long k, long column) const {
+    static constexpr uint8_t low[16] = {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
+    static constexpr uint8_t high[16] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
+    static constexpr uint8_t higher[16] = {0, 0x43, 0x43, 0x43, 0x44, 0x44, 0x44, 0x44, 0x80, 0xc3, 0xc3, 0xc3, 0xc4, 0xc4, 0xc4, 0xc4};
+    Factors found;
+    found.low = both_lanes(low);
+    const Chars scales = load_as<Chars>(scale + k / block * stride + column), none{};
+    if (block == 32) {
+      found.high = both_lanes(high);
+      const UIntVec first = bits<UIntVec>(__builtin_ia32_punpcklbw256(scales, none)), second = bits<UIntVec>(__builtin_ia32_punpckhbw256(scales, none));
+      found.of[0] = bits<Vec>(first << 23), found.of[1] = bits<Vec>(first >> 16 << 23);
+      found.of[2] = bits<Vec>(second << 23), found.of[3] = bits<Vec>(second >> 16 << 23);
+    } else {
+      found.high = both_lanes(higher);
+      constexpr int16_t kept = static_cast<int16_t>(0xbf80);
+      typedef Float8::Shorts Shorts;
+      Float8::widen_both(((Shorts)__builtin_ia32_punpcklbw256(none, scales) >> 1) & kept, found.of[0], found.of[1]);
+      Float8::widen_both(((Shorts)__builtin_ia32_punpckhbw256(none, scales) >> 1) & kept, found.of[2], found.of[3]);
+      deinterleave(found.of[0], found.of[1]), deinterleave(found.of[2], found.of[3]);
+    }
+    return found;
+  }
+  // Of the first eight columns and the third eight the even ones and the odd ones, and so of the second and the fourth eight.
+  void quick(long k, int part, long column, const Factors& factors, Vec (&values)[kGroup], Codes&) const {
+    UIntVec codes = load_as<UIntVec>(data + (k >> 1) * stride + column);
+    if (part) codes = codes >> 4;
+    const Chars own = bits<Chars>(codes & 0x0f0f0f0fu);
+    const Chars high = __builtin_ia32_pshufb256((Chars)factors.high, own), low = __builtin_ia32_pshufb256((Chars)factors.low, own);
+    const UIntVec first = bits<UIntVec>(__builtin_ia32_punpcklbw256(low, high)), second = bits<UIntVec>(__builtin_ia32_punpckhbw256(low, high));
+    values[0] = bits<Vec>(first << 16) * factors.of[0], values[1] = bits<Vec>(first & 0xffff0000u) * factors.of[1];
+    values[2] = bits<Vec>(second << 16) * factors.of[2], values[3] = bits<Vec>(second & 0xffff0000u) * factors.of[3];
+  }
+  static void order(Vec (&values)[kGroup]) {
+    interleave(values[0], values[1]);
+    interleave(values[2], values[3]);
+    std::swap(values[1], values[2]);
+  }
+#else
+  struct Factors {
+    Vec of[kGroup];
+  };
+  Factors factors(long k, long column) const {
+    const UIntVec scales = load_as<UIntVec>(scale + k / block * stride + column);
+    Factors found;
+    for (int v = 0; v < kGroup; v++) found.of[v] = scale_in(scales >> (8 * v));
+    return found;
+  }
+  // As the columns' bytes lie in 32-bit words: vector v has columns v, v + 4, v + 8, ...
+  void quick(long k, int part, long column, const Factors& factors, Vec (&values)[kGroup], Codes&) const {
+    const UIntVec words = load_as<UIntVec>(data + (k >> 1) * stride + column);
+#pragma GCC unroll 4
+    for (int v = 0; v < kGroup; v++) values[v] = widen_e2m1(words >> (8 * v + 4 * part)) * factors.of[v];
+  }
+  static void order(Vec (&values)[kGroup]) {
+    interleave(values[0], values[2]);
+    interleave(values[1], values[3]);
+    interleave(values[0], values[1]);
+    interleave(values[2], values[3]);
+  }
+#endif
+  Factors quick_factors(long k, long column, Codes&) const { return factors(k, column); }
+  void group(long k, long column, const Factors& factors, Vec (&values)[kGroup]) const {
+    Codes codes;
+    quick(k & ~1L, static_cast<int>(k & 1), column, factors, values, codes);
+  }
+  static void order_quick(Vec (&values)[kGroup]) { order(values); }
+
+ private:
+  // Of a byte in each lane, in its low eight bits: the value of its low half. Higher bits may be anything.
+  static Vec widen_e2m1(UIntVec code) {
+#if !defined(__clang__) && (defined(__AVX512F__) || defined(__AVX2__))
+    // A shuffle looks at as many bits of an index as there are lanes: four with AVX-512, three with AVX2, which leaves the sign.
+    const Vec table = [] {
+      Vec values{};
+      const float all[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+      std::memcpy(&values, all, sizeof(values));
+      return values;
+    }();
+    Vec value = __builtin_shuffle(table, bits<IntVec>(code));
+    if constexpr (kLanes == 8) value = bits<Vec>(bits<UIntVec>(value) | ((code << 28) & 0x80000000u));
+    return value;
+#else
+    const UIntVec magnitude = code & 7;
+    const Vec normal = bits<Vec>((magnitude << 22) + (126u << 23));
+    const Vec small = __builtin_convertvector(bits<IntVec>(magnitude), Vec) * 0.5f;
+    const Vec value = bits<IntVec>(magnitude) < 2 ? small : normal;
+    return bits<Vec>(bits<UIntVec>(value) | ((code << 28) & 0x80000000u));
+#endif
   }
 };
 
-// c[r][j + c_shift] = sum over k < depth of a[r][k] * b(k, j), for from <= j < to; `piece`, which is even, as of `product`. A strip is
-// widened again for each tile of rows: at 48 rows that still takes no longer than widening it once into memory.
-void fp4_product(long count, const float* const* a, const Fp4& b, long from, long to, long depth, float* const* c, long c_shift, long piece);
+DSJAX_PANEL_PRODUCT(extern, Fp4)
+DSJAX_STREAM_PRODUCT(extern, Fp4)
 
 // The e2m1 number nearest to a value of at most 6; of two equally near the one whose fraction is even.
 inline float to_e2m1(float value) {

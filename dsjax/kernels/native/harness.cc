@@ -1,7 +1,7 @@
 // The kernels without XLA or Python: reads one case from standard input, writes its result to standard output. For sanitizers,
 // which drown in other people's reports inside a JAX process. The case is in the machine's byte order:
 //   int64 kernel (0 experts, 1 absorbed, 2 expanded attention, 3 a dense product, 4 index choice, 5 an exchange, 6 experts of several devices
-//   together), int64 threads, int64 count, `count` int64 sizes, float scale,
+//   together, 7 the router), int64 threads, int64 count, `count` int64 sizes, float scale,
 //   then the arrays, in the order that the kernel's fields are filled below.
 #include <cmath>
 #include <cstdio>
@@ -12,13 +12,11 @@
 
 // In one unit: without optimisation a compiler spends its time on the headers.
 #include "attention.cc"
-#include "exchange.h"
 #include "others.cc"
 #include "products_bfloat16.cc"
 #include "products_float32.cc"
 #include "products_float8.cc"
 #include "products_fp4.cc"
-#include "together.h"
 
 namespace {
 
@@ -168,6 +166,17 @@ void index_choice(const std::vector<int64_t>& s, int threads) {
   run(kernel, out);
 }
 
+// Scores [N, E] and a bias [E] -> ids [N, K] and weights [N, K], all of four bytes.
+void router(const std::vector<int64_t>& s, float factor, int threads) {
+  Router kernel{};
+  kernel.N = s[0], kernel.E = s[1], kernel.K = s[2], kernel.groups = s[3], kernel.kept = s[4], kernel.best = s[5], kernel.normalised = s[6];
+  auto scores = read<float>(kernel.N * kernel.E), bias = read<float>(kernel.E);
+  std::vector<float> out(2 * kernel.N * kernel.K);
+  kernel.scores = scores.data(), kernel.bias = bias.data(), kernel.factor = factor, kernel.threads = threads;
+  kernel.ids = reinterpret_cast<int32_t*>(out.data()), kernel.weights = out.data() + kernel.N * kernel.K;
+  run(kernel, out);
+}
+
 constexpr int64_t kPatience = 600;  // seconds, longer than any case takes
 
 // Programs that run at the same time, each on devices of its own, which meet several times, one time after the other. Before each time a
@@ -203,7 +212,7 @@ void exchange(const std::vector<int64_t>& s) {
     std::copy(given.data() + device * own, given.data() + (device + 1) * own, from);
     std::fill(to, to + ranks * width, 0.0f);
     const Part part{rank, reinterpret_cast<char*>(from), reinterpret_cast<char*>(to), proceed};
-    Exchange::arrive(program, 0, ranks, sizeof(float) * width, gathers, part, kPatience, schedule);
+    arrive_at_exchange(program, 0, ranks, sizeof(float) * width, gathers, part, kPatience, schedule);
   });
   write(out);
 }
@@ -228,7 +237,7 @@ void experts_together(const std::vector<int64_t>& s, int threads) {
     kernel.X = X, kernel.D = D, kernel.F = F, kernel.N = N, kernel.K = K, kernel.row_stride = D, kernel.pieces = 1, kernel.threads = threads;
     kernel.rows = of(rows, N * D), kernel.ids = of(ids, N * K), kernel.weights = of(weights, N * K);
     Guest guest{rank, held, kernel, of(terms, N * K * D), of(out, N * D), of(counts, held + 1), proceed};
-    Together::arrive(program, 0, ranks, guest, kPatience, static_cast<int>(ranks), schedule);
+    arrive_together(program, 0, ranks, guest, kPatience, static_cast<int>(ranks), schedule);
   });
   write(out);
   write(counts);
@@ -248,5 +257,6 @@ int main() {
   if (head[0] == 4) index_choice(sizes, threads);
   if (head[0] == 5) exchange(sizes);
   if (head[0] == 6) experts_together(sizes, threads);
+  if (head[0] == 7) router(sizes, scale, threads);
   return 0;
 }

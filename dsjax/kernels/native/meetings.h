@@ -17,12 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "phases.h"
+#include "arrivals.h"
 
 namespace dsjax {
-
-// What came of a meeting: the same for every device that came. `late`: one did not come in time.
-enum class Outcome { met, misplaced, no_memory, late };
 
 typedef std::chrono::steady_clock::time_point Moment;
 

@@ -10,6 +10,7 @@ namespace dsjax {
 
 constexpr long kStrip = 4 * kLanes;                                // columns that a tile takes
 constexpr long kPanelDepth = 64, kPanelWidth = 16 * kLanes;
+constexpr long kRun = 8;  // rows of a matrix of which a group of columns is widened one after the other
 
 // B as columns that lie together: element (k, column) is data[column * stride + k].
 struct Transposed {
@@ -97,19 +98,23 @@ class Panels {
           for (long lane = 0; lane < kLanes; lane++) at(panel, d, i)[lane] = b.one(k + d, column + i + lane);
       }
     } else {
-      const long ahead = k + kPanelDepth + deep <= depth ? kPanelDepth : 0;
-      for (long d = 0; d < deep; d++) {
-        long i = 0;
-        for (long line = 0; ahead && line < whole; line += B::line) b.prefetch(k + ahead + d, column + line);
-        if constexpr (B::scaled)
-          for (; i + kGroupColumns <= whole; i += kGroupColumns) {
+      const long ahead = k + kPanelDepth + deep <= depth ? kPanelDepth : 0, grouped = B::scaled ? whole / kGroupColumns * kGroupColumns : 0;
+      for (long d = 0, next; d < deep; d = next) {
+        next = b.alike(k + d, std::min(k + d + kRun, k + deep)) - k;
+        for (long r = d; ahead && r < next; r += B::rows_of_a_byte)
+          for (long line = 0; line < whole; line += B::line) b.prefetch(k + ahead + r, column + line);
+        for (long i = 0; i < grouped; i += kGroupColumns) {
+          const typename B::Factors factors = b.factors(k + d, column + i);
+          for (long r = d; r < next; r++) {
             Vec group[kGroup];
-            b.group(k + d, column + i, group);
+            b.group(k + r, column + i, factors, group);
             B::order(group);
 #pragma GCC unroll 4
-            for (int v = 0; v < kGroup; v++) store(at(panel, d, i + v * kLanes), group[v]);
+            for (int v = 0; v < kGroup; v++) store(at(panel, r, i + v * kLanes), group[v]);
           }
-        for (; i < whole; i += kLanes) store(at(panel, d, i), b.at(k + d, column + i));
+        }
+        for (long r = d; r < next; r++)
+          for (long i = grouped; i < whole; i += kLanes) store(at(panel, r, i), b.at(k + r, column + i));
       }
     }
     if (whole < columns)

@@ -8,6 +8,8 @@
 
 namespace dsjax {
 
+constexpr long kLeastWork = 1 << 19;  // multiply-adds below which another thread is not worth waking
+
 // Runs a task on another thread, at some time, perhaps only after the call that asked for it is over.
 typedef std::function<void(std::function<void()>)> Schedule;
 

@@ -11,6 +11,9 @@ namespace dsjax {
 
 constexpr int kTileRows = 6;
 constexpr int kMostLevels = 3;  // of the tree over a sum's pieces: at most 8 of them
+constexpr bool kPairs = kLanes == 16;  // whether short pieces are summed two by two; with AVX2 that took up to a fifth longer
+constexpr int kPairRows = 3;           // rows of a tile that sums so
+constexpr long kShortPiece = 32;       // terms of the longest piece that is summed so
 constexpr long kScaleBlock = 128;  // side of the blocks that share a scale, with FP8 weights
 
 // B as a matrix [depth, columns] in rows `stride` apart. In FP8 (e4m3) each block of 128 x 128 has a scale, in rows `scale_stride` apart:
@@ -43,19 +46,41 @@ struct Matrix {
     if constexpr (scaled) value = value * scale_at(k, column);
     return value;
   }
-  // kGroup vectors, in an order that `order` undoes.
-  void group(long k, long column, Vec (&values)[kGroup]) const {
-    Format::widen_group(data + k * stride + column, values);
-    if constexpr (scaled) {
-      const Vec factor = broadcast(scale_at(k, column));
+  // Rows from k on, up to `end`, of which the values of one column have one scale.
+  long alike(long k, long end) const { return scaled && end > (k / kScaleBlock + 1) * kScaleBlock ? (k / kScaleBlock + 1) * kScaleBlock : end; }
+  // kGroup vectors, in an order that `order` undoes. They share a scale.
+  struct Factors : Format::Held {
+    Vec scale;
+    explicit Factors(float all) : scale(broadcast(all)) {}
+  };
+  Factors factors(long k, long column) const { return Factors(scaled ? scale_at(k, column) : 0.0f); }
+  void group(long k, long column, const Factors& factors, Vec (&values)[kGroup]) const {
+    Format::widen_group(data + k * stride + column, values, factors);
+    if constexpr (scaled)
 #pragma GCC unroll 4
-      for (int v = 0; v < kGroup; v++) values[v] = values[v] * factor;
-    }
+      for (int v = 0; v < kGroup; v++) values[v] = values[v] * factors.scale;
   }
   static void order(Vec (&values)[kGroup]) { Format::order(values); }
-  // Asks for the line of memory that an element is in.
-  void prefetch(long k, long column) const { __builtin_prefetch(data + k * stride + column); }
+  // The same sooner, and of half a group where no scale is asked for: right unless `codes` has found something.
+  typedef typename Format::Codes Codes;
+  Factors quick_factors(long k, long column, Codes& codes) const {
+    if constexpr (!scaled) return Factors(0.0f);
+    const float scale = scale_at(k, column) * Format::kQuickUnit;
+    codes.note(scale);
+    return Factors(scale);
+  }
+  template <int vectors>
+  void quick(long k, int, long column, const Factors& factors, Vec (&values)[vectors], Codes& codes) const {
+    Format::widen_quickly(data + k * stride + column, values, factors, codes);
+    if constexpr (scaled)
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) values[v] = values[v] * factors.scale;
+  }
+  static void order_quick(Vec (&values)[kGroup]) { Format::order_quick(values); }
+  // Asks for the line of memory that an element is in, into the second cache: the first has far fewer requests to memory under way at once.
+  void prefetch(long k, long column) const { __builtin_prefetch(data + k * stride + column, 0, 2); }
   static constexpr long line = 64 / sizeof(typename Format::Stored);  // elements of it
+  static constexpr int rows_of_a_byte = 1;
 };
 
 // B as rows anywhere in memory.
@@ -124,6 +149,65 @@ __attribute__((noinline)) void tile(const float* const* a, long a_step, const B&
   }
 }
 
+// `tile` for a sum whose pieces are short, an even number of them: two are summed side by side. Fewer sums of pieces then wait in memory,
+// where the store of a vector of 64 bytes takes as long as two multiply-adds.
+template <int rows, int vectors, class B>
+__attribute__((noinline)) void pairs_tile(const float* const* a, long a_step, const B& b, long column, long depth, float* const* c, long c_column,
+                                          Sums sums, long piece) {
+  Vec total[2][rows][vectors], whole[kMostLevels][rows][vectors];
+  for (long first = 0, number = 0; first < depth; first += 2 * piece, number++) {
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++)
+#pragma GCC unroll 3
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) total[p][r][v] = Vec{};
+    for (long k = first; k < first + piece; k++)
+#pragma GCC unroll 2
+      for (int p = 0; p < 2; p++) {
+        const long own = k + p * piece;
+        Vec w[vectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v += 2) b.pair(own, column + v * kLanes, w[v], w[v + 1]);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) pin(w[v]);
+#pragma GCC unroll 3
+        for (int r = 0; r < rows; r++) {
+          const Vec x = broadcast(a[r][own * a_step]);
+#pragma GCC unroll 4
+          for (int v = 0; v < vectors; v++) total[p][r][v] += x * w[v];
+        }
+      }
+    // Sums of 2 and 4 pieces wait in `whole` for as many pieces more.
+#pragma GCC unroll 3
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) total[0][r][v] = total[0][r][v] + total[1][r][v];
+    int level = 0;
+    for (; number >> level & 1; level++)
+#pragma GCC unroll 3
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) total[0][r][v] = whole[level][r][v] + total[0][r][v];
+    if (first + 2 * piece < depth)
+#pragma GCC unroll 3
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) whole[level][r][v] = total[0][r][v];
+  }
+#pragma GCC unroll 3
+  for (int r = 0; r < rows; r++) {
+    if constexpr (B::mixes_pairs)
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; v += 2) interleave(total[0][r][v], total[0][r][v + 1]);
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+      float* to = c[r] + c_column + v * kLanes;
+      store(to, sums == Sums::add ? load(to) + total[0][r][v] : total[0][r][v]);
+    }
+  }
+}
+
 // The columns that do not fill a vector, one by one.
 template <class B>
 void tail(long rows, const float* const* a, long a_step, const B& b, long column, long columns, long depth, float* const* c,
@@ -143,11 +227,18 @@ void tail(long rows, const float* const* a, long a_step, const B& b, long column
     }
 }
 
+// Whether a product sums two pieces side by side. The number of pieces is a power of two.
+inline bool in_pairs(long depth, long piece) { return kPairs && piece < depth && piece <= kShortPiece; }
+
 template <int rows, class B>
 void row_tile(const float* const* a, long a_step, const B& b, long first, long columns, long depth, float* const* c, Sums sums,
               long c_shift, long piece) {
   constexpr int wide = kRegisters == 32 || rows <= 3 ? 4 : 2;
   long column = first;
+  if constexpr (kPairs && rows <= kPairRows)
+    if (in_pairs(depth, piece))
+      for (; column + wide * kLanes <= columns; column += wide * kLanes)
+        pairs_tile<rows, wide>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
   for (; column + wide * kLanes <= columns; column += wide * kLanes)
     tile<rows, wide>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
   if constexpr (wide == 4 && rows <= 3)  // more rows are enough sums at once with one vector
@@ -166,7 +257,8 @@ void product(long rows, const float* const* a, long a_step, const B& b, long fir
   if (rows == 0) return;
   if (piece == 0) piece = depth;
   // Tiles of equal height; and columns in strips, so that the rows of all tiles find a strip of B in the first cache.
-  const long tiles = (rows + kTileRows - 1) / kTileRows, height = (rows + tiles - 1) / tiles;
+  const long most = in_pairs(depth, piece) ? kPairRows : kTileRows;
+  const long tiles = (rows + most - 1) / most, height = (rows + tiles - 1) / tiles;
   const long strip = tiles == 1 ? columns - first : 4 * kLanes;
   for (long from = first; from < columns; from += strip) {
     const long to = from + strip < columns ? from + strip : columns;

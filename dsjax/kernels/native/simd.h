@@ -7,7 +7,8 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__F16C__) || (defined(__clang__) && defined(__AVX512VBMI__))
+// GCC takes longer to read this header than to compile most units; its built-in functions, which the header's are made of, need none.
+#if defined(__clang__) && (defined(__F16C__) || defined(__AVX512VBMI__))
 #include <immintrin.h>
 #endif
 
@@ -25,6 +26,14 @@ constexpr int kLanes = 4, kRegisters = 16;
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+// Half a vector where that is eight lanes, which some processors with AVX-512 multiply twice as fast as whole ones; else a vector.
+constexpr int kNarrowLanes = kLanes == 16 ? 8 : kLanes;
+typedef float NarrowVec __attribute__((vector_size(4 * kNarrowLanes)));
+template <class V>
+constexpr int lanes_of = sizeof(V) / sizeof(float);
+// Vectors of integers with as many lanes as V has.
+template <class V>
+using IntsOf = decltype(V{} < V{});
 typedef uint32_t UIntVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
@@ -37,16 +46,22 @@ inline V load_as(const T* from) {
   return value;
 }
 inline Vec load(const float* from) { return load_as<Vec>(from); }
-inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof(Vec)); }
+template <class V>
+inline void store(float* to, V value) {
+  std::memcpy(to, &value, sizeof(V));
+}
 
 // Keeps a value in its register here. Without it GCC turns a sum of products along one vector into products first and sums
 // after, with another rounding than in tiles of several vectors; a result must not depend on the tile that it fell into.
-inline void pin(Vec& value) {
+template <class V>
+inline void pin(V& value) {
+  V held = value;  // or GCC keeps an array of what is pinned in memory as well
 #if defined(__x86_64__)
-  asm("" : "+v"(value));
+  asm("" : "+v"(held));
 #elif defined(__aarch64__)
-  asm("" : "+w"(value));
+  asm("" : "+w"(held));
 #endif
+  value = held;
 }
 
 template <class To, class From>
@@ -58,8 +73,14 @@ inline To bits(From value) {
 }
 
 // A difference, because x - 0 is x for every x, which compilers know; x + 0 is not, for -0.
-inline Vec broadcast(float value) { return value - Vec{}; }
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+template <class V = Vec>
+inline V broadcast(float value) {
+  return value - V{};
+}
+template <class V>
+inline V larger(V a, V b) {
+  return a > b ? a : b;
+}
 
 inline float sum(Vec v) {
   float total = 0;
@@ -74,24 +95,25 @@ inline float largest(Vec v) {
 
 // e^x in float32, within 2 units in the last place for -87 <= x <= 88, above which x is held there; exactly 0 below
 // -87. The polynomial is Cephes's expf (S. Moshier): x = n ln 2 + r, e^x = 2^n e^r.
-inline Vec exp(Vec x) {
-  const Vec shift = broadcast(12582912.0f);  // 1.5 x 2^23: adding it rounds to an integer in the low bits
-  Vec held = x < -87.0f ? broadcast(-87.0f) : x;
-  held = held > 88.0f ? broadcast(88.0f) : held;
-  Vec shifted = held * 1.44269504088896341f + shift;
-  Vec n = shifted - shift;
-  Vec r = held - n * 0.693359375f;
+template <class V>
+inline V exp(V x) {
+  const V shift = broadcast<V>(12582912.0f);  // 1.5 x 2^23: adding it rounds to an integer in the low bits
+  V held = x < -87.0f ? broadcast<V>(-87.0f) : x;
+  held = held > 88.0f ? broadcast<V>(88.0f) : held;
+  V shifted = held * 1.44269504088896341f + shift;
+  V n = shifted - shift;
+  V r = held - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  Vec p = broadcast(1.9875691500e-4f);
+  V p = broadcast<V>(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
-  Vec value = p * bits<Vec>(exponent);
-  return x < -87.0f ? Vec{} : value;
+  IntsOf<V> exponent = (__builtin_convertvector(n, IntsOf<V>) + 127) << 23;
+  V value = p * bits<V>(exponent);
+  return x < -87.0f ? V{} : value;
 }
 
 // Lanes of a where (lane & step) == 0, and of b moved up by step elsewhere; and the same for the upper halves.
@@ -151,20 +173,54 @@ inline void interleave(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
 }
 inline void interleave(Vec& a, Vec& b) { interleave(a, b, std::make_integer_sequence<int, kLanes>{}); }
 
+// The even lanes of a and then of b in a, and the odd ones in b: what `interleave` undoes.
+template <int... lane>
+inline void deinterleave(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
+  Vec even = __builtin_shufflevector(a, b, (2 * lane)...);
+  Vec odd = __builtin_shufflevector(a, b, (2 * lane + 1)...);
+#else
+  Vec even = __builtin_shuffle(a, b, IntVec{(2 * lane)...});
+  Vec odd = __builtin_shuffle(a, b, IntVec{(2 * lane + 1)...});
+#endif
+  a = even;
+  b = odd;
+}
+inline void deinterleave(Vec& a, Vec& b) { deinterleave(a, b, std::make_integer_sequence<int, kLanes>{}); }
+
 // Vectors of a matrix's row that are widened together; of some formats in another order than they lie in, which `order` undoes.
-constexpr int kGroup = kRegisters == 32 ? 4 : 2;
+constexpr int kGroup = 4;
 constexpr long kGroupColumns = kGroup * kLanes;
+
+// What a quick widening has to say about the codes that it saw: nothing, where it is right for all.
+struct AnyCode {
+  void note(float) {}
+  bool found() const { return false; }
+};
+
+// What a widening keeps in registers for all groups: nothing, where it needs no tables.
+struct NoTables {};
 
 // What a matrix's elements are stored as; each is widened to float32 exactly.
 struct Float32 {
   typedef float Stored;
   static Vec widen(const float* from) { return load(from); }
   static float widen_one(float value) { return value; }
-  static void widen_group(const float* from, Vec (&group)[kGroup]) {
+  typedef NoTables Held;
+  static void widen_group(const float* from, Vec (&group)[kGroup], Held) {
 #pragma GCC unroll 4
     for (int v = 0; v < kGroup; v++) group[v] = load(from + v * kLanes);
   }
   static void order(Vec (&)[kGroup]) {}
+
+  typedef AnyCode Codes;
+  static constexpr float kQuickUnit = 1;
+  template <int vectors>
+  static void widen_quickly(const float* from, Vec (&group)[vectors], Held, Codes&) {
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) group[v] = load(from + v * kLanes);
+  }
+  static void order_quick(Vec (&)[kGroup]) {}
 };
 
 struct BFloat16 {
@@ -174,13 +230,22 @@ struct BFloat16 {
   }
   static float widen_one(uint16_t value) { return bits<float>(static_cast<uint32_t>(value) << 16); }
   // Of each two vectors the even columns and then the odd ones: a shift and a mask, where widening in order takes five instructions.
-  static void widen_group(const uint16_t* from, Vec (&group)[kGroup]) {
+  typedef NoTables Held;
+  typedef AnyCode Codes;
+  static constexpr float kQuickUnit = 1;
+  template <int vectors>
+  static void widen_quickly(const uint16_t* from, Vec (&group)[vectors], Held, Codes&) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kGroup; v += 2) {
+    for (int v = 0; v < vectors; v += 2) {
       const UIntVec both = load_as<UIntVec>(from + v * kLanes);
       group[v] = bits<Vec>(both << 16), group[v + 1] = bits<Vec>(both & 0xffff0000u);
     }
   }
+  static void widen_group(const uint16_t* from, Vec (&group)[kGroup], Held held) {
+    Codes codes;
+    widen_quickly(from, group, held, codes);
+  }
+  static void order_quick(Vec (&group)[kGroup]) { order(group); }
   static void order(Vec (&group)[kGroup]) {
 #pragma GCC unroll 2
     for (int v = 0; v < kGroup; v += 2) interleave(group[v], group[v + 1]);
@@ -201,15 +266,19 @@ struct Float8 {
     const Shorts half = (signed_bytes << 7) & static_cast<int16_t>(0xbf80);
     return half | ((half + 0x80) & 0x4000);
   }
-  static Vec widen_halves(Halves half) {
-#if defined(__AVX512F__)
-    return (Vec)_mm512_cvtph_ps((__m256i)half) * 256.0f;
+  static Vec convert_halves(Halves half) {
+#if defined(__clang__) && defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps((__m256i)half);
+#elif defined(__clang__)
+    return (Vec)_mm256_cvtph_ps((__m128i)half);
+#elif defined(__AVX512F__)
+    return (Vec)__builtin_ia32_vcvtph2ps512_mask(half, Vec{}, static_cast<uint16_t>(-1), 4 /* the current rounding */);
 #else
-    return (Vec)_mm256_cvtph_ps((__m128i)half) * 256.0f;
+    return (Vec)__builtin_ia32_vcvtph2ps256(half);
 #endif
   }
   static Vec widen(const uint8_t* from) {
-    return widen_halves(as_halves(__builtin_convertvector(load_as<SignedBytes>(from), Halves)));
+    return convert_halves(as_halves(__builtin_convertvector(load_as<SignedBytes>(from), Halves))) * 256.0f;
   }
 #else
   static Vec widen(const uint8_t* from) {
@@ -246,12 +315,23 @@ struct Float8 {
       }
     }
   };
-  static Bytes look_up(const uint8_t* table, Bytes index) {
-    const Bytes first = load_as<Bytes>(table), second = load_as<Bytes>(table + 64);
+  // A table in registers. GCC would load it again for each group: seven loads where one is enough took a fifth longer.
+  struct Table {
+    Bytes first, second;
+    explicit Table(const uint8_t* table) : first(load_as<Bytes>(table)), second(load_as<Bytes>(table + 64)) { pin(first), pin(second); }
+  };
+  static const Tables& tables() {
+    static constexpr Tables all{};
+    return all;
+  }
+  struct Held {
+    Table high{tables().high}, low{tables().low};
+  };
+  static Bytes look_up(const Table& table, Bytes index) {
 #if defined(__clang__)
-    return (Bytes)_mm512_permutex2var_epi8((__m512i)first, (__m512i)index, (__m512i)second);
+    return (Bytes)_mm512_permutex2var_epi8((__m512i)table.first, (__m512i)index, (__m512i)table.second);
 #else
-    return __builtin_shuffle(first, second, index);  // looks at seven bits of an index
+    return __builtin_shuffle(table.first, table.second, index);  // looks at seven bits of an index
 #endif
   }
   // Of each 16 bytes, eight of a and b in turn: those from `from` on.
@@ -264,10 +344,10 @@ struct Float8 {
 #endif
   }
   // A table gives each byte's float32: 9 instructions for 64 values, where `widen` takes about 50.
-  static void widen_group(const uint8_t* from, Vec (&group)[kGroup]) {
-    static constexpr Tables tables{};
-    const Bytes all = load_as<Bytes>(from);
-    const Bytes high = look_up(tables.high, all) | (all & 0x80), low = look_up(tables.low, all);
+  static void widen_group(const uint8_t* from, Vec (&group)[kGroup], const Held& held) {
+    Bytes all = load_as<Bytes>(from);
+    pin(all);
+    const Bytes high = look_up(held.high, all) | (all & 0x80), low = look_up(held.low, all);
     const UIntVec first = bits<UIntVec>(in_turn<0>(low, high, std::make_integer_sequence<int, 64>{}));
     const UIntVec second = bits<UIntVec>(in_turn<8>(low, high, std::make_integer_sequence<int, 64>{}));
     group[0] = bits<Vec>(first << 16), group[1] = bits<Vec>(first & 0xffff0000u);
@@ -283,21 +363,81 @@ struct Float8 {
     for (int v = 0; v < 2; v++) exchange<8>(group[v], group[v + 2], std::make_integer_sequence<int, kLanes>{});
   }
 #elif defined(__F16C__) && defined(__AVX2__) && !defined(__AVX512F__)
-  static void widen_group(const uint8_t* from, Vec (&group)[kGroup]) {
-    typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
-    // The compilers' conversion of two vectors takes three instructions.
-    const Shorts both = as_halves((Shorts)_mm256_cvtepi8_epi16(load_as<__m128i>(from)));
+  typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+  typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
+
+  // Two vectors, of whose halves the first comes first.
+  static void widen_both(Shorts both, Vec& first, Vec& second) {
     Halves half[2];
     std::memcpy(half, &both, sizeof(both));
-    group[0] = widen_halves(half[0]), group[1] = widen_halves(half[1]);
+    first = convert_halves(half[0]), second = convert_halves(half[1]);
+  }
+  typedef NoTables Held;
+  static void widen_group(const uint8_t* from, Vec (&group)[kGroup], Held) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kGroup; v += 2) {
+      typedef int8_t SignedBytes2 __attribute__((vector_size(2 * kLanes)));
+      const SignedBytes2 all = load_as<SignedBytes2>(from + v * kLanes);
+#if defined(__clang__)
+      widen_both(as_halves(__builtin_convertvector(all, Shorts)), group[v], group[v + 1]);
+#else
+      // The compiler's conversion of two vectors takes three instructions.
+      typedef char Chars __attribute__((vector_size(2 * kLanes)));
+      widen_both(as_halves((Shorts)__builtin_ia32_pmovsxbw256((Chars)all)), group[v], group[v + 1]);
+#endif
+      group[v] *= 256.0f, group[v + 1] *= 256.0f;
+    }
   }
   static void order(Vec (&)[kGroup]) {}
+
+  // Twice the largest magnitude of the codes that were seen: of that which is no number, where a scale is beyond all numbers.
+  struct Codes {
+    Bytes most{};
+    void note(float scale) {
+      if (!(__builtin_fabsf(scale) <= 3.4028235e38f)) most = Bytes{} + 0xfe;
+    }
+    bool found() const {
+      bool any = false;
+      for (int i = 0; i < 4 * kLanes; i++) any |= most[i] == 0xfe;
+      return any;
+    }
+  };
+  // Each even byte, with its sign, seven bits higher.
+  static Shorts even_bytes(Bytes all) {
+#if defined(__clang__)
+    return ((Shorts)all << 8) >> 1;
 #else
-  static void widen_group(const uint8_t* from, Vec (&group)[kGroup]) {
+    typedef char Chars __attribute__((vector_size(4 * kLanes)));
+    return (Shorts)__builtin_ia32_pmaddubsw256((Chars)((Shorts{} + 128)), (Chars)all);  // one instruction, and elsewhere than shifts
+#endif
+  }
+  // 2^-8 of the values: of the first sixteen columns the even ones and then the odd ones, and so of the second. A code that is no number
+  // is taken for one, and is found in `codes`.
+  static constexpr float kQuickUnit = 256;
+  static void widen_quickly(const uint8_t* from, Vec (&group)[kGroup], Held, Codes& codes) {
+    const Bytes all = load_as<Bytes>(from), twice = all + all;
+    codes.most = twice > codes.most ? twice : codes.most;
+    constexpr int16_t kept = static_cast<int16_t>(0xbf80);
+    widen_both(even_bytes(all) & kept, group[0], group[2]);
+    widen_both(((Shorts)all >> 1) & kept, group[1], group[3]);
+  }
+  static void order_quick(Vec (&group)[kGroup]) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kGroup; v += 2) interleave(group[v], group[v + 1]);
+  }
+#else
+  typedef NoTables Held;
+  static void widen_group(const uint8_t* from, Vec (&group)[kGroup], Held) {
 #pragma GCC unroll 4
     for (int v = 0; v < kGroup; v++) group[v] = widen(from + v * kLanes);
   }
   static void order(Vec (&)[kGroup]) {}
+#endif
+#if defined(__AVX512VBMI__) || defined(__AVX512F__) || !(defined(__F16C__) && defined(__AVX2__))
+  typedef AnyCode Codes;
+  static constexpr float kQuickUnit = 1;
+  static void widen_quickly(const uint8_t* from, Vec (&group)[kGroup], const Held& held, Codes&) { widen_group(from, group, held); }
+  static void order_quick(Vec (&group)[kGroup]) { order(group); }
 #endif
 };
 

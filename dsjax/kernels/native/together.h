@@ -10,22 +10,10 @@
 
 namespace dsjax {
 
-// A device's part. Everything that it points to stays as it is until `proceed` is called.
-struct Guest {
-  long rank;
-  long held;        // experts of each device: this one has those numbered from rank * held on, `experts` behind them perhaps more
-  Experts experts;  // this device's, with its own tokens: ids number the experts of all devices; one that none of them has is for none
-  float* terms;     // [N, K, D]: where what the experts give is left
-  float* out;       // [N, D]: the sums, in the order of each token's choices
-  int32_t* counts;  // [held + 1]: tokens of each of this device's experts, and how many have any of them
-  std::function<void(Outcome)> proceed;
-};
-
 class Together : public Meeting<Guest> {
  public:
   using Meeting::Meeting;
 
-  // A device's arrival. Its part is over when `guest.proceed` is called, perhaps before this returns.
   static void arrive(int64_t run, int64_t group, long ranks, Guest guest, int64_t patience, int threads, const Schedule& schedule) {
     typedef Meetings<Together> Gatherings;
     const size_t tokens = guest.experts.N;
@@ -146,7 +134,7 @@ class Together : public Meeting<Guest> {
     Experts experts = holder.experts;
     experts.row_at = rows.data(), experts.ids = ids.data(), experts.weights = weights.data(), experts.out_at = terms.data();
     experts.N = static_cast<long>(rows.size()), experts.K = 1;
-    experts.run(desk.memory(experts.scratch_bytes()), schedule);
+    run_kernel(experts, desk.memory(experts.scratch_bytes()), schedule);
   }
 
   // Each of a device's tokens: its terms one after the other, as `Experts` adds them where one device has all.

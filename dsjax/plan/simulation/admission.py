@@ -23,6 +23,7 @@ class Admission:
     step_tokens: most tokens of a DP rank in a step, with prompts held back. decode_tokens: of them for each running request.
     keeps: (at the start, in the end, decode steps between): the share of their outputs to come that running requests keep room for in the
     cache. The next prompt is taken in where it finds room beside that for itself and its own whole output. (0, 0, 1) keeps none.
+    knows_ends: requests run to their given length, and what they will need is known (`SimulatedEngine.takes`).
     """
 
     poll_steps: int = 1
@@ -31,11 +32,13 @@ class Admission:
     step_tokens: float = math.inf
     decode_tokens: int = 1
     keeps: tuple[float, float, int] = (0.0, 0.0, 1)
+    knows_ends: bool = False
 
     @property
     def is_open(self) -> bool:
         """Whether every prompt is taken in at the next step."""
-        return self.poll_steps <= 1 and not self.hold_steps and not self.fill[0] and not any(self.keeps[:2])
+        rules = self.hold_steps, self.fill[0], *self.keeps[:2], self.knows_ends
+        return self.poll_steps <= 1 and not any(rules)
 
     def kept(self, steps: int) -> float:
         """Share of outputs to come that is kept free after so many decode steps."""
@@ -66,22 +69,25 @@ class Lobby:
         if engine.idle or engine.had_prompts or self._unpolled >= self._rule.poll_steps:
             self._held += self._unseen
             self._unseen, self._unpolled = [], 0
-        count = len(self._held)
+        places = list(range(len(self._held)))
         if self._rule.hold_steps:
-            count, ranks = self._in_a_step(engine)
+            places, ranks = self._in_a_step(engine)
             if self._waits_for_balance(engine, ranks):
                 return []
         elif self._rule.fill[0] and self._waits_to_fill(engine):
             return []
-        if any(self._rule.keeps[:2]):
-            count = min(count, self._with_room(engine))
-        released, self._held = self._held[:count], self._held[count:]
+        if self._rule.knows_ends and places:
+            places = places[: engine.takes([self._held[place][0] for place in places])]
+        elif any(self._rule.keeps[:2]):
+            places = places[: self._with_room(engine, [self._held[place][0] for place in places])]
+        released, chosen = [self._held[place] for place in places], set(places)
+        self._held = [held for place, held in enumerate(self._held) if place not in chosen]
         return released
 
-    def _with_room(self, engine: SimulatedEngine) -> int:
-        """How many of the held prompts, by their order, find room for themselves and their whole outputs. An idle engine takes one."""
+    def _with_room(self, engine: SimulatedEngine, prompts: list[Served]) -> int:
+        """How many of these prompts, by their order, find room for themselves and their whole outputs. An idle engine takes one."""
         free, count = engine.free_tokens(self._rule.kept(self._steps)), 0
-        for served, _ in self._held:
+        for served in prompts:
             rank = free.index(max(free))
             free[rank] -= served.asked.prompt + served.asked.output
             if free[rank] < 0 and (count or not engine.idle):
@@ -89,19 +95,31 @@ class Lobby:
             count += 1
         return count
 
-    def _in_a_step(self, engine: SimulatedEngine) -> tuple[int, set[int]]:
-        """(how many of the held prompts one step computes, the DP ranks that they go to)."""
+    def _in_a_step(self, engine: SimulatedEngine) -> tuple[list[int], set[int]]:
+        """(places of the held prompts that one step computes, the DP ranks that they go to).
+
+        Each prompt goes to the rank with fewest requests, and waits there for its own rank's turn alone: TensorRT-LLM gives requests to
+        ranks when it fetches them, and each rank schedules its own.
+        """
         counts = list(engine.running)
         left = [self._rule.step_tokens - self._rule.decode_tokens * running for running in counts]
         taken: set[int] = set()
-        for count, (served, _) in enumerate(self._held):
+        full: set[int] = set()
+        places: list[int] = []
+        for place, (served, _) in enumerate(self._held):
             rank = counts.index(min(counts))
+            counts[rank] += 1
+            if rank in full:
+                continue
             left[rank] -= served.asked.prompt
             if left[rank] < 0 and rank in taken:
-                return count, taken
-            counts[rank] += 1
+                full.add(rank)
+                if len(full) == len(counts):
+                    break
+                continue
             taken.add(rank)
-        return len(self._held), taken
+            places.append(place)
+        return places, taken
 
     def _waits_to_fill(self, engine: SimulatedEngine) -> bool:
         """Whether held prompts, with the decodes, are too few for a step, and may wait for one more."""

@@ -101,6 +101,7 @@ def _engine(
         sharing=work.prefix_hit > 0,
         one_token=one_token,
         made=1.0 if one_token else instance.options.tokens_a_step.value,
+        mixes=instance.options.engine.mixes,
     )
 
 
@@ -111,7 +112,7 @@ def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest | Stag
     if key not in instance.steps:
         models = instance.step_models()
         paces = [tuple(_ratio(instance.pace(decode, one.overlap)) for decode in (False, True)) for one in models]
-        made = Fastest(models, most_tokens, drafts, paces)
+        made = Fastest(models, most_tokens, drafts, paces, instance.options.drafts > 0)
         instance.steps[key] = made if instance.stage is None else Staged(made, instance, drafts)
     return instance.steps[key]
 
@@ -128,7 +129,9 @@ def admission(instance: Instance, step_tokens: float) -> Admission:
     engine = instance.options.engine
     holds = engine.hold_steps if engine.holds_prompts and instance.replicas > 1 else 0
     fill = engine.fill if instance.replicas == 1 else (0, 0.0)
-    return Admission(engine.poll_steps, holds, fill, step_tokens, 1 + instance.options.drafts, engine.keeps)
+    return Admission(
+        engine.poll_steps, holds, fill, step_tokens, 1 + instance.options.drafts, engine.keeps, engine.knows_ends
+    )
 
 
 class Aggregated:

@@ -55,6 +55,7 @@ class Fastest:
     """Prices a step by whichever model makes it shortest: an engine overlaps two half batches where that pays.
 
     paces: of each model, how much longer programs take than their operations, with prompts and of decodes alone (`Instance.pace`).
+    module: the MTP module goes over prompts.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Fastest:
         most_tokens: float,
         drafts: int = 0,
         paces: Sequence[tuple[float, float]] = (),
+        module: bool = False,
     ):
-        prices = [StepPrices(model, most_tokens, drafts) for model in models]
+        prices = [StepPrices(model, most_tokens, drafts, module) for model in models]
         self._prices = list(zip(prices, paces or [(1.0, 1.0)] * len(prices), strict=True))
 
     def seconds(self, ranks: Sequence[RankWork]) -> float:
@@ -105,7 +107,7 @@ class StepPrices:
     (`uneven prompts`, `longest contexts`) are left out, because the simulation has the unevenness itself.
     """
 
-    def __init__(self, model: StepModel, most_tokens: float, drafts: int = 0):
+    def __init__(self, model: StepModel, most_tokens: float, drafts: int = 0, module: bool = False):
         self._verified = 1 + drafts
         most_tokens *= self._verified
         self._overlap = model.overlap and model.config.is_moe
@@ -137,6 +139,16 @@ class StepPrices:
         self._prefill_attention = _surface(
             sizes, lengths, lambda tokens, each: model.attention(tokens, 0.0, each, False).value * layers
         )
+        self._module = None
+        if module:
+
+            def over_prompts(tokens: float, each: float) -> float:
+                return model.drafting_prompts(tokens, prompt=max(1.0, 2 * each - 1)).value
+
+            self._module = _surface(sizes, lengths, over_prompts)
+        self._absorbs_below, self._absorbing = model.absorbs_below, None
+        if self._absorbs_below:
+            self._absorbing = _surface(sizes, lengths, lambda tokens, each: model.absorbing(tokens, each) * layers)
         # A cached position of a prompt is expanded anew: the difference that 4,096 of them make.
         both = (model.parts(4096, 4096, 0.0, False), model.parts(4096, 0.0, 0.0, False))
         self._expansion = (_projections(both[0]) - _projections(both[1])) / 4096
@@ -145,7 +157,7 @@ class StepPrices:
         self._unhidden = 1 - model.hidden().value
         copies = model.copying()
         self._copies = copies.value if copies else 0.0
-        self._launches = model.launches().value
+        self._launches = partial(_value_of, model.launches)
         self._host = {d: sum(part.value for part in model.beside(1, 1, d).values()) for d in (True, False)}
         self._head = _Table(sizes, [model.head(size).value for size in sizes])
 
@@ -174,7 +186,10 @@ class StepPrices:
         if self._drafting and any(one.decodes for one in ranks):
             busiest = max(ranks, key=lambda one: one.decodes)
             device += self._drafting(busiest.decodes, busiest.context / busiest.decodes)
-        return (device if decode else max(device, self._launches)) + self._host[decode]
+        if self._module and not decode:
+            busiest = max(ranks, key=lambda one: one.prompts)
+            device += self._module(busiest.prompts, busiest.pairs / busiest.prompts)
+        return (device if decode else max(device, self._launches(tokens))) + self._host[decode]
 
     def _tokens(self, work: RankWork) -> int:
         return work.decodes * self._verified + work.prompts
@@ -186,6 +201,8 @@ class StepPrices:
             expanded += self._decode_attention(work.decodes, work.context / work.decodes)
         if work.prompts:
             expanded += self._prefill_attention(work.prompts, work.pairs / work.prompts)
+            if self._absorbing and 0 < work.cached < self._absorbs_below:
+                expanded += self._absorbing(work.prompts, work.pairs / work.prompts)
         return expanded
 
     def _halved(self, table: dict[bool, _Table], decode: bool, tokens: float) -> float:
@@ -195,6 +212,10 @@ class StepPrices:
 def _surface(firsts: Sequence[float], seconds: Sequence[float], price: Callable[[float, float], float]) -> Grid:
     # Every fourth of the sizes: a factor of two apart.
     return Grid(firsts[::4], seconds, price)
+
+
+def _value_of(figure: Callable[[float], Figure], tokens: float) -> float:
+    return figure(tokens).value
 
 
 def _projections(parts: dict[str, Figure]) -> float:

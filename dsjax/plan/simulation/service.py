@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 from collections import deque
@@ -42,9 +43,11 @@ class Served:
 _SOME, _NONE = RowResult((0,)), RowResult()
 
 
-def _results(rank: RankPlan) -> RankResults:
-    """Some token for every row that makes one."""
-    return RankResults([_SOME] * len(rank.decodes), [_SOME if row.sampled else _NONE for row in rank.prefills])
+def _results(rank: RankPlan, waits: bool) -> RankResults:
+    """Some token for every row that makes one. waits: decodes have to wait, and make none."""
+    return RankResults(
+        [_NONE if waits else _SOME] * len(rank.decodes), [_SOME if row.sampled else _NONE for row in rank.prefills]
+    )
 
 
 class SimulatedEngine:
@@ -52,7 +55,8 @@ class SimulatedEngine:
 
     gaps: (begin, seconds, decodes) of each step with decodes: a running request waits so long for its next token. made: tokens that a
     step yields for a request; with drafts more than one, so that a request takes as many steps fewer. step_tokens: most of a step, decodes
-    among them; chunk: most of one prompt in a step, by default as many.
+    among them; chunk: most of one prompt in a step, by default as many. mixes: a rank computes prompts and decodes in one step; otherwise
+    its decodes wait for the next step without prompts.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class SimulatedEngine:
         chunk: int | None = None,
         one_token: bool = False,
         made: float = 1.0,
+        mixes: bool = True,
     ):
         config = SchedulerConfig(
             max_num_seqs=seqs,
@@ -80,7 +85,8 @@ class SimulatedEngine:
             prefix_caching=sharing,
         )
         self._scheduler, self._prices, self._one_token = Scheduler(config, ranks), prices, one_token
-        self._made, self._cache_tokens = made, cache_tokens
+        self._made, self._cache_tokens, self._mixes = made, cache_tokens, mixes
+        self._stalled = 0.0
         self._serving: dict[str, Served] = {}
         self._count = 0
         self._plan = None
@@ -120,6 +126,32 @@ class SimulatedEngine:
             free.append(self._cache_tokens - taken)
         return free
 
+    def takes(self, prompts: list[Served]) -> int:
+        """How many of these prompts, in their order, the cache has room for until all requests have ended, with no more than they need.
+
+        SGLang's rule for requests whose ends are known (`add_one_req_ignore_eos` of its srt/managers/schedule_policy.py): whoever is
+        nearest to its end gives its tokens back first, and until then all make as many. Prompts go to the emptiest DP rank.
+        """
+        held = []
+        for rank in self._scheduler.ranks:
+            states = []
+            for request in (*rank.running, *rank.waiting):
+                made = len(request.token_ids) - request.num_prompt_tokens
+                left = self._made * (request.max_tokens - made)
+                states.append((left, request.num_prompt_tokens + self._made * made))
+            held.append(sorted(states))
+        count = 0
+        for served in prompts:
+            states = min(held, key=len)
+            bisect.insort(states, (float(served.asked.output), float(served.asked.prompt)))
+            free = self._cache_tokens - sum(occupied for _, occupied in states)
+            for at, (left, occupied) in enumerate(states):
+                if free <= (left + 1) * (len(states) - at) and (count or not self.idle):
+                    return count
+                free += occupied
+            count += 1
+        return count
+
     def add(self, served: Served, now: float) -> None:
         """Queue a request."""
         asked, name = served.asked, str(self._count)
@@ -133,17 +165,25 @@ class SimulatedEngine:
     def begin(self, now: float) -> float:
         """Start a step; give its seconds."""
         self._plan = self._scheduler.schedule(now)
-        seconds = self._prices.seconds([_work(rank) for rank in self._plan.ranks])
-        decodes = sum(len(rank.decodes) for rank in self._plan.ranks)
+        seconds = self._prices.seconds([_work(rank, self._waits(rank)) for rank in self._plan.ranks])
+        decodes = sum(len(rank.decodes) for rank in self._plan.ranks if not self._waits(rank))
         if decodes:
-            self.gaps.append((now, seconds, decodes))
+            # Where decodes waited for prompts, their next token comes later by that.
+            self.gaps.append((now - self._stalled, seconds + self._stalled, decodes))
+            self._stalled = 0.0
+        elif any(rank.decodes for rank in self._plan.ranks):
+            self._stalled += seconds
         return seconds
+
+    def _waits(self, rank: RankPlan) -> bool:
+        """Whether a rank's decodes wait for its prompts in this step."""
+        return not self._mixes and bool(rank.prefills)
 
     def end(self, now: float) -> list[Served]:
         """Enter the step's tokens; give the requests that finished."""
         done = []
         for request, _, reason in self._scheduler.update(
-            self._plan, [_results(rank) for rank in self._plan.ranks], now
+            self._plan, [_results(rank, self._waits(rank)) for rank in self._plan.ranks], now
         ):
             if reason is not None:
                 served = self._serving.pop(request.request_id)
@@ -157,8 +197,8 @@ def steps_of(output: int, made: float) -> int:
     return output if made == 1 else 1 + math.ceil((output - 1) / made)
 
 
-def _work(rank: RankPlan) -> RankWork:
-    decodes, prefills = rank.decodes, rank.prefills
+def _work(rank: RankPlan, waits: bool) -> RankWork:
+    decodes, prefills = [] if waits else rank.decodes, rank.prefills
     context = sum(row.start for row in decodes) + len(decodes)
     prompts = pairs = cached = 0
     for _, start, length, _ in prefills:

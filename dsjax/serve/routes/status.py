@@ -106,7 +106,8 @@ async def _refresh_loads(serving: Any) -> None:
         await serving.front_ends.gather()
     with contextlib.suppress(EngineDeadError, TimeoutError):
         call = serving.engine.call(lambda core: (core.loads(), core.statistics()))
-        loads, parts = await asyncio.wait_for(call, _LOADS_SECONDS)
+        async with asyncio.timeout(_LOADS_SECONDS):
+            loads, parts = await call
         serving.metrics.show(loads, parts)  # experts may have moved since, without a step
 
 

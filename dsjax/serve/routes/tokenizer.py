@@ -4,6 +4,7 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
+from pydantic import Discriminator, Field, Tag
 
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.answers import token_name
@@ -29,7 +30,20 @@ class TokenizeMessages(PromptFields):
     """A conversation to tokenise, as `/v1/chat/completions` would."""
 
     model: Name | None = None
+    add_special_tokens: bool | None = Field(False, description="beside those that the template writes")
     return_token_strs: bool | None = False
+
+
+def _kind(body: Any) -> str:
+    is_conversation = isinstance(body, dict) and "messages" in body and "prompt" not in body
+    return "a conversation" if is_conversation else "a text"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag("a text")] | Annotated[TokenizeMessages, Tag("a conversation")],
+    Discriminator(_kind),
+    Body(),
+]
 
 
 class DetokenizeRequest(StrictModel):
@@ -44,7 +58,7 @@ def tokenizer_routes(serving: Serving) -> APIRouter:
     router = APIRouter(route_class=StrictRoute)
 
     @router.post("/tokenize", responses=errors(422))
-    async def tokenize(body: Annotated[TokenizeText | TokenizeMessages, Body()]) -> Tokens:
+    async def tokenize(body: TokenizeRequest) -> Tokens:
         """Turn text or messages into token ids."""
         serving.check_model(body.model)
         tokenizer = _needed(serving)
@@ -89,4 +103,5 @@ def _ids(serving: Serving, tokenizer: Tokenizer, body: Any) -> list[int]:
     if isinstance(body, TokenizeText):
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     body.check_prompt_fields()
-    return render_prompt(tokenizer, body, body.tool_dicts(), serving.tool_format).token_ids
+    prompt = render_prompt(tokenizer, body, body.tool_dicts(), serving.tool_format)
+    return tokenizer.encode(prompt.text) if body.add_special_tokens else prompt.token_ids

@@ -380,3 +380,24 @@ def test_a_fault_whose_end_is_interrupted_is_ended_again(tmp_path):
 
     asyncio.run(interrupt())
     assert said.read_text() == "begun\nended\n"
+
+
+def test_an_interrupt_in_the_moment_in_which_a_hook_ends_is_not_lost(monkeypatch):
+    """Python 3.11's `wait_for` returns the command's output then, and forgets that it was cancelled."""
+
+    async def interrupted():
+        ended = asyncio.get_running_loop().create_future()
+        process = SimpleNamespace(communicate=lambda: ended, returncode=0)
+
+        async def start(*command, **options):
+            return process
+
+        monkeypatch.setattr(asyncio, "create_subprocess_shell", start)
+        running = asyncio.create_task(Hooks({"h": "true"}, None).run("h", ""))
+        await asyncio.sleep(0.01)
+        ended.set_result((b"", None))
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(interrupted())

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 
 import pytest
 
@@ -130,6 +131,27 @@ def test_throughputs_count_whole_answers_only():
     assert (found.total_input_tokens, found.total_output_tokens) == (20, 5)
     assert (found.request_throughput, found.output_throughput, found.total_token_throughput) == (0.4, 1.0, 5.0)
     assert found.errors == [("HTTP 500: no", 1)]
+
+
+@pytest.mark.parametrize(
+    ("meant", "counted", "differ"),
+    [
+        (1000, 1000, False),
+        (1000, 1064, False),
+        (20, 80, False),
+        (1000, 1100, False),
+        (7140, 35921, True),
+        (35921, 7140, True),
+    ],
+)
+def test_prompts_of_other_lengths_than_were_meant_are_named(meant, counted, differ):
+    records = [answer(0.0, 1.0, prompt=meant) for _ in range(3)]
+    for record in records:
+        record.prompt_tokens = counted
+    found = summarise(LoadResult(records, 2.0, False), [99], {})
+    assert (found.meant_input_tokens, found.total_input_tokens) == (3 * meant, 3 * counted)
+    told = report(LoadPoint(3, math.inf, 1.0, None), found, ["ttft"], None)
+    assert (f"counted {counted:,} tokens a prompt where {meant:,} were meant" in told) == differ
 
 
 def test_distributions_are_milliseconds_with_linear_percentiles():

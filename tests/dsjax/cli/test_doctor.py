@@ -138,7 +138,7 @@ def few_files(monkeypatch, tmp_path):
 
 def broken_kernels(monkeypatch, tmp_path):
     (tmp_path / "native").mkdir()
-    path = tmp_path / "native" / f"{build.source_version()}-{build._machine()}-00000000.so"
+    path = tmp_path / "native" / f"{build.source_version()}-{build.machine()}-00000000.so"
     path.write_bytes(b"\x7fELF and no more")
     monkeypatch.setattr(build, "compiler", lambda: None)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))

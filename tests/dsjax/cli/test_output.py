@@ -103,6 +103,20 @@ def test_no_figure_of_a_wide_table_is_cut_and_its_parts_tell_the_rows_apart(widt
     assert (text.count("exchanges"), text.count("of a step")) == (1, 1)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_word_of_a_table_whose_columns_are_all_text_is_lost(width):
+    names = [f"{name}_of_a_program_that_was_compiled_for_another_mesh" for name in ("place", "order", "other", "known")]
+    table = Table(caption=" ".join(f"caption{index}" for index in range(40)), caption_justify="left")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    table.add_row(*(f"{name}_{'x' * 40}_end" for name in names))
+    text = drawn(table, width)
+    assert max(map(len, text.splitlines())) <= width
+    letters = re.sub(r"[^a-z0-9]", "", text)
+    assert [index for index in range(40) if f"caption{index}" not in letters] == []
+    assert letters.count("x") >= 40 * len(names)
+
+
 def test_a_table_that_fits_is_left_as_it_is():
     table = wide_table(columns=3)
     assert fitted(table, 200) == [table]

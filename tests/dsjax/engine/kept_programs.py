@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsjax.engine.device import program_library
-from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.program_cache import library as program_library
+from dsjax.engine.program_cache.library import ProgramLibrary
 
 
 @contextlib.contextmanager

@@ -14,9 +14,12 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError, EngineDeadError
 from dsjax.engine.contract.commands import Step
+from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import PromptError
 from dsjax.engine.text.outputs import CompletionOutput, RequestOutput
@@ -293,6 +296,25 @@ def test_shutdown_ends_what_runs_with_an_error_and_refuses_what_comes():
         with pytest.raises(EngineClosingError):
             await engine.submit("late", [[1]], FINAL)
         assert pages_in_use(engine) == 0
+
+    run(main())
+
+
+def test_an_update_behind_the_one_that_a_stop_string_ended_is_no_observer_s():
+    async def main():
+        engine, _ = make()
+        engine._loop = asyncio.get_running_loop()  # the thread is not started
+        seen = []
+        engine.observers.append(
+            SimpleNamespace(on_updates=seen.extend, on_ended=lambda *_: None, on_outputs=lambda _: None)
+        )
+        tokenizer = engine.tokenizer
+        stream = await engine.submit("r", [[1, 2]], SamplingParams(max_tokens=9, stop=("a",)))
+        (request,) = stream.completions
+        (token,) = tokenizer.encode("a", add_special_tokens=False)
+        updates = [Update(request, RowResult((token,)), None), Update(request, None, FinishReason.ABORT)]
+        engine._streams.deliver(updates, None)
+        assert seen == updates[:1]
 
     run(main())
 

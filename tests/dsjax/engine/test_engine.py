@@ -5,6 +5,7 @@ These are the tests of `core.py` and `text/outputs.py` too.
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
@@ -53,7 +54,7 @@ def generate(engine: LLMEngine, prompt="", **params):
 
 def test_the_engine_imports_no_jax():
     modules = (
-        "engine,text.input_processor,text.output_processor,schedule.scheduler,text.tokenizer,setup.args,"
+        "engine,text.input_processor,text.output_processor,text.detokenizer,schedule.scheduler,text.tokenizer,setup.args,"
         "async_engine,engine_thread"
     )
     imports = ";".join(f"import dsjax.engine.{name}" for name in modules.split(","))
@@ -272,3 +273,21 @@ def test_special_tokens_in_prompt_ids_are_taken_as_they_are():
     engine.add_request("r", {"prompt_token_ids": [0, 5]}, SamplingParams(temperature=0))
     assert finish(engine)["r"].prompt_token_ids == [0, 5]
     assert engine.tokenizer.token_text(0) == BOS
+
+
+def test_an_interrupt_before_the_mesh_changes_leaves_it_and_another_change_may_be_asked_for():
+    engine, asked = make_engine(), []
+
+    def interrupt(pending):
+        raise KeyboardInterrupt
+
+    engine.add_request("r", [1, 2], SamplingParams(temperature=0, max_tokens=3))
+    engine.step()
+    engine.core.executor.wait = interrupt
+    engine.core.generations = SimpleNamespace(ask=lambda *wanted: asked.append(wanted), forget=asked.clear)
+    with pytest.raises(KeyboardInterrupt):
+        engine.scale("dp=2")
+    assert asked == []
+    del engine.core.executor.wait
+    engine.core.generations = None
+    assert finish(engine)["r"].outputs[0].token_ids == expected_tokens([1, 2], 3)

@@ -4,6 +4,7 @@ These are the tests of `device/mesh_executor.py`, `device/step_programs.py` and 
 """
 
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from dsjax.config import ModelConfig
 from dsjax.engine.contract.commands import Step
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.device.slots import ADMISSIONS
+from dsjax.engine.elastic.follower import Follower
 from dsjax.errors import UserError
 from dsjax.kernels import build
 from dsjax.model.softmax import log_softmax
@@ -197,6 +199,21 @@ def test_what_cannot_be_is_told_before_weights_are_read(checkpoint, options, err
         load(checkpoint, **options)
     for part in parts:
         assert part in str(found.value)
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_a_process_whose_engine_cannot_be_started_leaves_the_others_though_it_lives_on(monkeypatch, is_leader):
+    left = []
+    group = SimpleNamespace(is_leader=is_leader, leave=left.append)
+
+    def fail(*arguments, **options):
+        raise ValueError("there is no room for its cache")
+
+    monkeypatch.setattr("dsjax.engine.setup.stages.load_stages", fail)
+    monkeypatch.setattr(Follower, "run_with", fail)
+    with pytest.raises(ValueError, match="no room for its cache"):
+        LLM(mesh="pp=2", group=group)
+    assert left == ["its engine could not be started"]
 
 
 def test_logits_of_any_length_are_those_of_the_model_without_cache(llm, on_four):
@@ -404,7 +421,7 @@ def test_priorities_order_what_waits(checkpoint):
 
 
 @pytest.mark.slow
-def test_after_warming_up_nothing_more_is_compiled(checkpoint):
+def test_after_warming_up_nothing_more_is_compiled(checkpoint, monkeypatch):
     warm = load(checkpoint, max_num_seqs=2)
     # Each kind of launch: decodes of several shapes, prompts, and both at once.
     warm.executor.buckets = Buckets(decode=(1, 2), prefill=(Rectangle(2, 16),), mixed=True)

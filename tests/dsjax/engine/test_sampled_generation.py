@@ -41,7 +41,7 @@ def compilations():
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory, compilations):
+def llm(tmp_path_factory, compilations, no_programs_on_disk):
     made = LLM(
         str(write_worded_checkpoint(tmp_path_factory.mktemp("worded"))),
         mesh=MESH,

@@ -58,6 +58,9 @@ def main() -> None:
         balance = llm.engine.core.statistics().get("balance")  # None where experts stay where they are
         if balance is not None:
             said |= {"rebalances": balance.rebalances, "failures": balance.failures}
+        host = llm.engine.core.loads()[0].tiers.get("host")  # None without host memory below the cache
+        if host is not None:
+            said["fetched"] = host.fetched
         print(json.dumps(said), flush=True)
     llm.shutdown()
 

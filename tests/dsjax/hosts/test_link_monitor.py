@@ -45,8 +45,10 @@ def test_a_link_s_round_trip_bandwidth_and_segments_are_seen(monitor, monkeypatc
         assert unreached(members, KEY) == [], "who is watched is reached as before"
         if sys.platform == "linux":
             assert 0 < first.round_trip < 20
-            assert first.retransmitted == 0
             assert 5 <= segments < monitor.links[1].segments
+            assert 0 <= first.retransmitted < segments, (
+                "the kernel sends a segment again where this machine is late to acknowledge it"
+            )
 
 
 def test_a_process_that_has_gone_is_counted_and_one_that_comes_in_its_place_is_watched(monitor):

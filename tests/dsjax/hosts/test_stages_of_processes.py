@@ -68,6 +68,24 @@ def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_t
         group.end()
 
 
+def test_pages_come_back_from_the_host_memory_of_two_processes_with_a_stage_each(checkpoint, alone):
+    # One request runs at a time, and evicts the pages of those before it.
+    few = {"max_num_seqs": 1, "cache_tokens": 48, "host_cache_bytes": 400_000, "speculative_config": None}
+    group = Group(options(checkpoint, mesh="pp=2", **few), 2)
+    try:
+        group.wait_for(0, "ready")
+        for _ in range(2):
+            group.write(0, "go\n")
+        group.processes[0].stdin.close()
+        assert group.codes(240) == [0, 0], group.last_words()
+        first, second = (json.loads(line) for line in group.output[0].splitlines() if line.startswith("{"))
+        tokens, _ = alone
+        assert [first["tokens"], second["tokens"]] == [tokens, tokens]
+        assert second["fetched"] > first["fetched"]
+    finally:
+        group.end()
+
+
 def test_a_stage_is_of_one_process():
     devices = [SimpleNamespace(process_index=index) for index in (0, 0, 1, 1, 2, 2)]
     first, second = (SimpleNamespace(devices=np.array(some)) for some in (devices[:3], devices[3:]))

@@ -25,6 +25,20 @@ def choose(choice="auto", platform="cpu", dtype=np.float32, **options):
     return choose_kernels(choice, platform, np.dtype(dtype), **({"devices": 1, "cache": None} | options))
 
 
+def test_what_computes_is_compiled_with_all_optimisation_and_linked_before_what_does_not(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(build, "run_together", lambda commands, *_: ran.extend(commands) or [(0, "")])
+    monkeypatch.setattr(build, "run_command", lambda command, _: ran.append(command) or (0, ""))
+    assert build.compile_library(["c++"], tmp_path / "kernels.so", "native") is None
+    *compiles, link = ran
+    light = [Path(command[command.index("-c") + 1]).name for command in compiles if "-O1" in command]
+    assert light == list(build.LIGHT)
+    assert [Path(name).stem for name in link if name.endswith(".o")][-len(light) :] == [
+        Path(name).stem for name in light
+    ]
+    assert all("-O3" in command for command in compiles)
+
+
 @pytest.fixture
 def no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)

@@ -108,13 +108,19 @@ def test_a_rows_sum_is_the_same_where_matrices_stream_by_and_where_they_are_read
         np.testing.assert_array_equal(experts_of(kernels, few, threads), every[:count])
 
 
-@pytest.mark.parametrize("N", [1, 9])  # streamed by, and in panels
-def test_each_value_of_fp8_is_widened_exactly(kernels, N):
+@pytest.mark.parametrize("N", [1, 2, 8, 9])  # streamed by, the last in panels
+@pytest.mark.parametrize(
+    "scale", [1, 2.0**-120, 2.0**121]
+)  # the last is beyond float32 where a widening is left 2^8 to multiply by
+def test_each_value_of_fp8_is_widened_exactly(kernels, N, scale):
     codes = np.arange(256, dtype=np.uint8).view(STORED[1])
     case = DenseCase(
-        np.tile(codes, (2, 1, 1, 1)), np.ones((2, 1, 1, 2), np.float32), np.ones((N, 1), np.float32), False
+        np.tile(codes, (2, 1, 1, 1)), np.full((2, 1, 1, 2), scale, np.float32), np.ones((N, 1), np.float32), False
     )
-    np.testing.assert_array_equal(dense_of(kernels, case)[:, 0], np.tile(codes.astype(np.float32), (N, 1)))
+    with np.errstate(over="ignore"):
+        expected = codes.astype(np.float32) * np.float32(scale)
+    expected[np.abs(expected) < np.finfo(np.float32).tiny] = 0  # as XLA's threads have it
+    np.testing.assert_array_equal(dense_of(kernels, case)[:, 0], np.tile(expected, (N, 1)))
 
 
 @pytest.mark.parametrize("F", [32, 530])  # read in place, and by panels
@@ -312,6 +318,19 @@ def test_threads_and_the_other_rows_change_no_bit_of_a_rows_attention(kernels, f
     row = {name: getattr(case, name)[3:4] for name in ("q_nope", "q_rope", "start", "length", "tables")}
     np.testing.assert_array_equal(attention_of(kernels, dataclasses.replace(case, **row), form), once[3:4])
     assert not once[1].any()
+
+
+@pytest.mark.parametrize("H", [3, 8, 16])
+@pytest.mark.parametrize("stored", [4, 2, 1])
+def test_a_token_alone_has_the_bits_of_it_behind_others(kernels, stored, H):
+    """Few queries have their scores summed by another loop than many, which fill several vectors."""
+    case = AttentionCase.drawn(3, R=4, C=6, H=H, N=32, O=16, U=32, M=65, G=16, longest=300, holes=True, stored=stored)
+    case = dataclasses.replace(case, length=np.full(4, 6, np.int32))
+    last = {name: getattr(case, name)[:, 5:] for name in ("q_nope", "q_rope")}
+    alone = dataclasses.replace(case, **last, start=case.start + 5, length=np.ones(4, np.int32))
+    np.testing.assert_array_equal(
+        attention_of(kernels, alone, "absorbed")[:, 0], attention_of(kernels, case, "absorbed")[:, 5]
+    )
 
 
 def test_a_row_of_no_queries_reads_nothing(kernels):

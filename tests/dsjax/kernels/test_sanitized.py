@@ -281,3 +281,25 @@ def test_where_there_is_no_memory_to_compute_a_meeting_fails_on_all_devices(harn
     _, arguments = together(1, programs=1, ranks=3, held=2, N=4, K=2, threads=2**31 - 1)
     done = ran(harness, *arguments)
     assert (done.returncode, b"\nno memory\n" in b"\n" + done.stderr) == (4, True), done.stderr[-1000:]
+
+
+@pytest.mark.slow
+@FEW
+@given(
+    seed=st.integers(0, 2**31),
+    N=st.sampled_from([1, 5, 130]),
+    groups=st.sampled_from([1, 3, 4]),
+    members=st.integers(1, 9),
+    best=st.integers(1, 2),
+    threads=st.integers(1, 3),
+)
+def test_the_router_stays_within_its_arrays(harness, seed, N, groups, members, best, threads):
+    rng = np.random.default_rng(seed)
+    E, K = groups * members, int(rng.integers(1, groups * members + 1))
+    scores, bias = rng.integers(0, 9, (N, E)).astype(np.float32), rng.integers(0, 3, E).astype(np.float32)
+    sizes = (N, E, K, groups, int(rng.integers(1, groups + 1)), min(best, members), 1)
+    found = run(harness, 7, threads, sizes, 2.5, scores, bias)
+    ids, weights = found.view(np.int32)[: N * K].reshape(N, K), found[N * K :].reshape(N, K)
+    chosen = np.take_along_axis(scores, ids, axis=1)
+    np.testing.assert_allclose(weights, chosen / (chosen.sum(axis=1, keepdims=True) + 1e-20) * 2.5, rtol=1e-5)
+    assert all(len(set(row)) == K for row in ids.tolist())

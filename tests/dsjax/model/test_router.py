@@ -168,3 +168,24 @@ def test_leading_dimensions_are_kept():
     assert shaped.ids.shape == (4, 10, 5, 5)
     np.testing.assert_array_equal(shaped.ids.reshape(flat.ids.shape), flat.ids)
     np.testing.assert_array_equal(shaped.weights.reshape(flat.weights.shape), flat.weights)
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_native_kernel_chooses_the_same_to_the_bit(kernels, name, rows):
+    config = CONFIGS[name]
+    logits, bias = logits_and_bias(config, 4)
+    logits[::3] = np.round(logits[::3])  # ties
+    logits[7] = -200.0  # all scores underflow
+    chosen = jax.jit(lambda logits, bias: route(logits, bias, config, kernels.native))(logits[:rows, None], bias)
+    for found, expected in zip(chosen, routed(logits[:rows, None], bias, config), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_native_kernel_takes_more_rows_than_one_thread(kernels, threads):
+    logits = np.random.default_rng(5).normal(size=(3000, E)).astype(np.float32)
+    native = dataclasses.replace(kernels.native, threads=threads)
+    chosen = jax.jit(lambda logits, bias: route(logits, bias, BASE, native))(logits, np.zeros(E, np.float32))
+    for found, expected in zip(chosen, routed(logits, np.zeros(E, np.float32), BASE), strict=True):
+        np.testing.assert_array_equal(found, expected)

@@ -12,10 +12,13 @@ from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import find_engine
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.simulation.admission import Admission, Lobby
 from dsjax.plan.simulation.load import Asked, OfferedLoad
+from dsjax.plan.simulation.prices import StepPrices
 from dsjax.plan.simulation.run import simulate
-from dsjax.plan.simulation.service import Served
+from dsjax.plan.simulation.service import Served, SimulatedEngine
+from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 
@@ -28,6 +31,9 @@ class FakeEngine:
     free: float = math.inf
     kept: float = 0.0
     """Tokens of the cache of a rank that nobody holds, and those that all of the running requests' outputs to come will take."""
+
+    def takes(self, asked: list[Served]) -> int:
+        return min(len(asked), 1)
 
     def free_tokens(self, kept: float) -> list[float]:
         return [self.free - kept * self.kept for _ in self.running]
@@ -72,6 +78,16 @@ def test_prompts_wait_until_every_rank_can_have_one_and_no_longer_than_the_limit
     assert steps_until_taken(holds, FakeEngine([7, 7, 7, 7]), ["a", "b", "c", "d"]) == 1
     assert steps_until_taken(holds, FakeEngine([7, 7, 8, 0]), ["a"]) == 1, "a rank without a request would stand still"
     assert steps_until_taken(Admission(), FakeEngine([7, 7, 8, 7]), ["a"]) == 1
+
+
+def test_a_prompt_whose_rank_has_no_room_in_a_step_keeps_back_none_of_other_ranks():
+    lobby = Lobby(Admission(hold_steps=40, step_tokens=1600))
+    lobby.enter(prompts("abcde"))
+    engine = FakeEngine([5, 7, 7])
+    assert [served.asked.kind for served, _ in lobby.leave(engine)] == ["a", "d", "e"], (
+        "b and c wait for the first rank"
+    )
+    assert len(lobby) == 2
 
 
 def test_a_step_that_has_room_for_one_prompt_lets_no_second_one_through():
@@ -135,6 +151,40 @@ def test_in_a_loop_a_first_token_waits_half_the_steps_between_two_looks(played):
     # 0 to 20 steps, less where another prompt's step ends the wait; half of the users are expected within a quarter of the interval.
     assert 5 < steps < 15
     assert seldom.tpot.mean < often.tpot.mean, "prompts come together, so that fewer steps have any"
+
+
+def test_an_engine_that_knows_ends_is_asked_how_many_prompts_it_takes():
+    lobby = Lobby(Admission(keeps=(1.0, 1.0, 1), knows_ends=True))
+    lobby.enter(prompts("ab"))
+    assert [served.asked.kind for served, _ in lobby.leave(FakeEngine([8], free=0.0))] == ["a"]
+    assert not Admission(knows_ends=True).is_open
+
+
+def test_known_ends_let_requests_share_the_room_that_they_need_one_after_the_other(v3):
+    """Two of 1,000 and 500 tokens end one after the other; with 2,501 more the first would have to give way before its end."""
+    model = StepModel(v3, load_cluster("h200-8"), parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"])
+    prices = StepPrices(model, 4096)
+
+    def taken(cache, *lengths):
+        engine = SimulatedEngine(
+            prices, 1, seqs=8, step_tokens=8192, cache_tokens=cache, longest=8192, sharing=False, made=1.0
+        )
+        return engine.takes([Served(at, Asked(0.0, *one, ""), 0.0) for at, one in enumerate(lengths)])
+
+    first, second = (1000, 0, 500), (1000, 0, 1000)
+    # 2,000 tokens of prompts; both make 500 more, then the second 500 more in the room of the first.
+    assert taken(2000 + 2 * 501 + 1, first, second) == 2
+    assert taken(2000 + 2 * 501, first, second) == 1
+    assert taken(10, first) == 1, "alone it may have what there is"
+
+
+def test_an_engine_that_mixes_none_lets_decodes_wait_for_prompts(played):
+    mixing, apart = (played(mixes=mixes)[0] for mixes in (True, False))
+    assert apart.tpot.mean > mixing.tpot.mean
+    assert apart.ttft.p50 < mixing.ttft.p50, "prompts are computed without the decodes"
+    assert apart.itl.p99 > mixing.itl.p99
+    answers = [played(mixes=mixes)[1].tpot.value for mixes in (True, False)]
+    assert answers[1] > answers[0]
 
 
 def test_an_engine_that_keeps_room_for_whole_outputs_begins_fewer_requests_in_a_small_cache(v3):

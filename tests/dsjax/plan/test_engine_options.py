@@ -1,5 +1,6 @@
 """What a recipe writes for another engine is accepted by that engine as it is today: names, values, parts of JSON, and who may come in."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ from dsjax.plan.engine import find_engine
 from dsjax.plan.launch import LAUNCHED, documented
 from dsjax.plan.launch_flags import launch
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.precision import precision
 from dsjax.plan.workload import PlanOptions
 
@@ -30,6 +32,10 @@ def accepted(engine):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def without_deepgemm_and_deepep():
+    return dataclasses.replace(find_engine("sglang"), gathers=True, fp8_rate=FLASHINFER_FP8_RATE)
+
+
 def every_launch(ask, engine):
     """Commands of layouts, roles and options that differ in every flag."""
     options = (
@@ -37,6 +43,7 @@ def every_launch(ask, engine):
         {"drafts": 1},
         {"precision": precision("nvfp4", "fp8")},
         {"precision": precision("fp8", "fp8"), "overlap": "on"},
+        *({"engine": without_deepgemm_and_deepep()} for _ in range(engine == "sglang")),
     )
     layouts = (
         ("h200-16", "dp=16", 32),
@@ -48,7 +55,7 @@ def every_launch(ask, engine):
     for (cluster, mesh, redundant), given in itertools.product(layouts, options):
         if (engine == "tensorrt-llm" and "overlap" in given) or ("nvfp4" in str(given) and cluster.startswith("h")):
             continue
-        question = ask(cluster, options=PlanOptions(engine=find_engine(engine), **given))
+        question = ask(cluster, options=PlanOptions(**{"engine": find_engine(engine)} | given))
         instance = question.instance(parse_layout(mesh, redundant, question.config), {})
         for role in ("prefill and decode", "prefill", "decode"):
             yield launch(engine, "deepseek-ai/DeepSeek-R1", instance, 64, 512, role, 1)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
+from dsjax.plan.arguments import PlanArgs
 from dsjax.plan.candidate import aggregated, prefill_pool, separated
 from dsjax.plan.engine import find_engine
 from dsjax.plan.launch import LAUNCHED, documented, unfit
@@ -19,7 +20,7 @@ from dsjax.plan.launch_flags import launch
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
 from dsjax.plan.recipe import check_recipe, launches, recipe
-from dsjax.plan.search import instances
+from dsjax.plan.search import instances, search
 from dsjax.plan.workload import PlanOptions
 from sharding.mesh import MeshSpec
 
@@ -126,6 +127,39 @@ def test_sglang_is_not_told_what_the_checkpoint_says_nor_what_it_would_switch_of
     assert any("switches --enable-mixed-chunk off" in text for text in made.lacks)
     plain = dataclasses.replace(instance, options=dataclasses.replace(options, drafts=0), steps={})
     assert "--enable-mixed-chunk" in launch("sglang", "x", plain, 32, 4096, "prefill and decode", 1).flags
+
+
+def test_sglang_without_an_all_to_all_gathers_every_ranks_tokens_and_overlaps_no_half_batches():
+    def planned(**options):
+        args = PlanArgs(cluster="b200-8", engine="sglang", mode="aggregated", mesh="dp=8", concurrency=64, **options)
+        winner = search(args.question()[0]).winner
+        return winner, words_of(launches("sglang", "deepseek-v3", winner)[0].commands()[0])
+
+    usual, command = planned()
+    assert command["--moe-a2a-backend"] == "deepep"
+    gathered, command = planned(moe_a2a_backend="none")
+    assert command["--moe-a2a-backend"] == "none"
+    assert "--deepep-mode" not in command
+    assert gathered.tpot.value > usual.tpot.value
+    with pytest.raises(UserError, match="does not overlap two half batches"):
+        planned(moe_a2a_backend="none", two_batch_overlap="on")
+    slower, command = planned(fp8_gemm_backend="flashinfer_trtllm")
+    assert command["--fp8-gemm-backend"] == "flashinfer_trtllm"
+    assert slower.ttft.value > usual.ttft.value
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"moe_a2a_backend": "mooncake"}, "is 'mooncake', expected deepep or none: others are not priced"),
+        ({"moe_a2a_backend": "none", "engine": "vllm"}, "none with --engine vllm, but it is SGLang's"),
+        ({"fp8_gemm_backend": "triton"}, "is 'triton', expected deep_gemm or flashinfer_trtllm"),
+        ({"fp8_gemm_backend": "flashinfer_trtllm", "engine": "sglang", "cluster": "h200-8"}, "h200-8 has h200"),
+    ],
+)
+def test_options_of_sglang_are_refused_with_what_is_not_priced_and_elsewhere(options, says):
+    with pytest.raises(UserError, match=says):
+        PlanArgs(**options).question()
 
 
 def test_a_plan_for_an_engine_has_only_layouts_that_it_can_run(ask):

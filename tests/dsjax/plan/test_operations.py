@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import load_cluster
@@ -20,7 +21,7 @@ from dsjax.plan.operations import (
     LOW_LATENCY_SECONDS,
     dense_error,
 )
-from dsjax.plan.operator_tables import BUNDLED, FUSED, GEMM, REPACKING, OperatorTables
+from dsjax.plan.operator_tables import BUNDLED, FUSED, GEMM, REPACKING, SPREAD, OperatorTables, operator_tables
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.step import StepModel
 
@@ -107,6 +108,20 @@ def test_a_block_fp8_product_on_blackwell_is_without_the_packing_of_scales_unles
         assert all(fp8(rows) >= fp4(rows) for rows in (1, 16, 64, 4096))
 
 
+def test_whole_experts_of_one_slot_a_rank_are_priced_too(tmp_path, v3):
+    lines = ["device,kernel_source,moe_dtype,moe_ep_size,distribution,num_tokens,latency_ms"]
+    lines += [f"h200,x,fp8_block,256,balanced,{tokens},{0.05 + tokens * 1e-4}" for tokens in (1, 32, 4096)]
+    (tmp_path / f"{SPREAD}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    step = StepModel(
+        v3,
+        load_cluster("h200-8").resized(32),
+        parse_layout("dp=256", 0, v3),
+        PRECISIONS["fp8"],
+        operators=operator_tables(tmp_path),
+    )
+    assert step.parts(16.0, 16000.0, 1000.0, True)["experts"].value / 58 == pytest.approx(0.46e-3, rel=0.01)
+
+
 @pytest.mark.parametrize(("device", "gain"), [("h20", True), ("h200", False)])
 def test_an_fp8_cache_is_multiplied_as_fp8_on_an_h20_where_the_engine_has_the_kernel(device, gain):
     """Published for the H20: about 70 % faster than bf16 where its operations are the bound; the H200's times are its tables'."""
@@ -145,6 +160,102 @@ def test_experts_that_are_spread_over_ranks_of_a_b200_are_not_priced_by_the_tabl
     )
 
 
+def experts_of(cluster, mesh, v3, tokens, decode, tables):
+    step = StepModel(v3, load_cluster(cluster), parse_layout(mesh, 0, v3), PRECISIONS["fp8"], operators=tables)
+    return step.parts(tokens, tokens * 1000.0 if decode else 0.0, 1000.0, decode)["experts"].value / 58
+
+
+OLD_TENSORRT_LLM = BUNDLED.of_version("tensorrt-llm-1.2.0rc5")
+
+
+@pytest.mark.parametrize(("cluster", "tokens", "milliseconds"), [("b200-8", 64, 0.2386), ("h200-8", 512, 0.4185)])
+def test_whole_experts_of_an_engine_without_deepep_take_what_it_was_timed_at(v3, cluster, tokens, milliseconds):
+    """Enough tokens that all experts have some, and so few in decode that their weights count."""
+    assert experts_of(cluster, "tp=8", v3, tokens, True, OLD_TENSORRT_LLM) * 1e3 == pytest.approx(
+        milliseconds, rel=0.03
+    )
+    assert experts_of(cluster, "tp=8", v3, tokens, True, BUNDLED) == experts_of(
+        cluster, "tp=8", v3, tokens, True, OLD_TENSORRT_LLM.without(SPREAD, FUSED, GEMM)
+    )
+
+
+def test_the_rank_with_most_experts_is_waited_for_where_a_table_was_routed_evenly(v3):
+    few = experts_of("h200-8", "tp=8", v3, 4, True, OLD_TENSORRT_LLM) * 1e3
+    assert 0.0872 < few < 0.137, "more than evenly routed, less than by a power law whose busiest rank was timed"
+    many = experts_of("h200-8", "tp=8", v3, 8192, False, OLD_TENSORRT_LLM) * 1e3
+    assert 1.404 < many < 2.122
+
+
+def test_beyond_the_tokens_that_were_timed_whole_experts_are_priced_as_for_all_engines(v3):
+    table, usual = (experts_of("b200-8", "tp=8", v3, 4096, False, tables) for tables in (OLD_TENSORRT_LLM, BUNDLED))
+    assert table == usual
+    assert experts_of("b200-8", "tp=8,ep=1", v3, 64, True, OLD_TENSORRT_LLM) == experts_of(
+        "b200-8", "tp=8,ep=1", v3, 64, True, BUNDLED
+    ), "cut experts are not in it"
+    own = [
+        StepModel(
+            v3,
+            load_cluster("b200-8"),
+            parse_layout("dp=8", 0, v3),
+            PRECISIONS["fp8"],
+            operators=tables,
+            dispatch="padded",
+        )
+        for tables in (OLD_TENSORRT_LLM, OLD_TENSORRT_LLM.without(SPREAD))
+    ]
+    times = [step.parts(64.0, 64000.0, 1000.0, True)["experts"].value for step in own]
+    assert times[0] == times[1], "nor those of an engine that sends each rank its tokens"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mesh", "last"), [("b200-8", "tp=8", 1024), ("h200-8", "tp=8", 16384), ("h200-32", "dp=32", 512)]
+)
+@pytest.mark.parametrize("decode", [True, False])
+def test_one_token_more_than_were_timed_is_not_faster_than_the_most_that_were(v3, cluster, mesh, last, decode):
+    counts = (last - 1, last, last + 1, 2 * last)
+    times = [experts_of(cluster, mesh, v3, tokens, decode, OLD_TENSORRT_LLM) for tokens in counts]
+    assert times == sorted(times)
+
+
+def test_a_shared_expert_in_the_product_of_a_rank_adds_the_weights_of_one_expert_to_those_that_the_rank_has(v3):
+    def experts(fused):
+        layout = dataclasses.replace(parse_layout("tp=8", 0, v3), fused=fused)
+        step = StepModel(v3, load_cluster("h200-8"), layout, PRECISIONS["fp8"], operators=OLD_TENSORRT_LLM)
+        return step.parts(512, 512e3, 1000.0, True)["experts"].value
+
+    assert experts(True) / experts(False) == pytest.approx(1 + 1 / 32, rel=1e-3)
+
+
+def test_a_shared_expert_is_not_free_where_a_table_of_the_b200_is_slower_than_what_is_carried_over(v3):
+    def experts(fused, tables):
+        layout = dataclasses.replace(parse_layout("tp=8,ep=1", 0, v3), fused=fused)
+        step = StepModel(v3, load_cluster("b200-8"), layout, PRECISIONS["fp8"], operators=tables)
+        return step.parts(1024, 1024e3, 1000.0, True)["experts"].value
+
+    apart = experts(False, BUNDLED)
+    assert apart > experts(False, BUNDLED.without(FUSED)), "the table counts"
+    assert experts(True, BUNDLED) == pytest.approx(apart * (1 + 1 / 256), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("h200,x,fp8_block,eight,balanced,1,0.1", "line 3: moe_ep_size is 'eight', not a whole number above 0"),
+        ("h200,x,fp8_block,8,balanced,1.5,0.1", "line 3: num_tokens is '1.5', not a whole number above 0"),
+        ("h200,x,fp8_block,8,balanced,0,0.1", "line 3: num_tokens is '0', not a whole number above 0"),
+        ("h200,x,fp8_block,8,balanced,1,inf", "line 3 has no time above 0"),
+        ("h200,x,,8,balanced,1,0.1", "line 3 has no moe_dtype"),
+        ("h200,x,fp8_block,8,balanced,1", "line 3 has no latency_ms"),
+    ],
+)
+def test_a_table_with_a_row_that_says_no_size_or_no_time_is_refused_by_its_line(tmp_path, row, message):
+    columns = "device,kernel_source,moe_dtype,moe_ep_size,distribution,num_tokens,latency_ms"
+    good = "h200,x,fp8_block,8,balanced,1,0.1"
+    (tmp_path / f"{SPREAD}.csv").write_text("\n".join((columns, good, row)))
+    with pytest.raises(UserError, match=message):
+        operator_tables(tmp_path)
+
+
 def test_dense_fp8_of_flashinfer_on_a_b200_reaches_the_published_rate_and_small_products_stay_as_they_are():
     usual = Chip(load_hardware("b200"), PRECISIONS["fp8"])
     flashinfer = dataclasses.replace(usual, known={}, fp8_rate=FLASHINFER_FP8_RATE)
@@ -157,7 +268,7 @@ def test_dense_fp8_of_flashinfer_on_a_b200_reaches_the_published_rate_and_small_
     assert flashinfer.bf16_product(*many).value == usual.bf16_product(*many).value
 
 
-def test_the_table_of_a_b200_that_outruns_its_memory_with_few_tokens_prices_prefill_alone(v3):
+def test_the_table_of_a_b200_that_outruns_its_memory_with_few_tokens_prices_no_decode_of_so_few(v3):
     def experts(tokens, decode, tables):
         layout = parse_layout("tp=8,ep=1", 0, v3)
         step = StepModel(v3, load_cluster("b200-8"), layout, PRECISIONS["fp8"], operators=tables)
@@ -165,4 +276,6 @@ def test_the_table_of_a_b200_that_outruns_its_memory_with_few_tokens_prices_pref
 
     without = BUNDLED.without(FUSED)
     assert experts(64.0, True, BUNDLED) == experts(64.0, True, without)
+    assert experts(1536.0, True, BUNDLED) > experts(1536.0, True, without)
+    assert experts(1536.0, True, BUNDLED) == experts(1536.0, False, BUNDLED)
     assert experts(8192.0, False, BUNDLED) > 1.5 * experts(8192.0, False, without)

@@ -34,7 +34,9 @@ def test_a_mixture_has_the_moments_of_what_is_drawn_from_it():
     assert {one.prompt for one in drawn if one.kind == "long"} == {4096}
 
 
-@pytest.mark.parametrize("text", ["ttft=3", "ttft-p42=3", "ttft-p95", "ttft-p95=-1", "other:ttft-p95=3", "rate-p95=1"])
+@pytest.mark.parametrize(
+    "text", ["ttft=3", "ttft-p42=3", "ttft-p95", "ttft-p95=-1", "ttft-p95=inf", "other:ttft-p95=3", "rate-p95=1"]
+)
 def test_a_percentile_that_cannot_be_read_is_refused(text):
     with pytest.raises(UserError, match="--slo"):
         Slo.parse(text, TWO)
@@ -86,6 +88,14 @@ def test_the_load_is_the_largest_that_keeps_the_percentile_of_the_class(plan):
         assert kept[0].outcome.classes["short"].ttft.p50 < kept[0].outcome.classes["long"].ttft.p50
         loads.append(kept[0].outcome.load.rate)
     assert loads[1] < loads[0]
+
+
+def test_a_class_that_no_played_request_is_of_is_refused_with_what_to_do(v3):
+    rare = Workload.of_classes([RequestClass.parse("short=0.999,512,64"), RequestClass.parse("rare=0.001,4096,128")])
+    options = PlanOptions(mesh=parse_layout("dp=8", 0, v3).mesh, redundant=0, modes=("aggregated",))
+    found = search(Question(v3, load_cluster("h200-8"), rare, Objective(), options))
+    with pytest.raises(UserError, match="none of 20 played requests is of class 'rare'; give more with --num-prompts"):
+        within(found, [Slo.parse("rare:ttft-p95=900", rare)], num_requests=20, seed=0, played=1)
 
 
 def test_what_no_load_keeps_leaves_no_winner_and_says_what_breaks(plan):

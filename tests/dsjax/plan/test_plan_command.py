@@ -131,6 +131,9 @@ def given_by(command):
         (["--expert-skew", "zipf:-1"], "expected zipf:S with a number S of 0 or more"),
         (["--expert-skew", "zipf:nan"], "expected zipf:S with a number S of 0 or more"),
         (["--rate", "1000", "--simulate", "--mesh", "tp=8,ep=1"], "requests a second, so that queues would grow"),
+        (["--mesh", "tp=8", "--stages", "2"], "--stages is of a search over layouts, and --mesh tp=8 is one"),
+        (["--mesh", ""], "--mesh is '', expected axes"),
+        (["--mtp-acceptance", "0.7"], "--mtp-acceptance is of drafts, and there are none"),
     ],
 )
 def test_what_would_be_ignored_or_cannot_be_is_refused(options, message):

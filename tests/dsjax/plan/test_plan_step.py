@@ -128,6 +128,17 @@ def test_one_device_and_one_replica_exchange_nothing(model):
     assert alone.part("tensor-parallel sums").value > 0
 
 
+def test_gathered_tokens_cost_a_sum_over_all_ranks_each_way_and_half_of_one_in_decode(v3):
+    cluster, layout = load_cluster("h200-8"), parse_layout("dp=8", 0, v3)
+    step = StepModel(v3, cluster, layout, PRECISIONS["fp8"], gathers=True)
+    for decode, share in ((False, 1.0), (True, 0.5)):
+        parts = step.parts(512.0, 0.0, 500.0, decode)
+        each = all_reduce(cluster, 8, share * 8 * 512 * v3.hidden_size * 2) * v3.num_moe_layers
+        assert parts["dispatch"].value == parts["combine"].value == pytest.approx(each.value)
+    alone = StepModel(v3, cluster, parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"], gathers=True)
+    assert alone.parts(512.0, 0.0, 500.0, True)["dispatch"].value == 0
+
+
 def test_cached_prompts_cost_attention_but_no_projections(model):
     step = model()
     fresh, suffix = step.prefill(8192, prompt=4096), step.prefill(8192, prompt=4096, cached=4096)

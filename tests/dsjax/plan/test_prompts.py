@@ -115,7 +115,10 @@ def test_more_requests_or_longer_prompts_never_make_a_token_wait_less(instance):
 def test_a_step_with_prompts_and_drafts_costs_what_the_simulation_says(instance, drafts):
     one, batch = instance("dp=8", 1000, eager=False, drafts=drafts), 64
     model, context = one.step_models()[0], round(one.workload.context)
-    prices, decodes = StepPrices(model, 2048, drafts), RankWork(decodes=batch, context=batch * context)
+    prices, decodes = (
+        StepPrices(model, 2048, drafts, module=drafts > 0),
+        RankWork(decodes=batch, context=batch * context),
+    )
     assert prices.seconds([decodes] * 8) == pytest.approx(model.decode(batch, context, drafts=drafts).value, rel=0.01)
     work = dataclasses.replace(decodes, prompts=1000, pairs=1000 * 500.5)
     # The planner's own 3 % for uneven prompts is left out of the simulation.

@@ -107,6 +107,35 @@ def test_a_short_prompt_takes_as_long_as_its_kernels_take_to_be_started(step_mod
     assert compiled < 0.5 * eager
 
 
+def test_a_captured_step_of_few_tokens_waits_for_fewer_launches(step_model):
+    prices = StepPrices(step_model("tp=8,ep=1", captured=1024), 8192)
+    few, more = ([RankWork(prompts=tokens, pairs=tokens * 50.5)] for tokens in (100, 1100))
+    eager = StepPrices(step_model("tp=8,ep=1"), 8192)
+    assert prices.seconds(few) < 0.5 * eager.seconds(few)
+    assert prices.seconds(more) == eager.seconds(more)
+
+
+def test_a_step_with_a_few_cached_positions_is_absorbed_as_a_whole_where_the_engine_does_so(step_model):
+    usual, absorbs = (StepPrices(step_model("tp=8,ep=1", absorbs_below=below), 32768) for below in (0, 8192))
+
+    def seconds(prices, cached):
+        return prices.seconds([RankWork(prompts=30_000, pairs=30_000 * 3500.5, cached=cached)])
+
+    assert seconds(absorbs, 0) == seconds(usual, 0)
+    assert seconds(absorbs, 9000) == seconds(usual, 9000)
+    # Attention with 576 + 512 values a pair and not 192 + 128.
+    assert seconds(absorbs, 3000) > 1.15 * seconds(usual, 3000)
+
+
+def test_the_mtp_module_goes_over_prompts_too(step_model):
+    model = step_model("tp=8,ep=1")
+    plain, drafting = (model.prefill(16_384, prompt=1000, drafts=drafts).value for drafts in (0, 2))
+    assert 1 / 61 < drafting / plain - 1 < 3 / 61
+    work = [RankWork(prompts=16_384, pairs=16_384 * 500.5)]
+    played = [StepPrices(model, 16_384, 2, module=module).seconds(work) for module in (False, True)]
+    assert played[1] - played[0] == pytest.approx((drafting - plain) / 1.03, rel=0.05)
+
+
 def test_what_comes_during_a_step_waits_for_the_one_that_was_planned_without_it(candidate):
     found = candidate(batch=16, concurrency=16.0)
     serial = dataclasses.replace(
@@ -364,7 +393,7 @@ def test_the_command_plays_a_published_loop_and_refuses_half_of_one():
     assert "TTFT of 80 requests, as such a benchmark reports it: mean" in said
     assert "TTFT of 64 requests, in steady state" in said
     assert re.search(
-        r"TTFT P99 \S+ \[\S+ … \S+\] ms \(by 102 blind predictions: ttft_p99, one host, newest rounds\)", said
+        r"TTFT P99 \S+ \[\S+ … \S+\] ms \(by \d+ blind predictions: ttft_p99, one host, newest rounds\)", said
     )
     assert "is in steady state and not calibrated" in said
     left_out = CliRunner().invoke(app, [*base, *loop, "--warmup", "16", "--json", "-"], catch_exceptions=False)

@@ -6,7 +6,9 @@ import re
 import httpx
 import pytest
 
+from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.guards import UsualRequests
+from dsjax.serve.sampling_fields import CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -111,7 +113,10 @@ def test_half_a_surrogate_pair_is_refused(server, path, body, status):
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
         ({"messages": MESSAGES, "top_logprobs": 3}, 400, "top_logprobs"),
-        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 50}, 400, "logprobs"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 50}, 400, "top_logprobs"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, 400, "top_logprobs"),
+        ({"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
+        ({"messages": MESSAGES, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
         ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_completion_tokens"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs"),
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, 422, "tools"),
@@ -131,6 +136,19 @@ def test_neutral_values_of_fields_are_accepted(server):
     assert server.post(COMPLETIONS, body).status_code == 200
     body = {"messages": MESSAGES, "tools": [], "response_format": {"type": "text"}, "max_tokens": 2}
     assert server.post(CHAT, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "schema", "body"),
+    [(COMPLETIONS, CompletionRequest, {"prompt": "a"}), (CHAT, ChatRequest, {"messages": MESSAGES})],
+)
+def test_a_field_that_is_null_is_a_field_left_out(server, path, schema, body):
+    # max_tokens alone has a meaning as null: as many as the context holds.
+    body = {**body, "seed": 3, "return_token_ids": True, "max_tokens": 5}
+    nulls = {field.alias or name: None for name, field in schema.model_fields.items()} | body
+    given, left_out = (server.post(path, fields) for fields in (nulls, body))
+    assert given.status_code == 200, given.text
+    assert given.json()["choices"] == left_out.json()["choices"]
 
 
 def test_unknown_paths_and_methods_have_the_same_shape(server):

@@ -115,6 +115,34 @@ def test_text_offsets_are_where_tokens_begin_in_the_text(start):
             assert choice["text"].startswith(token, offset)
 
 
+@pytest.mark.parametrize(("echoed", "scored"), [(0, 2), (2, 0), (1, 1)])
+def test_an_echo_and_prompt_logprobs_have_each_as_many_alternatives_as_asked(start, echoed, scored):
+    body = {"prompt": [5, 6, 7, 8], "echo": True, "max_tokens": 0, "logprobs": echoed, "prompt_logprobs": scored}
+    (choice,) = start().post(COMPLETIONS, body).json()["choices"]
+    # The token itself is the most probable one at even positions, and the second elsewhere.
+    lengths = {0: [1, 1, 1], 1: [2, 1, 2], 2: [2, 2, 2]}
+    assert [len(entry) for entry in choice["logprobs"]["top_logprobs"][1:]] == lengths[echoed]
+    assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == lengths[scored]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "offsets"),
+    [
+        # The tokenizer puts a begin token in front of every text.
+        ("", [0, 0]),
+        ("ab", [0, 0, 1, 2]),
+        ("<｜begin▁of▁sentence｜>ab<｜User｜>c", [0, 0, 21, 22, 23, 31, 32]),
+        ("a<｜end▁of▁sentence｜>", [0, 0, 1, 20]),
+    ],
+)
+@pytest.mark.parametrize("skip", [True, False])
+def test_text_offsets_of_an_echo_count_the_special_tokens_that_its_text_has(start, prompt, offsets, skip):
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1, "skip_special_tokens": skip}
+    (choice,) = start().post(COMPLETIONS, body).json()["choices"]
+    assert choice["text"].startswith(prompt)
+    assert choice["logprobs"]["text_offset"] == offsets
+
+
 def test_prompt_logprobs_have_vllm_s_shape(start):
     body = {"prompt": [5, 6, 7], "prompt_logprobs": 2, "max_tokens": 1}
     (choice,) = start().post(COMPLETIONS, body).json()["choices"]
@@ -160,7 +188,9 @@ def test_usage_comes_with_every_chunk_when_asked_for(start):
     assert counts == sorted(counts)
     assert counts[-1] == 5
     chat = {"messages": MESSAGES, "max_tokens": 5, "stream": True, "stream_options": options}
-    assert all("usage" in event for event in events(server.post(CHAT, chat).text))
+    usages = [event["usage"] for event in events(server.post(CHAT, chat).text)]
+    assert usages[0]["prompt_tokens"] == usages[-1]["prompt_tokens"] > 0
+    assert [usage["completion_tokens"] for usage in usages] == [0, 1, 2, 3, 4, 5, 5]
 
 
 def test_cached_tokens_are_told_and_a_salt_keeps_them_apart(start):
@@ -408,6 +438,35 @@ def test_tokenize_and_detokenize_are_each_other_s_inverse(start):
     assert "<think>" in info["chat_template"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "prompt", "prompt: Field required"),
+        ({"prompt": 5}, "prompt", "prompt: Input should be a valid string"),
+        ({"prompt": "a", "messages": MESSAGES}, "messages", "messages: unknown field; leave it out"),
+        ({"messages": [{"role": "user"}], "n": 1}, "n", "n: unknown field; leave it out"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages",
+            "messages.0.content: Input should be a valid string",
+        ),
+    ],
+)
+def test_what_cannot_be_tokenised_is_named_as_it_was_sent(start, body, param, message):
+    error = start().post("/tokenize", body).json()["error"]
+    assert (error["param"], error["message"]) == (param, message)
+
+
+def test_a_conversation_is_tokenised_with_special_tokens_only_when_asked(start):
+    server = start()
+    bare, given = (
+        server.post("/tokenize", {"messages": MESSAGES, "add_special_tokens": add}).json()["tokens"]
+        for add in (False, True)
+    )
+    assert bare == server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    assert given == [bare[0], *bare]
+
+
 def test_sampling_fields_reach_the_engine(start, monkeypatch):
     server = start()
     seen = []
@@ -516,6 +575,45 @@ def test_what_cannot_be_is_refused_with_what_to_do(start, field, value):
 )
 def test_an_error_names_the_field_and_not_the_branches_of_a_union(start, body, message):
     assert start("answer").post(CHAT, body).json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"structured_outputs": {"regex": "a("}}, "structured_outputs.regex"),
+        (
+            COMPLETIONS,
+            {"structured_outputs": {"regex": "a("}, "response_format": {"type": "text"}},
+            "structured_outputs.regex",
+        ),
+        (COMPLETIONS, {"guided_regex": "a("}, "guided_regex"),
+        (COMPLETIONS, {"guided_json": "{"}, "guided_json"),
+        (COMPLETIONS, {"guided_choice": [""]}, "guided_choice"),
+        (COMPLETIONS, {"guided_grammar": "a"}, "guided_grammar"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+        ),
+        (
+            CHAT,
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format"),
+    ],
+)
+def test_a_form_that_cannot_be_is_named_as_it_was_asked_for(start, path, fields, param):
+    prompt = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": MESSAGES}}.get(path, {"input": "a"})
+    answer = start().post(path, {**prompt, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+    assert error["message"].count("structured_outputs") == param.count("structured_outputs")
 
 
 @pytest.mark.parametrize("stream", [False, True])

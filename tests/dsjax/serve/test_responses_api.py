@@ -84,6 +84,43 @@ def test_streamed_events_build_what_the_whole_answer_holds(start, script, kinds)
     assert len(items) == len(kinds)
 
 
+@pytest.mark.parametrize(
+    ("script", "items"),
+    [
+        # The line breaks are dropped from the text, but their tokens are the message's.
+        ("why so</think>\n\nbecause", [("reasoning", "why so", None), ("message", "because", "\n\nbecause<end>")]),
+        (
+            "why so</think>I look." + CALL,
+            [
+                ("reasoning", "why so", None),
+                ("message", "I look.", "I look."),
+                ("function_call", '{"city": "Ulm"}', None),
+            ],
+        ),
+        ("</think>" + CALL, [("function_call", '{"city": "Ulm"}', None)]),
+    ],
+)
+def test_log_probabilities_are_those_of_the_message_s_own_tokens(start, script, items):
+    server, end = start(script), tool_tokenizer().special_tokens["eos_token"]
+    body = {"input": "hi", "tools": [TOOL], "include": ["message.output_text.logprobs"]}
+    whole = server.post(PATH, body).json()
+    found = []
+    for item in whole["output"]:
+        (part,) = item.get("content", [{"text": item.get("arguments")}])
+        tokens = [entry["token"] for entry in part["logprobs"]] if "logprobs" in part else None
+        found.append((item["type"], part["text"], tokens and "".join(tokens).replace(end, "<end>")))
+    assert found == items
+    events = events_of(server, **body)
+    assert events[-1]["type"] == "response.completed"
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    streamed = [
+        entry for event in events if event["type"] == "response.output_text.delta" for entry in event["logprobs"]
+    ]
+    assert streamed == [
+        entry for item in whole["output"] for part in item.get("content", ()) for entry in part.get("logprobs", ())
+    ]
+
+
 def test_what_is_cut_off_is_incomplete_and_says_why(start):
     server = start("</think>" + "a" * 50)
     whole = server.post(PATH, {"input": "hi", "max_output_tokens": 5}).json()
@@ -101,6 +138,20 @@ def test_nothing_is_stored_and_the_answer_says_so(start, store):
 
 
 @pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"include": ["message.output_text.logprobs"]}, None),
+        ({"include": ["reasoning.encrypted_content"], "verbosity": "low"}, "verbosity, include"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ],
+)
+def test_what_changes_nothing_is_named_in_a_warning(start, fields, names):
+    answer = start("</think>ok").post(PATH, {"input": "hi", **fields})
+    assert answer.status_code == 200
+    assert answer.headers.get("warning") == (names and f'299 dsjax "without effect on this server: {names}"')
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("previous_response_id", "resp_1"),
@@ -108,12 +159,14 @@ def test_nothing_is_stored_and_the_answer_says_so(start, store):
         ("prompt", {"id": "p"}),
         ("background", True),
         ("truncation", "auto"),
+        ("max_output_tokens", 0),
+        ("top_logprobs", 21),
         ("input", []),
         ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]),
         ("modalities", ["audio"]),
     ],
 )
-def test_what_needs_a_memory_or_eyes_is_a_400_that_names_the_field(start, field, value):
+def test_what_cannot_be_is_a_400_that_names_the_field(start, field, value):
     answer = start("</think>ok").post(PATH, {"input": "hi", field: value})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == field

@@ -44,6 +44,8 @@ def test_the_attention_side_alone_may_be_several_processes():
         (SIDES | {"enable_shared_experts_fusion": True}, "shared experts are on the attention side"),
         (SIDES | {"dispatch": "padded"}, "no collective does"),
         (SIDES | {"moe_chunk_tokens": 4}, "max-num-batched-tokens"),
+        (SIDES | {"devices_per_host": 2}, "in one stage"),
+        (SIDES | {"compile_ahead": 2}, "nothing is compiled ahead"),
         (SIDES | {"disaggregation_mode": "decode"}, "attention side"),
         (SIDES | {"coordinator_address": "127.0.0.1:1"}, "start processes with experts"),
         (SIDES | {"num_processes": 2}, "start processes with experts"),

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -155,6 +156,17 @@ def experts_at(address: str, process: int) -> RemoteExperts:
     side = RemoteExperts(MeshSpec(dp_size=1), {}, [address], [KEY], waits=True, patience=600, silence=30)
     side.member = process, 2
     return side
+
+
+def test_the_next_side_of_experts_is_called_as_the_one_before_by_a_number_of_its_own():
+    before, after = (experts_at("127.0.0.1:1", 1) for _ in range(2))
+    before.generation = 3
+    after.follows(before)
+    first, second = before._hello(0), after._hello(0)
+    assert (first.change, second.change) == (0, 1)
+    assert second == msgspec.structs.replace(first, change=1)
+    for side in (before, after):
+        side.close()
 
 
 def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool):

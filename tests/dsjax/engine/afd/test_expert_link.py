@@ -204,6 +204,23 @@ def test_a_call_that_is_made_again_says_so():
         process.close(connections=True)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="another system's kernel is not asked")
+def test_a_process_that_has_gone_is_not_connected_though_nobody_calls_it():
+    process = listener()
+    own = link(process.port)
+    try:
+        own.begin(lambda: Errand(Place(0, b""))).result(60)
+        assert own.counts.connected
+        process.close(connections=True)
+        deadline = time.monotonic() + 60
+        while own.counts.connected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not own.counts.connected
+        assert own.counts.losses == 0, "a loss is one of a call"
+    finally:
+        own.close()
+
+
 def test_a_process_is_looked_for_beside_a_call_that_is_under_way():
     process = listener()
     own = link(process.port)

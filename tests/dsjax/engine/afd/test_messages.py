@@ -116,6 +116,35 @@ def test_experts_are_placed_for_a_side_that_is_alone(process):
     until(lambda: not process._sides)
 
 
+def test_a_slot_whose_writing_has_failed_half_way_holds_nobody_and_is_written_anew(process, monkeypatch):
+    writer, rows = process._writer, process._writer.rows.copy()
+    slot = writer.own.start
+    before = {path: np.asarray(value) for path, value in writer.take(0, slot).items()}
+    other, write, calls = rows[0].copy(), writer._write, []
+    other[slot] = (other[slot] + 1) % rows[0].max()
+
+    def fail_at_the_second_array(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return write(*arguments)
+
+    channel, error = enter(process)
+    assert not error
+    with channel, monkeypatch.context() as patch:
+        patch.setattr(writer, "_write", fail_at_the_second_array)
+        assert "out of memory" in ask(channel, Place(0, other.tobytes()))
+    until(lambda: not process._sides)
+    with pytest.raises(ValueError, match=rf"slots \[{slot}\] of layer 0 hold experts \[-1\]"):
+        writer.give(0, [slot], [int(rows[0, slot])])
+    again, error = enter(process, rows=rows)
+    again.close()
+    assert not error
+    for path, value in writer.take(0, slot).items():
+        np.testing.assert_array_equal(np.asarray(value), before[path])
+    until(lambda: not process._sides)
+
+
 def until(holds):
     end = time.monotonic() + 60
     while not holds():
@@ -136,6 +165,23 @@ def test_a_connection_of_an_earlier_generation_is_late_and_moves_no_experts_back
     until(lambda: not process._sides)
     other, error = enter(process, b"another", rows=rows)  # whose generations are its own
     other.close()
+    assert not error
+    until(lambda: not process._sides)
+
+
+def test_a_process_of_the_side_of_now_is_on_no_other_side_whatever_its_address_is_called(process):
+    """The side that is prepared knows nothing of experts that are moved meanwhile on the one of now."""
+    rows = process._writer.rows.copy()
+    now, error = enter(process, b"scales", rows=np.roll(rows, 1, axis=1))
+    assert not error
+    coming, refused = enter(process, b"scales", rows=rows, change=1)
+    coming.close()
+    assert "it is already on a side of experts that this attention side is connected to" in refused
+    np.testing.assert_array_equal(process._writer.rows, np.roll(rows, 1, axis=1))
+    now.close()
+    until(lambda: not process._sides)
+    back, error = enter(process, b"scales", rows=rows, change=2)
+    back.close()
     assert not error
     until(lambda: not process._sides)
 

@@ -189,6 +189,25 @@ def test_an_attention_process_that_has_gone_ends_the_generation_and_leaves_no_li
         assert process.made[0].closed.is_set()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_loss_in_the_moment_of_the_change_ends_what_waits_on_the_new_side(when):
+    process = Process(None, lambda name, act: act())
+    process.prepare().result(20)
+    go_on = process.device.go_on_with
+
+    def lost(model, programs):
+        if when == "after":
+            go_on(model, programs)
+        process.part.abandon()
+        go_on(model, programs)
+
+    process.device.go_on_with = lost
+    assert process.carry_out(ChangeExperts(1, True)) is None
+    assert process.side is process.made[0]
+    assert process.side._is_abandoned
+    process.part.close()
+
+
 @pytest.mark.parametrize("end", ["drop", "close"])
 def test_a_change_that_is_given_up_while_it_connects_ends_and_closes_its_side(end):
     connecting = threading.Event()

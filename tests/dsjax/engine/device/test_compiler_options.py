@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsjax.engine.device.compiler_options import compiler_options
-from dsjax.engine.device.program_library import CompiledPrograms
+from dsjax.engine.program_cache.compiled_programs import CompiledPrograms
 from sharding.sums import add_by_halves
 
 

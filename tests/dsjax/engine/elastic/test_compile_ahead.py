@@ -7,8 +7,8 @@ from layouts import TINY, write_checkpoint
 from quick_compilation import FEW_SHAPES
 
 from dsjax.config import ModelConfig
-from dsjax.engine.device.program_library import ProgramLibrary, Shelf
 from dsjax.engine.elastic.compile_ahead import CompileAhead, candidates
+from dsjax.engine.program_cache.library import ProgramLibrary, Shelf
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import load_model
 from sharding import MeshSpec

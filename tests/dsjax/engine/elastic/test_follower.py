@@ -110,9 +110,12 @@ def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_e
     def fail(command):
         raise RuntimeError("Gloo: connection closed by peer")
 
+    cut = []
+    group.second.collectives.cut_with(0, lambda: cut.append(group.follower.phase))
     group.loaded[0].launch = fail
     leader.launch(step(1))
     group.until(lambda: group.follower.phase == "regrouping")
+    assert cut == ["ready"], "those that wait for it in that step have heard at once that it will not come"
     group.announce(1, 0, 1)
     group.until(lambda: len(group.loaded) == 2)
     group.loaded[1].launch = fail
@@ -154,6 +157,26 @@ def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_g
     thread.join(60)
     assert "generation 0 was given up while process 0 (host, pid 10) was waited for" in str(asked[0])
     group.end()
+
+
+def test_a_follower_that_waits_for_an_answer_of_process_0_says_why_that_one_has_ended_the_group():
+    group = Group()
+    group.until(lambda: group.loaded)
+    asked: list[BaseException] = []
+
+    def ask():
+        try:
+            group.second.agreement.ask("stages")
+        except GroupError as error:
+            asked.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    group.leader.leave("its engine could not be started")
+    thread.join(60)
+    assert str(asked[0]).startswith("process 0 has ended the group: its engine could not be started; its own messages")
+    group.thread.join(60)
+    assert str(group.error) == "process 0 has ended the group: its engine could not be started"
 
 
 def leaving(group: Group, generations: "SmallGenerations") -> threading.Thread:

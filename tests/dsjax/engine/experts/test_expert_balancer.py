@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -20,7 +21,6 @@ from layouts import MODELS, TINY, prompts, write_checkpoint
 from dsjax import LLM, SamplingParams
 from dsjax.engine.async_engine import AsyncEngine, EngineClosingError
 from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, Step
-from dsjax.engine.device.program_library import ProgramLibrary
 from dsjax.engine.experts.eplb import (
     EplbConfig,
     Exchanged,
@@ -30,6 +30,7 @@ from dsjax.engine.experts.eplb import (
     RebalanceUnderWayError,
 )
 from dsjax.engine.experts.expert_balancer import ExpertBalancer, LayerChange, decide
+from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.engine.setup.expert_location import ExpertLocation
@@ -431,6 +432,30 @@ def test_who_asks_just_behind_a_window_has_experts_moved_by_that_window():
         balancer.after_step(0.1)
     assert len(loads) == 1, "the window has been read"
     assert balancer.rebalance_now()["balancedness"] == {"before": 10 / 18, "after": 1.0}
+
+
+def test_who_asks_just_behind_a_change_to_another_number_of_expert_devices_has_experts_moved_by_all_that_was_read():
+    """Experts in other processes may be on a side with another number of devices by then, without a generation."""
+    loads = iter(
+        [
+            LoadWindow(np.array([[9, 9, 1, 1]]), np.array([[18, 2]])),
+            LoadWindow(np.zeros((1, 4), int), np.zeros((1, 4), int)),
+        ]
+    )
+    before = ExpertSlots(np.array([[0, 1, 2, 3]], np.int32), 4, 2, 1, 1, 0.5, 8, 1, (1.0, 1.0))
+    mover = SimpleNamespace(slots=before)
+    executor = SimpleNamespace(
+        extension=lambda kind: mover, launch=lambda command: command, collect=lambda command: next(loads)
+    )
+    balancer = ExpertBalancer(EplbConfig(window_size=1, step_interval=1000))
+    balancer.start(executor, None)
+    for _ in range(2):
+        balancer.before_launch(0)
+        balancer.after_step(0.1)
+    mover.slots = replace(before, ranks=4)
+    assert balancer.rebalance_now()["balancedness"] == {"before": 5 / 9, "after": 5 / 9}
+    assert balancer.load().tolist() == [[9, 9, 1, 1]]
+    assert balancer.latest.by_rank.shape == (1, 4)
 
 
 @pytest.mark.parametrize(("warmed", "counted"), [((1.0, 1.0), [8.0, 2.0, 4.0]), (None, [2.0, 4.0])])

@@ -1,34 +1,41 @@
 """The links between processes of stages, of processes that are threads of this one."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from dsjax.engine.pipeline.process_links import ProcessLinks
 from dsjax.hosts.cluster_key import ClusterKey
 from dsjax.hosts.credentials import Credentials
+from dsjax.hosts.rendezvous import JoinRequest
 
 CREDENTIALS = Credentials(ClusterKey("k" * 64, "a test", is_local=True))
+
+
+def group_of(number: int, processes: int, ask: Callable[[str, Any], list[Any]]) -> SimpleNamespace:
+    """What the links of a process know of its group. ask: what all say to a question."""
+    present = [JoinRequest(each, processes, "host", 10 + each, "127.0.0.1", "m") for each in range(processes)]
+    return SimpleNamespace(
+        options=SimpleNamespace(process_id=number, address="127.0.0.1", heartbeat_timeout=10),
+        credentials=CREDENTIALS,
+        agreement=SimpleNamespace(ask=ask),
+        present=present,
+        check=lambda error=None: None,
+    )
 
 
 def links_of(order: Sequence[int]) -> list[ProcessLinks]:
     """The links of each process, in the order of their stages."""
     told, meeting = {}, threading.Barrier(len(order))
-    present = [SimpleNamespace(process_id=number, address="127.0.0.1") for number in range(len(order))]
 
     def group(number):
         def ask(stage, value):
             told[number] = value
             meeting.wait(60)
-            return [told[member.process_id] for member in present]
+            return [told[each] for each in range(len(order))]
 
-        return SimpleNamespace(
-            options=SimpleNamespace(process_id=number, address="127.0.0.1", heartbeat_timeout=10),
-            credentials=CREDENTIALS,
-            agreement=SimpleNamespace(ask=ask),
-            present=present,
-            check=lambda error=None: None,
-        )
+        return group_of(number, len(order), ask)
 
     made = {}
     threads = [

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from links_in_threads import CREDENTIALS, links_of
+from links_in_threads import CREDENTIALS, group_of, links_of
 
 from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
-from dsjax.engine.pipeline.process_links import SERVICE, Opening
+from dsjax.engine.pipeline import process_links
+from dsjax.engine.pipeline.process_links import SERVICE, Opening, ProcessLinks
 from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError
 from dsjax.hosts.secure_channel import connect
@@ -50,7 +51,7 @@ def test_what_the_last_stage_makes_comes_to_all_others_as_it_was(links):
     last.publish(lambda: (results, made))
     last.publish(lambda: logits)
     for other in (first, middle):
-        found, of_launches = other.hear()
+        found, of_launches = other.hear(0)
         assert [rank.decodes for rank in found] == [
             [row._replace(scores=[[7, -0.125, 0, [[7, -0.125], [3, -2.5]]]])],
             [],
@@ -60,7 +61,7 @@ def test_what_the_last_stage_makes_comes_to_all_others_as_it_was(links):
         for one, expected in zip(of_launches, made, strict=True):
             np.testing.assert_array_equal(one.outcome, expected.outcome)
             assert (one.drafts is None) == (expected.drafts is None)
-        np.testing.assert_array_equal(other.hear(), logits)
+        np.testing.assert_array_equal(other.hear(1), logits)
 
 
 def test_process_0_has_what_each_process_tells_in_the_order_of_their_stages(links):
@@ -83,11 +84,76 @@ def test_process_0_has_what_each_process_tells_in_the_order_of_their_stages(link
         assert found.dtype == expected.dtype
 
 
+def interrupted(take):
+    """Call what is interrupted (Ctrl-C)."""
+    with pytest.raises(KeyboardInterrupt):
+        take()
+
+
+def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypatch):
+    first, _, last = links
+    for number in range(3):
+        last.publish(lambda number=number: ([RankResults([RowResult([number])], [])], [Made(np.full(2, number), None)]))
+
+    def interrupt(*values):
+        raise KeyboardInterrupt
+
+    def tokens(number):
+        return first.hear(number)[0][0].decodes[0].token_ids
+
+    assert tokens(0) == [0]
+    with monkeypatch.context() as patch:
+        patch.setattr(process_links, "Made", interrupt)
+        interrupted(lambda: first.hear(1))
+    assert tokens(1) == [1]
+    assert tokens(2) == [2]
+
+
+def test_after_an_interrupt_the_same_is_heard_of_what_others_have_found(links):
+    first, middle, last = links
+    heard, interrupts = [], iter([True, False, False])
+
+    def enter(found):
+        heard.append([values for values, _ in found])
+        if next(interrupts):
+            raise KeyboardInterrupt
+
+    for number in range(2):
+        middle.tell(lambda number=number: ([10 + number], []))
+        last.tell(lambda number=number: ([20 + number], []))
+        first.expect(lambda number=number: ([number], []), enter)
+    interrupted(first.hear_found)
+    first.hear_found()
+    first.hear_found()
+    assert heard == [[[0], [10], [20]], [[0], [10], [20]], [[1], [11], [21]]]
+
+
 def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it(links):
     first, _, last = links
     last.close()
     with pytest.raises(GroupError, match="connection between two stages has ended"):
-        first.hear()
+        first.hear(0)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_process_that_cannot_be_reached_is_named_and_this_one_listens_no_more(ends):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        if ends:  # what answers there speaks no word
+            threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        port = other.getsockname()[1]
+        if not ends:
+            other.close()
+        told = []
+
+        def ask(stage, value):
+            told.append(value[0])
+            return [value, [port, bytes(16)]]
+
+        group = group_of(0, 2, ask)
+        with pytest.raises(GroupError, match=f"process 1 .* cannot be reached at 127.0.0.1 port {port}"):
+            ProcessLinks(group, [0, 1])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", told[0]), 10)
 
 
 def test_a_host_that_is_gone_is_not_sent_to_for_ever(links):
@@ -143,7 +209,7 @@ def test_where_something_cannot_be_sent_all_that_wait_for_it_or_for_anything_are
     _, middle, last = links
     middle.publish(fails)
     own = "the connection between two stages has ended: a program failed"
-    assert raised(middle.hear) == [own] * 2
+    assert raised(lambda: middle.hear(0)) == [own] * 2
     assert raised(middle.arriving(None).popleft) == [own] * 2
     others = raised(last.arriving(None).popleft)
     assert len(others) == 2

@@ -40,8 +40,8 @@ class Leading(ExecutorWrapper):
         super().__init__(inner)
         self.hears, self.done_at_wait, hear = 0, [], link.hear
 
-        def counting():
-            found = hear()
+        def counting(number):
+            found = hear(number)
             self.hears += 1
             return found
 

@@ -109,6 +109,22 @@ def test_a_side_that_cannot_take_over_leaves_the_one_of_now():
     assert again.commands[0].number == 2
 
 
+def test_an_interrupt_while_the_other_side_is_waited_for_leaves_the_one_of_now_and_another_change_may_be_made():
+    engine, executor = Engine(), Told()
+    scaling = ExpertScaling(engine)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    executor._prepared.exception = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        scaling.change(executor, "ep=2", "127.0.0.1:2")
+    assert executor.commands[1:] == [ChangeExperts(1, False)]
+    assert (engine.args, scaling.number, engine.busy) == (Args(), 0, False)
+    scaling.change(Told(), "ep=2", "127.0.0.1:2")
+    assert (engine.args.expert_mesh, scaling.number) == ("ep=2", 1)
+
+
 def test_a_side_that_was_prepared_for_another_mesh_of_the_attention_side_does_not_take_over():
     engine, executor = Engine(), Told()
     scaling, later = ExpertScaling(engine), Told()

@@ -12,7 +12,7 @@ from dsjax.config import ModelConfig
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
-from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.sizes import (
     EngineLayout,

@@ -50,6 +50,36 @@ def test_a_follower_launches_and_collects_in_the_leaders_order(max_in_flight):
     assert followed.index(("collect", 4)) < followed.index(("launch", Flush()))
 
 
+def test_a_result_that_is_collected_once_more_after_an_interrupt_counts_once():
+    pair = Pair()
+    first = pair.leader.launch(step(1))
+    second = pair.leader.launch(step(2))
+    for _ in range(2):
+        assert pair.leader.collect(first) == [1]
+    assert pair.leader.collected == 1
+    pair.leader.launch(step(3))
+    pair.take_part(3)
+    assert [event for event in pair.told.events if event[0] == "collect"] == [("collect", 1)]
+    pair.leader.collect(second)
+    assert pair.leader.collected == 2
+    pair.leader.shutdown()
+    pair.join()
+    assert pair.error is None
+
+
+def test_others_collect_a_result_that_nobody_waits_for_after_an_interrupt_before_the_next_one():
+    pair = Pair()
+    pair.leader.launch(step(1))
+    pair.leader.collect(pair.leader.launch(step(2)))
+    pair.leader.launch(step(3))
+    pair.take_part(3)
+    events = pair.told.in_order()
+    assert events == [("launch", step(1)), ("launch", step(2)), ("collect", 1), ("collect", 2), ("launch", step(3))]
+    pair.leader.shutdown()
+    pair.join()
+    assert pair.error is None
+
+
 def test_emulated_devices_are_waited_for_until_nothing_more_is_under_way():
     pair = Pair(max_in_flight=1)
     pair.leader.launch(step(1))
@@ -94,6 +124,17 @@ def test_a_command_that_the_leader_cannot_launch_ends_all():
     pair.join()
     assert isinstance(pair.error, GroupError)
     assert "process 0 has ended the group: a command could not be launched (ValueError)" in str(pair.error)
+
+
+def test_an_engine_that_is_given_back_after_its_failure_was_told_does_not_end_the_others_as_if_all_were_well():
+    pair = Pair()
+    pair.groups[0].leave("its engine could not be started")
+    told = set(pair.store.values)
+    pair.leader.shutdown()
+    pair.join()
+    assert "process 0 has ended the group: its engine could not be started" in str(pair.error)
+    assert pair.inner.events == [("shutdown",)]
+    assert set(pair.store.values) <= told, "the others are told once"
 
 
 def test_what_fails_because_a_member_is_gone_names_it():

@@ -1,68 +1,59 @@
-"""Tokens to text in pieces: no piece shows half a character, and stop strings do not depend on how the text is cut."""
+"""A caller sees the same completion, whether it is told what is new or all so far."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.text.output_processor import IncrementalDetokenizer, StopStrings
-from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.text.input_processor import PreparedRequest
+from dsjax.engine.text.output_processor import OutputProcessor
+
+(Z,) = tiny_tokenizer().encode("z", add_special_tokens=False)
 
 
-def in_pieces(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
-    detokenizer = IncrementalDetokenizer(tokenizer, skip)
-    return "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
+def completed(tokenizer, tokens, min_tokens, stop):
+    """The tokens and the text of a completion, from `decode` alone: it ends where the tokens after `min_tokens` first make a stop string.
 
-
-@given(ids=st.lists(st.integers(0, 310), max_size=40), skip=st.booleans())
-def test_pieces_are_the_whole_for_any_tokens(ids, skip):
-    tokenizer = tiny_tokenizer()
-    assert in_pieces(tokenizer, ids, skip) == tokenizer.decode(ids, skip)
-
-
-@settings(deadline=None)
-@given(ids=st.lists(st.integers(0, 129279), max_size=40), skip=st.booleans())
-def test_pieces_are_the_whole_with_the_real_vocabulary(r1, ids, skip):
-    assert in_pieces(r1, ids, skip) == r1.decode(ids, skip)
-
-
-@given(text=st.text(max_size=30))
-def test_no_piece_ever_shows_half_a_character(text):
-    tokenizer = tiny_tokenizer()
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    seen = ""
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        seen += detokenizer.push(token)
-        assert text.startswith(seen)
-    assert seen == text
-
-
-def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Character by character: the meaning that pieces must not change."""
-    for end in range(1, len(text) + 1):
-        complete = [stop for stop in stops if text[:end].endswith(stop)]
-        if complete:
-            longest = max(complete, key=len)
-            return text[: end if include else end - len(longest)], longest
-    return text, None
+    Stop strings here are ASCII, so that a character cut in two by `min_tokens` does not change what comes after it.
+    """
+    for count in range(min_tokens + 1, len(tokens) + 1):
+        counted = tokenizer.decode(tokens[min_tokens:count])
+        for text in stop:
+            if text in counted:
+                whole = tokenizer.decode(tokens[:count])
+                return tokens[:count], whole[: len(whole) - len(counted) + counted.index(text)]
+    return tokens, tokenizer.decode(tokens)
 
 
 @given(
-    pieces=st.lists(st.text("ab.", max_size=5), max_size=12),
-    stops=st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
-    include=st.booleans(),
+    tokens=st.lists(st.one_of(st.integers(0, 310), st.just(Z)), min_size=1, max_size=12),
+    min_tokens=st.integers(0, 3),
+    stop=st.sampled_from([(), ("zz",)]),
+    logprobs=st.sampled_from([None, 0]),
 )
-def test_stop_strings_do_not_depend_on_how_the_text_is_cut(pieces, stops, include):
-    checker = StopStrings(stops, include)
-    seen = ""
-    for piece in pieces:
-        seen += checker.push(piece)
-        if checker.matched is not None:
-            break
-    else:
-        seen += checker.flush()
-    assert (seen, checker.matched) == naive_stop("".join(pieces), stops, include)
-
-
-def test_text_is_held_back_only_while_it_may_become_a_stop_string():
-    checker = StopStrings(["</s>"])
-    assert [checker.push(piece) for piece in ("a", "<", "/", "x", "<")] == ["a", "", "", "</x", ""]
+def test_deltas_put_together_are_what_a_caller_of_all_so_far_sees(tokens, min_tokens, stop, logprobs):
+    tokenizer = tiny_tokenizer()
+    seen = {}
+    for kind in (OutputKind.DELTA, OutputKind.CUMULATIVE):
+        params = SamplingParams(max_tokens=40, min_tokens=min_tokens, stop=stop, logprobs=logprobs, output_kind=kind)
+        request = Request("r", [1], 1, params, 40, 0)
+        processor = OutputProcessor(tokenizer)
+        processor.add(PreparedRequest("r", None, [1], params, [request]))
+        outputs = []
+        for place, token in enumerate(tokens):
+            reason = FinishReason.LENGTH if place == len(tokens) - 1 else None
+            scores = [(token, -0.5, 1, ())] if logprobs is not None else None
+            outputs += processor.process([Update(request, RowResult((token,), scores=scores), reason)])[0]
+        seen[kind] = [output.outputs[0] for output in outputs]
+    deltas, all_so_far = seen.values()
+    taken, text = completed(tokenizer, tokens, min_tokens, stop)
+    assert len(deltas) == len(all_so_far) == len(taken)
+    for count, whole in enumerate(all_so_far, start=1):
+        assert whole.token_ids == taken[:count]
+        assert whole.text == "".join(delta.text for delta in deltas[:count])
+        if logprobs is not None:
+            assert whole.logprobs == [entry for delta in deltas[:count] for entry in delta.logprobs]
+    assert all_so_far[-1].text == text

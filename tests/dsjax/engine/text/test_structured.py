@@ -4,10 +4,12 @@ These are the tests of `contract/structured_params.py` too.
 """
 
 import json
+import re
 
 import numpy as np
 import pytest
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import BOS, tiny_tokenizer
+from tiny_tokenizer import EOS as EOS_TEXT
 
 from dsjax.engine.contract.structured_params import MAX_GRAMMAR_CHARS, SamplingError, StructuredOutputs
 from dsjax.engine.text.structured import GrammarCompiler
@@ -34,6 +36,34 @@ def accepts(outputs: StructuredOutputs, text: str) -> bool:
             return False
         assert constraint.take(token) is None
     return True
+
+
+@pytest.mark.parametrize("text", [f"ab{BOS}{EOS_TEXT}c", f"<{BOS}{EOS_TEXT[1:]}", EOS_TEXT, f"a{EOS_TEXT[:-1]}"])
+@pytest.mark.parametrize("form", ["choice", "regex", "json"])
+def test_a_text_that_reads_like_a_special_token_is_spelled_in_letters(form, text):
+    value = {"choice": [text], "regex": re.escape(text), "json": {"const": text}}[form]
+    constraint, made = COMPILER.compile(StructuredOutputs(**{form: value})), []
+    while not constraint.complete:
+        made.append(max(allowed(constraint)))
+        assert constraint.take(made[-1]) is None
+    assert TOKENIZER.decode(made, skip_special_tokens=True) == (
+        json.dumps(text, ensure_ascii=False) if form == "json" else text
+    )
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"regex": "ab("}, "structured_outputs.regex: unclosed group, in ab("),
+        ({"regex": "a" * 400 + "["}, "structured_outputs.regex: unclosed character class, in aaa"),
+        ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-behind, is not supported, in (?=a)b"),
+        ({"grammar": "start: /b(/"}, "structured_outputs.grammar: unclosed group, in b("),
+        ({"grammar": "start: b"}, 'structured_outputs.grammar: at 1(8): unknown name: "b"'),
+    ],
+)
+def test_a_wrong_expression_is_refused_with_the_reason(outputs, message):
+    with pytest.raises(SamplingError, match=re.escape(message)):
+        COMPILER.compile(StructuredOutputs(**outputs))
 
 
 SCHEMA = {

@@ -6,6 +6,7 @@ These are the tests of `tiers/offloaded_pages.py` and `setup/sizes.py` too.
 import dataclasses
 import functools
 import itertools
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,15 @@ from layouts import ARITHMETIC, MODELS
 from dsjax import LLM, SamplingParams
 from dsjax.config import load_config
 from dsjax.engine.contract.commands import DropPages, FetchPages, PlacePages, ReadPages, StorePages
-from dsjax.engine.device.program_library import ProgramLibrary
+from dsjax.engine.device.access import DevicePart
+from dsjax.engine.program_cache.library import ProgramLibrary
+from dsjax.engine.setup import loading, stages
 from dsjax.engine.setup.args import INDEX_SCORES, EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.engine.setup.loading import load_model, lock_disk, page_space
 from dsjax.engine.tiers import page_files
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
+from dsjax.engine.tiers.page_folder import lock_folder
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -199,7 +203,8 @@ def test_an_interrupt_while_pages_move_at_one_stage_leaves_no_page_in_part(
     with monkeypatch.context() as patch:
         patch.setattr(stage, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            generated(staged)
+            # How many pages go with one command hangs on how far the disk is.
+            [generated(staged) for _ in range(20)]
     assert [answer(output) for output in staged.generate(prompts(), GREEDY)] == expected
 
 
@@ -230,6 +235,32 @@ def test_a_start_that_failed_keeps_no_folder_from_the_next_one(checkpoint, tmp_p
         load_model(args)
     lock_disk(args, None).close()
     assert kept.value.__traceback__ is not None  # with all that it holds, as a notebook keeps it
+
+
+def test_where_a_stage_cannot_be_made_those_before_it_end_their_threads_and_give_back_their_memory(
+    checkpoint, tmp_path, monkeypatch
+):
+    devices, before = [], set(threading.enumerate())
+
+    def parts(*arguments):
+        def fail_at_the_last_stage(device, staging):
+            devices.append(device)
+            if len(devices) == 2:
+                raise ValueError("there is no room for its exchange")
+            return DevicePart()
+
+        return [*loading.executor_parts(*arguments), fail_at_the_last_stage]
+
+    monkeypatch.setattr(stages, "executor_parts", parts)
+    with pytest.raises(ValueError, match="no room for its exchange") as kept:
+        load(checkpoint, mesh="pp=2", disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
+    of_disk = [one for one in threading.enumerate() if one not in before and one.name.startswith("dsjax-page")]
+    for thread in of_disk:
+        thread.join(20)
+    assert not [thread for thread in of_disk if thread.is_alive()]
+    assert devices[0].state.start.is_deleted()
+    with lock_folder(tmp_path):
+        assert kept.value.__traceback__ is not None  # with all that it holds, as a notebook keeps it
 
 
 def spaces(folder, *several):

@@ -1,4 +1,6 @@
 // A small case of each kernel, held to a loop in double precision: does this library compute on this machine what it should?
+#pragma once
+
 #include <cmath>
 #include <vector>
 
@@ -169,7 +171,7 @@ struct SelfTest {
       uint8_t from[kGroupColumns];
       for (long i = 0; i < kGroupColumns; i++) from[i] = static_cast<uint8_t>(first + i);
       Vec group[kGroup];
-      Float8::widen_group(from, group);
+      Float8::widen_group(from, group, Float8::Held{});
       Float8::order(group);
       for (long i = 0; i < kGroupColumns; i++) {
         const int exponent = from[i] >> 3 & 15, fraction = from[i] & 7;

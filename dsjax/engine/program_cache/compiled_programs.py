@@ -1,0 +1,202 @@
+"""``CompiledPrograms``: the compiled programs of one executor, each compiled once, and by one process of a host."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+from jax.stages import Compiled, Lowered
+
+from dsjax.engine.contract.executor import Progress
+from dsjax.engine.program_cache.folder import Turn
+from dsjax.engine.program_cache.library import Shelf
+from sharding.cores import most_threads
+
+_PATIENCE = 120.0
+"""Seconds without a further program of another process that has begun it. It may have been stopped: the rest is then compiled here too."""
+
+_LOOK_SECONDS = 0.05
+
+_YOUNG_OBJECTS = 20_000
+"""So many new objects between two looks for garbage take a fifth off the time that tracing takes."""
+
+ProgramKey = tuple[Hashable, ...]
+"""A program's kind, and what distinguishes it from others of its kind."""
+
+_log = logging.getLogger(__name__)
+
+
+class CompiledPrograms:
+    """Compiles each program once, or takes it from a shelf of the library.
+
+    Args:
+        lower: traces the program of a key. meet: waits for the other processes of the mesh. options: of the compiler, for a key.
+
+    Attributes:
+        compiled: the programs that exist, by key. shelf: where they are kept beyond this executor; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        lower: Callable[[ProgramKey], Lowered],
+        meet: Callable[[], object],
+        shelf: Shelf | None,
+        options: Callable[[ProgramKey], Mapping[str, Any] | None] = lambda key: None,
+    ):
+        self._lower, self._meet, self.shelf, self._options = lower, meet, shelf, options
+        self.compiled: dict[ProgramKey, Compiled] = {}
+
+    def get(self, key: ProgramKey, lower: Callable[[], Lowered]) -> Compiled:
+        """A program, which ``lower`` traces where it is neither compiled nor kept."""
+        if key not in self.compiled:
+            self.compile(key, lower)
+            self._meet()  # also where it was found: another process may have compiled it
+        return self.compiled[key]
+
+    def compile(self, key: ProgramKey, lower: Callable[[], Lowered]) -> None:
+        """Have a program, from the shelf or by compiling it; waits where another process of this host compiles it."""
+        deadline = time.monotonic() + _PATIENCE
+        while not self._find(key):
+            turn = self._turn(key)
+            if turn is None and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+                continue
+            with turn or Turn():
+                if not self._find(key):  # since the other process has ended its turn
+                    self._compile(key, lower())
+
+    def compile_all(
+        self, labels: Mapping[ProgramKey, str], report: Progress, after: Callable[[ProgramKey], None]
+    ) -> None:
+        """Compile programs on all cores at once; ``after`` is called with each in turn when all are there.
+
+        Processes of one host that start together share the work: each begins at another program, and leaves out those that another
+        one has begun, which it loads when they are there.
+        """
+        pool = ThreadPoolExecutor(most_threads(), thread_name_prefix="compile")
+        turns: list[Turn] = []
+        pending: dict[Future[None], ProgramKey] = {}
+        num_there = 0
+
+        def begin(key: ProgramKey, wait: bool) -> bool:
+            """Begin a program, or take it where another process has made it meanwhile; False: one is at it, and is waited for."""
+            nonlocal num_there
+            turn = self._turn(key)
+            if turn is None and wait:
+                return False
+            turns.append(turn or Turn())
+            if self._find(key):
+                turns[-1].close()
+                num_there += 1
+                report(num_there, len(labels), labels[key])
+            else:
+                report(num_there, len(labels), labels[key])
+                pending[pool.submit(self._compile, key, self._lower(key), turns[-1])] = key
+            return True
+
+        def finish() -> None:
+            nonlocal num_there
+            for future in as_completed(list(pending)):
+                future.result()
+                num_there += 1
+                report(num_there, len(labels), labels[pending.pop(future)])
+
+        try:
+            with _FEWER_LOOKS_FOR_GARBAGE:
+                list(pool.map(self._find, labels))
+                missing = [key for key in labels if key not in self.compiled]
+                num_there = len(labels) - len(missing)
+                if not missing:
+                    report(num_there, num_there, "all")
+                of_others = [key for key in _from_own_place(missing) if not begin(key, wait=True)]
+                finish()
+                since = time.monotonic()
+                while of_others:
+                    stalls = time.monotonic() > since + _PATIENCE
+                    left = [key for key in of_others if not begin(key, wait=not stalls)]
+                    if len(left) < len(of_others):
+                        since = time.monotonic()
+                    of_others = left
+                    time.sleep(_LOOK_SECONDS if of_others else 0)
+                finish()
+                for key in labels:
+                    after(key)
+            _log.info("Programs: %d were there, %d are compiled now.", len(labels) - len(missing), len(missing))
+        finally:
+            try:
+                # An end before all is compiled must not wait for what is queued.
+                pool.shutdown(cancel_futures=True)
+            finally:
+                for turn in turns:
+                    turn.close()
+
+    def compile_ahead(
+        self, labels: Mapping[ProgramKey, str], go_on: Callable[[int, str], bool], after: Callable[[ProgramKey], None]
+    ) -> bool:
+        """Compile programs one after the other in this thread, and keep them on the shelf alone; whether all of them are there."""
+        for done, (key, label) in enumerate(labels.items()):
+            if not go_on(done, label):
+                return False
+            if not self.shelf.has(key, self._options(key)):
+                self._compile(key, self._lower(key))
+                after(key)
+            self.compiled.clear()  # a program that is loaded takes memory of the devices
+        return go_on(len(labels), "all")
+
+    def _turn(self, key: ProgramKey) -> Turn | None:
+        """The turn to compile a program; None where another process has it."""
+        return Turn() if self.shelf is None else self.shelf.turn(key, self._options(key))
+
+    def _find(self, key: ProgramKey) -> bool:
+        """Take a program from the shelf; whether it is there."""
+        if key not in self.compiled and self.shelf is not None:
+            kept = self.shelf.find(key, self._options(key))
+            if kept is not None:
+                self.compiled[key] = kept
+        return key in self.compiled
+
+    def _compile(self, key: ProgramKey, lowered: Lowered, turn: Turn | None = None) -> None:
+        """Compile a program, and end the turn in which that is done."""
+        with turn or Turn():
+            if self.shelf is None:
+                self.compiled[key] = lowered.compile(compiler_options=self._options(key))
+            else:
+                self.compiled[key] = self.shelf.compile(key, lowered, self._options(key))
+
+
+def _from_own_place(keys: list[ProgramKey]) -> list[ProgramKey]:
+    """Keys in an order that begins elsewhere in each process."""
+    first = len(keys) * jax.process_index() // jax.process_count()
+    return keys[first:] + keys[:first]
+
+
+class _FewerLooksForGarbage:
+    """While programs are traced: traces are large graphs that live as long as that, and Python would look through them every 700 objects.
+
+    Threads that trace at the same time count as one.
+    """
+
+    def __init__(self):
+        self._lock, self._users, self._before = threading.Lock(), 0, gc.get_threshold()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._before = gc.get_threshold()
+                gc.set_threshold(max(_YOUNG_OBJECTS, self._before[0]), 20, 50)
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                gc.set_threshold(*self._before)
+
+
+_FEWER_LOOKS_FOR_GARBAGE = _FewerLooksForGarbage()

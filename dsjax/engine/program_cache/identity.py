@@ -1,0 +1,209 @@
+"""What a compiled program depends on, as a digest: two programs with the same one are the same program.
+
+A value is described piece by piece, and only in kinds whose every piece is known. Anything else, a closure for example, has no
+description, and a program that depends on it is not kept. So a new field of the model's step becomes a part of the digest by itself,
+and a field that cannot be described costs time, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import dsjax
+import sharding
+from dsjax.kernels.build import machine
+from sharding import jax_internals
+from sharding.cores import most_threads
+
+_ABOVE = frozenset({"serve", "dynamo", "bench", "top", "cli", "plan", "dryrun"})
+"""Rooms of ``dsjax`` that the engine never imports (``tests/test_house.py``): no program depends on them."""
+
+_PACKAGES = ("jax", "jaxlib", "flax", "einops", "numpy", "ml_dtypes")
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_NO_MATTER = re.compile("cache|address|^jax_log|^jax_explain")
+"""In the names of JAX's settings on which no program depends."""
+
+
+class NotDescribed(TypeError):
+    """A value is of a kind of which it is not known what makes two of them equal."""
+
+
+def digest(*values: Any) -> str:
+    """64 hexadecimal digits: equal for values that are equal piece by piece, in whichever process.
+
+    Fields of a dataclass that take no part in its comparison take none here. Of a mesh count its shape and the kind of each device, not
+    which devices these are.
+
+    Raises:
+        NotDescribed: part of a value has no description.
+    """
+    pieces = hashlib.sha256()
+    for value in values:
+        for piece in _describe(value):
+            pieces.update(b"%d:" % len(piece) + piece)
+    return pieces.hexdigest()
+
+
+def _describe(value: Any) -> Iterator[bytes]:
+    """Name the kind of a value, and then its pieces; how many follow is always told before they do."""
+    kind = type(value)
+    yield f"{kind.__module__}.{kind.__qualname__}".encode()
+    if value is None or (isinstance(value, bool | int | float | complex | str) and not isinstance(value, enum.Enum)):
+        yield repr(value).encode()
+    elif isinstance(value, bytes):
+        yield value
+    elif isinstance(value, enum.Enum):
+        yield value.name.encode()
+    elif isinstance(value, os.PathLike):
+        yield os.fsencode(value)
+    elif isinstance(value, np.dtype):
+        yield str(value).encode()
+    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        yield repr((value.dtype, value.shape)).encode()
+        yield np.ascontiguousarray(value).tobytes()
+    elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        yield _name(value)
+    elif isinstance(value, jax.tree_util.PyTreeDef):
+        yield _shown(value)
+    elif isinstance(value, Mesh):
+        devices = [(device.platform, device.device_kind, device.process_index) for device in value.devices.flat]
+        yield repr((value.axis_names, value.axis_types, value.devices.shape, devices)).encode()
+    else:
+        pieces = list(_pieces(value))
+        yield b"%d" % len(pieces)
+        for piece in pieces:
+            yield from _describe(piece)
+
+
+def _pieces(value: Any) -> Iterator[Any]:
+    """Take a value apart whose kind is made of others."""
+    if isinstance(value, tuple | list | PartitionSpec):
+        yield from value
+    elif isinstance(value, Mapping):
+        for item in value.items():
+            yield from item
+    elif isinstance(value, Set):
+        yield from sorted(digest(element) for element in value)
+    elif isinstance(value, NamedSharding):
+        yield from (value.mesh, value.spec, value.memory_kind)
+    elif isinstance(value, jax.ShapeDtypeStruct):
+        yield from (value.shape, np.dtype(value.dtype), value.weak_type, value.sharding)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.compare:
+                yield field.name
+                yield getattr(value, field.name)
+    else:
+        raise NotDescribed(f"{value!r:.80} is a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _name(value: Any) -> bytes:
+    """Name what a module defines at its top, whose source is part of what programs depend on."""
+    name = f"{value.__module__}.{value.__qualname__}"
+    # A function within a function may have variables of it, even under the name of one that it wraps; a method has an object.
+    owner = getattr(value, "__self__", None)
+    if "<" in name or getattr(value, "__closure__", None) or not (owner is None or isinstance(owner, types.ModuleType)):
+        raise NotDescribed(f"{name} is not at the top of its module")
+    return name.encode()
+
+
+def _shown(value: Any) -> bytes:
+    """Give what a value shows of itself, where that is all there is to it and not where it lies in memory."""
+    shown = repr(value)
+    if " at 0x" in shown:
+        raise NotDescribed(f"{shown:.80} shows an address")
+    return shown.encode()
+
+
+def of_process(client: Any) -> str:
+    """Digest what all programs of this process depend on: the code that is traced, JAX and its settings, the compiler, the processor.
+
+    client: JAX's client of the platform that programs are for.
+
+    Raises:
+        NotDescribed: the sources cannot be read.
+    """
+    if SOURCES.digest is None:
+        raise NotDescribed("the sources of dsjax cannot be read")
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    settings = {
+        name: repr(value) for name, value in sorted(jax_internals.all_settings().items()) if not _NO_MATTER.search(name)
+    }
+    variables = {name: _with_file(os.environ.get(name, "")) for name in _VARIABLES}
+    return digest(
+        *(SOURCES.digest, versions, sys.version_info[:3], settings, variables),
+        *(platform.python_implementation(), client.platform, client.platform_version),
+        *(machine(), most_threads()) if client.platform == "cpu" else (),
+    )
+
+
+def _with_file(flags: str) -> tuple[str, bytes]:
+    """Flags, and what stands in the file that they name: XLA reads them from one where the first does not begin with a dash."""
+    words = flags.split()
+    if not words or words[0].startswith("-"):
+        return flags, b""
+    return flags, Path(words[0]).read_bytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sources:
+    """The Python files of this project that the engine can reach, as they were when this process imported them.
+
+    Attributes:
+        digest: of them all; None where a package has none that can be read. states: by path, when each was changed last, and its size.
+    """
+
+    digest: str | None
+    states: Mapping[Path, tuple[int, int]]
+
+    @classmethod
+    def now(cls) -> _Sources:
+        states: dict[Path, tuple[int, int]] = {}
+        contents: dict[str, bytes] = {}
+        try:
+            for package in (dsjax, sharding):
+                root = Path(package.__file__).parent
+                paths = [path for path in sorted(root.rglob("*.py")) if _is_reached(package, path.relative_to(root))]
+                if not paths:
+                    return cls(None, {})
+                for path in paths:
+                    status = path.stat()
+                    states[path] = status.st_mtime_ns, status.st_size
+                    contents[f"{package.__name__}/{path.relative_to(root).as_posix()}"] = path.read_bytes()
+        except (OSError, TypeError):  # an archive, or a file that cannot be read
+            return cls(None, {})
+        return cls(digest(contents), states)
+
+    @property
+    def are_those_that_run(self) -> bool:
+        """Whether the files are still those that were imported: what is traced is not told by others."""
+        try:
+            return all((path.stat().st_mtime_ns, path.stat().st_size) == state for path, state in self.states.items())
+        except OSError:
+            return False
+
+
+def _is_reached(package: types.ModuleType, inside: Path) -> bool:
+    """Whether the engine may import a file. An editor's lock beside it (``.#step.py``) is none."""
+    return not inside.name.startswith(".") and (package is sharding or inside.parts[0] not in _ABOVE)
+
+
+SOURCES = _Sources.now()

@@ -1,0 +1,94 @@
+"""`IncrementalDetokenizer`: a stream of tokens to pieces of text; and `StopStrings`, which ends such a text.
+
+The two functions that look for markers in a text which is not whole yet serve the server's parsers of reasoning and tool calls as well.
+"""
+
+import codecs
+from collections.abc import Sequence
+
+from dsjax.engine.text.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """Turns a stream of tokens into text pieces whose concatenation is `tokenizer.decode` of all of them.
+
+    A byte-level token is a run of bytes, which may end inside a character; such bytes are held back until the character is
+    whole, or certain never to be (then it is U+FFFD).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._whole_texts = tokenizer.whole_texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._within_character = False
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain after this token."""
+        if not self._within_character:
+            text = self._whole_texts[token_id]
+            if text is not None:
+                return text
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return ""
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._within_character = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        """The text of bytes still held back: U+FFFD, or nothing. The stream has ended."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopStrings:
+    """Passes a stream of text on until one of the stop strings is complete.
+
+    What could still become a stop string is held back. The result does not depend on how the text is cut into pieces:
+    the first stop string to be complete counts, and of several complete at the same character the longest.
+    """
+
+    def __init__(self, stops: Sequence[str], include_in_output: bool = False):
+        self._stops = tuple(stops)
+        self._include_in_output = include_in_output
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that is certain to be before any stop string; sets `matched` when one is complete."""
+        if not self._stops:
+            return text
+        text = self._held + text
+        complete = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if complete:
+            end, start, self.matched = min(complete)
+            self._held = ""
+            return text[: end if self._include_in_output else start]
+        keep = num_undecided(text, self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text held back. The stream has ended, or stop strings begin to count only after this point."""
+        held, self._held = self._held, ""
+        return held
+
+
+def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """Where the first of the markers begins, and which it is; of several at one place it is the longest."""
+    places = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if not places:
+        return None
+    at, _, marker = min(places)
+    return at, marker
+
+
+def num_undecided(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of `text` with which one of the markers begins.
+
+    Only the text that follows can show whether it becomes that marker, so this end has to be held back.
+    """
+    longest = max(map(len, markers), default=0)
+    for length in range(min(len(text), longest - 1), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0

@@ -1,0 +1,137 @@
+"""An executor's programs: each is compiled once, by one process of a host, and what another one compiles is waited for and loaded."""
+
+import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import jax
+import pytest
+from small_programs import lowered, mesh_of, never_lowered, programs_in, run_on
+
+from dsjax.engine.program_cache import compiled_programs
+from dsjax.engine.program_cache.compiled_programs import CompiledPrograms
+from dsjax.engine.program_cache.folder import ProgramFolder
+from dsjax.engine.program_cache.library import ProgramLibrary
+
+
+def test_an_executor_that_finds_all_its_programs_traces_none(tmp_path):
+    mesh, reports = mesh_of([0, 1, 2, 3]), []
+    for lower in (lambda key: lowered(mesh), lambda key: never_lowered()):
+        library = ProgramLibrary(ProgramFolder.inside(tmp_path))
+        programs = CompiledPrograms(lower, lambda: None, library.shelf("about", mesh, ("model",)))
+        programs.compile_all({("a",): "a", ("b",): "b"}, lambda *said: reports.append(said), lambda key: None)
+        assert run_on(programs.get(("a",), never_lowered), mesh)
+    assert reports[-1] == (2, 2, "all")
+
+
+def test_garbage_is_looked_for_less_often_while_programs_are_traced_and_as_before_after_that():
+    before, seen = gc.get_threshold(), []
+
+    def stop(key):
+        seen.append(gc.get_threshold())
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        CompiledPrograms(stop, lambda: None, None).compile_all({("a",): "a"}, lambda *said: None, lambda key: None)
+    assert seen[0][0] >= 20_000
+    assert gc.get_threshold() == before
+
+
+def in_threads(*works) -> None:
+    with ThreadPoolExecutor(len(works)) as pool:
+        for done in [pool.submit(work) for work in works]:
+            done.result()
+
+
+def test_what_another_process_compiles_is_waited_for_and_not_traced(tmp_path):
+    mesh = mesh_of([0, 1, 2, 3])
+    first, second = programs_in(tmp_path, mesh), programs_in(tmp_path, mesh)
+    turn = first.shelf.turn(("a",))
+
+    def compile_late():
+        time.sleep(0.3)
+        first.shelf.compile(("a",), lowered(mesh))
+        turn.close()
+
+    in_threads(compile_late, lambda: second.get(("a",), never_lowered))
+    assert run_on(second.compiled["a",], mesh)
+
+
+@pytest.mark.parametrize("end", ["without a program", "not at all"])
+def test_a_turn_that_ends_without_a_program_or_not_at_all_is_another_ones(tmp_path, monkeypatch, end):
+    mesh = mesh_of([0, 1, 2, 3])
+    first, second = programs_in(tmp_path, mesh), programs_in(tmp_path, mesh)
+    turn = first.shelf.turn(("a",))
+    if end == "not at all":
+        monkeypatch.setattr(compiled_programs, "_PATIENCE", 0.2)
+        second.get(("a",), lambda: lowered(mesh))
+    else:
+        in_threads(lambda: (time.sleep(0.3), turn.close()), lambda: second.get(("a",), lambda: lowered(mesh)))
+    assert run_on(second.compiled["a",], mesh)
+    turn.close()
+
+
+def test_processes_that_start_together_share_the_work(tmp_path):
+    mesh, traced = mesh_of([0, 1, 2, 3]), []
+
+    def lower(key):
+        traced.append(key)
+        return lowered(mesh)
+
+    labels = {(name,): name for name in "abcdef"}
+    both = [programs_in(tmp_path, mesh, lower) for _ in range(2)]
+    seen = [[], []]
+    in_threads(
+        *(
+            lambda one=one, said=said: one.compile_all(labels, lambda *what: said.append(what), lambda key: None)
+            for one, said in zip(both, seen, strict=True)
+        )
+    )
+    assert sorted(traced) == sorted(labels), "each program once"
+    for one, said in zip(both, seen, strict=True):
+        assert set(one.compiled) == set(labels)
+        assert said[-1][:2] == (6, 6)
+    assert [path for path in (tmp_path / "programs").iterdir() if path.suffix != ".program"] == []
+
+
+def test_an_interrupt_gives_back_all_turns(tmp_path):
+    mesh = mesh_of([0, 1, 2, 3])
+
+    def stop_at_the_second(key):
+        if key == ("b",):
+            raise KeyboardInterrupt
+        return lowered(mesh)
+
+    labels = {("a",): "a", ("b",): "b"}
+    with pytest.raises(KeyboardInterrupt):
+        programs_in(tmp_path, mesh, stop_at_the_second).compile_all(labels, lambda *said: None, lambda key: None)
+    later = programs_in(tmp_path, mesh)
+    later.compile_all(labels, lambda *said: None, lambda key: None)
+    assert set(later.compiled) == set(labels)
+
+
+def test_processes_begin_at_programs_of_their_own(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    firsts = []
+    for index in range(3):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        order = compiled_programs._from_own_place([("a",), ("b",), ("c",), ("d",)])
+        assert sorted(order) == [("a",), ("b",), ("c",), ("d",)]
+        firsts.append(order[0])
+    assert firsts == [("a",), ("b",), ("c",)]
+
+
+def test_a_process_that_was_stopped_with_many_turns_is_waited_for_once(tmp_path, monkeypatch):
+    mesh, labels, clock = mesh_of([0, 1, 2, 3]), {(name,): name for name in "abcd"}, [0.0]
+    stopped, later = programs_in(tmp_path, mesh), programs_in(tmp_path, mesh)
+    turns = [stopped.shelf.turn(key) for key in labels]
+
+    def sleep(seconds):
+        clock[0] += compiled_programs._PATIENCE / 8
+
+    monkeypatch.setattr(compiled_programs, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    later.compile_all(labels, lambda *said: None, lambda key: None)
+    assert set(later.compiled) == set(labels)
+    assert clock[0] < 1.5 * compiled_programs._PATIENCE
+    assert None not in turns

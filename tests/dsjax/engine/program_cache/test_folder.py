@@ -1,0 +1,147 @@
+"""Programs on disk: read whole, and only where nobody else can have written them; those not used for longest make room."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dsjax.engine.program_cache.folder import ProgramFolder
+
+NAME, OTHER = "a" * 64, "b" * 64
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return ProgramFolder.inside(tmp_path)
+
+
+def files(folder: ProgramFolder) -> list[str]:
+    return sorted(path.name for path in folder.path.iterdir())
+
+
+def test_what_was_written_is_read_by_whoever_opens_the_folder(folder, tmp_path):
+    assert folder.read(NAME) is None
+    folder.write(NAME, b"program")
+    again = ProgramFolder.inside(tmp_path)
+    assert (again.read(NAME), again.read(OTHER)) == (b"program", None)
+    assert (folder.num_read, folder.num_written, again.num_read, again.num_written) == (0, 1, 1, 0)
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert files(folder) == [f"{NAME}.program"]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda content: content[:-1],
+        lambda content: content[:20],
+        lambda content: b"",
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        lambda content: b"another kind of 1\n" + content[18:],
+    ],
+    ids=["cut", "cut in its head", "empty", "a bit", "another format"],
+)
+def test_what_is_not_whole_is_not_read(folder, harm):
+    folder.write(NAME, b"program")
+    path = folder.path / f"{NAME}.program"
+    path.write_bytes(harm(path.read_bytes()))
+    assert folder.read(NAME) is None
+
+
+def test_a_program_under_another_ones_name_is_not_read(folder):
+    folder.write(NAME, b"program")
+    (folder.path / f"{NAME}.program").rename(folder.path / f"{OTHER}.program")
+    assert folder.read(OTHER) is None
+
+
+def test_what_others_can_write_is_not_read(folder, caplog):
+    folder.write(NAME, b"program")
+    path = folder.path / f"{NAME}.program"
+    path.chmod(0o666)
+    assert folder.read(NAME) is None
+    assert "somebody else can have written it" in caplog.text
+
+
+def test_neither_is_a_link_nor_a_pipe(folder):
+    folder.write(OTHER, b"program")
+    path = folder.path / f"{NAME}.program"
+    path.symlink_to(folder.path / f"{OTHER}.program")
+    assert folder.read(NAME) is None
+    path.unlink()
+    os.mkfifo(path)
+    assert folder.read(NAME) is None
+
+
+def test_a_folder_that_others_can_write_to_keeps_nothing_and_says_so(tmp_path, caplog):
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs").chmod(0o777)
+    assert ProgramFolder.inside(tmp_path) is None
+    assert "others can write to" in caplog.text
+
+
+def test_a_store_that_is_no_folder_keeps_none(tmp_path):
+    assert ProgramFolder.inside(None) is None
+    assert ProgramFolder.inside(tmp_path / "gs:/bucket") is None
+    (tmp_path / "file").touch()
+    assert ProgramFolder.inside(tmp_path / "file") is None
+
+
+def test_where_nothing_can_be_written_that_is_said_once(folder, caplog):
+    folder.path.rmdir()
+    with caplog.at_level(logging.WARNING):
+        folder.write(NAME, b"program")
+        folder.write(OTHER, b"program")
+    assert len([record for record in caplog.records if "cannot be kept" in record.message]) == 1
+
+
+def test_what_was_not_used_for_longest_makes_room_and_foreign_files_stay(tmp_path):
+    before = ProgramFolder.inside(tmp_path)
+    names = [f"{number:064x}" for number in range(4)]
+    for age, name in enumerate(names):
+        before.write(name, bytes(1000))
+        used = 1_000_000_000 - 100 * age
+        os.utime(before.path / f"{name}.program", (used, used))
+    assert before.read(names[3]), "it is used now"
+    (before.path / "notes.txt").write_bytes(bytes(5000))
+    (before.path / "writing-left").touch()
+    os.utime(before.path / "writing-left", (1, 1))
+    (before.path / "writing-now").touch()
+    full = ProgramFolder(before.path, most_bytes=3500)
+    full.write(NAME, bytes(1000))
+    kept = sorted(f"{name}.program" for name in (names[0], names[3], NAME))
+    assert files(full) == sorted([*kept, "notes.txt", "writing-now"])
+
+
+def test_one_at_a_time_has_the_turn_to_make_a_program(folder, tmp_path):
+    another = ProgramFolder.inside(tmp_path)
+    with folder.turn(NAME):
+        assert another.turn(NAME) is folder.turn(NAME) is None
+        with another.turn(OTHER) as turn:
+            assert turn is not None
+    with another.turn(NAME) as turn:
+        assert turn is not None
+        turn.close()
+        turn.close()
+    assert files(folder) == []
+
+
+def test_a_process_that_is_killed_in_its_turn_leaves_it_to_others(folder):
+    program = (
+        "import sys, time; from pathlib import Path; from dsjax.engine.program_cache.folder import ProgramFolder\n"
+        "turn = ProgramFolder(Path(sys.argv[1])).turn(sys.argv[2]); print('has it', flush=True); time.sleep(600)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, str(folder.path), NAME]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout.readline() == "has it\n"
+        assert folder.turn(NAME) is None
+        process.kill()
+    assert folder.turn(NAME) is not None
+
+
+def test_where_no_turn_can_be_had_everybody_has_one(folder):
+    folder.path.rmdir()
+    with folder.turn(NAME) as first, folder.turn(NAME) as second:
+        assert first is not None
+        assert second is not None

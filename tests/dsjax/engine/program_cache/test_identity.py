@@ -1,0 +1,254 @@
+"""A digest is the same for what is the same, in whichever process, and another for everything else; what cannot be told has none."""
+
+import dataclasses
+import enum
+import functools
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsjax.engine.program_cache import identity
+from dsjax.engine.program_cache.identity import NotDescribed, digest
+
+
+class Colour(enum.Enum):
+    RED = 1
+    GREEN = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    first: object
+    second: object = None
+    note: str = dataclasses.field(default="", compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlsoPair:
+    first: object
+    second: object = None
+
+
+def mesh(order, shape=(2, 2), names=("a", "b")) -> Mesh:
+    return Mesh(np.array([jax.devices()[i] for i in order]).reshape(shape), names)
+
+
+def described(shape=(4, 4), dtype=jnp.float32, spec=P("a")):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(range(4)), spec))
+
+
+def returns(value):
+    @functools.wraps(sorted)
+    def function(*_):
+        return value
+
+    return function
+
+
+VALUES = [
+    None,
+    0,
+    1,
+    1.0,
+    True,
+    "1",
+    b"1",
+    (),
+    [],
+    (1, 2),
+    [1, 2],
+    (12,),
+    ("1", "2"),
+    ("12",),
+    ((1,), 2),
+    (1, (2,)),
+    {},
+    {"a": 1},
+    {"a": 2},
+    {"b": 1},
+    frozenset({"a"}),
+    frozenset({"b"}),
+    Colour.RED,
+    Colour.GREEN,
+    Pair(1, 2),
+    Pair(2, 1),
+    Pair(1),
+    AlsoPair(1, 2),
+    np.arange(4),
+    np.arange(4).reshape(2, 2),
+    np.arange(4, dtype=np.int32),
+    np.arange(1, 5),
+    np.float32(1),
+    np.dtype(np.float32),
+    np.dtype(jnp.bfloat16),
+    jnp.bfloat16,
+    functools.partial(sorted, reverse=True),
+    functools.partial(sorted, reverse=False),
+    sorted,
+    mesh(range(4)),
+    mesh(range(4), (4, 1)),
+    mesh(range(4), names=("b", "a")),
+    described(),
+    described((4, 2)),
+    described(dtype=jnp.bfloat16),
+    described(spec=P("b")),
+    described(spec=P(("a", "b"))),
+    described(spec=P("a", "b")),
+    jax.tree.structure({"a": 1}),
+    jax.tree.structure({"b": 1}),
+]
+
+
+def test_values_that_differ_have_digests_that_differ():
+    digests = [digest(value) for value in VALUES] + [digest(1, 2), digest(1), digest()]
+    assert len(set(digests)) == len(VALUES) + 2, "of these, only 1 is there twice"
+
+
+def test_equal_values_have_one_digest():
+    assert digest({"a": 1, "b": [2.5]}) == digest({"a": 1, "b": [2.5]})
+    assert digest(np.arange(6).reshape(2, 3).T) == digest(np.ascontiguousarray(np.arange(6).reshape(2, 3).T))
+    assert digest(Pair(1, 2, "built in 17 s")) == digest(Pair(1, 2)), "notes take no part in a comparison"
+
+
+def test_which_devices_a_mesh_has_does_not_matter():
+    assert digest(mesh([0, 1, 2, 3])) == digest(mesh([5, 1, 7, 2]))
+
+
+def test_another_process_finds_the_same_digest():
+    program = (
+        "from dsjax.engine.program_cache.identity import digest\n"
+        "print(digest({'x': frozenset(map(str, range(50)))}, (None, 1.5, 'ä')))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+        ).stdout
+        for environment in ({"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)} for seed in "12")
+    }
+    assert found == {digest({"x": frozenset(map(str, range(50)))}, (None, 1.5, "ä")) + "\n"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: 1,
+        returns(1),
+        [].append,
+        threading.Lock(),
+        object(),
+        iter([]),
+        np.array([object()]),
+        functools.partial(lambda x: x, 1),
+        Pair((1, [{"deep": threading.Lock()}])),
+        jnp.ones(2),
+    ],
+    ids=[
+        "lambda",
+        "closure under another name",
+        "method of an object",
+        "lock",
+        "object",
+        "iterator",
+        "objects",
+        "partial of a closure",
+        "deep inside",
+        "array on a device",
+    ],
+)
+def test_what_cannot_be_told_apart_has_no_digest(value):
+    with pytest.raises(NotDescribed):
+        digest(value)
+
+
+def test_a_mapping_is_described_whatever_its_class():
+    assert digest(MappingProxyType({"a": 1})) != digest(MappingProxyType({"a": 2}))
+
+
+def test_code_settings_and_flags_are_part_of_every_program(monkeypatch):
+    client = jax.devices()[0].client
+    before = identity.of_process(client)
+    assert identity.of_process(client) == before
+    seen = {before}
+
+    def differs() -> None:
+        assert identity.of_process(client) not in seen
+        seen.add(identity.of_process(client))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "SOURCES", dataclasses.replace(identity.SOURCES, digest="other sources"))
+        differs()
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+        differs()
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "most_threads", lambda: 77)  # native kernels are told how many
+        differs()
+    jax.config.update("jax_default_matmul_precision", "float32")
+    try:
+        differs()
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    assert identity.of_process(client) == before
+    logs = jax.config.jax_log_compiles
+    jax.config.update("jax_log_compiles", not logs)
+    try:
+        assert identity.of_process(client) == before
+    finally:
+        jax.config.update("jax_log_compiles", logs)
+
+
+def test_flags_in_a_file_are_part_of_every_program(monkeypatch, tmp_path):
+    client, path = jax.devices()[0].client, tmp_path / "flags"
+    monkeypatch.setenv("XLA_FLAGS", str(path))
+    seen = set()
+    for flags in ("--xla_cpu_enable_fast_math=false", "--xla_cpu_enable_fast_math=true"):
+        path.write_text(flags)
+        seen.add(identity.of_process(client))
+    assert len(seen) == 2
+
+
+def test_a_path_of_any_bytes_has_a_digest():
+    assert digest(Path(os.fsdecode(b"/home/jos\xe9"))) != digest(Path("/home/jose"))
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """A package in the place of `sharding`, whose files can be changed."""
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "module.py").write_text("x = 1")
+    monkeypatch.setattr(identity.sharding, "__file__", str(tmp_path / "__init__.py"))
+    return tmp_path
+
+
+def test_sources_that_have_changed_since_they_were_imported_name_nothing(package):
+    sources = identity._Sources.now()
+    assert sources.are_those_that_run
+    (package / "module.py").write_text("x = 2  # by an update")
+    assert not sources.are_those_that_run
+    assert identity._Sources.now().digest != sources.digest
+    (package / "module.py").unlink()
+    assert not sources.are_those_that_run
+
+
+def test_an_editors_lock_is_no_source(package):
+    before = identity._Sources.now().digest
+    (package / ".#module.py").symlink_to("somebody@somewhere.123")
+    assert identity._Sources.now().digest == before
+
+
+def test_without_sources_no_program_has_a_name(package, monkeypatch):
+    for path in package.iterdir():
+        path.unlink()
+    monkeypatch.setattr(identity, "SOURCES", identity._Sources.now())
+    with pytest.raises(NotDescribed, match="sources of dsjax cannot be read"):
+        identity.of_process(jax.devices()[0].client)

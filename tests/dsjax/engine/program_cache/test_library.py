@@ -1,0 +1,156 @@
+"""Programs that are kept, and found again for other devices (`program_cache/serialized_program.py`): they compute the same."""
+
+import dataclasses
+import gc
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from small_programs import lowered, mesh_of, programs_in, run_on
+
+from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.program_cache import library as program_library
+from dsjax.engine.program_cache.folder import ProgramFolder
+from dsjax.engine.program_cache.library import ProgramLibrary
+
+
+@pytest.fixture
+def jax_cache(tmp_path):
+    """JAX's own cache of compiled programs, empty, for programs of any size."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path), 0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1], [4, 5, 6, 7]])
+def test_a_program_computes_the_same_on_devices_it_was_not_compiled_for(order):
+    library = ProgramLibrary()
+    first, second = mesh_of([0, 1, 2, 3]), mesh_of(order)
+    expected = run_on(library.shelf("about", first).compile("key", lowered(first)), first)
+    shelf = library.shelf("about", second)
+    for found, wanted in zip(run_on(shelf.find("key"), second), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert shelf.find("another key") is None
+    assert library.shelf("about something else", second).find("key") is None
+    assert library.works
+
+
+def test_so_does_one_that_came_out_of_the_cache_of_jax_itself(jax_cache):
+    first, second = mesh_of([0, 1, 2, 3]), mesh_of([3, 2, 1, 0])
+    expected = run_on(lowered(first).compile(), first)
+    assert list(jax_cache.iterdir())
+    library = ProgramLibrary()  # as of a process that was started again
+    library.shelf("about", first).compile("key", lowered(first))
+    found = run_on(library.shelf("about", second).find("key"), second)
+    for array, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(array, wanted)
+
+
+def test_where_a_program_cannot_be_kept_that_is_said_once_and_it_is_compiled_all_the_same(caplog, monkeypatch):
+    monkeypatch.setattr("dsjax.engine.program_cache.serialized_program.keep", lambda *_: 1 / 0)
+    library, mesh = ProgramLibrary(), mesh_of([0, 1, 2, 3])
+    for key in "ab":
+        assert run_on(library.shelf("about", mesh).compile(key, lowered(mesh)), mesh)
+    assert library.shelf("about", mesh).find("a") is None
+    assert len([record for record in caplog.records if "cannot be kept" in record.message]) == 1
+
+
+def test_a_cache_is_made_as_large_as_its_programs_were_compiled_for_where_that_costs_little():
+    library, found = ProgramLibrary(), ExecutorLimits(1, 1, 8, 4, 1000, 2, 32, 64)
+    assert library.settled("dp=2", found) == found
+    for foretold, pages in ((990, 990), (1001, 1000), (900, 1000)):
+        library.pages["dp=2"] = foretold
+        assert library.settled("dp=2", found).pages_per_rank == pages
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
+def test_a_later_start_finds_a_program_on_disk(tmp_path, order):
+    first, second = mesh_of([0, 1, 2, 3]), mesh_of(order)
+    shelf = ProgramLibrary(ProgramFolder.inside(tmp_path)).shelf("about", first, ("model", 1))
+    expected = run_on(shelf.compile("key", lowered(first), {"xla_embed_ir_in_executable": True}), first)
+
+    later = ProgramLibrary(ProgramFolder.inside(tmp_path))
+    shelf = later.shelf("another name", second, ("model", 1))
+    assert shelf.find("key", {"xla_embed_ir_in_executable": False}) is None
+    assert shelf.find("other key", {"xla_embed_ir_in_executable": True}) is None
+    assert later.shelf("about", second, ("model", 2)).find("key", {"xla_embed_ir_in_executable": True}) is None
+    assert later.shelf("about", second).find("key", {"xla_embed_ir_in_executable": True}) is None
+    assert shelf.has("key", {"xla_embed_ir_in_executable": True})
+    found = run_on(shelf.find("key", {"xla_embed_ir_in_executable": True}), second)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert later.folder.num_read == 1
+
+
+def test_what_cannot_be_described_is_kept_for_this_process_alone(tmp_path):
+    mesh, about = mesh_of([0, 1, 2, 3]), (lambda: "a closure",)
+    library = ProgramLibrary(ProgramFolder.inside(tmp_path))
+    shelf = library.shelf("about", mesh, about)
+    shelf.compile("key", lowered(mesh))
+    assert shelf.find("key") is not None
+    assert list((tmp_path / "programs").iterdir()) == []
+
+
+def test_a_file_that_names_what_is_no_more_is_compiled_anew(tmp_path, caplog):
+    mesh = mesh_of([0, 1, 2, 3])
+    folder = ProgramFolder.inside(tmp_path)
+    ProgramLibrary(folder).shelf("about", mesh, ("model",)).compile("key", lowered(mesh))
+    [path] = folder.path.iterdir()
+    folder.write(path.stem, b"no pickle")
+    library = ProgramLibrary(folder)
+    shelf = library.shelf("about", mesh, ("model",))
+    assert shelf.find("key") is None
+    assert run_on(shelf.compile("key", lowered(mesh)), mesh)
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_first_folder_that_is_named_stays(tmp_path):
+    library = ProgramLibrary()
+    library.keep_in(None)
+    assert library.folder is None
+    for name in ("first", "second"):
+        library.keep_in(tmp_path / name)
+    assert library.folder.path == tmp_path / "first" / "programs"
+
+
+def test_turns_are_for_programs_that_are_kept(tmp_path):
+    mesh = mesh_of([0, 1, 2, 3])
+    first, second = programs_in(tmp_path, mesh), programs_in(tmp_path, mesh)
+    turn = first.shelf.turn(("a",))
+    assert second.shelf.turn(("a",)) is None
+    assert second.shelf.turn((lambda: "a key without a name",)) is not None
+    second.shelf._library.give_up(ValueError("another JAX"))
+    assert second.shelf.turn(("a",)) is not None
+    turn.close()
+
+
+def test_a_turn_that_nobody_has_any_more_is_over(tmp_path):
+    folder = ProgramFolder.inside(tmp_path)
+    turn = folder.turn("a" * 64)
+    assert folder.turn("a" * 64) is None
+    del turn
+    gc.collect()
+    assert folder.turn("a" * 64) is not None
+
+
+def test_whatever_keeps_programs_from_having_a_name_a_start_goes_on(tmp_path, monkeypatch, caplog):
+    mesh = mesh_of([0, 1, 2, 3])
+    monkeypatch.setattr(program_library.identity, "of_process", lambda client: 1 / 0)
+    with caplog.at_level("INFO"):
+        shelf = ProgramLibrary(ProgramFolder.inside(tmp_path)).shelf("about", mesh, ("model",))
+    assert run_on(shelf.compile("key", lowered(mesh)), mesh)
+    assert "not kept whole: ZeroDivisionError" in caplog.text
+
+
+def test_sources_that_have_changed_meanwhile_leave_no_program(tmp_path, monkeypatch):
+    mesh = mesh_of([0, 1, 2, 3])
+    changed = dataclasses.replace(program_library.identity.SOURCES, states={tmp_path / "gone.py": (0, 0)})
+    monkeypatch.setattr(program_library.identity, "SOURCES", changed)
+    programs_in(tmp_path, mesh).get(("a",), lambda: lowered(mesh))
+    assert list((tmp_path / "programs").iterdir()) == []

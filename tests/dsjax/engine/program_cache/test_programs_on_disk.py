@@ -1,0 +1,82 @@
+"""An engine's programs on disk: two that have one name are the same to the letter, and an engine that is made again traces none."""
+
+import pytest
+from layouts import write_checkpoint
+from quick_compilation import FEW_SHAPES
+from tiny_steps import limits_of, tiny
+
+from dsjax import LLM, SamplingParams
+from dsjax.engine.device import device_state
+from dsjax.engine.device.buckets import Rectangle
+from dsjax.engine.device.programs import Programs
+from dsjax.engine.program_cache.compiled_programs import CompiledPrograms
+from dsjax.engine.program_cache.folder import ProgramFolder
+from dsjax.engine.program_cache.library import ProgramLibrary
+
+STEPS = [
+    {"mesh": "dp=1"},
+    {"mesh": "dp=2"},
+    {"mesh": "tp=2"},
+    {"mesh": "dp=2,tp=2"},
+    {"mesh": "dp=2", "dispatch": "gather"},
+    {"mesh": "dp=2", "dispatch": "padded"},
+    {"mesh": "dp=2", "dispatch": "ragged"},
+    {"mesh": "dp=2", "dispatch": "padded", "moe_chunk_tokens": 2},
+    {"mesh": "dp=2", "dispatch": "padded", "dispatch_wire": "fp8"},
+    {"mesh": "dp=2", "kernels": "plain"},
+    {"mesh": "dp=2", "kernels": "plain", "mla_decode": "CC"},
+    {"mesh": "dp=2", "kernels": "plain", "mla_prefill": "A_CC_ME"},
+    {"mesh": "dp=2", "kernels": "plain", "kv_cache_dtype": "fp8"},
+    {"mesh": "dp=2", "enable_dbo": True, "dbo_decode_token_threshold": 2},
+    {"mesh": "dp=2", "redundant_experts": 2},
+    {"mesh": "dp=2", "redundant_experts": 2, "ep_dispatch_algorithm": "static"},
+    {"mesh": "tp=2", "moe_dense_tp_size": 1},
+    {"mesh": "tp=2", "enable_dp_lm_head": True},
+    {"mesh": "dp=1", "embedding_location": "host"},
+]
+"""Options that a step depends on, one by one. What the engine adds to them (drafts, balancing) is in the parameters and the state."""
+
+
+def names_and_texts(folder: ProgramFolder, options: dict):
+    """Give the names on disk of some of a step's programs, and what the compiler is given of each."""
+    step = tiny(**options)
+    limits = limits_of(step.spec.dp_size)
+    state = device_state.describe(step, limits, 0)
+    programs = Programs(step, step.abstract_parameters(), state, limits, library=ProgramLibrary(folder))
+    shape = programs.shape(Rectangle(2, 1), None)
+    for key in (("step", shape, False), ("admit",)):
+        options = programs._compiler_options(key)
+        yield programs.store.shelf._on_disk.name(key, options), (programs._lower(key).as_text(), str(options))
+
+
+@pytest.mark.slow
+def test_programs_of_one_name_are_the_same_to_the_letter(tmp_path):
+    folder, texts = ProgramFolder.inside(tmp_path), {}
+    for options in (*STEPS, STEPS[0], STEPS[7]):
+        for name, text in names_and_texts(folder, options):
+            assert texts.setdefault(name, text) == text, options
+    assert len(set(texts.values())) > len(STEPS), "the options change what is compiled"
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": "dp=1"}, {"mesh": "dp=2,tp=2"}, {"mesh": "pp=2"}], ids=lambda o: o["mesh"]
+)
+def test_an_engine_that_is_made_again_traces_no_program_and_makes_the_same_tokens(tmp_path, monkeypatch, options):
+    model = str(write_checkpoint(tmp_path, first_k_dense_replace=0))
+    inside = classmethod(lambda cls, cache: cls(tmp_path / "programs"))
+    (tmp_path / "programs").mkdir(mode=0o700)
+    monkeypatch.setattr(ProgramFolder, "inside", inside)
+    asked = (
+        [{"prompt_token_ids": [5, 3, 9, 2]}],
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2),
+    )
+    made = []
+    for again in (False, True):
+        if again:
+            monkeypatch.setattr(CompiledPrograms, "_compile", lambda self, key, *_: pytest.fail(f"{key} is compiled"))
+        llm = LLM(model=model, **FEW_SHAPES | options)
+        try:
+            made.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in llm.generate(*asked)])
+        finally:
+            llm.shutdown()
+    assert made[0] == made[1]

@@ -1,0 +1,44 @@
+"""Events whose text alone changes are, byte for byte, those of whole chunks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dsjax.engine.text.outputs import CompletionOutput, RequestOutput
+from dsjax.serve.answers import TextEvent
+from dsjax.serve.chat import ChatAnswer
+from dsjax.serve.chat_fields import ChatRequest
+from dsjax.serve.connections import event_of
+from dsjax.serve.message_parser import Section
+
+TEXTS = ("so ", '"quoted" \\ ', "\n", "日本 </think>", "and ", "", "a\u2028b", "end")
+
+
+def answer(options: dict) -> ChatAnswer:
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "stream": True, **options})
+    engine = SimpleNamespace(tokenizer=None)
+    reasoning = SimpleNamespace(close_token_id=None)
+    serving = SimpleNamespace(engine=engine, check_model=lambda _: 'a "name"', reasoning=reasoning, tool_format=None)
+    made = ChatAnswer(serving, body, "id")
+    made._section = Section.REASONING
+    made.first_chunks()
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}, {"service_tier": "auto"}])
+def test_events_of_a_chat_s_text_are_those_of_its_chunks(options):
+    as_events, as_chunks = answer(options), answer(options)
+    as_events._head["created"] = as_chunks._head["created"]
+    made = 0
+    for text in TEXTS:
+        output = RequestOutput("r", None, [1], [CompletionOutput(0, text, [7])], False)
+        events = as_events.chunks_of(0, output)
+        chunks = as_chunks.chunks_of(0, output, as_events=False)
+        made += sum(isinstance(event, bytes) for event in events)
+        assert [e if isinstance(e, bytes) else event_of(e) for e in events] == [event_of(chunk) for chunk in chunks]
+    assert made >= 4, "reasoning and content"
+
+
+def test_a_text_s_place_is_found_beside_strings_that_look_like_it():
+    chunk = {"model": '"text":""', "text": "", "other": '\\"text":""'}
+    assert TextEvent(chunk, "text").with_text('"') == event_of({**chunk, "text": '"'})

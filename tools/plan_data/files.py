@@ -1,0 +1,31 @@
+"""The CSV files of this folder: read, written, and joined with what today's model says."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+TODAY_COLUMNS = ("key", "metric", "today")
+"""Of a file that has what the model says today of another file's rows, by their keys and metrics."""
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a file."""
+    with path.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Write rows to a file, once all of them are made: the file stays as it is where one cannot be."""
+    made = list(rows)
+    with path.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.DictWriter(out, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(made)
+
+
+def with_today(rows: Iterable[dict[str, str]], path: Path) -> list[dict[str, str]]:
+    """Those of some rows that a file of `TODAY_COLUMNS` has, with what it says of them as `today`."""
+    played = {(row["key"], row["metric"]): row["today"] for row in read(path)}
+    return [row | {"today": played[place]} for row in rows if (place := (row["key"], row["metric"])) in played]
