@@ -85,10 +85,10 @@ replica and EP 8, TP is tensor parallelism.
 ## Predicted blind
 
 Every prediction in this table stands as it was committed, with the interval that the model gave then. That it was committed before its
-measurement was entered can be checked in this repository for {shown} of {figures} figures ([order of commits](#order-of-commits)); for the
-{unshown} of *closed loops*, *separated* and *drafts* it cannot, because their predictions and measurements came into it in one commit, and
-a reader has only our word. *Own interval* combines the ranges of the assumptions; *calibrated* is what `dsjax plan` shows as holding 9 of
-10, made here without the setting that it is asked about (conformal prediction: [calibration.py](../dsjax/plan/calibration.py)): of rates
+measurement was entered can be checked in this repository for {shown} of {figures} figures ([order of commits](#order-of-commits)). For the
+{unshown} of *closed loops*, *separated*, *drafts*, *last runs*, *drafts again* and *all left* it cannot, because their predictions and
+measurements came into it in one commit, and a reader has only our word. *Own interval* combines the ranges of the assumptions;
+*calibrated* is what `dsjax plan` shows as holding 9 of 10, made here without the setting that it is asked about (conformal prediction: [calibration.py](../dsjax/plan/calibration.py)): of rates
 and TPOT below the winner, of TTFT as reported with `--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)).
 *Width* is the median of high ÷ low. A group that has at least 19 figures of *{latest}* is calibrated by this round alone, one that has as
 many of {newest_rounds} together by these, any other by all. No group rests on *all left* alone, as nearly all of its settings had been
@@ -100,7 +100,7 @@ runs whose prompts were longer than said, and P99 of the TTFT in *all left*, cal
 - **all left** (the newest round): {left_runs} runs in `tools/plan_data/all_left.csv`, each setting at its two newest dates that no round
   had: 121 on one host (J), {left_apart_runs} with prefill and decode apart (K), none with drafts. Of ten runs the setting had never been
   measured before. They are the first that were predicted with TensorRT-LLM's own tables of that time
-  ([what was missing](#what-was-missing)). The predictions were committed in {left_commit} and the results entered in the commit after it.
+  ([what was missing](#what-was-missing)). Predictions were committed before ([how that can be checked](#order-of-commits)).
   Rates of SGLang with FP4 on B200 are 48% too high and a token's time 9% too low: of 40 to 160 requests the first of each user waits
   70 s, and a rate is little else than this wait (J4, J5, J10 to J13). Of TensorRT-LLM on GB200 with FP4 and thousands of users a token
   takes a quarter longer than predicted (K9, K14).
@@ -108,7 +108,7 @@ runs whose prompts were longer than said, and P99 of the TTFT in *all left*, cal
   older copy of the benchmark's history has (E; vngcloud/InferenceX-app, commit cac6246); of 40 on one host with drafts, whose rates had
   been seen, the TTFT alone was predicted (F); and 68 have prefill and decode apart and drafts (G): all of SGLang and those of TensorRT-LLM
   at dates that no round had, with what their recipes say of drafts, of requests at once and of steps. 25 of these have 256 to 16,130
-  users. The predictions were committed in {again_commit} and the results entered in the commit after it. TensorRT-LLM apart is
+  users. Predictions were committed before ([how that can be checked](#order-of-commits)). TensorRT-LLM apart is
   {again_trt_rates} off in rates. SGLang on B200 in FP8 with many users is bound by prefill: its prefill side computes 2,450 to 3,400
   prompt tokens a second a device (G14, G15, G17 to G20), where 5,600 to 8,900 were predicted; one of H200, whose rates are nearer, 2,760 to
   3,360 (G47, G51). On H100 over two hosts with `dp=16` (G31, G32, G36, G39, G41, G42) a token takes a quarter to a half longer than
@@ -116,7 +116,7 @@ runs whose prompts were longer than said, and P99 of the TTFT in *all left*, cal
   median first token (216 predicted).
 - **last runs**: {last_runs} runs of InferenceX in {last_settings} settings on one host, {drafting} with drafts
   and prompts as said, in `tools/plan_data/last_runs.csv` (P): all since 2026-01-14 that no round had, so that no choice was left.
-  Two thirds have 64 users and more. The predictions were committed in {last_commit} and the results entered in the commit after it.
+  Two thirds have 64 users and more. Predictions were committed before ([how that can be checked](#order-of-commits)).
   Without drafts all {plain_count} rates and times a token lie inside their own intervals. P99 of the TTFT is too low ({p99_now}
   off): the first wave of SGLang on H200 takes 0.6 to 1.4 s longer than it is played (P28, P29). Of the {last_sent} runs that are played
   with the prompts that were most likely sent, P36d has a median TTFT of 189 s (195 predicted) and P22a of 45 s (38 predicted); P18a
@@ -421,12 +421,12 @@ the second; the launches with their options are in `tools/plan_data/fit_incident
 ## Order of commits
 
 An order of commits shows that a measurement was entered after its prediction, not that nobody had read it before: for that there is our
-word in all rounds. The predictions of the rounds *closed loops*, *separated* and *drafts*, and the rule of *will it fit*, were each
-committed before the answers were entered. Those single commits were never published: they were put together into d01a626d, which holds
-predictions and answers both. For these four a reader has only our word for the order; for the others the commits named on this page show
-it. The TPU round and the second set of launches were predicted in c480840e and entered in e4640ca7; the rounds *scripts* and *drafts
-apart* were predicted in 789df52e, *other dates* in {other_commit}, *last runs* in {last_commit}, *drafts again* in {again_commit},
-*all left* in {left_commit}, and each entered in the commit that follows it.
+word in all rounds. All predictions, and the rule of *will it fit*, were committed before the answers were entered, but not all of those
+single commits were published. Those of *closed loops*, *separated*, *drafts* and *will it fit* were put together into d01a626d, those of
+*last runs*, *drafts again* and *all left* into dad62522, each of which holds predictions and answers both: for these a reader has only
+our word for the order. For the others the commits show it. The TPU round and the second set of launches were predicted in c480840e and
+entered in e4640ca7; the rounds *scripts* and *drafts apart* were predicted in 789df52e, *other dates* in {other_commit}, and each entered
+in the commit that follows it.
 
 ## With tables left out
 
@@ -437,8 +437,8 @@ The counted points of the first set with one table of operations left out, whose
 
 
 OTHER, LAST = "other dates", "last runs"
-OTHER_COMMIT, LAST_COMMIT, AGAIN_COMMIT, LEFT_COMMIT = "132e5666", "d0d9cf50", "2a4f4a94", "40cb9625"
-"""The commits that hold predictions of *other dates*, *last runs*, *drafts again* and *all left*, and none of their measurements."""
+OTHER_COMMIT = "132e5666"
+"""The commit that holds predictions of *other dates*, and none of their measurements."""
 
 
 LEFT_NEW = 10
@@ -464,7 +464,6 @@ def _newest() -> dict[str, str]:
         "plain_count": str(sum(b.kind in (RATE, TPOT) for b in plain)),
         "last_runs": str(len(last_distances)),
         "last_settings": str(len({b.run for b in last})),
-        "last_commit": LAST_COMMIT,
         "drafting": str(sum(each == DRAFTS for each in last_distances.values())),
         "last_sent": str(sum(each == SENT for each in last_distances.values())),
         "last_today": _today(last_today()),
@@ -497,7 +496,6 @@ def _left_words(every: list[Blind]) -> dict[str, str]:
         "left_apart": f"{mean_error(apart, RATE, TPOT):.1%}",
         "left_median": f"{mean_error(here, TTFT_MEDIAN):.1%}",
         "left_p99": f"{mean_error(here, TTFT_P99):.0%}",
-        "left_commit": LEFT_COMMIT,
     }
 
 
@@ -519,7 +517,6 @@ def _again_words(every: list[Blind]) -> dict[str, str]:
         "again_sglang_rates": f"{mean_error(of['sglang'], RATE):.0%}",
         "again_sglang_tpot": f"{mean_error(of['sglang'], TPOT):.0%}",
         "again_trt_rates": f"{mean_error(of['trt'], RATE):.0%}",
-        "again_commit": AGAIN_COMMIT,
         **_gathered(),
         "sent": str(sum(again_distance(row) == SENT for row in rows_of.values())),
     }
@@ -613,7 +610,7 @@ def _fit_by_outcome() -> dict[str, str]:
     return {name: str(value) for name, value in numbers.items()}
 
 
-_TOGETHER = ("closed loops", "separated", "drafts")
+_TOGETHER = ("closed loops", "separated", "drafts", LAST, "drafts again", "all left")
 """Rounds whose predictions and measurements came into this repository in one commit."""
 
 

@@ -183,7 +183,7 @@ def test_predictions_of_other_dates_are_those_that_were_committed_before_their_r
 
 
 def test_predictions_of_the_last_runs_are_those_that_were_committed_before_their_results():
-    """Commit d0d9cf50."""
+    """The commit came into this repository together with the results (dad62522)."""
     said = [[value for name, value in row.items() if name != "measured"] for row in last_rows()]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "0234d515202af719"
     assert all(float(row["measured"]) > 0 for row in last_rows())
@@ -191,7 +191,7 @@ def test_predictions_of_the_last_runs_are_those_that_were_committed_before_their
 
 
 def test_predictions_of_drafts_again_are_those_that_were_committed_before_their_results():
-    """Commit 2a4f4a94."""
+    """The commit came into this repository together with the results (dad62522)."""
     said = [[value for name, value in row.items() if name != "measured"] for row in again_rows()]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "a5b7bdff8b484f10"
     assert all(float(row["measured"]) > 0 for row in again_rows())
@@ -282,7 +282,7 @@ def test_what_an_engine_that_nothing_warmed_up_compiled_calibrates_no_plan():
 
 
 def test_predictions_of_all_that_was_left_are_those_that_were_committed_before_their_results():
-    """Commit 40cb9625."""
+    """The commit came into this repository together with the results (dad62522)."""
     said = [[value for name, value in row.items() if name != "measured"] for row in all_left.rows()]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "157ce00482ab5900"
     assert all(float(row["measured"]) > 0 for row in all_left.rows())
