@@ -89,7 +89,8 @@ measurement was entered can be checked in this repository for {shown} of {figure
 {unshown} of *closed loops*, *separated*, *drafts*, *last runs*, *drafts again* and *all left* it cannot, because their predictions and
 measurements came into it in one commit, and a reader has only our word. *Own interval* combines the ranges of the assumptions;
 *calibrated* is what `dsjax plan` shows as holding 9 of 10, made here without the setting that it is asked about (conformal prediction:
-[calibration.py](../dsjax/plan/calibration.py)): of rates and TPOT below the winner, of TTFT as reported with `--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)).
+[calibration.py](../dsjax/plan/calibration.py)): of rates and TPOT below the winner, of TTFT as reported with
+`--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)).
 *Width* is the median of high ÷ low. A group that has at least 19 figures of *{latest}* is calibrated by this round alone, one that has as
 many of {newest_rounds} together by these, any other by all. No group rests on *all left* alone, as nearly all of its settings had been
 measured at another date. *Older* rounds were predicted by older models, and are held here against older rounds alone. Runs with drafts,
