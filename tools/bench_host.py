@@ -2,6 +2,7 @@
 
 python tools/bench_host.py --requests 256 --mesh dp=1 dp=32
 python tools/bench_host.py --requests 1024 --host-only
+python tools/bench_host.py --put --mesh dp=1 dp=32      # what sending a step's inputs costs, beside jax.device_put
 
 The gap runs from the end of a step on all devices to the start of the next one; with two steps in flight it is 0 as long as the
 next one was enqueued before. Asynchronous scheduling and `--no-async-scheduling` take turns in one run, on the demo. `bare` is the
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 
 PROMPT, OUTPUT, PAGE = 64, 200, 16
 
@@ -127,7 +129,7 @@ def measure_gaps(mesh: str, requests: int, rounds: int, steps: int) -> None:
     bare = []
     for _ in range(20):  # with one row's inputs again and again: the same work, and nothing around it
         began = time.monotonic()
-        executor.state, _, found_tokens, *_ = command(executor.params, executor.state, packed)
+        executor.device.state, _, found_tokens, *_ = command(executor.params, executor.state, packed)
         jax.block_until_ready(found_tokens)
         bare.append(time.monotonic() - began)
     for name, asynchronous in (("asynchronous", True), ("synchronous", False)):
@@ -139,11 +141,40 @@ def measure_gaps(mesh: str, requests: int, rounds: int, steps: int) -> None:
         )
 
 
+def measure_put(mesh: str, repeats: int) -> None:
+    """Sending one step's rows to the devices of each DP rank, as the engine does it and by ``jax.device_put``. A process of its own."""
+    from sharding.emulation import emulate_devices
+    from sharding.mesh import MeshSpec
+
+    spec = MeshSpec.parse(mesh)
+    emulate_devices(spec.num_devices)
+
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from sharding.arrays import RepeatedPut
+
+    rows = NamedSharding(spec.arrange(jax.devices()[: spec.num_devices]), P(spec.batch_axes))
+    packed = np.zeros((spec.dp_size, 64), np.int32)
+    ways = {"jax.device_put": lambda: jax.device_put(packed, rows), "the engine": partial(RepeatedPut(rows), packed)}
+    least = dict.fromkeys(ways, float("inf"))
+    for _ in range(repeats + 1):
+        for name, put in ways.items():
+            began = time.thread_time()
+            for _ in range(100):
+                put()
+            least[name] = min(least[name], (time.thread_time() - began) / 100)
+    told = ", ".join(f"{name} {1e6 * seconds:.0f} µs" for name, seconds in least.items())
+    print(f"{mesh:>8}, a step's rows sent to the devices: {told}", flush=True)
+
+
 def _inputs(executor, pending):
     """The packed rows of a step that has been computed."""
     from dsjax.engine.device.launch_rows import pack_launch
 
-    outcome, ranks = pending.outcomes[0], len(pending.command.ranks)
+    outcome, ranks = pending.kept.outcomes[0], len(pending.command.ranks)
     packed = pack_launch(pending.command, outcome.launch, outcome.shape, [[] for _ in range(ranks)], [{}] * ranks)
     rows = outcome.shape.decode_rows[0]
     packed[:, rows : 2 * rows] = (
@@ -168,17 +199,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=64, help="tokens of each request")
     parser.add_argument("--host-only", action="store_true", help="the scheduler alone, without any device")
+    parser.add_argument("--put", action="store_true", help="sending a step's inputs alone")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.child and arguments.put:
+        measure_put(arguments.child, arguments.repeats)
+        return
     if arguments.child:
         measure_gaps(arguments.child, arguments.requests, arguments.rounds, arguments.steps)
         return
-    print_host(arguments.requests, arguments.ranks, arguments.repeats)
+    if not arguments.put:
+        print_host(arguments.requests, arguments.ranks, arguments.repeats)
     if arguments.host_only:
         return
     for mesh in arguments.mesh:
         command = [sys.executable, __file__, "--child", mesh, "--requests", str(arguments.requests)]
         command += ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
+        command += ["--repeats", str(arguments.repeats), *["--put"] * arguments.put]
         subprocess.run(command, check=True)
 
 

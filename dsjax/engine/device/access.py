@@ -47,7 +47,7 @@ class DeviceAccess:
 
     def send(self, array: np.ndarray) -> Array:
         """An array whose first axis is the DP ranks, on the devices of each."""
-        return put(array, self.programs.rows)
+        return self.programs.put_rows(array)
 
     def send_everywhere(self, arrays: Any) -> Any:
         """Arrays, or a tree of them, whole on every device."""

@@ -4,6 +4,7 @@ logits, and the results read from the devices and sorted out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -103,12 +104,12 @@ def pack_launch(
     """
     ranks = len(step.ranks)
     (R, _), (R2, C2) = shape.decode_rows, shape.prefill_rows
-    slot, limit = np.full((ranks, R), -1, np.int32), np.zeros((ranks, R), np.int32)
-    most = np.full((ranks, R), step.num_drafts, np.int32)
-    prefill = np.zeros((5, ranks, R2), np.int32)
-    prefill[0] = -1
-    tokens = np.zeros((ranks, R2, C2), np.int32)
-    pages = np.full((ranks, shape.page_changes, 3), -1, np.int32)
+    ends = [0, *itertools.accumulate((R, R, R, 5 * R2, R2 * C2, 3 * shape.page_changes))]
+    packed = np.zeros((ranks, ends[-1]), np.int32)
+    slot, limit, most, prefill, tokens, pages = (packed[:, first:end] for first, end in itertools.pairwise(ends))
+    prefill, tokens = prefill.reshape(ranks, 5, R2), tokens.reshape(ranks, R2, C2)
+    pages = pages.reshape(ranks, shape.page_changes, 3)
+    slot[:], most[:], prefill[:, 0], pages[:] = -1, step.num_drafts, -1, -1
     for rank, (rank_step, pieces, rank_changes, rank_most_drafts) in enumerate(
         zip(step.ranks, launch.pieces, changes, most_drafts, strict=True)
     ):
@@ -122,11 +123,10 @@ def pack_launch(
             known = np.frombuffer(row.tokens, "<i4")
             tokens[rank, place, :length] = known[first : first + length]
             following = row.next_token if first + length == len(known) else known[first + length]
-            prefill[:, rank, place] = row.slot, row.start + first, length, row.limit, following
+            prefill[rank, :, place] = row.slot, row.start + first, length, row.limit, following
         if rank_changes:
             pages[rank, : len(rank_changes)] = rank_changes
-    parts: Sequence[np.ndarray] = (slot, limit, most, *prefill, tokens, pages)
-    return np.concatenate([a.reshape(ranks, -1) for a in parts], axis=1)
+    return packed
 
 
 def makes_token(row: PrefillRow, first: int, length: int) -> bool:
@@ -256,7 +256,7 @@ class SlotTable:
     def rules_of(self, step: Step, launch: Launch, shape: LaunchShape) -> RowRules:
         """What the rows of a launch want."""
         row_rules: dict[tuple[int, bool, int], SlotRules] = {}
-        for index, rank in enumerate(step.ranks):
+        for index, rank in enumerate(step.ranks if self._wants.any() else ()):
             rank_rules = self._rules[index]
             if launch.decode and rank.decodes:
                 slots = decode_slots(rank)

@@ -259,7 +259,7 @@ class MeshExecutor:
     def _finish(self, pending: Pending) -> None:
         """Run a command's remaining programs, each when the one before is done on all devices."""
         while pending.last is not None:
-            jax.block_until_ready(pending.last)
+            pending.last.block_until_ready()
             pending.last = next(pending.running, None)
         pending.ended = time.monotonic()
         pending.done, pending.running = True, None

@@ -31,7 +31,7 @@ from dsjax.engine.program_cache.compiled_programs import CompiledPrograms, Progr
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
-from sharding.arrays import put
+from sharding.arrays import RepeatedPut, put
 
 COPIES = 32
 """Pairs of pages that one run of the copying program takes."""
@@ -55,6 +55,7 @@ class Programs:
     Attributes:
         store: the programs that are compiled.
         rows, everywhere: shardings of what the host sends: one entry for each DP rank; whole on every device.
+        put_rows: sends an array to the devices of each DP rank.
         shared: whether other processes have a part of the mesh: then the outcome of a step is whole on every device, and what else is
             to be read must be gathered.
     """
@@ -76,6 +77,7 @@ class Programs:
         self._state = device_state.description(state)
         self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
         self.everywhere = NamedSharding(step.mesh, P())
+        self.put_rows = RepeatedPut(self.rows)
         self.shared = not self.rows.is_fully_addressable
         self.meet = meet or (lambda: None)
         shelf = None
