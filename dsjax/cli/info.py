@@ -34,8 +34,8 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
 
     `config` has Hugging Face's field names, `parameters` the keys of `parameter_counts`. `layers`: `{"dense", "moe", "mtp"}`. `parts`:
     components that do not overlap, `{name: {"each", "count", "parameters"}}`; their sum is `parameters["main_model"]`. `device`: of one
-    device of `mesh`, `{"mesh", "devices", "weight_bytes": {precision: {component: bytes}}, "cache_bytes_per_token"}` with the
-    cache in bf16, for each DP rank's tokens.
+    device of `mesh`, `{"mesh", "devices", "stages", "weight_bytes": {precision: {component: bytes}}, "cache_bytes_per_token"}`, with
+    the cache in bf16, for each DP rank's tokens. With several stages: weights and cache at the stage that has most of each.
 
     Raises:
         ConfigError: no such model, or a configuration that cannot be.
@@ -46,6 +46,7 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
     from dsjax.config.weights import WEIGHT_FORMATS
     from dsjax.engine.setup.assembly import check_layout
     from dsjax.model.parameter_counts import parameter_counts
+    from dsjax.model.stage import stages_of
     from dsjax.plan.engine import dsjax_engine
     from dsjax.plan.layout import InstanceLayout
     from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
@@ -72,12 +73,16 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
         "device": {
             "mesh": str(spec),
             "devices": spec.num_devices,
+            "stages": spec.pp_size,
             "weight_bytes": {
                 name: weight_bytes(config, layout, dsjax_engine().precision(PRECISIONS[name]))
                 for name, row in WEIGHT_FORMATS.items()
                 if row.listed and (row.packed is None or config.is_moe)
             },
-            "cache_bytes_per_token": cache_bytes_per_token(config, PRECISIONS["bf16"]),
+            "cache_bytes_per_token": max(
+                cache_bytes_per_token(stage.config(config), PRECISIONS["bf16"])
+                for stage in stages_of(config, spec.pp_size)
+            ),
         },
     }
 
@@ -128,8 +133,9 @@ def _show(console: Console, facts: dict[str, Any]) -> None:
     table.add_section()
     table.add_row("all", *(f"{sum(by_component.values()):,}" for by_component in weights.values()))
     console.print(table)
+    whose = "on each of its devices" if device["stages"] == 1 else "on each device of the stage that has most of them"
     console.print(
-        f"latent cache: {device['cache_bytes_per_token']:,} bytes a token of a DP rank in bf16, on each of its devices",
+        f"latent cache: {device['cache_bytes_per_token']:,} bytes a token of a DP rank in bf16, {whose}",
         highlight=False,
     )
     table = Table(title="configuration", title_justify="left", show_header=False)

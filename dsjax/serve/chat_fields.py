@@ -183,12 +183,8 @@ class ChatRequest(SamplingFields, PromptFields):
         None,
         description="none turns thinking off where the template has a switch for it; templates may also read the word",
     )
-    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="older name of tools; refused"
-    )
-    function_call: Literal["none", "auto"] | None = Field(
-        None, description="older name of tool_choice; refused with functions"
-    )
+    functions: list[Any] | None = Field(None, description="older name of tools; refused")
+    function_call: Any = Field(None, description="older name of tool_choice; refused")
 
     def check(self) -> None:
         """Raise for fields that do not go together."""

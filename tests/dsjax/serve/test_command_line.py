@@ -77,6 +77,15 @@ def test_info_writes_documented_json(tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == facts
 
 
+def test_info_counts_the_cache_of_a_device_for_the_layers_of_its_stage_alone():
+    done = CliRunner().invoke(app, ["info", "--model", "deepseek-v3", "--mesh", "pp=2,tp=8", "--json", "-"])
+    device = json.loads(done.stdout)["device"]
+    assert device["stages"] == 2
+    assert device["cache_bytes_per_token"] == 31 * 1152, "61 layers are 31 and 30"
+    shown = CliRunner().invoke(app, ["info", "--model", "deepseek-v3", "--mesh", "pp=2,tp=8"]).stdout
+    assert "35,712 bytes a token of a DP rank in bf16, on each device of the stage" in " ".join(shown.split())
+
+
 def test_info_tells_the_bytes_of_a_device_of_a_mesh():
     facts = describe("deepseek-v3", "dp=32")
     assert facts["device"]["devices"] == 32

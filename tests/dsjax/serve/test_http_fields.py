@@ -538,19 +538,22 @@ def test_a_field_without_effect_is_logged_once(start, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "advice"),
     [
-        ("modalities", ["text", "audio"]),
-        ("audio", {"voice": "a", "format": "wav"}),
-        ("web_search_options", {}),
-        ("functions", [{"name": "f"}]),
-        ("function_call", "auto"),
+        ("modalities", ["text", "audio"], 'send modalities ["text"]'),
+        ("audio", {"voice": "a", "format": "wav"}, 'send modalities ["text"]'),
+        ("web_search_options", {}, "as a tool"),
+        ("functions", [{"name": "f"}], "send tools"),
+        ("function_call", "auto", "send tool_choice"),
+        ("function_call", {"name": "f"}, "send tool_choice"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_do(start, field, value):
-    error = start("answer").post(CHAT, {"messages": MESSAGES, field: value}).json()["error"]
-    assert (error["param"], error["type"]) == (field, "invalid_request_error")
+def test_what_cannot_be_is_refused_with_what_to_do(start, field, value, advice):
+    answer = start("answer").post(CHAT, {"messages": MESSAGES, field: value})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, field, "invalid_request_error")
     assert field in error["message"]
+    assert advice in error["message"]
 
 
 @pytest.mark.parametrize(
