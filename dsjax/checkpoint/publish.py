@@ -31,7 +31,8 @@ def check_destination(destination: Path, *, overwrite: bool = False) -> None:
         return
     if not _is_checkpoint(destination):
         raise DestinationError(
-            destination, "exists and is no checkpoint, which is all that --overwrite replaces; choose another destination"
+            destination,
+            "exists and is no checkpoint, which is all that --overwrite replaces; choose another destination",
         )
     if not overwrite:
         raise DestinationError(destination, "exists already; choose another destination, or pass --overwrite")
