@@ -18,9 +18,10 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
         default: its value when it is not given.
         help: a line for `--help`.
         metadata: `choices`; `flag`, where it is not the field's name; `alias`, another flag; `switch`: a bool that has no `--no-` form;
-            `envvar`; `least`, `above`: bounds of numbers, checked when the dataclass is made; `min`: the least number that the command
-            line takes, which `--help` shows; `show_default`: what `--help` shows as the default, where that is not the field's; `of_host`:
-            an engine's option that changes which commands an executor gets and not what it makes of them, or that is another engine's.
+            `envvar`; `least`, `above`, `most`: bounds of numbers, checked when the dataclass is made; `min`: the least number that the
+            command line takes, which `--help` shows; `show_default`: what `--help` shows as the default, where that is not the field's;
+            `of_host`: an engine's option that changes which commands an executor gets and not what it makes of them, or that is another
+            engine's.
     """
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
@@ -39,6 +40,8 @@ class Checked:
                 raise OptionError(f"{flag_of(field)} is {value}, expected at least {facts['least']}")
             if "above" in facts and not value > facts["above"]:
                 raise OptionError(f"{flag_of(field)} is {value}, expected more than {facts['above']}")
+            if "most" in facts and value > facts["most"]:
+                raise OptionError(f"{flag_of(field)} is {value}, expected at most {facts['most']:,}")
 
 
 def flag_of(field: dataclasses.Field) -> str:

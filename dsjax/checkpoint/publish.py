@@ -9,21 +9,39 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsjax.checkpoint.errors import DestinationError
+from dsjax.checkpoint.orbax_form import MANIFEST_NAME
 from dsjax.checkpoint.safetensors import sync_folder
+from dsjax.checkpoint.shards import INDEX_NAME
 
 
 def check_destination(destination: Path, *, overwrite: bool = False) -> None:
     """Whether ``publish`` can write there, which is worth knowing before a source is downloaded or read.
 
+    Only a checkpoint or an empty folder is ever replaced: a mistyped name must not cost a home directory.
+
     Raises:
-        DestinationError: it exists, and is not to be replaced, or is no directory, or one that cannot be: a volume is mounted there.
+        DestinationError: it exists, and is not to be replaced, or is no directory, or one that cannot be: a volume is mounted there, or
+            it holds something else than a checkpoint.
     """
     if destination.exists() and not destination.is_dir():
         raise DestinationError(destination, "exists and is no directory; choose another destination")
     if os.path.ismount(os.path.realpath(destination)):
         raise DestinationError(destination, "is where a volume is mounted; choose a folder in it, which need not exist")
-    if destination.exists() and any(destination.iterdir()) and not overwrite:
+    if not destination.exists() or not any(destination.iterdir()):
+        return
+    if not _is_checkpoint(destination):
+        raise DestinationError(
+            destination,
+            "exists and is no checkpoint, which is all that --overwrite replaces; choose another destination",
+        )
+    if not overwrite:
         raise DestinationError(destination, "exists already; choose another destination, or pass --overwrite")
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint, which may be damaged: a configuration, and weights or what lists them."""
+    weights = any((folder / name).exists() for name in (MANIFEST_NAME, INDEX_NAME)) or any(folder.glob("*.safetensors"))
+    return weights and (folder / "config.json").exists()
 
 
 @contextmanager

@@ -29,7 +29,9 @@ def convert(
     ] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file: 5GB, 500MB, …")] = "5GB",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace the destination once the new one is complete.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option(help="Replace the checkpoint at the destination once the new one is complete.")
+    ] = False,
     progress: Annotated[bool, typer.Option(help="Draw a progress bar.")] = True,
 ) -> None:
     """Convert a checkpoint: Hugging Face to Orbax, Orbax to Hugging Face, or to other weights."""

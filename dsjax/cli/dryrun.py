@@ -10,7 +10,7 @@ from dsjax.cli.options import options_of, prepare_devices
 from dsjax.cli.output import report_console, write_json
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
-from dsjax.options import Checked, option
+from dsjax.options import Checked, check_place, option
 from sharding import MeshSpec
 
 
@@ -56,6 +56,12 @@ def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
     # XLA warns of each kernel that it cannot tune without the device; what goes wrong is raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     target, timeline = options.target, options.timeline
+    for flag, place in (
+        ("--json", options.json_file),
+        ("--timeline", options.timeline),
+        ("--timeline-picture", options.timeline_picture),
+    ):
+        check_place(flag, None if place is None else str(place))  # compiling may take minutes
     if options.mla is not None and options.step == "mixed":
         raise UserError("--mla is of one kind of rows, and a mixed step has both; give --mla-decode and --mla-prefill")
     if options.mla is not None and options.step in ("decode", "prefill"):  # any other word is refused below

@@ -4,7 +4,9 @@ A command's module is imported when the command is used. No such module brings J
 `--mesh dp=32` on a CPU must set the number of emulated devices first.
 """
 
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -55,6 +57,9 @@ class LazyCommands(Commands):
         return typer.main.get_command(single)
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What writing to a full disk fails with."""
+
 app = typer.Typer(cls=LazyCommands, no_args_is_help=True, **PLAIN)
 
 
@@ -80,15 +85,39 @@ def dsjax(
 def main(prefix: Sequence[str] = ()) -> None:
     """Run the command in `sys.argv`; `prefix` goes before it (`python -m dsjax.serve` is `dsjax serve`).
 
-    A user's mistake is printed in one line and ends with 2; anything else keeps its traceback.
+    A user's mistake is printed in one line and ends with 2, and so is a full disk. A pipe whose reader is gone ends with 1, in silence.
+    Anything else keeps its traceback.
     """
     try:
-        app([*prefix, *sys.argv[1:]], prog_name="dsjax")
+        try:
+            app([*prefix, *sys.argv[1:]], prog_name="dsjax")
+        finally:
+            sys.stdout.flush()  # here, where it can be said that it fails
     except ValueError as error:
         if not _is_users_mistake(error):
             raise
-        Console(stderr=True, soft_wrap=True).print(Text("error: ", "bold red") + Text(str(error), "default"))
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, *_FULL):
+            raise
+        _drop_output()
+        if error.errno == errno.EPIPE:
+            sys.exit(1)
+        _fail(f"cannot write {error.filename or 'what was found'}: {error.strerror}; make room, or write it elsewhere")
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(Text("error: ", "bold red") + Text(message, "default"))
+    sys.exit(2)
+
+
+def _drop_output() -> None:
+    """Forget what standard output still holds, where it takes no more: Python would try to write it again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _is_users_mistake(error: ValueError) -> bool:

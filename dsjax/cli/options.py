@@ -13,13 +13,16 @@ from dsjax.options import flag_of
 
 
 def options_of(
-    title: Callable[[type], str | None] = lambda kind: (kind.__doc__ or "").rstrip("."), /, **kinds: type
+    title: Callable[[type], str | None] = lambda kind: (kind.__doc__ or "").partition("\n")[0].rstrip("."),
+    /,
+    **kinds: type,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option for each field of dataclasses; it gets the dataclasses, under the names given here.
 
     typer reads a function's signature; the decorated one has the fields in place of those parameters.
 
-    title: of a dataclass's panel in `--help`, its docstring unless another is given; None for the panel of a command's own options.
+    title: of a dataclass's panel in `--help`, its docstring's first line unless another is given; None for the panel of a command's own
+        options.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -20,7 +20,7 @@ from dsjax.top.view import view
 
 def top(
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    interval: Annotated[float, typer.Option(help="Seconds between readings.", min=0.1)] = 2.0,
+    interval: Annotated[float, typer.Option(help="Seconds between readings.", min=0.1, max=86400)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show one interval, then end.")] = False,
     json_file: Annotated[
         str | None,
@@ -57,26 +57,30 @@ def _watch(client: StatusClient, before: StatusReading, interval: float) -> None
             time.sleep(interval)
             try:
                 after = client.read()
+                shown, before = view(before, after), after
             except NoAnswerError as error:
                 show(Screen(client.url, shown, str(error)))
                 continue
-            shown, before = view(before, after), after
             show(Screen(client.url, shown))
 
 
 def _write(client: StatusClient, before: StatusReading, interval: float, once: bool, json_file: str) -> None:
-    standard = contextlib.nullcontext(sys.stdout)
-    with writing(json_file), standard if json_file == "-" else Path(json_file).open("w", encoding="utf-8") as file:
+    with contextlib.ExitStack() as opened:
+        file = sys.stdout
+        if json_file != "-":
+            opened.enter_context(writing(json_file))
+            file = opened.enter_context(Path(json_file).open("w", encoding="utf-8"))
         while True:
             time.sleep(interval)
             try:
                 after = client.read()
+                line = json.dumps(view(before, after))
             except NoAnswerError as error:
                 if once:
                     raise
                 print(error, file=sys.stderr, flush=True)
                 continue
-            file.write(json.dumps(view(before, after)) + "\n")
+            file.write(line + "\n")
             file.flush()
             before = after
             if once:

@@ -1,5 +1,6 @@
 """`StatusReading`: what a server said at one moment, from `/metrics`, `/server_info` and `/get_load`."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class NoAnswerError(UserError):
 
 
 class Exposition:
-    """The samples of a scrape."""
+    """The samples of a scrape. A value that is not finite says nothing, so it is passed over."""
 
     def __init__(self, text: str):
         """Parse the text format.
@@ -52,7 +53,7 @@ class Exposition:
         """
         self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
-            for sample in family.samples:
+            for sample in (one for one in family.samples if math.isfinite(one.value)):
                 self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
 
     def total(self, name: str, **labels: str) -> float:
@@ -115,6 +116,8 @@ class StatusClient:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=10.0)
         except httpx.InvalidURL as error:
             raise NoAnswerError(f"--url is {url!r}, expected http://HOST:PORT ({error})") from error
+        except UnicodeEncodeError as error:
+            raise NoAnswerError("--api-key has letters that no HTTP header takes; expected ASCII") from error
 
     def read(self) -> StatusReading:
         """Ask all three.

@@ -1,16 +1,17 @@
 """`view`: two readings as rates, shares and quantiles. Its JSON is what `dsjax top --json` writes."""
 
+import json
 import math
 from typing import Any
 
-from dsjax.top.reading import HISTOGRAMS, Exposition, StatusReading, grew
+from dsjax.top.reading import HISTOGRAMS, Exposition, NoAnswerError, StatusReading, grew
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _MOST_EXPERTS = 8
 
 
 def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
-    """What happened between two readings of one server.
+    """What happened between two readings of one server, with finite numbers alone.
 
     Times are seconds, shares are 0 to 1, and what cannot be known (a mean of nothing) is None. Fields:
 
@@ -34,7 +35,22 @@ def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
       `connected`, `losses` in the window, `last_gap_seconds`, and `sent` and `received` bytes a second.
     - `generation`: None where the mesh cannot change; its `number`, from 0, `devices`, `devices_wanted`, whether it is `changing`, and
       `requests_waiting` for a larger one.
+
+    Raises:
+        NoAnswerError: what was read has other fields or labels than dsjax serve's.
     """
+    try:
+        shown = _view(before, after)
+        json.dumps(shown, allow_nan=False)
+        return shown
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise NoAnswerError(
+            f"the server's /metrics, /server_info or /get_load is not dsjax serve's of this version ({type(error).__name__}: {error}); "
+            "give the address of one as --url"
+        ) from error
+
+
+def _view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
     seconds = max(after.time - before.time, 1e-9)
     old, new = before.metrics, after.metrics
     made = new.growth(old, "vllm:generation_tokens_total", "engine")

@@ -11,6 +11,8 @@ _LARGEST_EVENT = 16 * 1024 * 1024
 
 _LONGEST_ERROR = 300
 
+_MOST_TOKENS = 2**31 - 1
+
 
 class EventStreamError(ValueError):
     """Bytes that are no event stream."""
@@ -144,18 +146,30 @@ class AnswerReader:
                 self._pieces.append(text)
             record.finish_reason = choice.get("finish_reason") or record.finish_reason
         usage = chunk.get("usage")
-        if usage and usage.get("completion_tokens") is not None:
-            record.output_tokens = usage["completion_tokens"]
-            record.prompt_tokens = usage.get("prompt_tokens") or record.prompt_tokens
-            record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if usage and (made := _count(usage, "completion_tokens")) is not None:
+            record.output_tokens = made
+            record.prompt_tokens = _count(usage, "prompt_tokens") or record.prompt_tokens
+            record.cached_tokens = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens")
             self._has_usage = True
+
+
+def _count(usage: dict[str, Any], name: str) -> int | None:
+    """A number of tokens; None where there is none.
+
+    Raises:
+        AnswerError: it is no such number, so that no figure can be made of it.
+    """
+    value = usage.get(name)
+    if value is not None and not (type(value) is int and 0 <= value <= _MOST_TOKENS):
+        raise AnswerError(f"the usage has {name} {str(value)[:80]!r}, expected a number of tokens")
+    return value
 
 
 def _text_of(choice: dict[str, Any]) -> tuple[str | None, bool]:
     """A choice's text, and whether it carries tokens for certain. Text is None in a chunk that only announces the role."""
     carries = bool(choice.get("token_ids"))
     if "delta" not in choice:
-        text = choice.get("text") or ""
+        text = "" + (choice.get("text") or "")  # TypeError for what is no text
         return text, carries or bool(text)
     delta = choice["delta"] or {}
     # Servers that send both names of the reasoning send the same text under both.

@@ -10,6 +10,9 @@ from dsjax.bench.serve.report import LATENCIES
 from dsjax.bench.serve.statistics import parse_goodput
 from dsjax.options import Checked, OptionError, check_place, option
 
+_MOST = 10_000_000
+"""Of requests, tokens of a prompt, and seconds of a request: more is a slip of the hand, and no memory holds it."""
+
 
 @dataclass(frozen=True)
 class ServerOptions(Checked):
@@ -25,7 +28,7 @@ class ServerOptions(Checked):
     ignore_eos: bool = option(False, "ask for answers of full length (a field of vLLM's)")
     temperature: float | None = option(0.0, "of every request", least=0)
     extra_body: str | None = option(None, "JSON object of further fields for every request")
-    request_timeout: float = option(600.0, "seconds that one request may take", above=0)
+    request_timeout: float = option(600.0, "seconds that one request may take", above=0, most=_MOST)
     ready_check_timeout_sec: float = option(0.0, "seconds to wait for the server to come up", least=0)
     devices: int | None = option(None, "of the server; default: what its /server_info says", least=1)
 
@@ -54,15 +57,15 @@ class WorkloadOptions(Checked):
 
     dataset_name: str = option("random", "the workload", choices=("random", "sharegpt", "prefix-repetition", "trace"))
     dataset_path: str | None = option(None, "file of sharegpt or trace")
-    num_prompts: int | None = option(None, "requests of a point; default: 1000, of a trace all", least=1)
+    num_prompts: int | None = option(None, "requests of a point; default: 1000, of a trace all", least=1, most=_MOST)
     seed: int = option(0, "of lengths, prompts and arrivals", least=0)
-    random_input_len: int = option(1024, "mean tokens of a prompt", least=1)
+    random_input_len: int = option(1024, "mean tokens of a prompt", least=1, most=_MOST)
     random_output_len: int = option(128, "mean tokens of an answer", least=1)
     random_range_ratio: float = option(0.0, "lengths between mean × (1 − ratio) and mean × (1 + ratio)", least=0)
-    random_prefix_len: int = option(0, "tokens before each prompt, the same for all", least=0)
-    prefix_repetition_prefix_len: int = option(256, "tokens of a prefix", least=0)
-    prefix_repetition_suffix_len: int = option(256, "tokens of a suffix", least=0)
-    prefix_repetition_num_prefixes: int = option(10, "different prefixes", least=1)
+    random_prefix_len: int = option(0, "tokens before each prompt, the same for all", least=0, most=_MOST)
+    prefix_repetition_prefix_len: int = option(256, "tokens of a prefix", least=0, most=_MOST)
+    prefix_repetition_suffix_len: int = option(256, "tokens of a suffix", least=0, most=_MOST)
+    prefix_repetition_num_prefixes: int = option(10, "different prefixes", least=1, most=_MOST)
     prefix_repetition_output_len: int = option(128, "tokens of an answer", least=1)
     sharegpt_output_len: int | None = option(None, "tokens of an answer; default: the conversation's", least=1)
     trace_speed: float = option(1.0, "arrivals come this many times as fast", above=0)

@@ -76,8 +76,8 @@ async def ask_server(
     return ServerFacts(
         model=model or card["id"],
         root=card.get("root"),
-        max_model_len=_integer(card, "max_model_len"),
-        num_devices=_integer(info, "num_devices"),
+        max_model_len=_count(card, "max_model_len"),
+        num_devices=_count(info, "num_devices"),
     )
 
 
@@ -135,9 +135,10 @@ async def _optional(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
         return {}
 
 
-def _integer(body: Any, name: str) -> int | None:
+def _count(body: Any, name: str) -> int | None:
+    """A whole number above 0; None for anything else."""
     value = body.get(name) if isinstance(body, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int and value > 0 else None
 
 
 async def read_counters(session: aiohttp.ClientSession, url: str) -> Exposition | None:

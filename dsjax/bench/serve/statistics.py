@@ -251,14 +251,19 @@ class DraftFigures:
 
     @classmethod
     def between(cls, before: Exposition | None, after: Exposition | None) -> "DraftFigures | None":
-        """What happened between two scrapes; None where the server drafted nothing, or does not tell."""
+        """What happened between two scrapes; None where the server drafted nothing, or does not tell.
+
+        A position that is no number is another server's, and is left out.
+        """
         if before is None or after is None:
             return None
         rows, drafted, accepted = (
             round(sum(after.growth(before, name).values())) for name in (_ROWS, _DRAFTED, _ACCEPTED)
         )
         by_position = {
-            int(position): count for (position,), count in after.growth(before, _PER_POSITION, "position").items()
+            int(position): count
+            for (position,), count in after.growth(before, _PER_POSITION, "position").items()
+            if position.isdecimal()
         }
         return (
             cls(rows, drafted, accepted, tuple(round(by_position[k]) for k in sorted(by_position))) if drafted else None

@@ -4,13 +4,17 @@ Lower bounds are what the script sleeps (less 5 ms for the clocks' grain); upper
 """
 
 import asyncio
+import json
 
 import pytest
 
+from dsjax.bench.serve.answer import AnswerError, AnswerReader
 from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.load import run_load
-from dsjax.bench.serve.records import BenchRequest
+from dsjax.bench.serve.records import BenchRequest, RequestRecord
 from dsjax.bench.serve.server_facts import ServerError, ask_server, server_url
+from dsjax.bench.serve.statistics import DraftFigures
+from dsjax.top.reading import Exposition
 
 GRAIN, AGES = 0.005, 20.0
 
@@ -127,3 +131,36 @@ def test_a_server_that_breaks_off_when_it_is_asked_whether_it_is_ready_is_asked_
 def test_models_that_are_not_listed_as_openai_s_are_no_server(start_fake, models):
     with pytest.raises(ServerError, match="no server at http"):
         facts_of(start_fake(models=models).url)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": [], "usage": {"completion_tokens": "5"}},
+        {"choices": [], "usage": {"completion_tokens": -5}},
+        {"choices": [], "usage": {"completion_tokens": 10**400}},
+        {"choices": [], "usage": {"completion_tokens": float("nan")}},
+        {"choices": [], "usage": {"completion_tokens": 5, "prompt_tokens": "a"}},
+        {"choices": [], "usage": {"completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": "x"}}},
+        {"choices": [{"text": 5}]},
+    ],
+    ids=lambda answer: json.dumps(answer)[:60],
+)
+def test_counts_and_texts_of_which_no_figure_can_be_made_fail_the_request_alone(answer):
+    reader = AnswerReader(RequestRecord(0.0, 0.0, 3))
+    with pytest.raises(AnswerError, match=r"expected a number of tokens|not of OpenAI's shape"):
+        reader.feed(b"data: " + json.dumps(answer).encode() + b"\n\n", 1.0)
+
+
+@pytest.mark.parametrize("devices", [0, -3, "two", True, 1.5])
+def test_a_number_of_devices_that_cannot_be_is_none(start_fake, devices):
+    assert facts_of(start_fake(info={"num_devices": devices}).url).num_devices is None
+
+
+def test_drafts_at_positions_that_are_no_numbers_are_left_out():
+    name = "vllm:spec_decode_num"
+    lines = [f"{name}_drafts_total 2", f"{name}_draft_tokens_total 4", f"{name}_accepted_tokens_total 1"]
+    lines += [f'{name}_accepted_tokens_per_pos_total{{position="{each}"}} 1' for each in ("0", "last")]
+    after = Exposition("\n".join(lines) + "\n")
+    assert DraftFigures.between(Exposition(""), after) == DraftFigures(2, 4, 1, (1,))
+    assert DraftFigures.between(Exposition(""), Exposition(f"{name}_draft_tokens_total +Inf\n")) is None

@@ -192,6 +192,9 @@ def test_failures_are_counted_and_each_message_is_shown_once(start_fake):
     [
         (("--request-rate", "0"), "--request-rate is 0.0, expected more than 0"),
         (("--goodput", "itl:3"), "--goodput has 'itl:3'"),
+        (("--num-prompts", "99999999999"), "--num-prompts is 99999999999, expected at most 10,000,000"),
+        (("--random-input-len", "99999999999"), "--random-input-len is 99999999999, expected at most 10,000,000"),
+        (("--request-timeout", "inf"), "--request-timeout is inf, expected at most 10,000,000"),
         (("stray",), "found 'stray', which belongs to no option"),
         (("--sweep-concurrency", "1,x"), "--sweep-concurrency is '1,x', expected positive integers"),
         (("--sweep-rate", "1", "--sweep-concurrency", "1"), "sweep one of them"),

@@ -18,7 +18,7 @@ from dsjax.checkpoint.convert import convert_checkpoint, save
 from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
 from dsjax.checkpoint.load import from_hf_tensors, load, to_hf_tensors
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME
-from dsjax.checkpoint.publish import publish
+from dsjax.checkpoint.publish import check_destination, publish
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.model.transformer import abstract_parameters
@@ -283,13 +283,25 @@ def test_behind_a_link_the_folder_is_replaced_and_the_link_stays(tmp_path):
     volume, link = tmp_path / "volume", tmp_path / "model"
     (volume / "old").mkdir(parents=True)
     link.symlink_to(volume / "old")
-    (volume / "old" / "weights").touch()
+    for name in ("config.json", "model.safetensors"):
+        (volume / "old" / name).touch()
     with publish(link, overwrite=True) as folder:
         (folder / "new weights").touch()
     assert link.readlink() == volume / "old"
     assert [path.name for path in link.iterdir()] == ["new weights"]
     assert [path.name for path in volume.iterdir()] == ["old"]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()] == ["volume"]
+
+
+@pytest.mark.parametrize("files", [["thesis.tex"], ["config.json", "main.py"], ["model.safetensors"]])
+def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path, files):
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match="is no checkpoint, which is all that --overwrite replaces"):
+        check_destination(tmp_path, overwrite=True)
+    with pytest.raises(CheckpointError, match="is no checkpoint"), publish(tmp_path, overwrite=True):
+        raise AssertionError("nothing is written")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +387,8 @@ def test_specs_of_an_orbax_directory_are_those_of_its_source(checkpoints, orbax)
 def test_a_destination_that_exists_is_said_before_the_source_is_looked_for(tmp_path):
     from dsjax.cli.convert import convert
 
-    (tmp_path / "kept").write_text("")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("")
     with pytest.raises(CheckpointError) as found:
         convert("no/such-source", tmp_path)
     assert (

@@ -191,3 +191,41 @@ def test_the_doctor_finds_this_machine_fit_and_says_what_is_not():
     assert sick.returncode == 1
     assert re.search(r"trouble +JAX_ENABLE_X64: is on\n +→ unset it", sick.stdout)
     assert re.search(r"trouble +devices: JAX_PLATFORMS is 'cuda'", sick.stdout)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("command", [["--version"], ["kernels", "--help"], ["info", "--json", "-"]], ids=" ".join)
+def test_standard_output_on_a_full_disk_is_one_message(command, buffered):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "dsjax", *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": buffered},
+        )
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "error: cannot write what was found: No space left on device; make room, or write it elsewhere\n"
+    )
+
+
+@pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_pipe_whose_reader_is_gone_ends_a_command_in_silence(buffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "dsjax", "--version"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": buffered},
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_a_panel_of_help_has_a_title_of_one_line():
+    page = CliRunner().invoke(app, ["accept", "--help"]).output
+    assert "\nWhat else can be measured:\n" in page

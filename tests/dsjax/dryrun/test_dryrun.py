@@ -274,3 +274,12 @@ def test_the_usual_context_ends_at_the_models_positions(monkeypatch):
         with pytest.raises(UserError, match="seen"):
             dry_run(DryRunArgs(engine=dataclasses.replace(V3, model=model, weights="auto", mesh="dp=2")))
     assert asked == [2048, 4096]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--timeline", "--timeline-picture"])
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_compiled(flag, tmp_path, monkeypatch):
+    monkeypatch.setattr("dsjax.dryrun.run.dry_run", lambda *_, **__: pytest.fail("it compiled"))
+    others = ["--timeline", str(tmp_path / "t.json")] if flag == "--timeline-picture" else []
+    ended = CliRunner().invoke(app, ["dryrun", *others, flag, str(tmp_path / "missing" / "a.json")])
+    assert isinstance(ended.exception, UserError)
+    assert "where no file can be written; choose another" in str(ended.exception)

@@ -375,6 +375,52 @@ def test_ctrl_c_ends_it_cleanly_and_a_server_that_goes_away_is_waited_for(server
     assert b"Traceback" not in bytes(seen)
 
 
+@pytest.mark.parametrize(
+    ("metrics", "loads"),
+    [
+        ('vllm:e2e_request_latency_seconds_bucket{le="abc"} 3\n', []),
+        ('dsjax_expert_tokens_total{expert="x",ep_rank="y"} 3\n', []),
+        ("", [1]),
+        ("", [{}]),
+        ("", [{"rank": 0, "running": "many", "waiting": 0, "used_pages": 0, "usable_pages": 1}]),
+        ("", [{"rank": 0, "running": math.nan, "waiting": 0, "used_pages": 0, "usable_pages": 1}]),
+    ],
+)
+def test_fields_that_are_not_dsjax_s_are_an_error_that_says_what_to_do(metrics, loads):
+    both = [StatusReading(at, Exposition(metrics), {}, loads) for at in (0.0, 1.0)]
+    with pytest.raises(
+        NoAnswerError, match=r"is not dsjax serve's of this version .*; give the address of one as --url"
+    ):
+        view(*both)
+
+
+def test_a_value_that_is_not_finite_is_passed_over():
+    metrics = Exposition("vllm:generation_tokens_total NaN\nvllm:prompt_tokens_total +Inf\n")
+    found = view(*(StatusReading(at, metrics, {}, []) for at in (0.0, 1.0)))
+    assert found["tokens_per_second"] == {"prompt": 0.0, "generation": 0.0}
+
+
+@pytest.mark.parametrize("interval", ["inf", "1e20", "nan", "0"])
+def test_an_interval_that_nobody_can_wait_for_is_refused(interval):
+    ended = run("--interval", interval)
+    assert ended.exit_code == 2
+    assert "Invalid value for '--interval'" in ended.output
+
+
+def test_a_key_that_no_header_takes_is_refused():
+    with pytest.raises(NoAnswerError, match="--api-key has letters that no HTTP header takes"):
+        StatusClient("http://127.0.0.1:8000", "schlüssel☃")
+
+
+def test_lines_of_json_into_a_pipe_whose_reader_is_gone_are_no_message(server):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "dsjax", "top", "--url", server.url, "--interval", "0.1", "--json", "-"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
 def _collect(descriptor: int, into: bytearray) -> None:
     with contextlib.suppress(OSError):  # a terminal whose other end is closed
         while chunk := os.read(descriptor, 4096):
