@@ -84,7 +84,7 @@ class MeshSpec:
             return text
         sizes: dict[str, int] = {}
         for part in text.replace(" ", "").split(","):
-            match = re.fullmatch(r"([a-z]+)=(\d+)", part)
+            match = re.fullmatch(r"([a-z]+)=([0-9]+)", part)
             if not match or match.group(1) not in USER_AXES:
                 raise MeshError(
                     f"mesh {text!r}: found {part!r}, expected axis=size with axis one of {', '.join(USER_AXES)} (for example dp=4,tp=8)"

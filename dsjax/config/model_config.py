@@ -219,6 +219,10 @@ class ModelConfig:
         return write_fields(self)
 
 
+MOST_BYTES = 10_000_000
+"""Of a file that may be a configuration. A device, or a file of weights, is not read to its end."""
+
+
 def bundled_models() -> tuple[str, ...]:
     """Names that `load_config` knows: the folders of `configs/models` that hold a `config.json`."""
     models = importlib.resources.files("configs") / "models"
@@ -237,12 +241,18 @@ def load_config(name_or_path: str | Path) -> ModelConfig:
         path = Path(os.path.expanduser(name_or_path))
         source = path / "config.json" if path.is_dir() else path
         try:
-            text = source.read_text(encoding="utf-8")
+            with source.open("rb") as file:
+                data = file.read(MOST_BYTES + 1)
+            text = data.decode()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"no model configuration at {str(name_or_path)!r} ({source}: {why_unreadable(error)}); expected a directory with "
                 f"config.json, the path of one, or a bundled name: {', '.join(bundled_models())}"
             ) from error
+        if len(data) > MOST_BYTES:
+            raise ConfigError(
+                f"{source} has more than {MOST_BYTES:,} bytes, expected a config.json, which has a few thousand"
+            )
     try:
         return ModelConfig.from_dict(json.loads(text))
     except json.JSONDecodeError as error:

@@ -81,7 +81,9 @@ def dry_run(
     variants = {text: within_positions(variant(args, text), config, f"--against {text}: ") for text in against}
     # Before the devices are described, or emulated.
     weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
-    check_layout(config, spec.stage, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
+    for one in (args, *variants.values()):
+        layout = MeshSpec.parse(one.engine.mesh).stage
+        check_layout(config, layout, args.engine.num_redundant, weights, dense_tp=args.engine.moe_dense_tp_size)
     if args.engine.enable_dbo and hardware is not None:
         start_exchanges_early()
     mesh = spec.stage.build(target_devices(hardware, spec.stage_devices))

@@ -104,6 +104,7 @@ def test_axes_left_out_take_their_defaults_and_spaces_do_not_count():
         ("dp=-2", ["found 'dp=-2'"]),
         ("dp=2.0", ["found 'dp=2.0'"]),
         ("dp=2,tp=2,dp=4", ["axis dp is given twice"]),
+        ("dp=٣", ["found 'dp=٣'"]),
         ("tp=0", ["tp=0", "at least 1"]),
         ("ep=0", ["ep=0", "at least 1"]),
         ("dp=6,ep=4", ["ep=4", "6 × 1 = 6", "[1, 2, 3, 6]"]),

@@ -26,7 +26,7 @@ class ServerOptions(Checked):
     prompt_form: str = option("auto", "auto: token ids where the server takes them", choices=("auto", "tokens", "text"))
     vocab_size: int | None = option(None, "draw token ids below this; default: the tokenizer's", least=1)
     ignore_eos: bool = option(False, "ask for answers of full length (a field of vLLM's)")
-    temperature: float | None = option(0.0, "of every request", least=0)
+    temperature: float | None = option(0.0, "of every request", least=0, most=_MOST)
     extra_body: str | None = option(None, "JSON object of further fields for every request")
     request_timeout: float = option(600.0, "seconds that one request may take", above=0, most=_MOST)
     ready_check_timeout_sec: float = option(0.0, "seconds to wait for the server to come up", least=0)
@@ -43,7 +43,7 @@ class ServerOptions(Checked):
             OptionError: it is no JSON object.
         """
         try:
-            body = json.loads(self.extra_body or "{}")
+            body = json.loads(self.extra_body or "{}", parse_constant=_no_number)
         except ValueError as error:
             raise OptionError(f"--extra-body is not JSON: {error}") from error
         if not isinstance(body, dict):
@@ -152,9 +152,9 @@ class LoadOptions(Checked):
             OptionError: a sweep has something else than positive numbers.
         """
         rate = self.request_rate or math.inf
-        if self.sweep_concurrency:
+        if self.sweep_concurrency is not None:
             return [(rate, int(n)) for n in _numbers("--sweep-concurrency", self.sweep_concurrency, whole=True)]
-        if self.sweep_rate:
+        if self.sweep_rate is not None:
             return [(n, self.max_concurrency) for n in _numbers("--sweep-rate", self.sweep_rate)]
         return [(rate, self.max_concurrency)]
 
@@ -209,6 +209,10 @@ class ReportOptions(Checked):
     def objectives(self) -> dict[str, float]:
         """Goodput's objectives; empty without."""
         return parse_goodput(self.goodput or ())
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"it has no {word}")
 
 
 def _numbers(flag: str, text: str, whole: bool = False) -> list[float]:

@@ -197,6 +197,7 @@ def test_failures_are_counted_and_each_message_is_shown_once(start_fake):
         (("--request-timeout", "inf"), "--request-timeout is inf, expected at most 10,000,000"),
         (("stray",), "found 'stray', which belongs to no option"),
         (("--sweep-concurrency", "1,x"), "--sweep-concurrency is '1,x', expected positive integers"),
+        (("--sweep-concurrency", ""), "--sweep-concurrency is '', expected positive integers"),
         (("--sweep-rate", "1", "--sweep-concurrency", "1"), "sweep one of them"),
         (("--endpoint", "embed"), "--endpoint is 'embed', expected one of completions, chat"),
         (("--dataset-name", "trace", "--dataset-path", __file__, "--request-rate", "1"), "--trace-speed"),
@@ -205,6 +206,8 @@ def test_failures_are_counted_and_each_message_is_shown_once(start_fake):
         (("--json", "no-such-folder/x.json"), "--json is 'no-such-folder/x.json', where no file can be written"),
         (("--csv-points", "/"), "--csv-points is '/', where no file can be written"),
         (("--extra-body", "[1]"), "expected a JSON object"),
+        (("--extra-body", '{"top_p": NaN}'), "--extra-body is not JSON: it has no NaN"),
+        (("--temperature", "inf"), "--temperature is inf, expected at most 10,000,000"),
         ((), "no server at http://127.0.0.1:9"),
     ],
 )

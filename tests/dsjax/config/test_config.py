@@ -327,6 +327,14 @@ def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path, content,
     assert str(path) in str(error.value)
 
 
+def test_a_file_that_is_too_large_for_a_configuration_is_not_read_to_its_end(tmp_path):
+    path = tmp_path / "model.bin"
+    with path.open("wb") as file:
+        file.truncate(10**12)  # on the disk it takes nothing
+    with pytest.raises(ConfigError, match=r"model.bin has more than 10,000,000 bytes, expected a config\.json"):
+        load_config(path)
+
+
 def test_an_unknown_name_lists_the_bundled_ones():
     with pytest.raises(ConfigError, match=r"deepseek-v3.*kimi-k2"):
         load_config("deepseek-v33")

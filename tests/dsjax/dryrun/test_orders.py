@@ -146,6 +146,12 @@ def test_what_a_step_is_compared_with_has_the_context_of_the_step(monkeypatch):
         dry_run(usual, reductions=True, against=("context=4096",))
 
 
+def test_a_mesh_to_compare_with_that_cannot_be_is_refused_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr("dsjax.dryrun.run._read_mesh", lambda *given: pytest.fail("it is compiled"))
+    with pytest.raises(ValueError, match="mesh tp=3 does not fit the model"):
+        dry_run(ARGS, reductions=True, against=("mesh=tp=3",))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
