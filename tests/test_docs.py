@@ -66,6 +66,13 @@ def test_every_option_is_named_on_some_page(options):
         assert not untold, f"dsjax {command}: no page names {', '.join(sorted(untold))}"
 
 
+def test_every_alert_is_named_on_the_page_of_observability():
+    alerts = re.findall(r"alert: (\w+)", (ROOT / "configs/observability/alerts.yml").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    assert alerts
+    assert not [name for name in alerts if f"`{name}`" not in text]
+
+
 def test_the_readme_lists_every_page():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [named(page) for page in (ROOT / "docs").glob("*.md") if f"({named(page)})" not in text]

@@ -52,6 +52,7 @@ from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_w
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages, PageDisk, Shapes
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
+from dsjax.engine.tiers.options import NO_SHARED_DISK
 from dsjax.engine.tiers.page_files import PageFiles
 from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
 from dsjax.engine.transfer.page_chunks import PageChunks
@@ -357,9 +358,7 @@ def lock_disk(args: EngineArgs, group: HostGroup | None) -> PageFolder | None:
     if args.disk_cache is None:
         return None
     if group is not None:
-        raise UserError(
-            "--disk-cache does not work on a mesh of several processes yet; leave it out, or use --host-cache-bytes"
-        )
+        raise UserError(NO_SHARED_DISK)
     return lock_folder(args.disk_cache)
 
 

@@ -50,6 +50,12 @@ class TierOptions:
         return KvEventsConfig.parse(self.kv_events_config)
 
 
+NO_SHARED_DISK = (
+    "--disk-cache does not work on a mesh of several processes yet; leave it out, or use --host-cache-bytes"
+    """Why a folder of pages is refused to several processes: here where they are given, else when they have met."""
+)
+
+
 def check_tiers(args: Any) -> None:
     """Check that the other options go with offload tiers and page events. args: `EngineArgs`, which are checked where they are made.
 
@@ -73,3 +79,5 @@ def check_tiers(args: Any) -> None:
         raise UserError(
             "--record-steps does not go with --disk-cache: a recording would lack what pages from the disk held; leave one of them out"
         )
+    if (args.num_processes or 1) > 1:  # a group that a cluster's variables name is found later, and refused then
+        raise UserError(NO_SHARED_DISK)
