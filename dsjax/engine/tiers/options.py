@@ -52,8 +52,8 @@ class TierOptions:
 
 NO_SHARED_DISK = (
     "--disk-cache does not work on a mesh of several processes yet; leave it out, or use --host-cache-bytes"
-    """Why a folder of pages is refused to several processes: here where they are given, else when they have met."""
 )
+"""Why a folder of pages is refused to several processes: at once where their number is given, else when they have met."""
 
 
 def check_tiers(args: Any) -> None:

@@ -16,7 +16,7 @@ DISK, EVENTS = (
     [
         ({"disk_cache_bytes": 1 << 30}, "--disk-cache-bytes is given without --disk-cache"),
         ({"disk_cache": "pages"}, "--disk-cache is given without --disk-cache-bytes"),
-        (DISK | {"num_processes": 2}, "a mesh of several processes"),
+        (DISK | {"num_processes": 2}, "a mesh of several processes yet; leave it out, or use --host-cache-bytes$"),
         (DISK | {"enable_prefix_caching": False}, "--disk-cache keeps pages of the prefix cache"),
         (DISK | {"record_steps": "steps"}, "--record-steps does not go with --disk-cache"),
         ({"kv_events_config": {"topics": "kv"}}, "--kv-events-config has the unknown field topics"),
