@@ -220,7 +220,7 @@ class ModelConfig:
 
 
 MOST_BYTES = 10_000_000
-"""Of a file that may be a configuration. A device, or a file of weights, is not read to its end."""
+"""`load_config` reads so much of a file at most, so that a device, or a file of weights, is not read to its end."""
 
 
 def bundled_models() -> tuple[str, ...]:

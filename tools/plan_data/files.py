@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 TODAY_COLUMNS = ("key", "metric", "today")
-"""Of a file that has what the model says today of another file's rows, by their keys and metrics."""
+"""The columns of a file that says what today's model predicts for another file's rows, by their keys and metrics."""
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -11,7 +11,8 @@ from dsjax.bench.serve.statistics import parse_goodput
 from dsjax.options import Checked, OptionError, check_place, option
 
 _MOST = 10_000_000
-"""Of requests, tokens of a prompt, and seconds of a request: more is a slip of the hand, and no memory holds it."""
+"""The largest number of requests, of tokens of a prompt, and of seconds, and the highest temperature, that can be asked for: more is a
+slip of the hand, and no memory holds so many requests."""
 
 
 @dataclass(frozen=True)

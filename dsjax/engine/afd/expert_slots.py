@@ -28,7 +28,7 @@ Fetch = Callable[[int, Mapping[int, int]], Mapping[int, Expert]]
 checkpoint."""
 
 NOBODY = -1
-"""In the place of a logical expert: the slot has no whole one."""
+"""Stands in the place of a logical expert where a slot has no whole one."""
 
 
 class StackRow(NamedTuple):
