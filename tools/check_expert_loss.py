@@ -14,7 +14,7 @@ without an end, and wrong where its text is another.
 Of each loss a line says: `silence`, the longest time without a token on any stream, from the signal until tokens come again; `gap`, the
 seconds that the attention side's `/metrics` has for it, the most of those killed together; `cached`, tokens of prompts that were found in
 the prefix cache since the loss before, of those that were found there when each prompt came for the second time, undisturbed; `pages`,
-those that hold something of the cache, before and after: those of running requests come and go, so that a third may be missing. Each prompt
+those that hold something of the cache, before and after: those of running requests come and go, so that half may be missing. Each prompt
 must be found in the cache as far as it was undisturbed, and no request preempted.
 
 What stands behind `--` are more options of `dsjax serve`, for both sides.
