@@ -97,7 +97,10 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--excess", type=int, default=4)
-    parser.add_argument("--folder", help="for the disk's pages, emptied by the end; default: a temporary one")
+    parser.add_argument(
+        "--folder",
+        help="where a folder for the disk's pages is made, and removed in the end; default: where temporary files are",
+    )
     args = parser.parse_args()
 
     from dsjax import LLM
@@ -131,6 +134,8 @@ def main() -> int:
     for title in ("", "cached", "device", "host", "disk", "TTFT ms", "P90", "ITL ms", "P99", "stored", "fetched"):
         table.add_column(title, justify="left" if not title else "right")
     answers = []
+    if args.folder:
+        Path(args.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for name, options in systems.items():
             sizes = {"cache_tokens": small, "max_model_len": 512, "max_num_seqs": 4} | options(folder)

@@ -6,7 +6,10 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+import operator
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +56,9 @@ class LLM:
     ends the process (``SystemExit``) when that one is done. Processes that are lost, leave or come back are noticed in ``generate``: the
     prompts go on on the mesh of those that are there.
 
+    Calls from several threads take turns. Ctrl-C ends ``generate`` after the step that is computed, and the next call works; a second
+    Ctrl-C does not wait for the step, and may leave the engine unusable.
+
     Raises:
         UserError, MeshError: an option, model or mesh that cannot be, before weights are read.
     """
@@ -68,6 +74,7 @@ class LLM:
         **options: Any,
     ):
         self.args = EngineArgs.from_options(model=str(model), mesh=str(mesh), **options)
+        self._lock, self._is_shut_down = threading.RLock(), False
         group = group or join_group(self.args, host_options(self.args))
         from dsjax.engine.device.process import size_memory_pool  # starts JAX, so only after the devices are arranged
 
@@ -191,14 +198,15 @@ class LLM:
         Raises:
             UserError, MeshError: the mesh cannot be; everything is as it was.
         """
-        if afd_address is None and (self._experts is None or mesh is not None):
-            self.engine.scale(None if mesh is None else str(mesh), expert_mesh)
-        elif mesh is not None:
-            raise UserError("mesh and afd_address are given, one for each side; change one side and then the other")
-        elif self._experts is None:
-            raise UserError(NO_REMOTE_EXPERTS)
-        else:
-            self._experts.change(self.executor, expert_mesh, afd_address)
+        with self._turn():
+            if afd_address is None and (self._experts is None or mesh is not None):
+                self.engine.scale(None if mesh is None else str(mesh), expert_mesh)
+            elif mesh is not None:
+                raise UserError("mesh and afd_address are given, one for each side; change one side and then the other")
+            elif self._experts is None:
+                raise UserError(NO_REMOTE_EXPERTS)
+            else:
+                self._experts.change(self.executor, expert_mesh, afd_address)
 
     def generate(
         self,
@@ -216,26 +224,32 @@ class LLM:
         shared only with prompts of the same salt. session: prompts of one session run on one DP rank.
 
         Raises:
-            UserError: a prompt or parameter that cannot be; nothing is run then.
+            UserError: a prompt or parameter that cannot be; nothing is run then. Or the engine was shut down.
         """
-        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        params = self._params_for(prompts, sampling_params)
-        priorities = [0] * len(prompts) if priority is None else list(priority)
+        wanted = "text, {'prompt_token_ids': [...]}, or a list of prompts"
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else _listed("prompts", prompts, wanted)
+        params = _params_for(prompts, sampling_params)
+        wanted = "a list with an integer for each prompt"
+        priorities = [0] * len(prompts) if priority is None else _listed("priority", priority, wanted)
         if len(priorities) != len(prompts):
             raise UserError(f"found {len(priorities)} priorities for {len(prompts)} prompts; give one for each")
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
+        options = [RequestOptions(place, cache_salt, session) for place in priorities]
         outputs: dict[str, RequestOutput] = {}
-        try:
-            for request_id, prompt, param, place in zip(ids, prompts, params, priorities, strict=True):
-                self.engine.add_request(request_id, prompt, param, RequestOptions(place, cache_salt, session))
-            while self.engine.has_unfinished():
-                outputs |= {output.request_id: output for output in self.engine.step() if output.finished}
-        except BaseException:
-            for request_id in ids:
-                self.engine.abort(request_id)
-            while self.engine.has_unfinished():
-                self.engine.step()  # takes the aborted requests' last outputs out, and waits for steps under way
-            raise
+        with self._turn(), _deferred_interrupts() as raise_interrupt:
+            try:
+                for request in zip(ids, prompts, params, options, strict=True):
+                    self.engine.add_request(*request)
+                    raise_interrupt()
+                while self.engine.has_unfinished():
+                    outputs |= {output.request_id: output for output in self.engine.step() if output.finished}
+                    raise_interrupt()
+            except BaseException:
+                for request_id in ids:
+                    self.engine.abort(request_id)
+                while self.engine.has_unfinished():
+                    self.engine.step()  # takes the aborted requests' last outputs out, and waits for steps under way
+                raise
         return [outputs[request_id] for request_id in ids]
 
     def chat(
@@ -251,13 +265,14 @@ class LLM:
         messages: dicts with ``role`` and ``content``. chat_template_kwargs: variables for the template (``thinking``).
 
         Raises:
-            UserError: a model without a chat template, or messages that it refuses.
+            UserError: a model without a chat template, or messages that are none, or that it refuses.
         """
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise UserError(f"model {self.args.model!r} has no chat template; use generate()")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise UserError(f"chat_template_kwargs is {chat_template_kwargs!r}, expected a dict")
         variables = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        texts = [self.tokenizer.chat_template.render(list(one), **variables) for one in conversations]
+        texts = [self.tokenizer.chat_template.render(one, **variables) for one in _conversations(messages)]
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate([{"prompt_token_ids": one} for one in ids], sampling_params)
 
@@ -265,46 +280,59 @@ class LLM:
         """Float32 ``[tokens, vocab]`` for each sequence: next-token logits at every position, through the paged cache.
 
         Raises:
-            UserError: an empty or too long sequence, a token id outside the vocabulary, or requests that are running.
+            UserError: an empty or too long sequence, a token id that is no integer or outside the vocabulary, or requests that are running.
         """
-        if self.engine.has_unfinished():
-            raise UserError("logits() was called while requests are running; finish or abort them first")
-        sequences = [self._checked(sequence) for sequence in token_ids]
-        pool = self.engine.core.scheduler.ranks[0].pool
-        logits = []
-        for sequence in sequences:
-            pages = pool.allocate(pool.pages_for(len(sequence)), store=False)
-            try:
-                score = self.executor.launch(Score(int32s(sequence), int32s(pages)))
-                logits.append(self.executor.collect(score))
-                if not np.isfinite(logits[-1]).all():
-                    others = [[]] * (self.executor.limits.num_ranks - 1)
-                    self.executor.launch(clear_command([pages, *others]))
-            finally:
-                pool.release(pages)
+        with self._turn(), _deferred_interrupts() as raise_interrupt:
+            if self.engine.has_unfinished():
+                raise UserError("logits() was called while requests are running; finish or abort them first")
+            sequences = [
+                self._checked(each) for each in _listed("token_ids", token_ids, "a list of lists of token ids")
+            ]
+            pool = self.engine.core.scheduler.ranks[0].pool
+            logits = []
+            for sequence in sequences:
+                pages = pool.allocate(pool.pages_for(len(sequence)), store=False)
+                try:
+                    score = self.executor.launch(Score(int32s(sequence), int32s(pages)))
+                    logits.append(self.executor.collect(score))
+                    if not np.isfinite(logits[-1]).all():
+                        others = [[]] * (self.executor.limits.num_ranks - 1)
+                        self.executor.launch(clear_command([pages, *others]))
+                finally:
+                    pool.release(pages)
+                raise_interrupt()
         return logits
 
     def warm_up(self, progress=None) -> None:
         """Compile every program now, so that no request waits for it."""
-        self.parts.warm_up(progress)
+        with self._turn():
+            self.parts.warm_up(progress)
 
     def shutdown(self) -> None:
-        """Free the devices' memory."""
-        self.engine.shutdown()
+        """Free the devices' memory, when calls of other threads are done. The engine cannot be used afterwards."""
+        with self._lock:
+            self.engine.shutdown()
+            self._is_shut_down = True
 
-    def _params_for(self, prompts: list[Prompt], given) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            given = [given or SamplingParams()] * len(prompts)
-        given = list(given)
-        if len(given) != len(prompts):
-            raise UserError(
-                f"found {len(given)} sampling parameters for {len(prompts)} prompts; give one, or one for each"
-            )
-        # Only finished outputs are returned, so the intermediate ones need not be made.
-        return [_final_only(params) for params in given]
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Keep the engine to this thread; calls of others wait.
+
+        Raises:
+            UserError: the engine was shut down.
+        """
+        with self._lock:
+            if self._is_shut_down:
+                raise UserError("this LLM was shut down; make another one")
+            yield
 
     def _checked(self, sequence: Sequence[int]) -> list[int]:
-        sequence = [int(token) for token in sequence]
+        try:
+            sequence = [operator.index(token) for token in sequence]
+        except TypeError:
+            raise UserError(
+                f"found the sequence {sequence!r}, expected a list of token ids, which are integers"
+            ) from None
         most = min(self.executor.limits.max_model_len, self.engine.core.scheduler.config.max_tokens_in_cache)
         if not 1 <= len(sequence) <= most:
             raise UserError(f"found a sequence of {len(sequence)} tokens, expected 1 to {most}")
@@ -316,3 +344,77 @@ class LLM:
 
 def _final_only(params: SamplingParams) -> SamplingParams:
     return dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY)
+
+
+def _listed(name: str, given: object, wanted: str) -> list:
+    """Make a list of what several things were given as. Bytes would be integers, and a set would have no order.
+
+    Raises:
+        UserError: it is none of several things, with its name and what was wanted.
+    """
+    if isinstance(given, str | bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable):
+        raise UserError(f"{name} is {given!r}, expected {wanted}")
+    return list(given)
+
+
+def _params_for(prompts: list[Prompt], given: object) -> list[SamplingParams]:
+    """Give each prompt its parameters. Only finished outputs are returned, so the intermediate ones need not be made."""
+    if given is None or isinstance(given, SamplingParams):
+        given = [given or SamplingParams()] * len(prompts)
+    given = _listed("sampling_params", given, "SamplingParams, or a list with one for each prompt")
+    if len(given) != len(prompts):
+        raise UserError(f"found {len(given)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
+    for params in given:
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"sampling_params has {params!r}, expected SamplingParams")
+    return [_final_only(params) for params in given]
+
+
+def _conversations(messages: object) -> list[list[Mapping]]:
+    """Make a list of conversations of one or several.
+
+    Raises:
+        UserError: something in it is no message: a chat template would leave it out without a word.
+    """
+    wanted = "a list of messages such as {'role': 'user', 'content': 'Hello'}"
+    given = _listed("messages", messages, f"{wanted}, or a list of such lists")
+    conversations = [given] if given and isinstance(given[0], Mapping) else given
+    conversations = [_listed("a conversation", each, wanted) for each in conversations]
+    for conversation in conversations:
+        if not conversation:
+            raise UserError(f"a conversation is empty, expected {wanted}")
+        for message in conversation:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise UserError(f"found the message {message!r}, expected a dict with a role, and with content")
+    return conversations
+
+
+@contextlib.contextmanager
+def _deferred_interrupts() -> Iterator[Callable[[], None]]:
+    """Keep an interrupt (Ctrl-C) until the function that this yields is called, or the block ends. A second one is raised at once.
+
+    An interrupt in the middle of a step would leave the scheduler behind the device. Python handles signals in its main thread, so
+    that in another one there is nothing to keep.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
+        return
+    kept: list[tuple] = []
+
+    def keep(*signal_and_frame) -> None:
+        if kept:
+            handler(*signal_and_frame)
+        else:
+            kept.append(signal_and_frame)
+
+    def raise_kept() -> None:
+        if kept:
+            handler(*kept.pop())
+
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield raise_kept
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    raise_kept()

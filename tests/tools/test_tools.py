@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+NO_COMMAND = "soaks/separated.py"
+"""A process that `tools/soak.py` starts."""
 COMMANDS = [
-    path.name
-    for path in sorted((ROOT / "tools").glob("*.py"))
-    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    name
+    for path in sorted((ROOT / "tools").rglob("*.py"))
+    if (name := path.relative_to(ROOT / "tools").as_posix()) != NO_COMMAND
+    and '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 ]
 
 
@@ -31,4 +34,14 @@ def test_help_ends_with_0_and_prints_the_usage(name: str, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(path), run_name="__main__")
     assert ended.value.code == 0
-    assert f"usage: {name}" in capsys.readouterr().out
+    assert f"usage: {path.name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["recipe_limits", "drafts", "tpu"])
+def test_a_wrong_command_line_writes_no_data(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(Path, "open", lambda *given, **options: pytest.fail("a file was opened"))
+    monkeypatch.setattr(sys, "argv", [name, *([str(tmp_path)] if name == "recipe_limits" else ["predict", "other"])])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "plan_data" / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err

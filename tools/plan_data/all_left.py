@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +129,7 @@ def rows() -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 6 or sys.argv[1] not in ("predict", "enter"):
-        sys.exit(__doc__)
-    loaded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[2:]]
-    filled = {"predict": predict, "enter": enter}[sys.argv[1]](*loaded)
+    command, given = files.arguments(__doc__, predict=4, enter=4)
+    loaded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in given]
+    filled = {"predict": predict, "enter": enter}[command](*loaded)
     files.write(DATA, history.COLUMNS, filled)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +211,5 @@ def enter(results: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("predict", "enter"):
-        sys.exit(__doc__)
-    {"predict": predict, "enter": enter}[sys.argv[1]](Path(sys.argv[2]))
+    command, given = files.arguments(__doc__, predict=1, enter=1)
+    {"predict": predict, "enter": enter}[command](Path(given[0]))

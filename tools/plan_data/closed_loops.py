@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 from dsjax.config import ModelConfig, load_config
@@ -242,9 +241,8 @@ def enter(results: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["predict"]:
+    command, given = files.arguments(__doc__, predict=0, enter=1)
+    if command == "predict":
         predict()
-    elif len(sys.argv) == 3 and sys.argv[1] == "enter":
-        enter(Path(sys.argv[2]))
     else:
-        sys.exit(__doc__)
+        enter(Path(given[0]))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,7 @@ def rows() -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    command, *paths = sys.argv[1:]
-    loaded = [result for path in paths for result in json.loads(Path(path).read_text(encoding="utf-8"))]
+    command, given = files.arguments(__doc__, predict=2, enter=2)
+    loaded = [result for path in given for result in json.loads(Path(path).read_text(encoding="utf-8"))]
     filled = {"predict": predict, "enter": enter}[command](loaded)
     files.write(DATA, COLUMNS, filled)

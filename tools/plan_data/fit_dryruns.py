@@ -72,4 +72,5 @@ def write(found: Iterable[dict[str, int] | None]) -> None:
 
 
 if __name__ == "__main__":
+    files.parser_of(__doc__).parse_args()
     write(map(run, (*rows(), *rows(SECOND))))

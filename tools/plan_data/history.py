@@ -23,7 +23,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -259,11 +258,10 @@ def rows() -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1] == "today":
-        files.write(TODAY, files.TODAY_COLUMNS, today(sys.argv[2:]))
-        sys.exit()
-    if len(sys.argv) != 4 or sys.argv[1] not in ("predict", "enter"):
-        sys.exit(__doc__)
-    loaded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[2:]]
-    filled = {"predict": predict, "enter": enter}[sys.argv[1]](*loaded)
+    command, given = files.arguments(__doc__, predict=2, enter=2, today=None)
+    if command == "today":
+        files.write(TODAY, files.TODAY_COLUMNS, today(given))
+        raise SystemExit
+    loaded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in given]
+    filled = {"predict": predict, "enter": enter}[command](*loaded)
     files.write(DATA, COLUMNS, filled)

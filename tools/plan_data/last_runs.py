@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,11 +74,10 @@ def rows() -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["today"]:
+    command, given = files.arguments(__doc__, predict=2, enter=2, today=0)
+    if command == "today":
         files.write(TODAY, files.TODAY_COLUMNS, today())
-        sys.exit()
-    if len(sys.argv) != 4 or sys.argv[1] not in ("predict", "enter"):
-        sys.exit(__doc__)
-    runs = chosen(*(json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[2:]))
-    filled = other_dates.predictions_of(runs) if sys.argv[1] == "predict" else history.measured(rows(), dict(runs))
+        raise SystemExit
+    runs = chosen(*(json.loads(Path(file).read_text(encoding="utf-8")) for file in given))
+    filled = other_dates.predictions_of(runs) if command == "predict" else history.measured(rows(), dict(runs))
     files.write(DATA, history.COLUMNS, filled)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +155,10 @@ def rows() -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["today"]:
+    command, given = files.arguments(__doc__, predict=2, enter=2, today=0)
+    if command == "today":
         files.write(TODAY, files.TODAY_COLUMNS, today())
-        sys.exit()
-    if len(sys.argv) != 4 or sys.argv[1] not in ("predict", "enter"):
-        sys.exit(__doc__)
-    loaded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[2:]]
-    filled = {"predict": predict, "enter": enter}[sys.argv[1]](*loaded)
+        raise SystemExit
+    loaded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in given]
+    filled = {"predict": predict, "enter": enter}[command](*loaded)
     files.write(DATA, COLUMNS, filled)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import csv
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tools.plan_data import files
 from tools.plan_data.apart_loops import ENGINES, mesh_of, settings_of
 from tools.plan_data.inferencex_apart import ApartRun
 
@@ -91,9 +91,10 @@ def limits(run: ApartRun, drafting: str = "none") -> tuple[int, int] | None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    with DATA.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(read(Path(sys.argv[1])))
+    parser = files.parser_of(__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    folder = parser.parse_args().folder
+    made = [dict(zip(COLUMNS, row, strict=True)) for row in read(folder)]
+    if not made:
+        parser.error(f"{folder} has no YAML file with such a recipe")
+    files.write(DATA, COLUMNS, made)

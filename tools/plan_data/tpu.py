@@ -101,6 +101,7 @@ def tpu_points() -> list[Point]:
 
 
 if __name__ == "__main__":
+    files.parser_of(__doc__).parse_args()
     entered = {(row["key"], row["metric"]): row["measured"] for row in rows()} if DATA.exists() else {}
     made = [row | {"measured": entered.get((row["key"], row["metric"]), "")} for row in predictions()]
     files.write(DATA, COLUMNS, made)

@@ -85,9 +85,8 @@ class SamplingParams:
     def __post_init__(self):
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words or ()))
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name) or ()))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         if self.seed == -1:

@@ -46,7 +46,7 @@ class RequestOptions:
             is a new one of the engine at that address.
 
     Raises:
-        UserError: `prefill` names no prefill engine.
+        UserError: a priority that is no integer, a salt or session that is no text, or `prefill` names no prefill engine.
     """
 
     priority: int = 0
@@ -56,6 +56,11 @@ class RequestOptions:
     prefill: Mapping[str, str | None] | None = None
 
     def __post_init__(self):
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise UserError(f"priority: found {self.priority!r}, expected an integer")
+        for name in ("cache_salt", "session"):
+            if not isinstance(getattr(self, name), str | None):
+                raise UserError(f"{name}: found {getattr(self, name)!r}, expected text")
         if self.prefill is None:
             return
         # The engine's thread connects to it, which an error there would end for all requests.

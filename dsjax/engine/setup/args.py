@@ -212,7 +212,7 @@ class EngineArgs(
         from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
         meshes = (self.mesh, self.prefill_mesh, self.decode_mesh)
-        check_stages(self, max(MeshSpec.parse(mesh).pp_size for mesh in meshes if mesh))
+        check_stages(self, max(MeshSpec.parse(mesh).pp_size for mesh in meshes if mesh is not None))
         check_sides(self)
 
     @classmethod

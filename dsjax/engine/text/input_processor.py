@@ -1,7 +1,7 @@
 """`InputProcessor`: prompts and parameters, checked and turned into requests and their logits' rules, before anything reaches a device."""
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,14 +114,17 @@ class InputProcessor:
             known = {"prompt", "prompt_token_ids"} & prompt.keys()
             if len(known) != 1 or len(prompt) != 1:
                 raise PromptError(
-                    f"the prompt has the keys {sorted(prompt)}, expected prompt or prompt_token_ids, one of them"
+                    f"the prompt has the keys {sorted(map(str, prompt))}, expected prompt or prompt_token_ids, one of them"
                 )
-            prompt = prompt[known.pop()]
+            (key,) = known
+            prompt = prompt[key]
+            if key == "prompt_token_ids" and isinstance(prompt, str):
+                raise PromptError(f"prompt_token_ids is {prompt!r}, expected token ids; text is {{'prompt': text}}")
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise PromptError("the prompt is text, but this model has no tokenizer; give prompt_token_ids")
             text, token_ids = prompt, self._tokenizer.encode(prompt)
-        elif isinstance(prompt, Iterable):
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping | Set):
             token_ids = list(prompt)
         else:
             raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")

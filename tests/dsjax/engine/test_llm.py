@@ -3,7 +3,9 @@
 These are the tests of `device/mesh_executor.py`, `device/step_programs.py` and `device/slots.py` too.
 """
 
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -19,6 +21,8 @@ from dsjax.engine.contract.commands import Step
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.device.slots import ADMISSIONS
 from dsjax.engine.elastic.follower import Follower
+from dsjax.engine.llm import _deferred_interrupts
+from dsjax.engine.text.tokenizer import ChatTemplate
 from dsjax.errors import UserError
 from dsjax.kernels import build
 from dsjax.model.softmax import log_softmax
@@ -139,6 +143,10 @@ def test_the_number_of_parameters_must_fit(llm):
         ({"tokens": [3]}, "prompt or prompt_token_ids"),
         ("text", "no tokenizer; give prompt_token_ids"),
         (5, "the prompt is 5, expected text, token ids"),
+        (b"text", "the prompt is b'text', expected text, token ids"),
+        ({"prompt_token_ids": {3: 4}}, "the prompt is {3: 4}, expected text, token ids"),
+        ({"prompt_token_ids": "text"}, "prompt_token_ids is 'text', expected token ids"),
+        ({"tokens": [3], 5: 6}, "prompt or prompt_token_ids"),
     ],
 )
 def test_one_wrong_prompt_is_named_and_nothing_runs(llm, wrong, message, monkeypatch):
@@ -172,6 +180,7 @@ def test_64_bit_jax_is_refused(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "parts"),
     [
+        ({"mesh": ""}, MeshError, ["mesh '': found ''", "expected axis=size"]),
         ({"mesh": "tp=3"}, MeshError, ["8 attention heads", "32 physical experts", "redundant experts that fits is 1"]),
         ({"mesh": "dp=5"}, MeshError, ["32 physical experts (32 + 0 redundant)", "fits is 3"]),
         ({"mesh": "dp=64,ep=32"}, MeshError, ["wants 64 devices, found 32"]),
@@ -273,6 +282,113 @@ def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, where,
     assert llm.engine.core.scheduler.num_unfinished == 0
     assert len(llm.logits([[2, 3]])) == 1
     assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(llm, interrupts, monkeypatch):
+    prompts = [prompt(length) for length in LENGTHS]
+    undisturbed = tokens_of(llm.generate(prompts, greedy()))
+    handler, update, calls = signal.getsignal(signal.SIGINT), llm.engine.core.scheduler.update, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if (
+            len(calls) in (3, 4)[:interrupts]
+        ):  # the results of this step are not entered yet; the second comes while the first is handled
+            signal.raise_signal(signal.SIGINT)
+        return update(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.core.scheduler, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, greedy())
+    assert len(calls) >= 4, "what was under way is waited for"
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
+
+
+def test_an_interrupt_of_a_step_that_does_not_end_is_raised_when_it_comes_again():
+    came = []
+
+    @_deferred_interrupts()
+    def interrupted_twice():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            came.append("and waits")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice()
+    assert came == ["and waits"]
+
+
+def test_calls_of_several_threads_take_turns(llm):
+    prompts = [prompt(length) for length in LENGTHS]
+    undisturbed, (logits,) = tokens_of(llm.generate(prompts, greedy())), llm.logits([[2, 3]])
+    with ThreadPoolExecutor(4) as threads:
+        found = [threads.submit(llm.generate, prompts, greedy()) for _ in range(3)]
+        scored = threads.submit(llm.logits, [[2, 3]])
+    assert [tokens_of(each.result()) for each in found] == [undisturbed] * 3
+    assert (scored.result()[0] == logits).all()
+
+
+def test_nothing_is_computed_after_a_shutdown(checkpoint):
+    made = load(checkpoint)
+    made.shutdown()
+    made.shutdown()
+    for call in (
+        lambda: made.generate(prompt(2), greedy()),
+        lambda: made.logits([[2]]),
+        lambda: made.scale("dp=1"),
+        made.warm_up,
+    ):
+        with pytest.raises(UserError, match="this LLM was shut down; make another one"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(None, greedy()), "prompts is None, expected text"),
+        (lambda llm: llm.generate(b"text", greedy()), "prompts is b'text', expected text"),
+        (lambda llm: llm.generate({"a", "b"}, greedy()), "prompts is {.*, expected text"),
+        (
+            lambda llm: llm.generate(prompt(2), {"temperature": 0}),
+            "sampling_params is {'temperature': 0}, expected Samp",
+        ),
+        (lambda llm: llm.generate(prompt(2), 5), "sampling_params is 5, expected SamplingParams, or a list"),
+        (lambda llm: llm.generate(prompt(2), [None]), "sampling_params has None, expected SamplingParams"),
+        (lambda llm: llm.generate(prompt(2), greedy(), priority=5), "priority is 5, expected a list"),
+        (lambda llm: llm.generate(prompt(2), greedy(), priority=["a"]), "priority: found 'a', expected an integer"),
+        (lambda llm: llm.generate(prompt(2), greedy(), cache_salt=5), "cache_salt: found 5, expected text"),
+        (lambda llm: llm.generate(prompt(2), greedy(), session=["a"]), r"session: found \['a'\], expected text"),
+        (lambda llm: llm.logits(None), "token_ids is None, expected a list of lists"),
+        (lambda llm: llm.logits([2, 3]), "found the sequence 2, expected a list of token ids"),
+        (lambda llm: llm.logits(["ab"]), "found the sequence 'ab', expected a list of token ids"),
+        (lambda llm: llm.logits([[2.5]]), r"found the sequence \[2.5\], expected a list of token ids"),
+    ],
+)
+def test_what_is_no_prompt_parameter_or_sequence_is_told(llm, call, message):
+    with pytest.raises(UserError, match=message):
+        call(llm)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ("hi", {}, "messages is 'hi', expected a list of messages such as"),
+        (None, {}, "messages is None, expected a list of messages"),
+        ({"role": "user", "content": "hi"}, {}, "messages is {'role': 'user', .* expected a list of messages"),
+        (["hi"], {}, "a conversation is 'hi', expected a list of messages"),
+        ([[]], {}, "a conversation is empty"),
+        ([{"content": "hi"}], {}, "found the message {'content': 'hi'}, expected a dict with a role"),
+        ([{"role": "user", "content": "hi"}, "hi"], {}, "found the message 'hi', expected a dict with a role"),
+        ([], {"chat_template_kwargs": 5}, "chat_template_kwargs is 5, expected a dict"),
+    ],
+)
+def test_what_is_no_message_is_told(llm, monkeypatch, messages, options, message):
+    monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(chat_template=ChatTemplate("no message looks like this")))
+    with pytest.raises(UserError, match=message):
+        llm.chat(messages, greedy(), **options)
 
 
 @pytest.mark.slow
