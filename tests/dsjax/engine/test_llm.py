@@ -292,9 +292,8 @@ def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(llm, interrupts,
 
     def interrupted(*given):
         calls.append(given)
-        if (
-            len(calls) in (3, 4)[:interrupts]
-        ):  # the results of this step are not entered yet; the second comes while the first is handled
+        # The results of this step are not entered yet; the second interrupt comes while the first is handled.
+        if len(calls) in (3, 4)[:interrupts]:
             signal.raise_signal(signal.SIGINT)
         return update(*given)
 
