@@ -56,13 +56,14 @@ def check_place(flag: str, path: str | None) -> None:
     """Make sure, before the work whose results it is to have, that a file can be written; None and `-` are none.
 
     Raises:
-        OptionError: its folder is not there, or it may not be written.
+        OptionError: it has no name, its folder is not there, or it may not be written.
     """
     if path is None or path == "-":
         return
     folder = os.path.dirname(path) or "."
     if (
-        os.path.isdir(path)
+        not path
+        or os.path.isdir(path)
         or not os.path.isdir(folder)
         or not os.access(path if os.path.exists(path) else folder, os.W_OK)
     ):

@@ -22,6 +22,11 @@ class ListOptions(Checked):
     fresh: bool = option(False, "measure again what the folder has results of")
     progress: bool = option(True, "show a progress bar")
 
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.results:
+            raise OptionError("--results is '', which names no folder; give one, or . for the current one")
+
 
 @dataclass(frozen=True)
 class TestBedOptions(Checked):
