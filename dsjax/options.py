@@ -1,7 +1,10 @@
 """Options as dataclasses: fields that say what they are, which a command line shows and which are checked when one is made."""
 
 import dataclasses
+import ipaddress
 import os
+import re
+import urllib.parse
 from typing import Any
 
 from dsjax.errors import UserError
@@ -53,14 +56,48 @@ def check_place(flag: str, path: str | None) -> None:
     """Make sure, before the work whose results it is to have, that a file can be written; None and `-` are none.
 
     Raises:
-        OptionError: its folder is not there, or it may not be written.
+        OptionError: it has no name, its folder is not there, or it may not be written.
     """
     if path is None or path == "-":
         return
     folder = os.path.dirname(path) or "."
     if (
-        os.path.isdir(path)
+        not path
+        or os.path.isdir(path)
         or not os.path.isdir(folder)
         or not os.access(path if os.path.exists(path) else folder, os.W_OK)
     ):
         raise OptionError(f"{flag} is {path!r}, where no file can be written; choose another")
+
+
+def check_url(flag: str, url: str, example: str = "http://HOST:PORT") -> None:
+    """Make sure that a URL can be the address of a server, which may not be there.
+
+    Raises:
+        OptionError: it is no http URL, it has no host, or its host or port cannot be.
+    """
+    why = _why_no_url(url)
+    if why:
+        raise OptionError(f"{flag} is {url!r}: {why}; expected an address such as {example}")
+
+
+def _why_no_url(url: str) -> str | None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https"):
+        return "it does not begin with http:// or https://"
+    if not host:
+        return "it has no host"
+    if any(sign.isspace() for sign in url):
+        return "it has a space"
+    if port == 0:
+        return "no server has port 0"
+    if re.fullmatch(r"[0-9.]+", host):
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            return f"{host} is no IPv4 address"
+    return None

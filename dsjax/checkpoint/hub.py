@@ -40,7 +40,7 @@ def resolve(model: str | Path, *, revision: str | None = None, cache_dir: str | 
     if text in bundled_models():
         return _bundled(text)
     path = Path(os.path.expanduser(text))
-    if path.is_dir():
+    if text and path.is_dir():
         return path
     if not _REPOSITORY.fullmatch(text) or text.startswith((".", "/", "~")):
         raise ModelNotFoundError(

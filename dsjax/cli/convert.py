@@ -16,7 +16,7 @@ def convert(
     source: Annotated[
         str, typer.Argument(help="Directory of either form, bundled name, or Hugging Face repository id.")
     ],
-    destination: Annotated[Path, typer.Argument(help="Directory to write. It appears only when it is complete.")],
+    destination: Annotated[str, typer.Argument(help="Directory to write. It appears only when it is complete.")],
     to: Annotated[
         Literal["orbax", "hf"] | None,
         typer.Option(help="Form to write: our Orbax form, or Hugging Face safetensors. Default: the other one."),
@@ -41,7 +41,9 @@ def convert(
     from dsjax.checkpoint.publish import check_destination
     from dsjax.checkpoint.source import open_checkpoint
 
-    check_destination(destination, overwrite=overwrite)
+    if not destination:
+        raise UserError("the destination is '', which names no folder; give the name of one, which need not exist")
+    check_destination(Path(destination), overwrite=overwrite)
     directory = resolve(source, revision=revision)
     form = to or ("hf" if open_checkpoint(directory).kind == "orbax" else "orbax")
     written = convert_checkpoint(

@@ -41,7 +41,9 @@ def generate(
         ignore_eos=ignore_eos,
         output_kind=OutputKind.DELTA,
     )
-    prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
+    if prompt.count("-") > 1:
+        raise UserError("--prompt - is given several times, and standard input can be read once; give it once")
+    prompts = [_standard_input() if text == "-" else text for text in prompt]
     from dsjax.engine.llm import LLM
 
     engine = LLM(**dataclasses.asdict(args)).engine
@@ -53,6 +55,22 @@ def generate(
         typer.echo(f"error: prompt {index + 1} of {len(prompts)} was not finished: {reason}", err=True)
     if failures:
         raise typer.Exit(1)
+
+
+def _standard_input() -> str:
+    """All text of standard input.
+
+    Raises:
+        UserError: it is closed, or its bytes are no UTF-8.
+    """
+    if sys.stdin is None:
+        raise UserError("--prompt - reads standard input, which is closed; give it text, or the text as --prompt")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--prompt - has read bytes that are no UTF-8 text, the first of them at place {error.start}; convert the text to UTF-8"
+        ) from error
 
 
 def write_continuations(

@@ -51,8 +51,8 @@ def write_json(where: str | Path, body: Any, *, private: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """While `path` is written.
+def writing(path: str | Path, kind: str = "file") -> Iterator[None]:
+    """While `path`, which is a file or a folder, is written.
 
     Raises:
         UserError: it cannot be; also for a picture whose kind its name does not tell.
@@ -60,7 +60,7 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another file") from error
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another {kind}") from error
     except ValueError as error:
         if "is not supported" not in str(error):  # matplotlib, of a file name's end that it does not know
             raise

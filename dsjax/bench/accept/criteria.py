@@ -152,6 +152,10 @@ def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
     check_fields(where, body, fields, fields)
     if not isinstance(body["measurements"], dict) or not isinstance(body["criteria"], list):
         raise UserError(f"{where}: expected tables [measurements.NAME] and [[criteria]]")
+    if not body["measurements"]:
+        raise UserError(
+            f"{where}: it has no measurement, so that nothing could be missed; add a table [measurements.NAME]"
+        )
     measurements = {name: _measurement(where, name, one, quick) for name, one in body["measurements"].items()}
     criteria = [_criterion(where, k, one, measurements) for k, one in enumerate(body["criteria"], 1)]
     twice = {c.id for c in criteria if sum(other.id == c.id for other in criteria) > 1}

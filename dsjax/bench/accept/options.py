@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dsjax.options import Checked, OptionError, option
+from dsjax.options import Checked, OptionError, check_url, option
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,11 @@ class ListOptions(Checked):
     results: str = option("acceptance", "folder of the reports; a run that was ended goes on from there")
     fresh: bool = option(False, "measure again what the folder has results of")
     progress: bool = option(True, "show a progress bar")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.results:
+            raise OptionError("--results is '', which names no folder; give one, or . for the current one")
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,12 @@ class TestBedOptions(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        others = [self.without_eplb_url] if self.without_eplb_url else []
-        for url in (*self.metrics_urls, *others, *(self.without_eplb_device_metrics or ())):
-            if not url.startswith(("http://", "https://")):
-                raise OptionError(f"found {url!r}, expected an address such as http://HOST:PORT/metrics")
+        if self.without_eplb_url is not None:
+            check_url("--without-eplb-url", self.without_eplb_url)
+        for url in self.metrics_urls:
+            check_url("--device-metrics", url, "http://HOST:PORT/metrics")
+        for url in self.without_eplb_device_metrics or ():
+            check_url("--without-eplb-device-metrics", url, "http://HOST:PORT/metrics")
         if self.dataset_path is not None and not Path(self.dataset_path).is_file():
             raise OptionError(f"--dataset-path is {self.dataset_path}, which is no file; give a ShareGPT file")
         object.__setattr__(self, "limited_networks", dict(map(_limited, self.limited_network or ())))

@@ -180,7 +180,7 @@ class Report:
             UserError: the folder cannot be written.
         """
         text = json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
-        with writing(folder):
+        with writing(folder, "folder"):
             folder.mkdir(parents=True, exist_ok=True)
             new = folder / f"{REPORT}.new"
             new.write_text(text, encoding="utf-8")

@@ -75,6 +75,8 @@ class Results:
             return cls()
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(body, dict):
+                raise ValueError("it is no report of dsjax accept")
             if body.get("format") != FORMAT:
                 raise ValueError(f"its format is {body.get('format')!r}, expected {FORMAT!r}")
             found = cls({name: Result.from_json(one) for name, one in body["measurements"].items()})

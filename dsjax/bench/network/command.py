@@ -34,7 +34,7 @@ def network(grid: CollectiveGrid, verdict: VerdictOptions, group: GroupOptions) 
         raise UserError(
             f"--mesh {grid.mesh} is one device, which sends nothing; give a mesh of two or more, such as dp=8"
         )
-    cluster = load_cluster(verdict.cluster) if verdict.cluster else None
+    cluster = load_cluster(verdict.cluster) if verdict.cluster is not None else None
     with measuring_together(group, spec.num_devices, lambda: _alike(grid, verdict)) as processes:
         code = _measure(grid, verdict, spec, cluster, processes)
     if code:

@@ -32,13 +32,15 @@ class CollectiveGrid(Checked):
         super().__post_init__()
         unknown = [name for name in self.collectives if name not in _ALL]
         if unknown:
-            raise OptionError(f"--only names {', '.join(unknown)}; expected some of {', '.join(_ALL)}")
+            raise OptionError(
+                f"--only names {', '.join(unknown) if any(unknown) else repr('')}; expected some of {', '.join(_ALL)}"
+            )
         _ = self.byte_counts, self.pair_byte_counts  # each raises for what cannot be
 
     @property
     def collectives(self) -> tuple[str, ...]:
         """Names after `--only`, or all."""
-        return tuple(name.strip() for name in self.only.split(",")) if self.only else _ALL
+        return tuple(name.strip() for name in self.only.split(",")) if self.only is not None else _ALL
 
     @property
     def byte_counts(self) -> list[int]:

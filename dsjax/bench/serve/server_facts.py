@@ -9,6 +9,7 @@ import aiohttp
 
 from dsjax.bench.serve.statistics import DRAFT_COUNTERS
 from dsjax.errors import UserError
+from dsjax.options import check_url
 from dsjax.top.reading import Exposition
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
@@ -41,12 +42,10 @@ def server_url(base_url: str) -> str:
     """A base URL without trailing slash and `/v1`, so that both ways to write it work.
 
     Raises:
-        ServerError: it is no http URL.
+        OptionError: it cannot be a server's.
     """
-    url = base_url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        raise ServerError(f"--base-url is {base_url!r}, expected http://HOST:PORT")
-    return url
+    check_url("--base-url", base_url)
+    return base_url.rstrip("/").removesuffix("/v1")
 
 
 async def ask_server(

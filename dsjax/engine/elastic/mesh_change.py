@@ -85,8 +85,8 @@ def check_mesh(
     if spec.pp_size > 1:
         if several_processes:
             raise MeshError(
-                f"mesh {spec} has stages, and an engine of several processes changes to a mesh without them alone; leave pp out, or start "
-                f"it with --mesh {spec}"
+                f"mesh {spec} has stages, and an engine of several processes can change only to a mesh without stages; leave pp out, or "
+                f"start the engine with --mesh {spec}"
             )
         stages_of(config, spec.pp_size, given=_partition(args, spec), mtp=args.speculation is not None)
     experts, beside = expert_spec(args), devices_beside(args)
@@ -97,7 +97,8 @@ def check_mesh(
         wanted = f"mesh {spec} and the experts' {args.expert_mesh} want"
     if all_wanted > len(devices):
         raise MeshError(
-            f"{wanted} {all_wanted} devices, and this server has {len(devices)}; ask for at most that, or start it with more"
+            f"{wanted} {all_wanted} devices, and this server has {len(devices)}; ask for a mesh of at most so many, or start the "
+            "server with more"
         )
     _check_layout(args, config, weights, spec)
 

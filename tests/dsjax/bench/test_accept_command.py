@@ -485,6 +485,8 @@ def test_commands_are_shown_without_keys():
     [
         (["--device-metrics", "host:9400"], "expected an address such as http://HOST:PORT/metrics"),
         (["--dataset-path", "nowhere.json"], "which is no file"),
+        (["--results", ""], "--results is '', which names no folder"),
+        (["--without-eplb-url", "http://127.0.0.1:99999"], "--without-eplb-url is 'http://127.0.0.1:99999'"),
         (["--hook", "quake=true"], "is no hook of the criteria file"),
         (["--only", "nothing"], "names no criterion and no measurement"),
         (["--network", "nowhere.json"], "nowhere.json"),

@@ -4,7 +4,7 @@ import pytest
 
 from dsjax.bench.accept.criteria import Criterion, bundled_checklists, figure, load_checklist
 from dsjax.bench.accept.kinds.kind import Measured
-from dsjax.bench.accept.results import Result, exit_status, judge, worst
+from dsjax.bench.accept.results import Result, Results, exit_status, judge, worst
 from dsjax.errors import UserError
 from dsjax.options import OptionError
 
@@ -110,7 +110,7 @@ def test_a_missed_criterion_outweighs_one_that_was_not_tested():
         ("quick = {requests = 2}", "quick = {request = 2}", "quick: unknown request"),
         ("quick = {requests = 2}", "quick = 2", "expected a table"),
         ("sessions = 2", "sessions = 2\nrequest_rate = 1.0", "expected sessions or request_rate"),
-        ("sessions = 2", "", "expected sessions or request_rate"),
+        ("sessions = 2", "sessions = 0", "neither is above 0, expected sessions or request_rate"),
         ('measurement = "first"', 'measurement = "third"', "there is no measurement 'third'"),
         ('value = "ttft_p99"', 'value = "ttft_p98"', "gives no 'ttft_p98'; it gives ttft_p50"),
         ("below = 1.5", "", "found no bound"),
@@ -128,6 +128,18 @@ def test_a_mistake_in_a_file_is_found_before_anything_is_measured(write, old, ne
     assert old in FILE
     with pytest.raises(UserError, match=message.replace("[", r"\[")):
         load_checklist(write(FILE.replace(old, new, 1)))
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null"])
+def test_a_report_that_is_none_is_not_gone_on_from(tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(UserError, match="it is no report of dsjax accept; give another --results"):
+        Results.read(tmp_path, "http://host", fresh=False)
+
+
+def test_a_file_that_measures_nothing_accepts_nothing(write):
+    with pytest.raises(UserError, match="it has no measurement"):
+        load_checklist(write('name = "a"\ndescription = "b"\nmeasurements = {}\ncriteria = []\n'))
 
 
 def test_two_criteria_of_one_name_are_refused(write):

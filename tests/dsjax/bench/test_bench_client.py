@@ -14,6 +14,7 @@ from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 from dsjax.bench.serve.server_facts import ServerError, ask_server, server_url
 from dsjax.bench.serve.statistics import DraftFigures
+from dsjax.options import OptionError
 from dsjax.top.reading import Exposition
 
 GRAIN, AGES = 0.005, 20.0
@@ -105,8 +106,27 @@ def test_the_server_s_own_facts(start_fake):
     assert facts_of(start_fake().url).num_devices is None
     with pytest.raises(ServerError, match=r"'big', but .* serves tiny"):
         facts_of(server.url, "big")
-    with pytest.raises(ServerError, match="expected http://HOST:PORT"):
-        facts_of("localhost:8000")
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("localhost:8000", "does not begin with http://"),
+        ("", "does not begin with http://"),
+        ("http://", "has no host"),
+        ("http://a b", "has a space"),
+        ("http://127.0.0.1:99999", "Port out of range"),
+        ("http://127.0.0.1:-1", "Port could not be cast"),
+        ("http://127.0.0.1:abc", "Port could not be cast"),
+        ("http://127.0.0.1:0/v1", "port 0"),
+        ("http://[::1", "Invalid IPv6 URL"),
+        ("https://999.1.1.1:80", "999.1.1.1 is no IPv4 address"),
+    ],
+)
+def test_an_address_that_cannot_be_says_what_is_wrong_with_it(url, why):
+    with pytest.raises(OptionError, match=r"^--base-url is .*; expected an address such as http://HOST:PORT$") as error:
+        server_url(url)
+    assert why in str(error.value)
 
 
 def test_a_server_that_warms_up_is_waited_for_or_named(start_fake):

@@ -345,12 +345,23 @@ def test_the_exit_code_is_the_verdict(cluster_file, tmp_path, us, code, verdict)
         ({"sizes": "1Q"}, "--sizes is '1Q'"),
         ({"pair_sizes": "0"}, "--pair-sizes is '0'"),
         ({"only": "broadcast"}, "--only names broadcast"),
+        ({"only": ""}, "--only names ''"),
         ({"repeats": 0}, "--repeats is 0"),
     ],
 )
 def test_wrong_options_say_so(options, message):
     with pytest.raises(OptionError, match=message):
         CollectiveGrid(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("--json", "--json is '', where no file"), ("--cluster", "no cluster ''")]
+)
+def test_an_empty_name_is_refused_before_anything_is_timed(option, message, monkeypatch):
+    monkeypatch.setattr("dsjax.bench.network.run.run_cases", lambda *args: pytest.fail("it was timed"))
+    result = CliRunner().invoke(app, ["bench", "network", "--mesh", "dp=2", option, ""])
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
 
 
 def test_one_device_sends_nothing():

@@ -340,6 +340,21 @@ def test_a_promised_but_absent_mtp_module_is_not_promised_again(tiny_config, che
     assert open_checkpoint(written).config.num_nextn_predict_layers == 0
 
 
+def test_an_empty_destination_is_refused_and_is_not_the_current_folder(tmp_path, monkeypatch):
+    import typer
+
+    from dsjax.cli.convert import convert
+    from dsjax.errors import UserError
+
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(convert)
+    run = CliRunner().invoke(app, ["demo", ""])
+    assert isinstance(run.exception, UserError)
+    assert "the destination is '', which names no folder" in str(run.exception)
+    assert not any(tmp_path.iterdir())
+
+
 def test_the_command_converts_to_the_other_form_and_says_what_it_wrote(checkpoints, tmp_path):
     import typer
 

@@ -214,3 +214,8 @@ except UserError:
 def test_a_repository_or_revision_that_does_not_exist(tmp_path, hub, model, revision, expected):
     message = in_a_process(tmp_path, MESSAGE.format(model=model, revision=revision), HF_ENDPOINT=hub)
     assert expected in message
+
+
+def test_an_empty_name_is_no_model_and_not_the_current_folder():
+    with pytest.raises(ModelNotFoundError, match="no model ''"):
+        resolve("")

@@ -27,6 +27,14 @@ def test_json_goes_to_a_file_or_to_standard_output(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == {"b": None}
 
 
+def test_a_folder_that_cannot_be_written_is_called_a_folder():
+    with (
+        pytest.raises(UserError, match="cannot write out: File exists; choose another folder"),
+        writing("out", "folder"),
+    ):
+        raise FileExistsError(17, "File exists")
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot write .*missing/a\.json: No such file or directory; choose another"):
         write_json(tmp_path / "missing" / "a.json", {})

@@ -15,7 +15,7 @@ from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 from dsjax.cli import app
-from dsjax.cli.generate import write_continuations
+from dsjax.cli.generate import _standard_input, write_continuations
 from dsjax.cli.info import describe
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
@@ -169,6 +169,26 @@ def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
     result = CliRunner().invoke(app, ["generate", "--prompt", "x"])
     assert result.exit_code == 1
     assert result.stderr == "error: prompt 1 of 1 was not finished: the values are not finite\n"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "given", "message"),
+    [
+        (["-"], b"\xff\xfe", "no UTF-8 text, the first of them at place 0"),
+        (["-", "-"], b"a", "standard input can be read once"),
+    ],
+)
+def test_generate_refuses_a_standard_input_that_has_no_text(prompts, given, message):
+    options = [word for prompt in prompts for word in ("--prompt", prompt)]
+    result = CliRunner().invoke(app, ["generate", *options], input=given)
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
+
+
+def test_generate_refuses_a_standard_input_that_is_closed(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="standard input, which is closed"):
+        _standard_input()
 
 
 def test_generate_in_chat_form_uses_the_template_and_says_when_there_is_none():

@@ -99,7 +99,8 @@ class LoadMeasurement(RandomLengths):
     def __post_init__(self):
         super().__post_init__()
         if bool(self.sessions) == bool(self.request_rate):
-            raise UserError(f"measurement {self.name}: found both or none, expected sessions or request_rate")
+            found = "both are given" if self.sessions else "neither is above 0"
+            raise UserError(f"measurement {self.name}: {found}, expected sessions or request_rate; give one of them")
 
     def expected_seconds(self) -> float:
         """The load's time, and a tenth for the warm-up and for what is under way at its end."""

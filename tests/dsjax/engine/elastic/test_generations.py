@@ -269,7 +269,9 @@ def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_o
     while llm.engine.has_unfinished():
         step()
     assert [found[str(index)] for index in range(3)] == expected
-    with pytest.raises(MeshError, match=r"mesh dp=4096 wants 4096 devices, and this server has \d+"):
+    with pytest.raises(
+        MeshError, match=r"mesh dp=4096 wants 4096 devices, and this server has \d+; ask for a mesh of at most so many"
+    ):
         llm.scale("dp=4096")
     with pytest.raises(MeshError, match="heads are not divisible by tp=3"):
         llm.scale("tp=3")
