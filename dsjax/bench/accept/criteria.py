@@ -156,6 +156,8 @@ def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
         raise UserError(
             f"{where}: it has no measurement, so that nothing could be missed; add a table [measurements.NAME]"
         )
+    if not body["criteria"]:
+        raise UserError(f"{where}: it has no criterion, so that nothing could be missed; add a table [[criteria]]")
     measurements = {name: _measurement(where, name, one, quick) for name, one in body["measurements"].items()}
     criteria = [_criterion(where, k, one, measurements) for k, one in enumerate(body["criteria"], 1)]
     twice = {c.id for c in criteria if sum(other.id == c.id for other in criteria) > 1}

@@ -142,6 +142,12 @@ def test_a_file_that_measures_nothing_accepts_nothing(write):
         load_checklist(write('name = "a"\ndescription = "b"\nmeasurements = {}\ncriteria = []\n'))
 
 
+def test_a_file_without_a_criterion_accepts_nothing(write):
+    above, below = FILE.split("[[criteria]]", 1)[0], "criteria = []\n"
+    with pytest.raises(UserError, match="it has no criterion"):
+        load_checklist(write(below + above))
+
+
 def test_two_criteria_of_one_name_are_refused(write):
     with pytest.raises(UserError, match="several criteria are called fast"):
         load_checklist(write(FILE + FILE[FILE.index("[[criteria]]") :]))
