@@ -284,6 +284,15 @@ def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, where,
     assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
 
 
+@pytest.fixture
+def interrupts_are_raised():
+    """As in a shell's foreground: a job in the background begins with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_are_raised")
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(llm, interrupts, monkeypatch):
     prompts = [prompt(length) for length in LENGTHS]
@@ -306,6 +315,7 @@ def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(llm, interrupts,
     assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
 
 
+@pytest.mark.usefixtures("interrupts_are_raised")
 def test_an_interrupt_of_a_step_that_does_not_end_is_raised_when_it_comes_again():
     came = []
 
