@@ -7,9 +7,8 @@ import dataclasses
 import itertools
 import logging
 import operator
-import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.core import NO_REMOTE_EXPERTS
 from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.interrupts import deferred_interrupts
 from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.step_writer import clear_command
@@ -236,7 +236,7 @@ class LLM:
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
         options = [RequestOptions(place, cache_salt, session) for place in priorities]
         outputs: dict[str, RequestOutput] = {}
-        with self._turn(), _deferred_interrupts() as raise_interrupt:
+        with self._turn(), deferred_interrupts() as raise_interrupt:
             try:
                 for request in zip(ids, prompts, params, options, strict=True):
                     self.engine.add_request(*request)
@@ -282,7 +282,7 @@ class LLM:
         Raises:
             UserError: an empty or too long sequence, a token id that is no integer or outside the vocabulary, or requests that are running.
         """
-        with self._turn(), _deferred_interrupts() as raise_interrupt:
+        with self._turn(), deferred_interrupts() as raise_interrupt:
             if self.engine.has_unfinished():
                 raise UserError("logits() was called while requests are running; finish or abort them first")
             sequences = [
@@ -387,34 +387,3 @@ def _conversations(messages: object) -> list[list[Mapping]]:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise UserError(f"found the message {message!r}, expected a dict with a role, and with content")
     return conversations
-
-
-@contextlib.contextmanager
-def _deferred_interrupts() -> Iterator[Callable[[], None]]:
-    """Keep an interrupt (Ctrl-C) until the function that this yields is called, or the block ends. A second one is raised at once.
-
-    An interrupt in the middle of a step would leave the scheduler behind the device. Python handles signals in its main thread, so
-    that in another one there is nothing to keep.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield lambda: None
-        return
-    kept: list[tuple] = []
-
-    def keep(*signal_and_frame) -> None:
-        if kept:
-            handler(*signal_and_frame)
-        else:
-            kept.append(signal_and_frame)
-
-    def raise_kept() -> None:
-        if kept:
-            handler(*kept.pop())
-
-    signal.signal(signal.SIGINT, keep)
-    try:
-        yield raise_kept
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    raise_kept()

@@ -9,6 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from dsjax.errors import UserError
+from dsjax.options import check_url
 
 HISTOGRAMS = {
     "time_to_first_token": "vllm:time_to_first_token_seconds",
@@ -106,11 +107,10 @@ class StatusClient:
         """url: with or without `/v1`; api_key: where the server wants one.
 
         Raises:
-            NoAnswerError: it is no http URL.
+            OptionError: it cannot be a server's URL. NoAnswerError: HTTP takes the URL or the key in no request.
         """
+        check_url("--url", url)
         self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise NoAnswerError(f"--url is {url!r}, expected http://HOST:PORT")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=10.0)

@@ -21,7 +21,6 @@ from dsjax.engine.contract.commands import Step
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.device.slots import ADMISSIONS
 from dsjax.engine.elastic.follower import Follower
-from dsjax.engine.llm import _deferred_interrupts
 from dsjax.engine.text.tokenizer import ChatTemplate
 from dsjax.errors import UserError
 from dsjax.kernels import build
@@ -284,14 +283,6 @@ def test_an_interrupt_leaves_nothing_running_and_the_next_call_works(llm, where,
     assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
 
 
-@pytest.fixture
-def interrupts_are_raised():
-    """As in a shell's foreground: a job in the background begins with interrupts ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interrupts_are_raised")
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(llm, interrupts, monkeypatch):
@@ -313,21 +304,6 @@ def test_an_interrupt_in_the_middle_of_a_step_waits_for_its_end(llm, interrupts,
     assert len(calls) >= 4, "what was under way is waited for"
     assert signal.getsignal(signal.SIGINT) is handler
     assert tokens_of(llm.generate(prompts, greedy())) == undisturbed
-
-
-@pytest.mark.usefixtures("interrupts_are_raised")
-def test_an_interrupt_of_a_step_that_does_not_end_is_raised_when_it_comes_again():
-    came = []
-
-    @_deferred_interrupts()
-    def interrupted_twice():
-        for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
-            came.append("and waits")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_twice()
-    assert came == ["and waits"]
 
 
 def test_calls_of_several_threads_take_turns(llm):

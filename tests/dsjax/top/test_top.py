@@ -29,6 +29,7 @@ from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.tiers.disk_tier import DiskCounts
 from dsjax.engine.tiers.page_tiers import TierCounts
+from dsjax.options import OptionError
 from dsjax.serve.metrics import Metrics
 from dsjax.top.reading import Exposition, NoAnswerError, StatusClient, StatusReading
 from dsjax.top.screen import Screen
@@ -330,8 +331,6 @@ def test_nobody_there_is_an_error_that_names_the_address():
         ("", 503, None, "not ready yet"),
         ("", 404, None, "is it dsjax serve"),
         ("", 200, "secret", "give one with --api-key"),
-        ("ftp://nowhere", 200, None, "expected http://HOST:PORT"),
-        ("http://127.0.0.1:80a0", 200, None, "expected http://HOST:PORT (Invalid port: '80a0')"),
     ],
 )
 def test_a_server_that_cannot_be_read_is_an_error_that_says_what_to_do(server, url, status, key, message):
@@ -339,6 +338,20 @@ def test_a_server_that_cannot_be_read_is_an_error_that_says_what_to_do(server, u
     result = run("--url", url or server.url, "--once")
     assert isinstance(result.exception, NoAnswerError)
     assert message in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("ftp://nowhere", "it does not begin with http:// or https://"),
+        ("http://127.0.0.1:80a0", "Port could not be cast to integer value as '80a0'"),
+        ("http://", "it has no host"),
+    ],
+)
+def test_an_address_that_no_server_can_have_is_refused_with_the_reason(url, why):
+    result = run("--url", url, "--once")
+    assert isinstance(result.exception, OptionError)
+    assert str(result.exception) == f"--url is {url!r}: {why}; expected an address such as http://HOST:PORT"
 
 
 def test_a_key_opens_a_server_that_wants_one(server):

@@ -1,0 +1,37 @@
+"""Ctrl-C between an engine's steps and not in the middle of one."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[Callable[[], None]]:
+    """Keep an interrupt (Ctrl-C) until the function that this yields is called, or the block ends. A second one is raised at once.
+
+    An interrupt in the middle of a step would leave the scheduler behind the device. Python handles signals in its main thread, so
+    that in another one there is nothing to keep.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
+        return
+    kept: list[tuple] = []
+
+    def keep(*signal_and_frame) -> None:
+        if kept:
+            handler(*signal_and_frame)
+        else:
+            kept.append(signal_and_frame)
+
+    def raise_kept() -> None:
+        if kept:
+            handler(*kept.pop())
+
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield raise_kept
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    raise_kept()

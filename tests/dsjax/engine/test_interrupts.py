@@ -1,0 +1,54 @@
+"""An interrupt waits until it may be raised, and does not wait twice."""
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dsjax.engine.interrupts import deferred_interrupts
+
+
+@pytest.mark.usefixtures("interrupts_are_raised")
+def test_an_interrupt_of_a_step_that_does_not_end_is_raised_when_it_comes_again():
+    came = []
+
+    @deferred_interrupts()
+    def interrupted_twice():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            came.append("and waits")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice()
+    assert came == ["and waits"]
+
+
+@pytest.mark.usefixtures("interrupts_are_raised")
+@pytest.mark.parametrize("asked", [True, False])
+def test_one_interrupt_is_raised_where_it_is_asked_for_or_at_the_end(asked):
+    came = []
+
+    def interrupted():
+        with deferred_interrupts() as raise_interrupt:
+            signal.raise_signal(signal.SIGINT)
+            came.append("waits")
+            if asked:
+                raise_interrupt()
+            came.append("the end")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert came == (["waits"] if asked else ["waits", "the end"])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_in_another_thread_there_is_nothing_to_keep():
+    before = signal.getsignal(signal.SIGINT)
+
+    def handler_inside():
+        with deferred_interrupts() as raise_interrupt:
+            raise_interrupt()
+            return signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(handler_inside).result() is before
