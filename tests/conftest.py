@@ -14,11 +14,13 @@ import tempfile
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import httpx._config as _http_config
 import httpx._transports.default as _http
 import hypothesis
 import pytest
+from cpu_seconds import CpuSeconds
 from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
 
 # How long an example takes says something of the machine, which others may use as well.
@@ -123,7 +125,7 @@ gc.set_threshold(20_000, 20, 50)
 
 
 SECONDS = Path(__file__).with_name("seconds.json")
-"""What test files took in a run of the whole suite; `tools/test_times.py` writes it."""
+"""CPU seconds of the test files in a run of the whole suite; `tools/test_times.py` writes it."""
 
 MOST_PROCESSES = 8
 PROCESS_BYTES = 4 * 2**30
@@ -165,11 +167,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Throw old programs away: once a run, in the process that starts the others."""
-    if not hasattr(config, "workerinput") and COMPILED.is_dir():
-        for path in COMPILED.iterdir():
-            if path.is_file() and time.time() - path.stat().st_mtime > OLD_SECONDS:
-                path.unlink(missing_ok=True)
+    """Count CPU seconds; throw old programs away, in the process that starts the others."""
+    config.pluginmanager.register(CpuSeconds(config), "cpu-seconds")
+    if not hasattr(config, "workerinput"):
+        drop_old_programs(COMPILED)
+
+
+def drop_old_programs(folder: Path) -> None:
+    """Delete compiled programs that were kept longer ago than `OLD_SECONDS`."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_file() and time.time() - path.stat().st_mtime > OLD_SECONDS:
+            path.unlink(missing_ok=True)
 
 
 def longest_first(items: Sequence[pytest.Item], seconds: Mapping[str, float], root: Path) -> list[pytest.Item]:
@@ -224,18 +232,52 @@ def no_programs_on_disk():
         yield
 
 
-@pytest.fixture(autouse=True)
-def _changed_code_leaves_no_programs(request: pytest.FixtureRequest):
-    """What a test changes in the code is not told by its source, from which a program's name on disk is made.
+_TRACED = (
+    "sharding",
+    "dsjax.fp4",
+    "dsjax.kernels",
+    "dsjax.model",
+    "dsjax.engine.device",
+    "dsjax.engine.pipeline",
+    "dsjax.engine.afd",
+)
+"""Packages whose functions a program's trace calls."""
 
-    The tests of the folder itself have folders of their own.
+
+def _is_traced(target: object) -> bool:
+    """Whether a program's trace may depend on what is changed there: a module, a class, a function or an object, or its dotted name."""
+    if not isinstance(target, str):
+        named = target if hasattr(target, "__name__") else type(target)
+        target = f"{getattr(named, '__module__', '')}." if not isinstance(named, ModuleType) else named.__name__
+    return any(target == package or target.startswith(f"{package}.") for package in _TRACED)
+
+
+class _Patch(pytest.MonkeyPatch):
+    """`monkeypatch` that turns the folder of compiled programs off once a test has changed code that is traced.
+
+    A program's name on disk is made from the files of the source, which a changed attribute does not change.
     """
-    from dsjax.engine.program_cache.folder import ProgramFolder
 
-    with pytest.MonkeyPatch.context() as patch:
-        if "monkeypatch" in request.fixturenames and request.path.parent.name != "program_cache":
-            patch.setattr(ProgramFolder, "inside", lambda cache: None)
-            # An engine of the whole file has its folder already.
-            patch.setattr(ProgramFolder, "read", lambda self, name: None)
-            patch.setattr(ProgramFolder, "write", lambda self, name, data: None)
-        yield
+    def setattr(self, target, *arguments, **options):
+        if _is_traced(target):
+            from dsjax.engine.program_cache.folder import ProgramFolder
+
+            for method, without in _NO_FOLDER.items():
+                super().setattr(ProgramFolder, method, without)
+        super().setattr(target, *arguments, **options)
+
+
+_NO_FOLDER = {
+    "inside": lambda cache: None,
+    # An engine of the whole file has its folder already.
+    "read": lambda self, name: None,
+    "write": lambda self, name, data: None,
+}
+
+
+@pytest.fixture
+def monkeypatch():
+    """pytest's fixture of this name; compiled programs are neither read nor kept where a test changes what is traced."""
+    patch = _Patch()
+    yield patch
+    patch.undo()

@@ -17,6 +17,11 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 from tests_of import ENGINE, files_of, named_in
 
+from dsjax.engine.program_cache.folder import ProgramFolder
+from dsjax.engine.schedule import rank
+from dsjax.model.step import ModelStep
+from sharding import sums
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 
@@ -87,15 +92,32 @@ def test_a_container_s_cores_and_memory_bound_the_processes(suite, monkeypatch, 
     assert suite.most_processes(tmp_path) == processes
 
 
-def test_programs_of_a_week_ago_go_once_a_run(suite, monkeypatch, tmp_path):
-    monkeypatch.setattr(suite, "COMPILED", tmp_path)
+def test_programs_of_a_week_ago_are_deleted(suite, tmp_path):
     for name, days in (("old", 8), ("new", 6)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (time.time() - days * 86400,) * 2)
-    suite.pytest_configure(SimpleNamespace(workerinput={}))
-    assert len(list(tmp_path.iterdir())) == 2
-    suite.pytest_configure(SimpleNamespace())
+    suite.drop_old_programs(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "value", "kept"),
+    [
+        (time, "monotonic", time.monotonic, True),
+        (rank, "Rank", rank.Rank, True),
+        (sums, "tree_sum", None, False),
+        (ModelStep, "lower", None, False),
+        ("dsjax.model.step.ModelStep.lower", None, None, False),
+    ],
+    ids=str,
+)
+def test_only_a_change_of_traced_code_turns_the_folder_of_programs_off(monkeypatch, target, name, value, kept):
+    before = ProgramFolder.read
+    if isinstance(target, str):
+        monkeypatch.setattr(target, value)
+    else:
+        monkeypatch.setattr(target, name, value, raising=False)
+    assert (ProgramFolder.read is before) == kept
 
 
 def test_the_longest_files_come_first_and_whole_and_slow_ones_of_unknown_length_before_them(suite):

@@ -1,55 +1,80 @@
-"""The table of where the tests' time goes: each file's seconds are its tests', by folder, and the longest files are run first."""
+"""The table of where the tests' time goes: CPU seconds are counted by file, children included, and added up by folder."""
 
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import cpu_seconds
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 import test_times as times
 
-REPORT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" time="60.25" timestamp="2026-11-23T11:00:00">
-<testcase classname="tests.test_house" name="a" time="1.5"/>
-<testcase classname="tests.dsjax.engine.schedule.test_scheduler_machine.TestSchedulerMachine" name="runTest" time="4"/>
-<testcase classname="tests.dsjax.engine.schedule.test_pages" name="b[1.5.x]" time="0.25"/>
-<testcase classname="tests.dsjax.engine.schedule.test_pages" name="c" time="0.25"/>
-<testcase classname="tests.dsjax.engine.test_llm" name="d" time="34"/>
-</testsuite></testsuites>"""
-
-
-@pytest.fixture
-def run(tmp_path):
-    report = tmp_path / "times.xml"
-    report.write_text(REPORT)
-    return times.read(report)
-
-
-def test_seconds_and_tests_are_counted_by_file_whatever_class_a_test_is_in(run):
-    room = "tests/dsjax/engine/schedule"
-    assert (run.seconds, run.started) == (60.25, "2026-11-23")
-    assert run.files == {
+ROOM = "tests/dsjax/engine/schedule"
+RUN = {
+    "seconds": 60.25,
+    "date": "2026-11-23",
+    "cpu": {
         "tests/test_house.py": 1.5,
-        f"{room}/test_scheduler_machine.py": 4,
-        f"{room}/test_pages.py": 0.5,
-        "tests/dsjax/engine/test_llm.py": 34,
-    }
-    assert run.tests[f"{room}/test_pages.py"] == 2
+        f"{ROOM}/test_scheduler_machine.py": 4,
+        f"{ROOM}/test_pages.py": 0.5,
+        "tests/dsjax/engine/test_llm.py": 74,
+    },
+    "tests": {
+        "tests/test_house.py": 1,
+        f"{ROOM}/test_scheduler_machine.py": 1,
+        f"{ROOM}/test_pages.py": 2,
+        "tests/dsjax/engine/test_llm.py": 1,
+    },
+}
 
 
-def test_the_page_has_folders_by_their_share_and_the_slowest_files(run):
-    page = times.page(run, "a machine")
+def test_the_page_has_folders_by_their_share_and_the_slowest_files():
+    page = times.page(RUN, "a machine")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert rows[:3] == [
-        "| `tests/dsjax/engine` | 1 | 1 | 34 | 85.0% |",
-        "| `tests/dsjax/engine/schedule` | 2 | 3 | 4 | 11.2% |",
-        "| `tests` | 1 | 1 | 2 | 3.8% |",
+        "| `tests/dsjax/engine` | 1 | 1 | 74 | 92.5% |",
+        "| `tests/dsjax/engine/schedule` | 2 | 3 | 4 | 5.6% |",
+        "| `tests` | 1 | 1 | 2 | 1.9% |",
     ]
-    assert rows[3] == "| `tests/dsjax/engine/test_llm.py` | 1 | 34 |"
-    assert "The whole suite of 5 tests took 60 s on a machine on 2026-11-23." in page
+    assert rows[3] == "| `tests/dsjax/engine/test_llm.py` | 1 | 74 |"
+    assert "The whole suite of 5 tests took 60 s and 80 CPU seconds\non a machine on 2026-11-23." in page
 
 
-def test_a_report_of_files_that_are_not_here_is_refused(tmp_path):
-    report = tmp_path / "times.xml"
-    report.write_text(REPORT.replace("tests.test_house", "tests.test_that_went"))
-    with pytest.raises(SystemExit, match=r"a test of 'tests.test_that_went', of which there is no file"):
-        times.read(report)
+def test_the_end_of_a_run_names_files_that_changed_and_files_that_take_too_long():
+    assert cpu_seconds.summary(RUN["cpu"], {"tests/test_house.py", "dsjax/info.py"}) == [
+        "CPU seconds: 80",
+        "   74.0 tests/dsjax/engine/test_llm.py (more than 60)",
+        "    1.5 tests/test_house.py (changed)",
+    ]
+
+
+def run_one(counter: cpu_seconds.CpuSeconds, file: str, test) -> None:
+    """Run a test between the two halves of the plugin's hook, as pytest does."""
+    protocol = counter.pytest_runtest_protocol(SimpleNamespace(nodeid=f"{file}::test_it"))
+    next(protocol)
+    test()
+    with pytest.raises(StopIteration):
+        protocol.send(None)
+
+
+def test_a_process_that_a_test_waits_for_counts_and_sleeping_does_not():
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    sleeps = "import time\ntime.sleep(0.3)"
+    counter = cpu_seconds.CpuSeconds(SimpleNamespace())
+    run_one(counter, "busy.py", lambda: subprocess.run([sys.executable, "-S", "-c", busy], check=True))
+    run_one(counter, "sleeps.py", lambda: subprocess.run([sys.executable, "-S", "-c", sleeps], check=True))
+    assert counter.cpu["busy.py"] > 0.25 > counter.cpu["sleeps.py"]
+    assert counter.tests == {"busy.py": 1, "sleeps.py": 1}
+
+
+def test_the_counts_of_all_test_processes_are_added():
+    total = cpu_seconds.CpuSeconds(SimpleNamespace())
+    for seconds in (1.5, 2.0):
+        worker = cpu_seconds.CpuSeconds(SimpleNamespace(workeroutput={}))
+        worker.cpu["a.py"], worker.tests["a.py"] = seconds, 2
+        worker.pytest_sessionfinish()
+        total.pytest_testnodedown(SimpleNamespace(workeroutput=worker._config.workeroutput))
+    total.pytest_testnodedown(SimpleNamespace())  # a process that was killed has sent nothing
+    assert (total.cpu, total.tests) == ({"a.py": 3.5}, {"a.py": 4})
