@@ -57,3 +57,17 @@ FEW_SHAPES = {
     "kernels": "plain",
 }
 """Options of an engine that compiles two programs."""
+
+SEVERAL_ROWS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "prefill_chunk": 16,
+    "page_size": 4,
+    "max_model_len": 128,
+    "cache_tokens": 512,
+    "kernels": "plain",
+}
+"""Options of an engine that runs several requests at once on a DP rank.
+
+Engines of equal sizes, mesh and model find each other's programs on disk, so use these unless a claim needs others.
+"""
