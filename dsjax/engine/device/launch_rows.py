@@ -194,12 +194,14 @@ class RowRules(NamedTuple):
     """What the sampling of one launch needs beside the logits.
 
     Attributes:
-        wanted: None where every row's most probable token is enough.
+        wanted: None where every row's most probable token is what it makes.
+        scored: whether a row wants log-probabilities of what it makes.
         biases: ``[B, E, 4]`` pieces. masks: ``[B, J, W]``, None where all tokens are allowed everywhere.
         slots: of each (rank, is prefill, row of the launch) that wants more than its token, its slot's rules.
     """
 
     wanted: Wanted | None
+    scored: bool
     biases: list[np.ndarray]
     masks: np.ndarray | None
     slots: dict[tuple[int, bool, int], SlotRules]
@@ -266,17 +268,16 @@ class SlotTable:
                 slot = rank.prefills[row].slot
                 if self._wants[index, slot] and makes_token(rank.prefills[row], first, length):
                     row_rules[index, True, place] = rank_rules[slot]
-        if not row_rules:
-            return RowRules(None, [], None, row_rules)
         sampling = [rules.sampling for rules in row_rules.values()]
+        scored = any(s.logprobs >= 0 for s in sampling)
         masks = self._masks(row_rules, len(step.ranks), shape)
-        wanted = Wanted(
-            np.array(any(s.top_k > 0 or s.top_p < 1 for s in sampling)),
-            np.array(any(s.logprobs >= 0 for s in sampling)),
-            np.array(any(s.penalises for s in sampling)),
-            np.array(masks is not None),
-        )
-        return RowRules(wanted, self._biases(row_rules, len(step.ranks), shape), masks, row_rules)
+        biases = self._biases(row_rules, len(step.ranks), shape)
+        penalises = any(s.penalises for s in sampling)
+        if not (biases or masks is not None or penalises or any(s.temperature > 0 for s in sampling)):
+            return RowRules(None, scored, [], None, row_rules)
+        truncates = any(s.top_k > 0 or s.top_p < 1 for s in sampling)
+        wanted = Wanted(*map(np.array, (truncates, penalises, masks is not None)))
+        return RowRules(wanted, scored, biases, masks, row_rules)
 
     def _biases(
         self, row_rules: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape

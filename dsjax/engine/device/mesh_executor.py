@@ -305,7 +305,7 @@ class MeshExecutor:
         proposes: int,
         recording: bool,
     ) -> Running:
-        if proposes and launch.prefill is None and rules.wanted is None:
+        if proposes and launch.prefill is None and rules.wanted is None and not rules.scored:
             program = self.programs.drafting_step(shape, proposes)
             arguments = (self.params, self.state, packed, *self._arrived())
             self.device.state, outcome, drafts, reports = program(*arguments)
@@ -325,8 +325,11 @@ class MeshExecutor:
                 yield biased
             masks = self.programs.no_masks(shape.sampled) if rules.masks is None else rules.masks
             draw = self.programs.draw(shape.sampled)
-            self.device.state, outcome, scores = draw(self.device.state, rows, logits, biased, masks, rules.wanted)
+            self.device.state, outcome = draw(self.device.state, rows, logits, biased, masks, rules.wanted)
             yield outcome
+        if rules.scored:
+            scores = self.programs.score(shape.sampled)(logits, outcome)
+            yield scores.ranks
         if proposes:
             program = self.programs.drafts(shape, proposes)
             self.device.state, drafts = program(self.params, self.state, packed, rows, outcome, hidden)
@@ -339,11 +342,10 @@ class MeshExecutor:
         return ()
 
     def _keep(self, pending: Pending, launched: LaunchOutcome, recording: bool) -> Running:
-        """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped."""
+        """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped; scores it can read."""
         if self.programs.shared:
             slots_read = launched.rules.slots.values()
             wanted = {
-                "scores": launched.scores is not None and any(rules.sampling.logprobs >= 0 for rules in slots_read),
                 "prompt_scores": launched.prompt_scores is not None,
                 "drafts": launched.drafts is not None and any(rules.guided for rules in slots_read),
                 "reports": recording and bool(launched.reports),

@@ -36,7 +36,7 @@ from sharding.arrays import RepeatedPut, put
 COPIES = 32
 """Pairs of pages that one run of the copying program takes."""
 
-_SELDOM_WANTED = {"step": 5, "drafting step": 3, "draw": 2, "drafts": 1}
+_SELDOM_WANTED = {"step": 5, "drafting step": 3, "drafts": 1}
 """For each program, the place from which on its results are wanted seldom, and gathered by a program of their own."""
 
 
@@ -95,6 +95,7 @@ class Programs:
             "drafts": self.lower_drafts,
             "biases": self._lower_biases,
             "draw": self._lower_draw,
+            "score": self._lower_score,
             "every token": self._lower_every_token,
             "copy": self._lower_copy,
             "clear": self._lower_clear,
@@ -106,7 +107,8 @@ class Programs:
         }
 
     def _compiler_options(self, key: ProgramKey) -> dict[str, int | bool] | None:
-        # The sums of layers and head are the kernels' where a step is exact; only a draw's probabilities are XLA's then.
+        # The sums of layers and head are the kernels' where a step is exact, and log-probabilities have an order of their own
+        # (`log_softmax`). Only a draw's probabilities are XLA's then.
         platform = self._step.mesh.devices.flat[0].platform
         return compiler_options(platform, sums=not self._step.is_exact or key[0] == "draw")
 
@@ -176,8 +178,12 @@ class Programs:
         return self._get("biases", sampled)
 
     def draw(self, sampled: tuple[int, int, int]) -> Compiled:
-        """``(state, rows, raw logits, biased logits, masks, Wanted) -> (state, outcome, Scores)``."""
+        """``(state, rows, raw logits, biased logits, masks, Wanted) -> (state, outcome)``."""
         return self._get("draw", sampled)
+
+    def score(self, sampled: tuple[int, int, int]) -> Compiled:
+        """``(logits, outcome) -> Scores`` of the outcome's tokens, where this process can read them."""
+        return self._get("score", sampled)
 
     def drafts(self, shape: LaunchShape, count: int) -> Compiled:
         """``(params, state, packed, rows, outcome, hidden) -> (state, drafts [B, R + R2, count])``: what the MTP module proposes.
@@ -272,7 +278,7 @@ class Programs:
         self._constants.clear()
 
     def _compile_gathers(self, producer: ProgramKey) -> None:
-        """Compile what brings to all devices that which is wanted seldom of a program's results: reports, scores, drafts."""
+        """Compile what brings to all devices that which is wanted seldom of a program's results: reports, prompts' scores, drafts."""
         program, first = self.store.compiled[producer], _SELDOM_WANTED.get(producer[0])
         if not self.shared or first is None:
             return
@@ -295,6 +301,7 @@ class Programs:
             labels["step", shape, scored] = f"prompt scores, {name}" if scored else name
             labels["draw", shape.sampled] = f"sampler, {name}"
             labels["biases", shape.sampled] = f"biases, {name}"
+            labels["score", shape.sampled] = f"log-probabilities, {name}"
             for count in proposes:
                 labels["drafts", shape, count] = f"{count} drafts, {name}"
                 if prefill is None:
@@ -431,10 +438,19 @@ class Programs:
 
         def run(state, rows, raw, biased, masks, wanted):
             rows = StepRows.unpack(rows, sampled)
-            state, outcome, scores = sampling_programs.draw(self._step, state, rows, raw, biased, masks, wanted)
-            return self._pin(state, self._state), self._pin(outcome, self._of_rows(sampled)[1]), scores
+            state, outcome = sampling_programs.draw(self._step, state, rows, raw, biased, masks, wanted)
+            return self._pin(state, self._state), self._pin(outcome, self._of_rows(sampled)[1])
 
         return jax.jit(run, donate_argnums=0).lower(self._state, rows, logits, logits, masks, wanted)
+
+    def _lower_score(self, sampled: tuple[int, int, int]) -> Lowered:
+        _, outcome, logits = self._of_rows(sampled)
+
+        def run(logits, outcome):
+            scores = sampling_programs.score_tokens(self._step, logits, outcome[:, : positions(sampled)])
+            return jax.lax.with_sharding_constraint(scores, self.everywhere if self.shared else self.rows)
+
+        return jax.jit(run).lower(logits, outcome)
 
     def _lower_every_token(self) -> Lowered:
         shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill

@@ -56,13 +56,6 @@ class SlotSampling:
     repetition: Float[Array, "B Z"]
 
 
-class Sampled(NamedTuple):
-    """Tokens (or ``NOT_FINITE``, ``NONE_ALLOWED``) and their raw log-probabilities, 0 where nobody asked for any."""
-
-    tokens: Int[Array, "B R"]
-    scores: Scores
-
-
 class Scores(NamedTuple):
     """Log-probability and place of one token at each position, and the most probable tokens with theirs."""
 
@@ -73,10 +66,9 @@ class Scores(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What any row of a launch asks for: the same on all devices, so that all take the same branch. Booleans."""
+    """What any row of a launch asks of its draw: the same on all devices, so that all take the same branch. Booleans."""
 
     truncation: Array | bool  # top-k or top-p
-    logprobs: Array | bool
     penalties: Array | bool = False
     masks: Array | bool = False
 
@@ -87,15 +79,14 @@ def sample(
     rows: SlotSampling,
     num_made: Int[Array, "B R"],
     wanted: Wanted,
-) -> Sampled:
-    """Draw each row's token.
+) -> Int[Array, "B R"]:
+    """Draw each row's token; ``NOT_FINITE`` or ``NONE_ALLOWED`` where that is impossible.
 
-    logits: the model's, which log-probabilities are of; changed: what bias, penalties and masks made of them. num_made: tokens that each
-    row's request has made so far.
+    logits: the model's; changed: what bias, penalties and masks made of them. num_made: tokens that each row's request has made so far.
 
     Tokens outside min-p, then top-k, then top-p, get probability 0; the draw inverts the cumulative distribution *in vocabulary
     order* at one uniform number, so that rounding which swaps two nearly equal tokens in a sorted order changes nothing.
-    Truncation and log-probabilities are skipped when no row wants them.
+    Truncation is skipped when no row wants it.
     """
     finite = jnp.isfinite(jnp.max(logits, axis=-1)) & jnp.isfinite(jnp.min(logits, axis=-1))
     most = jnp.max(changed, axis=-1)
@@ -110,8 +101,7 @@ def sample(
         rows.temperature > 0, _invert(probs, _uniform(rows.seed, num_made)), _first(changed, most)
     ).astype(jnp.int32)
     tokens = jnp.where(most > -jnp.inf, tokens, NONE_ALLOWED)
-    tokens = jnp.where(finite, tokens, NOT_FINITE)
-    return Sampled(tokens, jax.lax.cond(wanted.logprobs, score, _no_scores, logits, tokens))
+    return jnp.where(finite, tokens, NOT_FINITE)
 
 
 def score(logits: Float[Array, "*b V"], tokens: Int[Array, "*b"]) -> Scores:
@@ -123,11 +113,6 @@ def score(logits: Float[Array, "*b V"], tokens: Int[Array, "*b"]) -> Scores:
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[..., None], axis=-1)
     top, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
     return Scores(chosen[..., 0], jnp.sum(logprobs > chosen, axis=-1, dtype=jnp.int32) + 1, top_tokens, top)
-
-
-def _no_scores(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]) -> Scores:
-    shapes = jax.eval_shape(score, logits, tokens)
-    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
 def _threshold(scaled: Float[Array, "B R V"], rows: SlotSampling) -> Float[Array, "B R"]:

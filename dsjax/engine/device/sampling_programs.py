@@ -42,10 +42,10 @@ def draw(
     biased: Float[Array, "B J V"],
     masks: Int[Array, "B J W"],
     wanted: Wanted,
-) -> tuple[DeviceState, Int[Array, "B J+2R"], Scores]:
+) -> tuple[DeviceState, Int[Array, "B J+2R"]]:
     """Draw a token at every position, enter them as ``commit`` does, and count them where penalties want that.
 
-    raw: the model's logits, which scores are of. Over ``tp`` all devices draw the same.
+    raw: the model's logits. Over ``tp`` all devices draw the same.
     """
     by_rank = P(step.spec.batch_axes)
     R, C = rows.tokens.shape[1:]
@@ -72,18 +72,21 @@ def draw(
         return sample(raw[None], changed[None], of_rows, jnp.maximum(place, 0)[None], wanted)
 
     run = jax.shard_map(local, mesh=step.mesh, in_specs=(*[by_rank] * 7, P()), out_specs=by_rank, check_vma=False)
-    tokens, scores = run(state.sampling, state.counts, rows, _places(state, rows), raw, biased, masks, wanted)
+    tokens = run(state.sampling, state.counts, rows, _places(state, rows), raw, biased, masks, wanted)
     state, outcome = commit(step, state, rows, tokens)
-    return _count(step, state, rows, outcome, wanted), outcome, scores
+    return _count(step, state, rows, outcome, wanted), outcome
+
+
+def score_tokens(step: ModelStep, logits: Float[Array, "B J V"], tokens: Int[Array, "B J"]) -> Scores:
+    """Scores of one token at each position, by the model's logits there."""
+    by_rank = P(step.spec.batch_axes)
+    run = jax.shard_map(score, mesh=step.mesh, in_specs=(by_rank, by_rank), out_specs=by_rank, check_vma=False)
+    return run(logits, tokens)
 
 
 def score_prompt(step: ModelStep, rows: StepRows, tokens: Int[Array, "B 1 T"], logits: Float[Array, "B T V"]) -> Scores:
     """Scores of the token behind each position of the only prefill row of a rank, whose ``tokens`` are given."""
-    by_rank = P(step.spec.batch_axes)
-    targets = jnp.maximum(tokens_behind(rows, tokens, rows.next_token)[:, 0], 0)
-    return jax.shard_map(score, mesh=step.mesh, in_specs=(by_rank, by_rank), out_specs=by_rank, check_vma=False)(
-        logits, targets
-    )
+    return score_tokens(step, logits, jnp.maximum(tokens_behind(rows, tokens, rows.next_token)[:, 0], 0))
 
 
 def tokens_behind(

@@ -101,7 +101,7 @@ class StageExecutor(MeshExecutor):
 
     def _rules(self, command: Step, launch: Launch, shape: slots.LaunchShape) -> RowRules:
         """Give no sampling inputs to a stage before the last, which does not sample."""
-        return super()._rules(command, launch, shape) if self.model.ends else RowRules(None, [], None, {})
+        return super()._rules(command, launch, shape) if self.model.ends else RowRules(None, False, [], None, {})
 
     def _run_launch(
         self,

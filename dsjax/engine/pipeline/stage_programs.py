@@ -14,7 +14,7 @@ from dsjax.engine.device.programs import Programs, positions
 from dsjax.engine.device.slots import LaunchShape, StepRows
 from dsjax.engine.program_cache.compiled_programs import ProgramKey
 
-_OF_THE_END = ("draw", "biases", "drafts", "drafting step")
+_OF_THE_END = ("draw", "biases", "score", "drafts", "drafting step")
 """Programs that only the last stage has."""
 
 

@@ -101,3 +101,24 @@ def test_rules_are_active_only_while_they_change_something():
 )
 def test_nothing_runs_for_a_request_that_the_step_s_greedy_token_serves(sampling, more, until):
     assert SlotRules.of(Admission(0, 0, 1, Sampling(1, 0, **sampling), **more)).until == until
+
+
+@pytest.mark.parametrize(
+    ("sampling", "more", "draws", "scored"),
+    [
+        ({"logprobs": 0}, {}, False, True),
+        ({"temperature": 0.5, "logprobs": 2}, {}, True, True),
+        ({"temperature": 0.5}, {}, True, False),
+        ({"presence_penalty": 0.5}, {}, True, False),
+        ({}, {"allowed": int32s([7, 0, 0])}, True, False),
+        ({}, {"biases": int32s([3, 0, ALWAYS])}, True, False),
+    ],
+)
+def test_a_row_whose_most_probable_token_is_only_to_be_scored_needs_no_draw(sampling, more, draws, scored):
+    table = SlotTable(1, 2, V)
+    step = Step([RankStep([Admission(1, 0, 1, Sampling(1, 0, **sampling), **more)], [], int32s((1, 9)), [], [])])
+    table.admit(step)
+    shape = LaunchShape(GroupShape(1, 1, MOST, "A_CC"), None, PAGE)
+    rules = table.rules_of(step, Launch(Rectangle(1, 1), None, [[]]), shape)
+    assert (rules.wanted is not None, rules.scored) == (draws, scored)
+    assert list(rules.slots) == [(0, False, 0)]

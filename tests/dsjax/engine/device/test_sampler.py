@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
-from dsjax.engine.device.sampler import NONE_ALLOWED, SlotSampling, Wanted, _threshold, greedy, sample
+from dsjax.engine.device.sampler import NONE_ALLOWED, SlotSampling, Wanted, _threshold, greedy, sample, score
 from dsjax.model.softmax import log_softmax
 
 V = 24
 DRAWS = 4096
 LOGITS = (np.random.default_rng(0).normal(size=V) * 1.5).astype(np.float32)
 
-run = jax.jit(sample)
+run, scores_of = jax.jit(sample), jax.jit(score)
 
 
 class Row(NamedTuple):
-    """A row's settings, as ``SlotSampling`` has them, and whether log-probabilities are wanted."""
+    """A row's settings, as ``SlotSampling`` has them, and how many tokens it has made."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -26,7 +26,6 @@ class Row(NamedTuple):
     min_p: float = 0.0
     seed: int = 0
     made: int = 0
-    logprobs: int = -1
 
 
 request = Row
@@ -43,28 +42,23 @@ def settings(ranks: int, count: int, rows_of_ranks=()) -> tuple[SlotSampling, np
         for row, one in enumerate(rows):
             for name, value in (one or Row(temperature=0))._asdict().items():
                 arrays[name][rank, row] = value
-    made, _ = arrays.pop("made"), arrays.pop("logprobs")
+    made = arrays.pop("made")
     unused = dict.fromkeys(("num_prompt_tokens", "presence", "frequency", "repetition"), made)
     return SlotSampling(**arrays, **unused), made
 
 
 def sampled(logits, rows_of_requests, changed=None):
-    """Sample ``[B, R, V]`` logits, or what they were changed to, for requests by rank; rows without one are greedy."""
+    """Tokens of ``[B, R, V]`` logits, or of what they were changed to, for requests by rank; rows without one are greedy."""
     logits = np.asarray(logits, np.float32)
     rows, made = settings(*logits.shape[:2], rows_of_requests)
     given = [one for own in rows_of_requests for one in own if one is not None]
-    wanted = Wanted(
-        np.array(any(one.top_k > 0 or one.top_p < 1 for one in given)),
-        np.array(any(one.logprobs >= 0 for one in given)),
-    )
+    wanted = Wanted(np.array(any(one.top_k > 0 or one.top_p < 1 for one in given)))
     return jax.device_get(run(logits, logits if changed is None else changed, rows, made, wanted))
 
 
 def draw(count=DRAWS, logits=LOGITS, **params):
     """So many tokens, each with a seed of its own."""
-    return sampled(np.broadcast_to(logits, (1, count, V)), [[request(seed=s, **params) for s in range(count)]]).tokens[
-        0
-    ]
+    return sampled(np.broadcast_to(logits, (1, count, V)), [[request(seed=s, **params) for s in range(count)]])[0]
 
 
 def distribution(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -119,7 +113,7 @@ def test_the_comparison_would_notice_a_temperature_that_is_a_quarter_off():
 
 def test_draws_of_one_request_are_as_independent_as_those_of_many():
     steps = [request(made=made, seed=7, temperature=1.0) for made in range(DRAWS // 4)]
-    tokens = sampled(np.broadcast_to(LOGITS, (1, len(steps), V)), [steps]).tokens[0]
+    tokens = sampled(np.broadcast_to(LOGITS, (1, len(steps), V)), [steps])[0]
     expected = len(steps) * distribution()
     statistic = np.sum((np.bincount(tokens, minlength=V) - expected) ** 2 / expected)
     assert statistic <= V - 1 + 6 * np.sqrt(2 * (V - 1)) + 6
@@ -132,24 +126,22 @@ def test_greedy_takes_the_most_probable_and_of_equals_the_lowest():
     logits[1, 0] = -1e4
     expected = [[4, 23], [0, 0]]
     assert greedy(logits).tolist() == expected
-    assert sampled(logits, [[request(temperature=0), request(temperature=0)]]).tokens.tolist() == expected
+    assert sampled(logits, [[request(temperature=0), request(temperature=0)]]).tolist() == expected
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 4, "top_p": 0.9}])
 def test_the_same_seed_gives_the_same_token_in_any_row_and_rank_and_company(params):
     mine = request(made=3, seed=42, temperature=1.0, **params)
-    others = [request(made=1, seed=s, temperature=0.3, top_k=2, logprobs=3) for s in range(3)]
-    alone = sampled(LOGITS[None, None], [[mine]]).tokens[0, 0]
+    others = [request(made=1, seed=s, temperature=0.3, top_k=2) for s in range(3)]
+    alone = sampled(LOGITS[None, None], [[mine]])[0, 0]
     rng = np.random.default_rng(1)
     for rank, row in [(0, 0), (0, 3), (1, 1), (2, 2)]:
         logits = rng.normal(size=(3, 4, V)).astype(np.float32)
         logits[rank, row] = LOGITS
         requests = [[*others, None] for _ in range(3)]
         requests[rank][row] = mine
-        assert sampled(logits, requests).tokens[rank, row] == alone
-    elsewhere = {
-        sampled(LOGITS[None, None], [[request(made=m, seed=42, temperature=1.0)]]).tokens[0, 0] for m in range(9)
-    }
+        assert sampled(logits, requests)[rank, row] == alone
+    elsewhere = {sampled(LOGITS[None, None], [[request(made=m, seed=42, temperature=1.0)]])[0, 0] for m in range(9)}
     assert len(elsewhere) > 1
 
 
@@ -190,79 +182,67 @@ def test_equals_of_the_last_token_kept_are_kept_too():
     assert set(draw(count=256, logits=logits, temperature=1.0, top_k=2).tolist()) == {3, 8, 11}
 
 
-def test_the_changed_logits_decide_and_the_raw_ones_are_scored():
-    changed = np.full((1, 1, V), -np.inf, np.float32)
+def test_the_changed_logits_decide():
+    changed = np.full((1, 20, V), -np.inf, np.float32)
     changed[..., [3, 20]] = 0.0
-    for seed in range(20):
-        found = sampled(LOGITS[None, None], [[request(seed=seed, temperature=1.0, logprobs=1)]], changed)
-        token = found.tokens[0, 0]
-        assert token in (3, 20)
-        assert found.scores.logprobs[0, 0] == np.asarray(log_softmax(LOGITS))[token]
-    assert sampled(LOGITS[None, None], [[request(temperature=0)]], changed).tokens.tolist() == [[3]]
+    logits = np.broadcast_to(LOGITS, changed.shape)
+    assert set(sampled(logits, [[request(seed=seed, temperature=1.0) for seed in range(20)]], changed)[0]) == {3, 20}
+    changed = changed[:, :1]
+    assert sampled(LOGITS[None, None], [[request(temperature=0)]], changed).tolist() == [[3]]
 
 
 def test_a_row_whose_every_token_is_forbidden_gets_none_and_its_neighbour_does():
     changed = np.stack([np.full(V, -np.inf), LOGITS]).astype(np.float32)[None]
     for params in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "min_p": 0.5}):
-        tokens = sampled(np.zeros((1, 2, V)), [[request(**params), request(temperature=0)]], changed).tokens
+        tokens = sampled(np.zeros((1, 2, V)), [[request(**params), request(temperature=0)]], changed)
         assert tokens.tolist() == [[NONE_ALLOWED, int(np.argmax(LOGITS))]]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_gives_minus_one_and_its_neighbours_their_tokens(bad):
     logits = np.broadcast_to(LOGITS, (2, 3, V)).copy()
-    clean = sampled(logits, [[request(seed=s, temperature=1.0) for s in range(3)]] * 2).tokens
+    clean = sampled(logits, [[request(seed=s, temperature=1.0) for s in range(3)]] * 2)
     logits[1, 1, 17] = bad
-    broken = sampled(logits, [[request(seed=s, temperature=1.0, logprobs=2) for s in range(3)]] * 2)
+    broken = sampled(logits, [[request(seed=s, temperature=1.0) for s in range(3)]] * 2)
     expected = clean.copy()
     expected[1, 1] = -1
-    np.testing.assert_array_equal(broken.tokens, expected)
+    np.testing.assert_array_equal(broken, expected)
     neighbours = np.ones((2, 3), bool)
     neighbours[1, 1] = False
-    assert np.all(np.isfinite(broken.scores.logprobs[neighbours]))
+    assert np.all(np.isfinite(scores_of(logits, broken).logprobs[neighbours]))
     best = np.full((2, 3), int(np.argmax(LOGITS)))
     best[1, 1] = -1
     np.testing.assert_array_equal(greedy(logits), best)
 
 
-def test_logprobs_are_the_log_softmax_of_the_raw_logits_whatever_the_parameters():
+def test_logprobs_are_the_log_softmax_of_the_logits():
     rng = np.random.default_rng(4)
-    logits = (rng.normal(size=(2, 3, V)) * 4).astype(np.float32)
-    asked = [[request(seed=s, temperature=0.7, top_k=3, logprobs=5) for s in range(3)]] * 2
-    found = sampled(logits, asked)
+    logits, tokens = (rng.normal(size=(2, 3, V)) * 4).astype(np.float32), rng.integers(V, size=(2, 3))
+    found = scores_of(logits, tokens)
     exact = logits.astype(np.float64)
     exact -= np.log(np.exp(exact - exact.max(-1, keepdims=True)).sum(-1, keepdims=True)) + exact.max(-1, keepdims=True)
-    chosen = np.take_along_axis(exact, found.tokens[..., None], axis=-1)
-    np.testing.assert_allclose(found.scores.logprobs, chosen[..., 0], atol=2e-6)  # float32 of values up to 20
-    np.testing.assert_array_equal(found.scores.ranks, 1 + np.sum(exact > chosen, axis=-1))
-    assert found.scores.top_tokens.shape == found.scores.top_logprobs.shape == (2, 3, MAX_LOGPROBS)
-    np.testing.assert_array_equal(
-        found.scores.top_tokens, np.argsort(-logits, axis=-1, kind="stable")[..., :MAX_LOGPROBS]
-    )
-    np.testing.assert_allclose(
-        found.scores.top_logprobs, np.take_along_axis(exact, found.scores.top_tokens, axis=-1), atol=2e-6
-    )
-    assert np.all(np.diff(found.scores.top_logprobs, axis=-1) <= 0)
-    trainers = np.take_along_axis(np.asarray(log_softmax(logits)), found.tokens[..., None], axis=-1)
-    np.testing.assert_array_equal(found.scores.logprobs, trainers[..., 0])
-
-
-def test_nobody_pays_for_logprobs_that_nobody_asked_for():
-    found = sampled(LOGITS[None, None], [[request(temperature=1.0)]])
-    assert not found.scores.logprobs.any()
-    assert not found.scores.top_logprobs.any()
+    chosen = np.take_along_axis(exact, tokens[..., None], axis=-1)
+    np.testing.assert_allclose(found.logprobs, chosen[..., 0], atol=2e-6)  # float32 of values up to 20
+    np.testing.assert_array_equal(found.ranks, 1 + np.sum(exact > chosen, axis=-1))
+    assert found.top_tokens.shape == found.top_logprobs.shape == (2, 3, MAX_LOGPROBS)
+    np.testing.assert_array_equal(found.top_tokens, np.argsort(-logits, axis=-1, kind="stable")[..., :MAX_LOGPROBS])
+    np.testing.assert_allclose(found.top_logprobs, np.take_along_axis(exact, found.top_tokens, axis=-1), atol=2e-6)
+    assert np.all(np.diff(found.top_logprobs, axis=-1) <= 0)
+    trainers = np.take_along_axis(np.asarray(log_softmax(logits)), tokens[..., None], axis=-1)
+    np.testing.assert_array_equal(found.logprobs, trainers[..., 0])
 
 
 def test_a_small_vocabulary_has_as_many_top_tokens_as_it_has():
-    found = sampled(np.array([[[1.0, 3.0, 2.0]]]), [[request(temperature=0, logprobs=3)]])
-    assert found.scores.top_tokens.tolist() == [[[1, 2, 0]]]
+    assert scores_of(np.float32([1, 3, 2]), np.int32(1)).top_tokens.tolist() == [1, 2, 0]
 
 
 def test_the_greedy_token_s_logprob_is_the_greatest_to_the_bit_and_ranks_first():
     rng = np.random.default_rng(8)
     logits = (rng.normal(size=(4, 64, 512)) * 20).astype(np.float32)
     logits[0, :32] = np.round(logits[0, :32])  # ties
-    found = sampled(logits, [[request(temperature=0, logprobs=20)] * 64] * 4)
-    assert np.all(found.scores.logprobs == found.scores.top_logprobs[..., 0])
-    assert np.all(found.tokens == found.scores.top_tokens[..., 0])
-    assert np.all(found.scores.ranks == 1)
+    tokens = np.asarray(greedy(logits))
+    np.testing.assert_array_equal(sampled(logits, [[]] * 4), tokens)
+    found = scores_of(logits, tokens)
+    assert np.all(found.logprobs == found.top_logprobs[..., 0])
+    assert np.all(tokens == found.top_tokens[..., 0])
+    assert np.all(found.ranks == 1)

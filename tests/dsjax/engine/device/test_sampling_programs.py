@@ -121,8 +121,8 @@ def programs():
     def draw(state, biased, truncation, penalties):
         rows, raw = rows_of(state)
         biased = raw if biased is None else biased
-        wanted = Wanted(truncation, False, penalties, False)
-        state, outcome, _ = sampling_programs.draw(step, state, rows, raw, biased, every, wanted)
+        wanted = Wanted(truncation, penalties, False)
+        state, outcome = sampling_programs.draw(step, state, rows, raw, biased, every, wanted)
         return state, outcome[0, : SLOTS * (1 + DRAFTS)].reshape(SLOTS, -1), outcome[0, SLOTS * (1 + DRAFTS) :][:SLOTS]
 
     return biased, draw
