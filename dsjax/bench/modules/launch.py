@@ -21,7 +21,7 @@ from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.mesh_executor import MeshExecutor
 from dsjax.engine.device.programs import Programs
-from dsjax.engine.device.slots import LaunchShape, StepRows
+from dsjax.engine.device.slots import LaunchShape, Positions
 from dsjax.model.rope import Rotation
 from dsjax.model.rows import GroupShape, flatten
 
@@ -57,11 +57,10 @@ def _executor(setting: Setting, rows: int) -> MeshExecutor:
     device.state = jax.tree.map(lambda array: jnp.zeros((1,), array.dtype), device.state)
     real: Programs = executor.programs
     shape = real.shape(Rectangle(rows, 1), None)
-    handed_on = StepRows.packed_width(shape.sampled)
+    handed_on = len(dataclasses.fields(Positions)) * rows
 
     def nothing(params, state, packed):
-        made = jnp.ones((1, 2 * rows), jnp.int32)
-        outcome = jnp.concatenate([packed[:, :rows], made], axis=1)
+        outcome = packed[:, :rows]
         scores = jnp.zeros((1, rows, 1))
         return state, jnp.zeros((1, handed_on), jnp.int32), outcome, scores, jnp.zeros((1, rows, 1)), {}
 
@@ -99,7 +98,7 @@ def _inputs(setting: Setting, rows: int, pages: int) -> PreparedCase:
         rotation = Rotation.at(flatten([groups[0].positions]), config.rope, config.qk_rope_head_dim)
         cache_slots = flatten([groups[0].slots(step.page_size)])
         last = last + jnp.take_along_axis(inputs["x"], jnp.maximum(read.slot, 0)[..., None], axis=1)
-        state, _ = slots.commit(step, state, read, cache_slots % config.vocab_size)
+        state, _ = slots.commit(step, state, Positions.of(read, shape), cache_slots % config.vocab_size)
         return state, rotation(rotated), written + cache_slots, last
 
     carry = (

@@ -206,6 +206,22 @@ class Buckets:
         return ACCELERATOR_LAUNCH_TOKENS if self.mixed else CPU_LAUNCH_TOKENS
 
 
+FEW_PROMPTS = 8
+"""Prompts of one launch that sample as if there were so many, where decodes have so many rows."""
+
+
+def sampling_room(decode: Rectangle | None, prefill: Rectangle | None, most_rows: int, most_drafts: int) -> int:
+    """Positions of a DP rank that the sampling programs of a launch must have room for.
+
+    They depend on nothing else, so launches with prompts are given room for as many as launches of decodes have, whose programs they
+    share then: of one row, or of `FEW_PROMPTS`, each with all its drafts. most_rows: of decodes.
+    """
+    if prefill is None:
+        return 0
+    rows = max(prefill.rows, min(FEW_PROMPTS, most_rows)) if decode or prefill.rows > 1 else 1
+    return decode.rows * decode.chunk + rows if decode else rows * (1 + most_drafts)
+
+
 def num_decodes(rank: RankStep) -> int:
     """Decode rows of a rank."""
     return len(rank.decodes) // 8

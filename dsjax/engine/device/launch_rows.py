@@ -27,7 +27,15 @@ from dsjax.engine.contract.executor import RankResults, RowResult, TokenScore
 from dsjax.engine.device.buckets import Launch, num_decodes
 from dsjax.engine.device.logit_edits import bias_pieces, mask_words
 from dsjax.engine.device.sampler import NONE_ALLOWED, NOT_FINITE, Scores, Wanted
-from dsjax.engine.device.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
+from dsjax.engine.device.slots import (
+    ADMISSION_WIDTH,
+    ADMISSIONS,
+    COUNTED,
+    NOT_COMPUTED,
+    PAGE_CHANGES,
+    REJECTED,
+    LaunchShape,
+)
 
 PageEntry = tuple[int, int, int]
 """Slot, index in its page table, page."""
@@ -283,14 +291,15 @@ class SlotTable:
         self, row_rules: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
     ) -> list[np.ndarray]:
         rank_biases: list[list[np.ndarray]] = [[] for _ in range(ranks)]
-        rows = shape.decode_rows[0]
+        R, C = shape.decode_rows
         for (rank, is_prefill, row), rules in row_rules.items():
             if len(rules.biases):
-                rank_biases[rank].append(np.insert(rules.biases, 0, rows + row if is_prefill else row, axis=1))
+                row_positions = [R * C + row] if is_prefill else range(row * C, row * C + C)
+                rank_biases[rank] += [np.insert(rules.biases, 0, position, axis=1) for position in row_positions]
         if not any(rank_biases):
             return []
         joined = [np.concatenate(each) if each else np.zeros((0, 4), np.int32) for each in rank_biases]
-        return list(bias_pieces(joined, rows + shape.prefill_rows[0]))
+        return list(bias_pieces(joined, shape.positions))
 
     def _masks(
         self, row_rules: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
@@ -304,7 +313,7 @@ class SlotTable:
             return None
         R, C = shape.decode_rows
         words = self._words
-        masks = np.full((ranks, R * C + shape.prefill_rows[0], words), -1, np.int32)
+        masks = np.full((ranks, shape.positions, words), -1, np.int32)
         for (rank, is_prefill, row), mask in masked.items():
             of_position = mask.reshape(-1, words)
             if is_prefill:
@@ -322,7 +331,7 @@ class LaunchOutcome(NamedTuple):
     """What a launch gave, on the devices.
 
     Attributes:
-        outcome: ``[B, J + 2R]``: tokens of all positions that make one, and of each decode row how many were made and computed.
+        outcome: ``[B, J]``: tokens of all positions that make one, as of ``slots.commit``.
         scores: of those positions; prompt_scores: of all token slots of a scored launch. None where nobody asked.
         drafts: ``[B, R + R2, n]``; None where none were proposed.
     """
@@ -373,7 +382,6 @@ class _RankReader(NamedTuple):
     def decodes(self, count: int) -> list[RowResult]:
         """Results of the first ``count`` decode rows."""
         R, C = self.launched.shape.decode_rows
-        J = R * C + self.launched.shape.prefill_rows[0]
         rules = self.launched.rules.slots
         if C == 1:
             # The usual case, once for each running request in every step.
@@ -383,15 +391,14 @@ class _RankReader(NamedTuple):
                     results[row] = self._detailed(results[row], rules[self.rank, False, row], row, row)
             return results
         tokens = self.outcome[: R * C].reshape(R, C).tolist()
-        made, computed = self.outcome[J : J + R].tolist(), self.outcome[J + R :].tolist()
         results = []
         for row in range(count):
-            run = tokens[row][: made[row]]
+            run = [token for token in tokens[row] if token > REJECTED]
             if not run:  # the step before made the request's last tokens
                 results.append(RowResult())
                 continue
             result = RowResult(run) if run[-1] >= 0 else _failed(run[:-1], run[-1])
-            result = result._replace(num_drafts=computed[row] - 1)
+            result = result._replace(num_drafts=C - 1 - tokens[row].count(NOT_COMPUTED))
             rules_of_row = rules.get((self.rank, False, row))
             results.append(result if rules_of_row is None else self._detailed(result, rules_of_row, row, row * C))
         return results

@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-BIASES_PER_ROW = 64
-"""Biases that one run of the program has room for, times its rows; longer lists take further runs."""
+BIASES_PER_POSITION = 64
+"""Biases that one run of the program has room for, times its positions; longer lists take further runs."""
 
 
-def bias_width(num_rows: int) -> int:
-    """Biases of a rank that one run takes, for launches of ``num_rows`` rows a rank."""
-    return BIASES_PER_ROW * num_rows
+def bias_width(num_positions: int) -> int:
+    """Biases of a rank that one run takes, for launches of ``num_positions`` positions a rank."""
+    return BIASES_PER_POSITION * num_positions
 
 
 def mask_words(vocab_size: int) -> int:
@@ -27,9 +27,9 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def bias_pieces(biases: Sequence[np.ndarray], num_rows: int) -> Iterator[np.ndarray]:
-    """``[B, E, 4]`` int32 pieces of each rank's ``[n, 4]`` biases; what is left of a piece names row −1, which none is."""
-    width = bias_width(num_rows)
+def bias_pieces(biases: Sequence[np.ndarray], num_positions: int) -> Iterator[np.ndarray]:
+    """``[B, E, 4]`` int32 pieces of each rank's ``[n, 4]`` biases; what is left of a piece names position −1, which none is."""
+    width = bias_width(num_positions)
     for start in range(0, max((len(rank_biases) for rank_biases in biases), default=0), width):
         piece = np.full((len(biases), width, 4), -1, np.int32)
         for rank, rank_biases in enumerate(biases):
@@ -39,25 +39,19 @@ def bias_pieces(biases: Sequence[np.ndarray], num_rows: int) -> Iterator[np.ndar
 
 
 def add_biases(
-    logits: Float[Array, "J V"],
-    place: Int[Array, "J"],
-    row: Int[Array, "J"],
-    biases: Int[Array, "_ 4"],
-    first: Int[Array, ""] | int = 0,
+    logits: Float[Array, "J V"], place: Int[Array, "J"], biases: Int[Array, "_ 4"], first: Int[Array, ""] | int = 0
 ) -> Float[Array, "J V"]:
-    """Add biases to the logits of every position of their rows.
+    """Add biases to the logits of single positions.
 
-    place: the number in the output of the token that each position makes; row: the row that it belongs to. biases: row, token, bits of a
-    float32 bias, and the number in the output from which it holds no more. first: the token that ``logits[:, 0]`` belongs to,
-    where the vocabulary is spread over devices.
+    place: the number in the output of the token that each position makes. biases: index of a position, token, bits of a float32 bias,
+    and the number in the output from which it holds no more. first: the token that ``logits[:, 0]`` belongs to, where the vocabulary
+    is spread over devices.
     """
     J, V = logits.shape
-    of_row, token, bits, until = biases.T
-    applies = (of_row[None] == row[:, None]) & (place[:, None] < until[None]) & (of_row[None] >= 0)
-    here = applies & (token >= first) & (token < first + V)
-    at = (jnp.where(here, jnp.arange(J)[:, None], J), jnp.where(here, token - first, V))  # beyond the end: dropped
-    values = jnp.broadcast_to(lax.bitcast_convert_type(bits, jnp.float32), here.shape)
-    return logits.at[at].add(values, mode="drop")
+    index, token, bits, until = biases.T
+    applies = (index >= 0) & (place[jnp.maximum(index, 0)] < until) & (token >= first) & (token < first + V)
+    at = jnp.where(applies, index, J), jnp.where(applies, token - first, V)  # beyond the end: dropped
+    return logits.at[at].add(lax.bitcast_convert_type(bits, jnp.float32), mode="drop")
 
 
 def penalise(
@@ -84,8 +78,16 @@ def allowed(mask: Int[Array, "J W"], vocab_size: int) -> Bool[Array, "J V"]:
     return bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size] != 0
 
 
-def counts_along_drafts(counts: Int[Array, "R V"], tokens: Int[Array, "R C"], most: int) -> Int[Array, "R C V"]:
-    """The counts before each position of a row, if the drafts before it (``tokens[:, 1:]``) are what was made there."""
-    drafted = 2 * jax.nn.one_hot(tokens[:, 1:], counts.shape[-1], dtype=counts.dtype)
-    before = jnp.concatenate([counts[:, None], drafted], axis=1)
-    return jnp.minimum(jnp.cumsum(before, axis=1), 2 * most + 1)
+def counts_along_drafts(
+    counts: Int[Array, "J V"], tokens: Int[Array, "J"], number: Int[Array, "J"], most_drafts: int, most: int
+) -> Int[Array, "J V"]:
+    """The counts before each position, if the drafts before it in its row are what was made there.
+
+    counts: of each position's slot. tokens: a row's last token at ``number`` 0, then its drafts.
+    """
+    is_draft = (number > 0)[:, None]
+    own = jnp.where(is_draft, 2 * jax.nn.one_hot(tokens, counts.shape[-1], dtype=counts.dtype), 0)
+    drafted = own
+    for _ in range(most_drafts - 1):
+        drafted = own + jnp.where(is_draft, jnp.roll(drafted, 1, axis=0), 0)
+    return jnp.minimum(counts + drafted, 2 * most + 1)

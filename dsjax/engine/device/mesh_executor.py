@@ -313,7 +313,7 @@ class MeshExecutor:
             yield from self._keep(pending, LaunchOutcome(launch, shape, rules, outcome, reports, drafts), recording)
             return
         program = self.programs.step(shape, launch.scored)
-        self.device.state, rows, outcome, logits, hidden, reports, *prompt_scores = program(
+        self.device.state, at, outcome, logits, hidden, reports, *prompt_scores = program(
             self.params, self.state, packed, *self._arrived()
         )
         yield outcome
@@ -321,18 +321,18 @@ class MeshExecutor:
         if rules.wanted is not None:
             biased = logits
             for piece in rules.biases:
-                biased = self.programs.biases(shape.sampled)(self.device.state, rows, biased, piece)
+                biased = self.programs.biases(shape.positions)(self.device.state, at, biased, piece)
                 yield biased
-            masks = self.programs.no_masks(shape.sampled) if rules.masks is None else rules.masks
-            draw = self.programs.draw(shape.sampled)
-            self.device.state, outcome = draw(self.device.state, rows, logits, biased, masks, rules.wanted)
+            masks = self.programs.no_masks(shape.positions) if rules.masks is None else rules.masks
+            draw = self.programs.draw(shape.positions)
+            self.device.state, outcome = draw(self.device.state, at, logits, biased, masks, rules.wanted)
             yield outcome
         if rules.scored:
-            scores = self.programs.score(shape.sampled)(logits, outcome)
+            scores = self.programs.score(shape.positions)(logits, outcome)
             yield scores.ranks
         if proposes:
             program = self.programs.drafts(shape, proposes)
-            self.device.state, drafts = program(self.params, self.state, packed, rows, outcome, hidden)
+            self.device.state, drafts = program(self.params, self.state, packed, at, outcome, hidden)
             yield drafts
         launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
         yield from self._keep(pending, launched, recording)

@@ -20,13 +20,13 @@ from jaxtyping import Array
 
 from dsjax.engine.contract.executor import ExecutorLimits, Progress
 from dsjax.engine.device import device_state, expert_programs, sampling_programs, slots, step_programs
-from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.device.buckets import Buckets, Rectangle, sampling_room
 from dsjax.engine.device.compiler_options import compiler_options
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_programs import ExpertLayers
 from dsjax.engine.device.logit_edits import bias_width, mask_words
 from dsjax.engine.device.sampler import Wanted
-from dsjax.engine.device.slots import ADMIT_WIDTH, LaunchShape, StepRows
+from dsjax.engine.device.slots import ADMIT_WIDTH, LaunchShape, Positions, StepRows
 from dsjax.engine.program_cache.compiled_programs import CompiledPrograms, ProgramKey
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.model.rows import GroupShape, RowGroup
@@ -148,7 +148,9 @@ class Programs:
                 GroupShape(rectangle.rows, rectangle.chunk, self._limits.max_pages, form) if rectangle else None
                 for rectangle, form in zip((decode, prefill), forms, strict=True)
             ]
-            self._shapes[decode, prefill] = LaunchShape(*groups, self._limits.page_size)
+            drafts = 0 if self._state.drafts is None else self._state.drafts.shape[-1]
+            room = sampling_room(decode, prefill, self._limits.max_rows_decode, drafts)
+            self._shapes[decode, prefill] = LaunchShape(*groups, self._limits.page_size, room)
         return self._shapes[decode, prefill]
 
     def admit(self) -> Compiled:
@@ -156,13 +158,13 @@ class Programs:
         return self._get("admit")
 
     def step(self, shape: LaunchShape, scored: bool = False) -> Compiled:
-        """``(params, state, packed) -> (state, rows, outcome, logits, hidden, reports)``, with ``scored`` also ``Scores``.
+        """``(params, state, packed) -> (state, positions, outcome, logits, hidden, reports)``, with ``scored`` also ``Scores``.
 
         Of a model's stage behind the first, all programs with layers in them also take what has arrived from the one before, last.
 
-        The rows of a launch, each with its most probable tokens. outcome: tokens and numbers made, as of ``commit``; logits: of each
-        position that makes a token; hidden: of all token slots. With ``scored`` the tokens behind each position of the
-        prefill row are scored.
+        The rows of a launch, each with its most probable tokens. positions: those that make a token, packed; outcome: their tokens,
+        as of ``commit``; logits: theirs; hidden: of all token slots. With ``scored`` the tokens behind each position of the prefill
+        row are scored.
         """
         return self._get("step", shape, scored)
 
@@ -173,20 +175,20 @@ class Programs:
         """
         return self._get("drafting step", shape, count)
 
-    def biases(self, sampled: tuple[int, int, int]) -> Compiled:
-        """``(state, rows, logits, biases) -> logits``; reads the state alone. ``sampled`` as of ``LaunchShape``."""
-        return self._get("biases", sampled)
+    def biases(self, positions: int) -> Compiled:
+        """``(state, positions, logits, biases) -> logits``; reads the state alone. ``positions``: their number in ``LaunchShape``."""
+        return self._get("biases", positions)
 
-    def draw(self, sampled: tuple[int, int, int]) -> Compiled:
-        """``(state, rows, raw logits, biased logits, masks, Wanted) -> (state, outcome)``."""
-        return self._get("draw", sampled)
+    def draw(self, positions: int) -> Compiled:
+        """``(state, positions, raw logits, biased logits, masks, Wanted) -> (state, outcome)``."""
+        return self._get("draw", positions)
 
-    def score(self, sampled: tuple[int, int, int]) -> Compiled:
+    def score(self, positions: int) -> Compiled:
         """``(logits, outcome) -> Scores`` of the outcome's tokens, where this process can read them."""
-        return self._get("score", sampled)
+        return self._get("score", positions)
 
     def drafts(self, shape: LaunchShape, count: int) -> Compiled:
-        """``(params, state, packed, rows, outcome, hidden) -> (state, drafts [B, R + R2, count])``: what the MTP module proposes.
+        """``(params, state, packed, positions, outcome, hidden) -> (state, drafts [B, R + R2, count])``: what the MTP module proposes.
 
         packed: the input of ``step``; all others are its results.
         """
@@ -238,10 +240,10 @@ class Programs:
         """``loads -> (loads, zeros)``: the experts' loads since they were read last; donated."""
         return self._get("read loads")
 
-    def no_masks(self, sampled: tuple[int, int, int]) -> Array:
+    def no_masks(self, positions: int) -> Array:
         """Masks that allow everything, on the devices."""
-        shape = (self._limits.num_ranks, positions(sampled), mask_words(self._limits.vocab_size))
-        return self._constant(("masks", sampled), lambda: put(np.full(shape, -1, np.int32), self.rows))
+        shape = (self._limits.num_ranks, positions, mask_words(self._limits.vocab_size))
+        return self._constant(("masks", positions), lambda: put(np.full(shape, -1, np.int32), self.rows))
 
     def described_moved(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Descriptions of what ``take_pages`` gives."""
@@ -299,9 +301,8 @@ class Programs:
         for decode, prefill, proposes, scored in [*launches, (None, buckets.scored, buckets.proposals, True)]:
             shape, name = self.shape(decode, prefill), _label(decode, prefill)
             labels["step", shape, scored] = f"prompt scores, {name}" if scored else name
-            labels["draw", shape.sampled] = f"sampler, {name}"
-            labels["biases", shape.sampled] = f"biases, {name}"
-            labels["score", shape.sampled] = f"log-probabilities, {name}"
+            for kind, what in (("draw", "sampler"), ("biases", "biases"), ("score", "log-probabilities")):
+                labels.setdefault((kind, shape.positions), f"{what}, {name}")
             for count in proposes:
                 labels["drafts", shape, count] = f"{count} drafts, {name}"
                 if prefill is None:
@@ -338,23 +339,23 @@ class Programs:
         """The program of ``step``, traced but not compiled."""
 
         def run(params, state, packed, *arrived):
-            state, rows, outcome, logits, hidden, reports, *scores = step_programs.compute(
+            state, _, at, outcome, logits, hidden, reports, *scores = step_programs.compute(
                 self._step, params, state, packed, shape, scored, *arrived
             )
-            pinned = self._pin((rows.pack(), outcome, logits, hidden), self._of_step(shape))
+            pinned = self._pin((at.pack(), outcome, logits, hidden), self._of_step(shape))
             return self._pin(state, self._state), *pinned, reports, *scores
 
         return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
 
     def _lower_drafting_step(self, shape: LaunchShape, count: int) -> Lowered:
         def run(params, state, packed, *arrived):
-            state, rows, outcome, _, hidden, reports = step_programs.compute(
+            state, rows, _, outcome, _, hidden, reports = step_programs.compute(
                 self._step, params, state, packed, shape, False, *arrived
             )
             state, proposed = step_programs.propose(
                 self._step, params, state, packed, rows, outcome, hidden, shape, count
             )
-            outcome = self._pin(outcome, self._of_rows(shape.sampled)[1])
+            outcome = self._pin(outcome, self._of_positions(shape.positions)[1])
             return self._pin(state, self._state), outcome, proposed, reports
 
         return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
@@ -362,15 +363,15 @@ class Programs:
     def lower_drafts(self, shape: LaunchShape, count: int) -> Lowered:
         """The program of ``drafts``, traced but not compiled."""
 
-        def run(params, state, packed, rows, outcome, hidden):
-            rows = StepRows.unpack(rows, shape.sampled)
+        def run(params, state, packed, at, outcome, hidden):
+            rows = StepRows.of(packed, Positions.unpack(at), shape)
             state, proposed = step_programs.propose(
                 self._step, params, state, packed, rows, outcome, hidden, shape, count
             )
             return self._pin(state, self._state), proposed
 
-        rows, outcome, _, hidden = self._of_step(shape)
-        return self._lower_step(run, self._described((shape.packed_width,), np.int32), rows, outcome, hidden)
+        at, outcome, _, hidden = self._of_step(shape)
+        return self._lower_step(run, self._described((shape.packed_width,), np.int32), at, outcome, hidden)
 
     def _lower_step(self, run: Callable, *arguments: Any) -> Lowered:
         """A program of parameters, state and ``arguments`` that has layers in it."""
@@ -420,34 +421,34 @@ class Programs:
         pages = self._described((device_state.MOVED_PAGES,), np.int32)
         return self._lower_small(device_state.put_pages, self.described_moved(), pages)
 
-    def _lower_biases(self, sampled: tuple[int, int, int]) -> Lowered:
-        rows, _, logits = self._of_rows(sampled)
-        biases = self._described((bias_width(sampled[0] + sampled[2]), 4), np.int32)
+    def _lower_biases(self, positions: int) -> Lowered:
+        at, _, logits = self._of_positions(positions)
+        biases = self._described((bias_width(positions), 4), np.int32)
 
-        def run(state, rows, logits, biases):
-            rows = StepRows.unpack(rows, sampled)
-            changed = sampling_programs.add_biases(self._step, state, rows, logits, biases)
-            return self._pin(changed, self._logits(sampled))
+        def run(state, at, logits, biases):
+            at = Positions.unpack(at)
+            changed = sampling_programs.add_biases(self._step, state, at, logits, biases)
+            return self._pin(changed, self._logits(positions))
 
-        return jax.jit(run).lower(self._state, rows, logits, biases)
+        return jax.jit(run).lower(self._state, at, logits, biases)
 
-    def _lower_draw(self, sampled: tuple[int, int, int]) -> Lowered:
-        rows, _, logits = self._of_rows(sampled)
-        masks = self._described((positions(sampled), mask_words(self._limits.vocab_size)), np.int32)
+    def _lower_draw(self, positions: int) -> Lowered:
+        at, _, logits = self._of_positions(positions)
+        masks = self._described((positions, mask_words(self._limits.vocab_size)), np.int32)
         wanted = Wanted(*[jax.ShapeDtypeStruct((), bool, sharding=self.everywhere)] * len(Wanted._fields))
 
-        def run(state, rows, raw, biased, masks, wanted):
-            rows = StepRows.unpack(rows, sampled)
-            state, outcome = sampling_programs.draw(self._step, state, rows, raw, biased, masks, wanted)
-            return self._pin(state, self._state), self._pin(outcome, self._of_rows(sampled)[1])
+        def run(state, at, raw, biased, masks, wanted):
+            at = Positions.unpack(at)
+            state, outcome = sampling_programs.draw(self._step, state, at, raw, biased, masks, wanted)
+            return self._pin(state, self._state), self._pin(outcome, self._of_positions(positions)[1])
 
-        return jax.jit(run, donate_argnums=0).lower(self._state, rows, logits, logits, masks, wanted)
+        return jax.jit(run, donate_argnums=0).lower(self._state, at, logits, logits, masks, wanted)
 
-    def _lower_score(self, sampled: tuple[int, int, int]) -> Lowered:
-        _, outcome, logits = self._of_rows(sampled)
+    def _lower_score(self, positions: int) -> Lowered:
+        _, outcome, logits = self._of_positions(positions)
 
         def run(logits, outcome):
-            scores = sampling_programs.score_tokens(self._step, logits, outcome[:, : positions(sampled)])
+            scores = sampling_programs.score_tokens(self._step, logits, outcome)
             return jax.lax.with_sharding_constraint(scores, self.everywhere if self.shared else self.rows)
 
         return jax.jit(run).lower(logits, outcome)
@@ -471,17 +472,17 @@ class Programs:
     def _lower_gather(self, described: Any) -> Lowered:
         return jax.jit(lambda tree: tree, out_shardings=self.everywhere).lower(described)
 
-    def _of_rows(self, sampled: tuple[int, int, int]):
-        """Descriptions of what a step hands on to the sampling programs: packed rows, outcome, logits."""
-        rows = self._described((StepRows.packed_width(sampled),), np.int32)
-        outcome = self._described((positions(sampled) + 2 * sampled[0],), np.int32)
+    def _of_positions(self, positions: int):
+        """Descriptions of what a step hands on to the sampling programs: packed positions, outcome, logits."""
+        at = self._described((len(dataclasses.fields(Positions)) * positions,), np.int32)
+        outcome = self._described((positions,), np.int32)
         if self.shared:
             outcome = jax.ShapeDtypeStruct(outcome.shape, outcome.dtype, sharding=self.everywhere)
-        return rows, outcome, self._logits(sampled)
+        return at, outcome, self._logits(positions)
 
     def _of_step(self, shape: LaunchShape):
-        """Descriptions of what a step hands on to the drafts' program: what ``_of_rows`` has, and the hidden states."""
-        return *self._of_rows(shape.sampled), self._hidden(shape.tokens)
+        """Descriptions of what a step hands on to the drafts' program: what ``_of_positions`` has, and the hidden states."""
+        return *self._of_positions(shape.positions), self._hidden(shape.tokens)
 
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
         """A description of the hidden states of so many token slots a DP rank."""
@@ -491,9 +492,9 @@ class Programs:
         """What a program with layers in it takes last, of a stage behind the first: the hidden states of the one before."""
         return () if self._step.begins else (self._hidden(tokens),)
 
-    def _logits(self, sampled: tuple[int, int, int]) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(self._step.mesh, self._step.logits_spec(positions(sampled)))
-        shape = (self._limits.num_ranks, positions(sampled), self._limits.vocab_size)
+    def _logits(self, positions: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self._step.mesh, self._step.logits_spec(positions))
+        shape = (self._limits.num_ranks, positions, self._limits.vocab_size)
         return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
 
     def _pin(self, tree, described):
@@ -502,12 +503,6 @@ class Programs:
 
     def _described(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self._limits.num_ranks, *shape), dtype, sharding=self.rows)
-
-
-def positions(sampled: tuple[int, int, int]) -> int:
-    """Number of positions of a DP rank that sample a token, given ``LaunchShape.sampled``."""
-    R, C, R2 = sampled
-    return R * C + R2
 
 
 def _label(decode: Rectangle | None, prefill: Rectangle | None) -> str:

@@ -13,68 +13,68 @@ from jaxtyping import Array, Float, Int
 from dsjax.engine.device import logit_edits
 from dsjax.engine.device.device_state import MOST_COUNTED, DeviceState
 from dsjax.engine.device.sampler import Scores, SlotSampling, Wanted, sample, score
-from dsjax.engine.device.slots import StepRows, commit
+from dsjax.engine.device.slots import Positions, StepRows, commit
 from dsjax.model.step import ModelStep
 
 
 def add_biases(
-    step: ModelStep, state: DeviceState, rows: StepRows, logits: Float[Array, "B J V"], biases: Int[Array, "B _ 4"]
+    step: ModelStep, state: DeviceState, at: Positions, logits: Float[Array, "B J V"], biases: Int[Array, "B _ 4"]
 ) -> Float[Array, "B J V"]:
     """Logits with the biases of ``logit_edits.add_biases``; the vocabulary stays spread over ``tp``."""
     _, _, vocab = step.logits_spec(logits.shape[1])
     spec, by_rank = P(step.spec.batch_axes, None, vocab), P(step.spec.batch_axes)
-    R, C = rows.tokens.shape[1:]
 
-    def local(logits, biases, place):
+    def local(logits, biases, at, prompts):
         first = lax.axis_index(spec[2]) * logits.shape[-1] if spec[2] else 0
-        row = jnp.concatenate([jnp.repeat(jnp.arange(R), C), R + jnp.arange(logits.shape[1] - R * C)])
-        return logit_edits.add_biases(logits[0], place[0], row, biases[0], first)[None]
+        biases, at, prompts = jax.tree.map(lambda array: array[0], (biases, at, prompts))
+        return logit_edits.add_biases(logits[0], _places(at, prompts[_slots(at)]), biases, first)[None]
 
-    run = jax.shard_map(local, mesh=step.mesh, in_specs=(spec, by_rank, by_rank), out_specs=spec, check_vma=False)
-    return run(logits, biases, _places(state, rows))
+    run = jax.shard_map(
+        local, mesh=step.mesh, in_specs=(spec, by_rank, by_rank, by_rank), out_specs=spec, check_vma=False
+    )
+    return run(logits, biases, at, state.sampling.num_prompt_tokens)
 
 
 def draw(
     step: ModelStep,
     state: DeviceState,
-    rows: StepRows,
+    at: Positions,
     raw: Float[Array, "B J V"],
     biased: Float[Array, "B J V"],
     masks: Int[Array, "B J W"],
     wanted: Wanted,
-) -> tuple[DeviceState, Int[Array, "B J+2R"]]:
+) -> tuple[DeviceState, Int[Array, "B J"]]:
     """Draw a token at every position, enter them as ``commit`` does, and count them where penalties want that.
 
     raw: the model's logits. Over ``tp`` all devices draw the same.
     """
     by_rank = P(step.spec.batch_axes)
-    R, C = rows.tokens.shape[1:]
+    most_drafts = 0 if state.drafts is None else state.drafts.shape[-1]
 
-    def local(sampling, counts, rows, place, raw, biased, masks, wanted):
-        sampling, counts, rows, place, raw, biased, masks = jax.tree.map(
-            lambda array: array[0], (sampling, counts, rows, place, raw, biased, masks)
+    def local(sampling, counts, at, raw, biased, masks, wanted):
+        sampling, counts, at, raw, biased, masks = jax.tree.map(
+            lambda array: array[0], (sampling, counts, at, raw, biased, masks)
         )
-        slots = jnp.concatenate([jnp.repeat(rows.slot, C), rows.prefill_slot])
-        here = jnp.maximum(slots, 0)
+        here = _slots(at)
         of_slot = jax.tree.map(lambda array: array[here], sampling)
 
         def penalised(logits):
-            decoded = counts[jnp.maximum(rows.slot, 0)].astype(jnp.int32)
-            along = logit_edits.counts_along_drafts(decoded, rows.tokens, MOST_COUNTED)
-            along = along.reshape(R * C, counts.shape[-1])
-            before = jnp.concatenate([along, counts[jnp.maximum(rows.prefill_slot, 0)].astype(jnp.int32)])
+            before = counts[here].astype(jnp.int32)
+            if most_drafts:
+                before = logit_edits.counts_along_drafts(before, at.token, at.number, most_drafts, MOST_COUNTED)
             return logit_edits.penalise(logits, before, of_slot.presence, of_slot.frequency, of_slot.repetition)
 
         changed = lax.cond(wanted.penalties, penalised, lambda logits: logits, biased)
         allowed = lambda logits: jnp.where(logit_edits.allowed(masks, logits.shape[-1]), logits, -jnp.inf)  # noqa: E731
         changed = lax.cond(wanted.masks, allowed, lambda logits: logits, changed)
         of_rows = jax.tree.map(lambda array: array[None], of_slot)
-        return sample(raw[None], changed[None], of_rows, jnp.maximum(place, 0)[None], wanted)
+        place = jnp.maximum(_places(at, of_slot.num_prompt_tokens), 0)
+        return sample(raw[None], changed[None], of_rows, place[None], wanted)
 
-    run = jax.shard_map(local, mesh=step.mesh, in_specs=(*[by_rank] * 7, P()), out_specs=by_rank, check_vma=False)
-    tokens = run(state.sampling, state.counts, rows, _places(state, rows), raw, biased, masks, wanted)
-    state, outcome = commit(step, state, rows, tokens)
-    return _count(step, state, rows, outcome, wanted), outcome
+    run = jax.shard_map(local, mesh=step.mesh, in_specs=(*[by_rank] * 6, P()), out_specs=by_rank, check_vma=False)
+    tokens = run(state.sampling, state.counts, at, raw, biased, masks, wanted)
+    state, outcome = commit(step, state, at, tokens)
+    return _count(step, state, at, outcome, wanted), outcome
 
 
 def score_tokens(step: ModelStep, logits: Float[Array, "B J V"], tokens: Int[Array, "B J"]) -> Scores:
@@ -98,35 +98,31 @@ def tokens_behind(
     return jnp.where(last, following[..., None], shifted)
 
 
-def _places(state: DeviceState, rows: StepRows) -> Int[Array, "B J"]:
-    """The number in its output of the token that each position makes."""
-    prompts = jnp.take_along_axis(state.sampling.num_prompt_tokens, jnp.maximum(rows.slots, 0), axis=1)
-    return rows.positions + 1 - prompts
+def _slots(at: Positions) -> Int[Array, "J"]:
+    """The slot of each position, 0 for padding."""
+    return jnp.maximum(at.slot, 0)
+
+
+def _places(at: Positions, prompts: Int[Array, "J"]) -> Int[Array, "J"]:
+    """The number in its output of the token that each position makes; ``prompts``: tokens of each prompt."""
+    return at.position + 1 - prompts
 
 
 def _count(
-    step: ModelStep, state: DeviceState, rows: StepRows, outcome: Int[Array, "B J+2R"], wanted: Wanted
+    step: ModelStep, state: DeviceState, at: Positions, outcome: Int[Array, "B J"], wanted: Wanted
 ) -> DeviceState:
     """Count the tokens made by slots that have penalties."""
     by_rank = P(step.spec.batch_axes)
-    R, C = rows.tokens.shape[1:]
 
-    def local(counts, sampling: SlotSampling, rows, outcome, wanted):
-        counts, sampling, rows, outcome = jax.tree.map(lambda a: a[0], (counts, sampling, rows, outcome))
-        num_slots = counts.shape[0]
-        J = R * C + rows.prefill_slot.shape[0]
-        tokens, made = outcome[:J], outcome[J : J + R]
-        taken = jnp.concatenate(
-            [(jnp.arange(C) < made[:, None]).reshape(-1), (rows.prefill_slot >= 0) & (rows.next_token < 0)]
-        )
-        slots = jnp.concatenate([jnp.repeat(rows.slot, C), rows.prefill_slot])
-        here = jnp.maximum(slots, 0)
-        counted = ((sampling.presence != 0) | (sampling.frequency != 0) | (sampling.repetition != 1))[here]
-        at = jnp.where(taken & counted & (tokens >= 0), slots, num_slots)
+    def local(counts, sampling: SlotSampling, at, outcome, wanted):
+        counts, sampling, at, outcome = jax.tree.map(lambda a: a[0], (counts, sampling, at, outcome))
+        taken = (at.slot >= 0) & (at.active > 0) & (at.following < 0) & (outcome >= 0)
+        counted = ((sampling.presence != 0) | (sampling.frequency != 0) | (sampling.repetition != 1))[_slots(at)]
+        slot = jnp.where(taken & counted, at.slot, counts.shape[0])
 
         def add(counts):
             # A row may make one token several times, so its increments are added before they are bounded.
-            more = counts.at[at, jnp.maximum(tokens, 0)].add(2, mode="drop")
+            more = counts.at[slot, jnp.maximum(outcome, 0)].add(2, mode="drop")
             return jnp.where(more > 2 * MOST_COUNTED + 1, counts, more)
 
         return lax.cond(wanted.penalties, add, lambda counts: counts, counts)[None]
@@ -134,4 +130,4 @@ def _count(
     run = jax.shard_map(
         local, mesh=step.mesh, in_specs=(by_rank, by_rank, by_rank, by_rank, P()), out_specs=by_rank, check_vma=False
     )
-    return dataclasses.replace(state, counts=run(state.counts, state.sampling, rows, outcome, wanted))
+    return dataclasses.replace(state, counts=run(state.counts, state.sampling, at, outcome, wanted))

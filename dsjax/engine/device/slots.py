@@ -26,7 +26,7 @@ from dsjax.model.step import ModelStep
 @jax.tree_util.register_dataclass
 @dataclass
 class StepRows:
-    """The rows of one launch, as its programs hand them on: decode rows ``R``, prefill rows ``R2``, slot −1 for padding.
+    """The rows of one launch: decode rows ``R``, prefill rows ``R2``, slot −1 for padding.
 
     tokens: of decode rows the last token and the drafts. next_token: of prefill rows the token behind them, −1 where they make it.
     """
@@ -42,38 +42,65 @@ class StepRows:
     prefill_limit: Int[Array, "B R2"]
     next_token: Int[Array, "B R2"]
 
-    def pack(self) -> Int[Array, "B W"]:
-        """All fields in one array: what the programs of a launch hand on. (An empty array would lose its sharding.)"""
-        parts = jax.tree.leaves(self)
-        return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
+    @classmethod
+    def of(cls, packed: Int[Array, "B W"], at: Positions, shape: LaunchShape) -> StepRows:
+        """The rows of a launch, from its input and what the step has handed on."""
+        R, C = shape.decode_rows
+        slot, limit, _, *prefill, _, _ = _split(packed, shape)
+        start, active, tokens = (
+            array[:, : R * C].reshape(array.shape[0], R, C) for array in (at.position, at.active, at.token)
+        )
+        return cls(slot, start[..., 0], jnp.sum(active, axis=2), limit, tokens, *prefill)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Positions:
+    """The positions of a launch that make tokens, as its programs hand them on: C of each decode row, one of each prefill row, padding.
+
+    What takes them knows nothing of rows, so that launches with as many positions share their sampling programs.
+
+    slot: −1 for padding. position: the token made stands one behind it. token: of decode rows the one there, the last token or a draft.
+    number: place in the row, 0 of its first position. active: 1 where the row computes it. following: the token behind it, −1 where
+    it is made.
+    """
+
+    slot: Int[Array, "B J"]
+    position: Int[Array, "B J"]
+    token: Int[Array, "B J"]
+    number: Int[Array, "B J"]
+    active: Int[Array, "B J"]
+    following: Int[Array, "B J"]
 
     @classmethod
-    def unpack(cls, packed: Int[Array, "B W"], sampled: tuple[int, int, int]) -> StepRows:
-        """The inverse of ``pack``; ``sampled`` as of ``LaunchShape``."""
-        R, C, R2 = sampled
-        ends = np.cumsum([R, R, R, R, R * C, R2, R2, R2, R2])
-        parts = jnp.split(packed, ends, axis=1)
-        parts[4] = parts[4].reshape(packed.shape[0], R, C)
-        return cls(*parts)
+    def of(cls, rows: StepRows, shape: LaunchShape) -> Positions:
+        """The positions of a launch's rows."""
+        groups = []
+        if shape.decode:
+            columns = jnp.arange(rows.tokens.shape[-1])
+            spread = lambda array: jnp.broadcast_to(array, rows.tokens.shape).reshape(rows.slot.shape[0], -1)  # noqa: E731
+            slot, position = spread(rows.slot[..., None]), spread(rows.start[..., None] + columns)
+            number, active = spread(columns[None, None]), spread(columns < rows.length[..., None])
+            groups.append((slot, position, spread(rows.tokens), number, active, jnp.full_like(slot, -1)))
+        if shape.prefill:
+            nothing, last = jnp.zeros_like(rows.prefill_slot), jnp.maximum(rows.prefill_length - 1, 0)
+            active, position = rows.prefill_length > 0, rows.prefill_start + last
+            groups.append((rows.prefill_slot, position, nothing, nothing, active, rows.next_token))
+        fields = (
+            jnp.concatenate([part.astype(jnp.int32) for part in parts], axis=1) for parts in zip(*groups, strict=True)
+        )
+        room = ((0, 0), (0, shape.positions - shape.own_positions))
+        slot, *others = fields
+        return cls(jnp.pad(slot, room, constant_values=-1), *(jnp.pad(array, room) for array in others))
 
-    @staticmethod
-    def packed_width(sampled: tuple[int, int, int]) -> int:
-        """Integers of ``pack`` on one DP rank."""
-        R, C, R2 = sampled
-        return R * (4 + C) + 5 * R2
+    def pack(self) -> Int[Array, "B 6J"]:
+        """All fields in one array: what the programs of a launch hand on."""
+        return jnp.concatenate(jax.tree.leaves(self), axis=1)
 
-    @property
-    def slots(self) -> Int[Array, "B J"]:
-        """The slot of each position that makes a token: C for each decode row, then one for each prefill row."""
-        C = self.tokens.shape[-1]
-        return jnp.concatenate([jnp.repeat(self.slot, C, axis=1), self.prefill_slot], axis=1)
-
-    @property
-    def positions(self) -> Int[Array, "B J"]:
-        """The position of each of those: the token made there stands one behind it."""
-        C = self.tokens.shape[-1]
-        decoded = (self.start[..., None] + jnp.arange(C)).reshape(self.start.shape[0], -1)
-        return jnp.concatenate([decoded, self.prefill_start + jnp.maximum(self.prefill_length - 1, 0)], axis=1)
+    @classmethod
+    def unpack(cls, packed: Int[Array, "B 6J"]) -> Positions:
+        """The inverse of ``pack``."""
+        return cls(*jnp.split(packed, len(fields(cls)), axis=1))
 
 
 @dataclass(frozen=True)
@@ -81,11 +108,14 @@ class LaunchShape:
     """Static shape of a launch: its row groups, and which of them are there. Everything about a packed input follows from it.
 
     What follows is derived once: a launch asks for it again and again.
+
+    room: positions that its sampling programs have room for, if more than it has.
     """
 
     decode: GroupShape | None
     prefill: GroupShape | None
     page_size: int
+    room: int = 0
 
     @cached_property
     def groups(self) -> tuple[GroupShape, ...]:
@@ -108,9 +138,21 @@ class LaunchShape:
         return (self.prefill.rows, self.prefill.chunk) if self.prefill else (0, 1)
 
     @cached_property
-    def sampled(self) -> tuple[int, int, int]:
-        """What the sampling programs depend on: decode rows, their width, prefill rows."""
-        return (*self.decode_rows, self.prefill_rows[0])
+    def own_positions(self) -> int:
+        """Positions of a DP rank that make a token: all of decode rows, one of each prefill row."""
+        rows, width = self.decode_rows
+        return rows * width + self.prefill_rows[0]
+
+    @cached_property
+    def positions(self) -> int:
+        """Those, and padding: what the sampling programs depend on."""
+        return max(self.own_positions, self.room)
+
+    @cached_property
+    def first_positions(self) -> np.ndarray:
+        """The first position of each row."""
+        (rows, width), prefill_rows = self.decode_rows, self.prefill_rows[0]
+        return np.concatenate([np.arange(rows) * width, rows * width + np.arange(prefill_rows)])
 
     @cached_property
     def page_changes(self) -> int:
@@ -120,14 +162,18 @@ class LaunchShape:
 
     def prefill_tokens(self, packed: Int[Array, "B W"]) -> Int[Array, "B R2 C2"]:
         """The prompts' tokens in its input."""
-        (R, _), (R2, C2) = self.decode_rows, self.prefill_rows
-        first = 3 * R + 5 * R2
-        return packed[:, first : first + R2 * C2].reshape(packed.shape[0], R2, C2)
+        return _split(packed, self)[-2].reshape(packed.shape[0], *self.prefill_rows)
 
     @cached_property
     def packed_width(self) -> int:
         """Integers of its input on one DP rank."""
         return 3 * self.decode_rows[0] + self.prefill_rows[0] * (5 + self.prefill_rows[1]) + 3 * self.page_changes
+
+
+def _split(packed: Int[Array, "*B W"], shape: LaunchShape) -> list[Array]:
+    """The parts of a launch's input, which ``read`` describes."""
+    R, (R2, C2) = shape.decode_rows[0], shape.prefill_rows
+    return jnp.split(packed, np.cumsum([R, R, R, R2, R2, R2, R2, R2, R2 * C2]), axis=-1)
 
 
 def _without_pages(state: DeviceState) -> DeviceState:
@@ -213,11 +259,10 @@ def read(
 
     packed: decode rows (slots, limits, most drafts), prefill rows (slots, starts, lengths, limits, next tokens, tokens), page changes.
     """
-    (R, C), (R2, C2) = shape.decode_rows, shape.prefill_rows
+    C, (R2, C2) = shape.decode_rows[1], shape.prefill_rows
 
     def local(state: DeviceState, packed):
-        ends = np.cumsum([R, R, R, R2, R2, R2, R2, R2, R2 * C2])
-        slot, limit, most, p_slot, p_start, p_length, p_limit, following, tokens, changes = jnp.split(packed, ends)
+        slot, limit, most, p_slot, p_start, p_length, p_limit, following, tokens, changes = _split(packed, shape)
         state = dataclasses.replace(state, tables=_change_pages(state.tables, changes.reshape(shape.page_changes, 3)))
         here = jnp.maximum(slot, 0)
         start, last = state.start[here], state.last_token[here]
@@ -250,36 +295,42 @@ def read(
     return state, rows, groups
 
 
+REJECTED, NOT_COMPUTED = -3, -4
+"""Instead of a token in an outcome, where an engine drafts: behind a draft that was not drawn; where the row computed nothing."""
+
+
 def commit(
-    step: ModelStep, state: DeviceState, rows: StepRows, tokens: Int[Array, "B J"]
-) -> tuple[DeviceState, Int[Array, "B J+2R"]]:
+    step: ModelStep, state: DeviceState, at: Positions, tokens: Int[Array, "B J"]
+) -> tuple[DeviceState, Int[Array, "B J"]]:
     """Enter the tokens that were drawn: which drafts they accept, where each slot stands now, and its last token.
 
-    tokens: of each position that makes one, as ``StepRows.slots`` has them; negative where none could be drawn. A draft is
-    accepted if it is what was drawn before it. Gives the state without drafts, and the outcome: ``tokens``, then of each decode
-    row how many tokens it made, and how many it computed.
+    tokens: of each position, negative where none could be drawn. A draft is accepted if it is what was drawn before it. Gives the state
+    without drafts, and the outcome: the tokens of each row as far as they were made, behind them ``REJECTED`` and ``NOT_COMPUTED``.
     """
-    R, C = rows.tokens.shape[1:]
 
-    def local(state: DeviceState, rows: StepRows, tokens):
-        num_slots = state.start.shape[0]
-        drawn = tokens[: R * C].reshape(R, C)
-        agreed = (drawn[:, :-1] == rows.tokens[:, 1:]) & (jnp.arange(1, C) < rows.length[:, None])
-        made = jnp.where(rows.length > 0, 1 + jnp.sum(jnp.cumprod(agreed, axis=1), axis=1), 0)
-        last = jnp.take_along_axis(drawn, jnp.maximum(made - 1, 0)[:, None], axis=1)[:, 0]
-        following = jnp.where(rows.next_token < 0, tokens[R * C :], rows.next_token)
-        slots = jnp.concatenate([rows.slot, rows.prefill_slot])
-        at = jnp.where(slots < 0, num_slots, slots)
-        starts = jnp.concatenate([rows.start + made, rows.prefill_start + rows.prefill_length])
+    def local(state: DeviceState, at: Positions, tokens):
+        active = at.active > 0
+        is_last, outcome = active, tokens
+        if state.drafts is not None:
+            begins = at.number == 0
+            sound = active & (begins | (jnp.roll(tokens, 1) == at.token))
+            made = sound
+            for _ in range(state.drafts.shape[1]):
+                made = sound & (begins | jnp.roll(made, 1))
+            goes_on = jnp.concatenate([(made & ~begins)[1:], jnp.zeros(1, bool)])
+            is_last = made & ~goes_on
+            outcome = jnp.where(made, tokens, jnp.where(active, REJECTED, NOT_COMPUTED))
+        slot = jnp.where(is_last & (at.slot >= 0), at.slot, state.start.shape[0])
+        last = jnp.where(at.following < 0, tokens, at.following)
         state = dataclasses.replace(
             state,
-            start=state.start.at[at].set(starts, mode="drop"),
-            last_token=state.last_token.at[at].set(jnp.concatenate([last, following]), mode="drop"),
-            num_drafts=state.num_drafts.at[at].set(0, mode="drop"),
+            start=state.start.at[slot].set(at.position + 1, mode="drop"),
+            last_token=state.last_token.at[slot].set(last, mode="drop"),
+            num_drafts=state.num_drafts.at[slot].set(0, mode="drop"),
         )
-        return state, jnp.concatenate([tokens, made, rows.length])
+        return state, outcome
 
-    return _change_slots(step, local, state, rows, tokens)
+    return _change_slots(step, local, state, at, tokens)
 
 
 def tables_of(step: ModelStep, state: DeviceState, rows: StepRows) -> Int[Array, "B R+R2 Pr"]:
@@ -291,13 +342,18 @@ def tables_of(step: ModelStep, state: DeviceState, rows: StepRows) -> Int[Array,
     return _on_each_rank(step, local, state.tables, rows.slot, rows.prefill_slot)
 
 
-def enter_drafts(step: ModelStep, state: DeviceState, rows: StepRows, drafts: Int[Array, "B R+R2 n"]) -> DeviceState:
-    """Keep what the MTP module proposes for every row that has made a token."""
+def enter_drafts(
+    step: ModelStep,
+    state: DeviceState,
+    slots: Int[Array, "B R+R2"],
+    following: Int[Array, "B R+R2"],
+    drafts: Int[Array, "B R+R2 n"],
+) -> DeviceState:
+    """Keep what the MTP module proposes for every row that has made a token; ``slots`` and ``following`` as of a row's ``Positions``."""
 
-    def local(state: DeviceState, rows: StepRows, drafts):
+    def local(state: DeviceState, slots, following, drafts):
         num_slots, most = state.drafts.shape
-        slots = jnp.concatenate([rows.slot, jnp.where(rows.next_token < 0, rows.prefill_slot, -1)])
-        at = jnp.where(slots < 0, num_slots, slots)
+        at = jnp.where((slots < 0) | (following >= 0), num_slots, slots)
         padded = jnp.pad(drafts, ((0, 0), (0, most - drafts.shape[1])))
         sound = jnp.sum(jnp.cumprod(drafts >= 0, axis=1), axis=1)
         state = dataclasses.replace(
@@ -307,7 +363,7 @@ def enter_drafts(step: ModelStep, state: DeviceState, rows: StepRows, drafts: In
         )
         return state, ()
 
-    return _change_slots(step, local, state, rows, drafts)[0]
+    return _change_slots(step, local, state, slots, following, drafts)[0]
 
 
 def _change_pages(tables: Int[Array, "Z Pr"], changes: Int[Array, "_ 3"]) -> Int[Array, "Z Pr"]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dsjax.engine.device import sampling_programs, slots
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.sampler import greedy
-from dsjax.engine.device.slots import LaunchShape, StepRows
+from dsjax.engine.device.slots import LaunchShape, Positions, StepRows
 from dsjax.model import mtp
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
@@ -28,7 +28,7 @@ def compute(
     scored: bool = False,
     arrived: Float[Array, "B T D"] | None = None,
 ):
-    """The launch's rows through the model, each with its most probable tokens; results as of ``Programs.step``, the rows unpacked.
+    """The launch's rows through the model, each with its most probable tokens; results as of ``Programs.step``, behind the state the rows.
 
     arrived: of a model's last stage, the hidden states from the one before.
     """
@@ -40,8 +40,12 @@ def compute(
         scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
     else:
         logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
-    state, outcome = slots.commit(step, state, rows, greedy(logits))
-    return state, rows, outcome, logits, hidden, reports, *scores
+    at, tokens = Positions.of(rows, shape), greedy(logits)
+    if shape.positions > shape.own_positions:
+        room = (0, shape.positions - shape.own_positions)
+        tokens, logits = jnp.pad(tokens, ((0, 0), room)), jnp.pad(logits, ((0, 0), room, (0, 0)))
+    state, outcome = slots.commit(step, state, at, tokens)
+    return state, rows, at, outcome, logits, hidden, reports, *scores
 
 
 def run_layers(
@@ -66,18 +70,18 @@ def propose(
     state: DeviceState,
     packed: Int[Array, "B W"],
     rows: StepRows,
-    outcome: Int[Array, "B J+2R"],
+    outcome: Int[Array, "B J"],
     hidden: Float[Array, "B T D"],
     shape: LaunchShape,
     count: int,
 ) -> tuple[DeviceState, Int[Array, "B R+R2 n"]]:
-    """What the MTP module proposes after a launch; arguments as ``compute`` takes and gives them.
+    """What the MTP module proposes after a launch; arguments as ``compute`` takes and gives them. The engine's drafts are in the state.
 
     The first pass goes over all tokens of the launch, which fills the module's cache; each further one over one token a row.
     """
     R, C = shape.decode_rows
-    J = R * C + shape.prefill_rows[0]
-    tokens, made = outcome[:, :J], outcome[:, J : J + R]
+    tokens = outcome[:, : shape.own_positions]
+    made = jnp.sum(tokens[:, : R * C].reshape(tokens.shape[0], R, C) > slots.REJECTED, axis=2)
     tables = slots.tables_of(step, state, rows)
     groups, follows = [], []
     if shape.decode:
@@ -118,7 +122,9 @@ def propose(
             drafts.append(greedy(step.logits(params, hidden)))
     proposed = jnp.stack(drafts, axis=-1)
     state = dataclasses.replace(state, cache=cache, filled=filled, loads=loads)
-    return slots.enter_drafts(step, state, rows, proposed), proposed
+    row_slots = jnp.concatenate([rows.slot, rows.prefill_slot], axis=1)
+    following = jnp.concatenate([jnp.full_like(rows.slot, -1), rows.next_token], axis=1)
+    return slots.enter_drafts(step, state, row_slots, following, proposed), proposed
 
 
 def _count(loads: Array | None, first: int, reports: Mapping[str, Array]) -> Array | None:

@@ -30,10 +30,10 @@ class Made(NamedTuple):
 
 
 class _PassedOn(NamedTuple):
-    """A launch that has gone through the layers of a stage before the last. rows: packed, on the devices."""
+    """A launch that has gone through the layers of a stage before the last. positions: packed, on the devices."""
 
     shape: slots.LaunchShape
-    rows: Array
+    positions: Array
     reports: Any
 
 
@@ -64,8 +64,8 @@ class StageExecutor(MeshExecutor):
             if self._recorder is not None:
                 self._recorder.add(passed.reports, passed.shape.groups, placements)
             sent = [self.device.send(array) for array in one if array is not None]
-            program = self.programs.enter(passed.shape.sampled, 0 if one.drafts is None else one.drafts.shape[-1])
-            self.device.state = program(self.state, passed.rows, *sent)
+            program = self.programs.enter(passed.shape, 0 if one.drafts is None else one.drafts.shape[-1])
+            self.device.state = program(self.state, passed.positions, *sent)
             if self.max_in_flight == 1:
                 jax.block_until_ready(self.state.start)
 
@@ -117,9 +117,9 @@ class StageExecutor(MeshExecutor):
             yield from super()._run_launch(pending, launch, shape, packed, rules, proposes, recording)
             return
         program = self.programs.step(shape)
-        self.device.state, rows, hidden, reports = program(self.params, self.state, packed, *self._arrived())
+        self.device.state, at, hidden, reports = program(self.params, self.state, packed, *self._arrived())
         self.leaving.append(hidden)
-        pending.kept.outcomes.append(_PassedOn(shape, rows, reports if recording else {}))
+        pending.kept.outcomes.append(_PassedOn(shape, at, reports if recording else {}))
         yield hidden
 
     def _score(self, pending: Pending, command: Score) -> Running:

@@ -10,8 +10,8 @@ from jax.stages import Compiled, Lowered
 
 from dsjax.engine.device import slots, step_programs
 from dsjax.engine.device.buckets import Buckets
-from dsjax.engine.device.programs import Programs, positions
-from dsjax.engine.device.slots import LaunchShape, StepRows
+from dsjax.engine.device.programs import Programs
+from dsjax.engine.device.slots import LaunchShape, Positions
 from dsjax.engine.program_cache.compiled_programs import ProgramKey
 
 _OF_THE_END = ("draw", "biases", "score", "drafts", "drafting step")
@@ -25,16 +25,19 @@ class StagePrograms(Programs):
         super().__init__(*arguments, **options)
         self._makers["enter"] = self._lower_enter
 
-    def enter(self, sampled: tuple[int, int, int], drafts: int) -> Compiled:
-        """``(state, rows, outcome) -> state``, with ``drafts`` above 0 ``(state, rows, outcome, drafts) -> state``.
+    def enter(self, shape: LaunchShape, drafts: int) -> Compiled:
+        """``(state, positions, outcome) -> state``, with ``drafts`` above 0 ``(state, positions, outcome, drafts) -> state``.
 
-        Enters what the last stage made of a launch's rows: the tokens, and so many drafts behind them. rows, outcome, drafts: as
+        Enters what the last stage made of a launch's rows: the tokens, and so many drafts behind them. positions, outcome, drafts: as
         ``Programs.step`` and ``Programs.drafts`` give them.
         """
-        return self._get("enter", sampled, drafts)
+        return self._get(*_entering(shape, drafts))
 
     def lower_step(self, shape: LaunchShape, scored: bool = False) -> Lowered:
-        """Trace the program of ``step``. Of a stage before the last it is ``(params, state, packed) -> (state, rows, hidden, reports)``."""
+        """Trace the program of ``step``.
+
+        Of a stage before the last it is ``(params, state, packed) -> (state, positions, hidden, reports)``.
+        """
         if self._step.ends:
             return super().lower_step(shape, scored)
 
@@ -42,38 +45,45 @@ class StagePrograms(Programs):
             state, rows, _, hidden, reports = step_programs.run_layers(
                 self._step, params, state, packed, shape, *arrived
             )
-            pinned = self._pin((rows.pack(), hidden), (self._rows(shape.sampled), self._hidden(shape.tokens)))
+            at = Positions.of(rows, shape).pack()
+            pinned = self._pin((at, hidden), (self._positions(shape.positions), self._hidden(shape.tokens)))
             return self._pin(state, self._state), *pinned, reports
 
         return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
 
-    def _lower_enter(self, sampled: tuple[int, int, int], drafts: int) -> Lowered:
-        outcome = self._described((positions(sampled) + 2 * sampled[0],), np.int32)
-        proposed = [self._described((sampled[0] + sampled[2], drafts), np.int32)] if drafts else []
+    def _lower_enter(self, positions: int, firsts: tuple[int, ...], drafts: int) -> Lowered:
+        outcome = self._described((positions,), np.int32)
+        proposed = [self._described((len(firsts), drafts), np.int32)] if drafts else []
 
-        def run(state, rows, outcome, *proposed):
-            rows = StepRows.unpack(rows, sampled)
-            state, _ = slots.commit(self._step, state, rows, outcome[:, : positions(sampled)])
+        def run(state, at, outcome, *proposed):
+            at = Positions.unpack(at)
+            state, _ = slots.commit(self._step, state, at, outcome)
             if proposed:
-                state = slots.enter_drafts(self._step, state, rows, *proposed)
+                own, following = (array[:, np.array(firsts)] for array in (at.slot, at.following))
+                state = slots.enter_drafts(self._step, state, own, following, *proposed)
             return self._pin(state, self._state)
 
-        return jax.jit(run, donate_argnums=0).lower(self._state, self._rows(sampled), outcome, *proposed)
+        return jax.jit(run, donate_argnums=0).lower(self._state, self._positions(positions), outcome, *proposed)
 
-    def _rows(self, sampled: tuple[int, int, int]) -> jax.ShapeDtypeStruct:
-        """A description of a launch's packed rows."""
-        return self._described((StepRows.packed_width(sampled),), np.int32)
+    def _positions(self, positions: int) -> jax.ShapeDtypeStruct:
+        """A description of a launch's packed positions."""
+        return self._of_positions(positions)[0]
 
     def _labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
         labels = super()._labels(buckets)
         if not self._step.ends:
-            entered = {("enter", key[1].sampled, key[2]) for key in labels if key[0] == "drafts"}
-            entered |= {("enter", key[1], 0) for key in labels if key[0] == "draw"}
+            entered = {_entering(key[1], key[2]) for key in labels if key[0] == "drafts"}
+            entered |= {_entering(key[1], 0) for key in labels if key[0] == "step"}
             # A scored launch of a stage before the last is like any other.
             labels = {
                 ((*key[:2], False) if key[0] == "step" else key): name
                 for key, name in labels.items()
                 if key[0] not in _OF_THE_END
             }
-            labels |= {key: f"tokens of {key[1]}, {key[2]} drafts" for key in sorted(entered)}
+            labels |= {key: f"tokens of {key[1]} positions, {key[3]} drafts" for key in sorted(entered)}
         return {key: f"{self._step.stage}: {name}" for key, name in labels.items()}
+
+
+def _entering(shape: LaunchShape, drafts: int) -> tuple[str, int, tuple[int, ...], int]:
+    """The key of the program that enters a launch's tokens, which depends on its rows only where drafts are entered."""
+    return "enter", shape.positions, tuple(shape.first_positions.tolist()) if drafts else (), drafts

@@ -10,7 +10,7 @@ from published_logits import published
 from dsjax.engine.contract.commands import ALWAYS
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.device.logit_edits import (
-    BIASES_PER_ROW,
+    BIASES_PER_POSITION,
     add_biases,
     allowed,
     bias_pieces,
@@ -69,7 +69,7 @@ def changed(logits, rows):
             presence[row], frequency[row] = one.params.presence_penalty, one.params.frequency_penalty
             repetition[row] = one.params.repetition_penalty
     for (piece,) in bias_pieces([np.concatenate(biases)], count):
-        logits = add(logits, place, np.arange(count), piece)
+        logits = add(logits, place, piece)
     logits = penalised(logits, counts, presence, frequency, repetition)
     return np.asarray(np.where(allowed(mask, V), logits, -np.inf))
 
@@ -118,7 +118,7 @@ def test_a_row_is_changed_by_its_own_request_alone():
 
 def test_more_biases_than_one_run_has_room_for_are_applied_in_several_and_on_their_own_rank():
     rng = np.random.default_rng(6)
-    vocab = 5 * BIASES_PER_ROW
+    vocab = 5 * BIASES_PER_POSITION
     logits = rng.normal(size=(2, 1, vocab)).astype(np.float32)
     biases = {token: float(token % 7) for token in range(vocab - 3)}
     rules = LogitRules(SamplingParams(logit_bias=biases), vocab)
@@ -127,7 +127,7 @@ def test_more_biases_than_one_run_has_room_for_are_applied_in_several_and_on_the
     assert len(runs) == 5
     found, zero = logits.copy(), np.zeros(1, np.int32)
     for piece in runs:
-        found = np.stack([add(found[rank], zero, zero, piece[rank]) for rank in range(2)])
+        found = np.stack([add(found[rank], zero, piece[rank]) for rank in range(2)])
     expected = logits.copy()
     expected[0, 0, : vocab - 3] += np.arange(vocab - 3) % 7
     np.testing.assert_allclose(found, expected, atol=1e-6)
@@ -135,11 +135,11 @@ def test_more_biases_than_one_run_has_room_for_are_applied_in_several_and_on_the
 
 def test_each_device_changes_its_part_of_a_vocabulary_that_is_spread():
     rng = np.random.default_rng(7)
-    logits, place, row = rng.normal(size=(2, V)).astype(np.float32), np.zeros(2, np.int32), np.arange(2)
+    logits, place = rng.normal(size=(2, V)).astype(np.float32), np.zeros(2, np.int32)
     bits = np.float32(-3).view(np.int32)
     biases = np.array([[0, t, bits, ALWAYS] for t in range(0, V, 3)] + [[1, 40, bits, ALWAYS], [-1] * 4], np.int32)
-    whole = np.asarray(add(logits, place, row, biases))
-    parts = [add(logits[:, at : at + 14], place, row, biases, at) for at in range(0, V, 14)]
+    whole = np.asarray(add(logits, place, biases))
+    parts = [add(logits[:, at : at + 14], place, biases, at) for at in range(0, V, 14)]
     np.testing.assert_array_equal(np.concatenate(parts, axis=-1), whole)
     assert whole[1, 40] == logits[1, 40] - 3
     np.testing.assert_array_equal(whole[0, 1::3], logits[0, 1::3])
@@ -158,18 +158,25 @@ def test_counts_of_an_output_are_right_at_any_length_and_survive_being_asked_twi
 
 def test_counts_along_drafts_are_those_of_the_output_with_the_drafts_before():
     prompt, output, drafts = [5, 6, 5], [8, 9], [9, 5, 9]
-    one = request(prompt, output, frequency_penalty=1.0)
-    found = np.asarray(counts_along_drafts(one.counts[None], np.array([[9, *drafts]]), 4))[0]
-    for place in range(4):
-        expected = request(prompt, output + drafts[:place], frequency_penalty=1.0).counts
-        np.testing.assert_array_equal(found[place], expected)
-    assert np.asarray(counts_along_drafts(one.counts[None], np.full((1, 9), 9), 4)).max() == 2 * 4 + 1
+    counts = request(prompt, output, frequency_penalty=1.0).counts
+    # Two rows with drafts, and between them a row of one position.
+    rows = [drafts, [], drafts[::-1]]
+    tokens, number = [9, *drafts, 9, 9, *drafts[::-1]], [0, 1, 2, 3, 0, 0, 1, 2, 3]
+    found = np.asarray(counts_along_drafts(np.tile(counts, (9, 1)), np.array(tokens), np.array(number), 3, 4))
+    expected = [
+        request(prompt, output + own[:place], frequency_penalty=1.0).counts
+        for own in rows
+        for place in range(1 + len(own))
+    ]
+    np.testing.assert_array_equal(found, expected)
+    same = counts_along_drafts(np.tile(counts, (9, 1)), np.full(9, 9), np.arange(9), 8, 4)
+    assert np.asarray(same).max() == 2 * 4 + 1
 
 
 def test_biases_hold_along_drafts_until_the_tokens_that_they_are_for_are_made():
     rules = LogitRules(SamplingParams(min_tokens=3, max_tokens=9, logit_bias={2: 1.5}), V, frozenset({4}))
-    entries = np.insert(rules.biases(), 0, 0, axis=1)
-    found = np.asarray(add(np.zeros((4, V), np.float32), np.arange(1, 5), np.zeros(4, np.int32), entries))
+    entries = np.concatenate([np.insert(rules.biases(), 0, position, axis=1) for position in range(4)])
+    found = np.asarray(add(np.zeros((4, V), np.float32), np.arange(1, 5), entries))
     assert np.isneginf(found[:, 4]).tolist() == [True, True, False, False]
     assert found[:, 2].tolist() == [1.5] * 4
     assert not found[:, [0, 1, 3, *range(5, V)]].any()

@@ -21,7 +21,8 @@ from dsjax.engine.contract.commands import ALWAYS
 from dsjax.engine.device import sampling_programs
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.sampler import SlotSampling, Wanted
-from dsjax.engine.device.slots import StepRows
+from dsjax.engine.device.slots import LaunchShape, Positions, StepRows
+from dsjax.model.rows import GroupShape
 from sharding import MeshSpec, Rules
 
 pytestmark = pytest.mark.slow  # all together
@@ -32,6 +33,7 @@ LOGITS = np.random.default_rng(11).normal(scale=1.2, size=(V, V)).astype(np.floa
 """Row i has the logits of the token that follows token i."""
 DRAFTED = (3, 0, 5, 2, 1, 4)
 """What is drafted after each token: neither its most probable successor nor, for every token, an improbable one."""
+WIDTH = 1 + DRAFTS
 
 CASES = {
     "temperature": {"temperature": 0.8},
@@ -102,28 +104,29 @@ def programs():
     step = SimpleNamespace(spec=spec, mesh=spec.build(), rules=rules, logits_spec=lambda positions: of_logits)
     slots = jnp.arange(SLOTS, dtype=jnp.int32)[None]
     nothing = jnp.zeros((1, 0), jnp.int32)
-    every = jnp.full((1, SLOTS * (1 + DRAFTS), 1), -1, jnp.int32)
+    every = jnp.full((1, SLOTS * WIDTH, 1), -1, jnp.int32)
+    shape = LaunchShape(GroupShape(SLOTS, WIDTH, 1, "CC"), None, 1)
 
-    def rows_of(state: DeviceState):
+    def positions_of(state: DeviceState, drafted):
         tokens = [state.last_token]
         for _ in range(DRAFTS):
-            tokens.append(jnp.asarray(DRAFTED)[tokens[-1]])
-        length = jnp.full_like(slots, 1 + DRAFTS)
-        rows = StepRows(slots, state.start, length, length, jnp.stack(tokens, -1), *[nothing] * 5)
-        return rows, jnp.asarray(LOGITS)[rows.tokens.reshape(1, -1)]
+            tokens.append(drafted[tokens[-1]])
+        length = jnp.full_like(slots, WIDTH)
+        at = Positions.of(StepRows(slots, state.start, length, length, jnp.stack(tokens, -1), *[nothing] * 5), shape)
+        return at, jnp.asarray(LOGITS)[at.token]
 
     @jax.jit
-    def biased(state, biases):
-        rows, raw = rows_of(state)
-        return sampling_programs.add_biases(step, state, rows, raw, biases)
+    def biased(state, drafted, biases):
+        at, raw = positions_of(state, drafted)
+        return sampling_programs.add_biases(step, state, at, raw, biases)
 
     @jax.jit
-    def draw(state, biased, truncation, penalties):
-        rows, raw = rows_of(state)
+    def draw(state, drafted, biased, truncation, penalties):
+        at, raw = positions_of(state, drafted)
         biased = raw if biased is None else biased
         wanted = Wanted(truncation, penalties, False)
-        state, outcome = sampling_programs.draw(step, state, rows, raw, biased, every, wanted)
-        return state, outcome[0, : SLOTS * (1 + DRAFTS)].reshape(SLOTS, -1), outcome[0, SLOTS * (1 + DRAFTS) :][:SLOTS]
+        state, outcome = sampling_programs.draw(step, state, at, raw, biased, every, wanted)
+        return state, outcome.reshape(SLOTS, WIDTH)
 
     return biased, draw
 
@@ -142,7 +145,7 @@ def start(case: Case, seeds: np.ndarray) -> DeviceState:
         tables=integers[..., None],
         start=integers + len(PROMPT) - 1,
         last_token=integers + PROMPT[-1],
-        drafts=None,
+        drafts=np.zeros((1, SLOTS, DRAFTS), np.int32),
         num_drafts=integers,
         sampling=sampling,
         counts=counts,
@@ -152,7 +155,7 @@ def start(case: Case, seeds: np.ndarray) -> DeviceState:
     return jax.tree.map(jnp.asarray, state)
 
 
-def run(case: Case) -> tuple[np.ndarray, np.ndarray]:
+def run(case: Case, drafted=DRAFTED, most_batches: int = BATCHES) -> tuple[np.ndarray, np.ndarray]:
     """`[texts, LENGTH]` tokens, and how many tokens each slot made in its first step."""
     biased, draw = programs()
     s = case.values
@@ -161,24 +164,24 @@ def run(case: Case) -> tuple[np.ndarray, np.ndarray]:
         (s["presence"], s["frequency"], s["repetition"]) != (0, 0, 1),
     )
     entries = [
-        (slot, token, int(np.float32(bias).view(np.int32)), until)
-        for slot in range(SLOTS)
+        (position, token, int(np.float32(bias).view(np.int32)), until)
+        for position in range(SLOTS * WIDTH)
         for token, bias, until in case.biases
     ]
     packed = jnp.asarray(np.array(entries, np.int32).reshape(1, -1, 4)) if entries else None
     texts, first = [], []
-    for batch in range(BATCHES // 2 if entries else BATCHES):
+    drafted = jnp.asarray(drafted)
+    for batch in range(min(BATCHES // 2 if entries else BATCHES, most_batches)):
         state = start(case, np.arange(batch * SLOTS, (batch + 1) * SLOTS))
         made_so_far: list[list[int]] = [[] for _ in range(SLOTS)]
         for turn in range(LENGTH):  # each makes at least one token
-            logits = None if packed is None else biased(state, packed)
-            state, tokens, made = draw(state, logits, truncation, penalties)
-            for own, drawn, count in zip(
-                made_so_far, np.asarray(tokens).tolist(), np.asarray(made).tolist(), strict=True
-            ):
-                own += drawn[:count]
+            logits = None if packed is None else biased(state, drafted, packed)
+            state, tokens = draw(state, drafted, logits, truncation, penalties)
+            tokens = np.asarray(tokens)
+            for own, drawn in zip(made_so_far, tokens.tolist(), strict=True):
+                own += [token for token in drawn if token >= 0]
             if turn == 0:
-                first.append(np.asarray(made))
+                first.append((tokens >= 0).sum(axis=1))
         texts += [own[:LENGTH] for own in made_so_far]
     return np.array(texts), np.concatenate(first)
 
@@ -229,14 +232,10 @@ def test_a_draft_is_accepted_with_its_probability(name):
             break
 
 
-def test_the_same_seeds_give_the_same_text_whatever_is_drafted(monkeypatch):
+def test_the_same_seeds_give_the_same_text_whatever_is_drafted():
     """The draws are those of decoding alone, so the text does not depend on the drafts at all."""
     name = "all"
     _, texts, made = drawn(name)
-    monkeypatch.setitem(globals(), "DRAFTED", (1, 1, 1, 1, 1, 1))
-    monkeypatch.setitem(globals(), "BATCHES", 8)
-    programs.cache_clear()
-    others, other_made = run(Case(**CASES[name]))
-    programs.cache_clear()
+    others, other_made = run(Case(**CASES[name]), (1, 1, 1, 1, 1, 1), 8)
     np.testing.assert_array_equal(others, texts[: len(others)])
     assert (other_made != made[: len(others)]).any()
