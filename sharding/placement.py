@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from sharding.balancing import checked_load, rebalance
 from sharding.errors import MeshError
+from sharding.indices import take
 from sharding.mesh import MeshSpec
 
 
@@ -132,7 +133,7 @@ def assign_copies(
     """
     active_TK = jnp.broadcast_to(active_T[:, None], logical_TK.shape)
     if tables.physical_EC.shape[1] == 1:
-        return jnp.where(active_TK, jnp.asarray(tables.physical_EC)[logical_TK, 0], -1)
+        return jnp.where(active_TK, take(jnp.asarray(tables.physical_EC)[:, 0], logical_TK), -1)
     experts = tables.copies_E.shape[0]
     groups_RP = jnp.where(active_TK, logical_TK, experts).reshape(ranks, -1)
     turn_RP = (

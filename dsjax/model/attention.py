@@ -33,6 +33,7 @@ from dsjax.model.parameters import reinterpret, store, value_of
 from dsjax.model.softmax import attend_in_blocks
 from dsjax.model.sparse import IndexScores, attend_to_chosen, unpack
 from sharding import MeshSpec, fp8
+from sharding.indices import cut
 from sharding.on_ranks import on_ranks
 from sharding.sums import pieces_here, tree_sum
 
@@ -344,7 +345,7 @@ class PagedAttention:
             tables = jnp.pad(tables[0], ((0, 0), (0, num_blocks * block_pages - pages)))
 
             def pages_of(index):
-                return jax.lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
+                return cut(tables, index * block_pages, block_pages, axis=1)
 
             def fetch(index):
                 part = pages_of(index)

@@ -36,6 +36,7 @@ from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import dequantise, reinterpret
 from sharding import fp8
 from sharding.dispatch.wire import PackedRows
+from sharding.indices import cut, pick, take
 from sharding.sums import add_in_order, pieces_here
 
 Params = Mapping[str, Array]
@@ -359,7 +360,8 @@ class Experts:
             return array
         rest = array.shape[len(where) :]
         start = (*where, *[0] * len(rest))
-        return lax.dynamic_slice(array, start, (1,) * len(where) + rest).reshape(rest)
+        sizes = (1,) * len(where) + rest
+        return lax.dynamic_slice(array, start, sizes, allow_negative_indices=False).reshape(rest)
 
 
 class SortedPairs(NamedTuple):
@@ -384,9 +386,13 @@ def sort_pairs(ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"], exper
     group_P = jnp.where(ids_NK < 0, experts, ids_NK).reshape(-1)
     key_P = group_P.astype(jnp.uint32) * pairs + lax.iota(jnp.uint32, pairs)
     pair_P = (lax.sort(key_P, is_stable=False) % pairs).astype(jnp.int32)
-    count_X = jnp.zeros((experts + 1,), jnp.int32).at[group_P].add(1, mode="promise_in_bounds")[:experts]
-    weight_P = weights_NK.reshape(-1).at[pair_P].get(mode="promise_in_bounds").astype(jnp.float32)
-    return SortedPairs(pair_P, pair_P // ids_NK.shape[1], weight_P, jnp.cumsum(count_X) - count_X, count_X)
+    count_X = (
+        jnp.zeros((experts + 1,), jnp.int32)
+        .at[group_P]
+        .add(1, mode="promise_in_bounds", wrap_negative_indices=False)[:experts]
+    )
+    weight_P = take(weights_NK.reshape(-1), pair_P).astype(jnp.float32)
+    return SortedPairs(pair_P, lax.div(pair_P, ids_NK.shape[1]), weight_P, jnp.cumsum(count_X) - count_X, count_X)
 
 
 def swiglu(x: Array, gate_up: Array, down: Array) -> Array:
@@ -401,19 +407,20 @@ def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, ti
 
     Work is within a tile per expert of the least possible, however skewed, and nothing of size P × D exists.
     """
-    last_tile_X = jnp.cumsum(-(-pairs.count_X // tile))
+    last_tile_X = jnp.cumsum(lax.div(pairs.count_X + (tile - 1), tile))
     row_P = jnp.pad(pairs.row_P, (0, tile))  # so that the slice of the last tile is not shifted back
     weight_P = jnp.pad(pairs.weight_P, (0, tile))
 
     def one_tile(t: Array, out_ND: Array) -> Array:
         expert = jnp.sum(last_tile_X <= t)
-        in_expert = (t - jnp.where(expert > 0, last_tile_X[expert - 1], 0)) * tile
-        at = pairs.start_X[expert] + in_expert
-        rows_C = lax.dynamic_slice_in_dim(row_P, at, tile)
-        used_C = in_expert + jnp.arange(tile) < pairs.count_X[expert]
+        in_expert = (t - jnp.where(expert > 0, pick(last_tile_X, jnp.maximum(expert - 1, 0)), 0)) * tile
+        at = pick(pairs.start_X, expert) + in_expert
+        rows_C = cut(row_P, at, tile)
+        used_C = in_expert + jnp.arange(tile) < pick(pairs.count_X, expert)
         x_CD = rows_ND.take(rows_C, axis=0, mode="clip")
-        y_CD = experts.swiglu(x_CD, expert) * lax.dynamic_slice_in_dim(weight_P, at, tile)[:, None]
-        return out_ND.at[rows_C].add(jnp.where(used_C[:, None], y_CD, 0), mode="promise_in_bounds")
+        y_CD = experts.swiglu(x_CD, expert) * cut(weight_P, at, tile)[:, None]
+        y_CD = jnp.where(used_C[:, None], y_CD, 0)
+        return out_ND.at[rows_C].add(y_CD, mode="promise_in_bounds", wrap_negative_indices=False)
 
     return lax.fori_loop(0, last_tile_X[-1], one_tile, jnp.zeros(rows_ND.shape, jnp.float32))
 

@@ -7,6 +7,8 @@ scan over layers can carry it and update it in place.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sharding.indices import put, take
+
 
 def write(
     cache: Float[Array, "L P G *w"], layer: Int[Array, ""], slots: Int[Array, "T"], values: Float[Array, "T *w"]
@@ -14,7 +16,6 @@ def write(
     """Put each token's entry into its slot (``page × G + offset``); −1 writes nothing."""
     L, pages, G = cache.shape[:3]
     flat = cache.reshape(L * pages * G, *cache.shape[3:])
-    # Negative indices wrap around in JAX; one past the end is dropped.
     nowhere = L * pages * G
     index = jnp.where(slots < 0, nowhere, layer * (pages * G) + slots)
     if index.shape[0] == 1:
@@ -22,7 +23,7 @@ def write(
         # instead of microseconds for a cache of a gigabyte. A second entry that is always dropped prevents it.
         index = jnp.concatenate([index, jnp.full_like(index, nowhere)])
         values = jnp.concatenate([values, jnp.zeros_like(values)])
-    return flat.at[index].set(values.astype(cache.dtype), mode="drop").reshape(cache.shape)
+    return put(flat, index, values.astype(cache.dtype)).reshape(cache.shape)
 
 
 def read(cache: Float[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Array, "R Pr"]) -> Float[Array, "R S *w"]:
@@ -30,7 +31,7 @@ def read(cache: Float[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Arr
     L, pages, G = cache.shape[:3]
     # One row a page: XLA's CPU backend copies rows of a matrix several times faster than blocks of a larger array.
     flat = cache.reshape(L * pages, -1)
-    entries = flat.at[(layer * pages + tables).reshape(-1)].get(mode="promise_in_bounds")
+    entries = take(flat, (layer * pages + tables).reshape(-1))
     return entries.reshape(tables.shape[0], tables.shape[1] * G, *cache.shape[3:])
 
 
@@ -42,7 +43,7 @@ def read_tokens(
     page = jnp.take_along_axis(tables, jnp.minimum(positions // G, tables.shape[1] - 1), axis=1)
     slots = (layer * pages + page) * G + positions % G
     flat = cache.reshape(L * pages * G, -1)
-    entries = flat.at[slots.reshape(-1)].get(mode="promise_in_bounds")
+    entries = take(flat, slots.reshape(-1))
     return entries.reshape(*positions.shape, *cache.shape[3:])
 
 

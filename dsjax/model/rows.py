@@ -70,9 +70,13 @@ class RowGroup:
 
     def slots(self, page_size: int) -> Int[Array, "B R C"]:
         """Cache slot of each token on its rank, −1 for padding."""
-        pages = jnp.minimum(self.positions // page_size, self.shape.pages - 1)
-        page = jnp.take_along_axis(self.tables, pages, axis=2)
-        return jnp.where(self.active, page * page_size + self.positions % page_size, -1)
+        # Positions are not negative, so that division and remainder need not look for that.
+        positions = self.positions
+        index, offset = jax.lax.div(positions, page_size), jax.lax.rem(positions, page_size)
+        page = jnp.take_along_axis(
+            self.tables, jnp.minimum(index, self.shape.pages - 1), axis=2, mode="promise_in_bounds"
+        )
+        return jnp.where(self.active, page * page_size + offset, -1)
 
 
 def unpack(packed: Int[Array, "B W"], shapes: Sequence[GroupShape]) -> list[RowGroup]:

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.wire import PackedRows
+from sharding.indices import pick
 
 Rows = Float[Array, "N D"] | PackedRows
 LocalExperts = Callable[[Any, Rows, Int[Array, "N K"], Float[Array, "N K"]], Float[Array, "N D"]]
@@ -115,7 +117,7 @@ def fewer_columns(
 
 def goes_to(group: ExpertGroup, slots_TK: Int[Array, "T K"]) -> Bool[Array, "T G"]:
     """Whether a token has an expert on each rank of the group."""
-    rank_TK = jnp.where(slots_TK >= 0, slots_TK // group.experts, -1)
+    rank_TK = jnp.where(slots_TK >= 0, lax.div(slots_TK, group.experts), -1)
     return jnp.any(rank_TK[:, :, None] == jnp.arange(group.size), axis=1)
 
 
@@ -127,7 +129,7 @@ def add_sent(group: ExpertGroup, seen: Counts, to_G: Int[Array, "G"], rounds: ja
     """
     if not seen:
         return seen
-    sent_here = to_G[group.index()]
+    sent_here = pick(to_G, group.index())
     return seen | {
         "rows_sent": jnp.sum(to_G) * group.width - sent_here,
         "rows_received": seen["rows_received"] - sent_here,

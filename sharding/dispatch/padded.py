@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from sharding.dispatch.group import ExpertGroup
@@ -140,7 +141,7 @@ class Padded(OneStage):
     def _plan(self, slots_TK: Int[Array, "T K"]) -> tuple[Route, Int[Array, "G"], Array]:
         """The queues in which rows leave this rank, its rows for each rank, and how many rounds they need."""
         route = plan_route(self.group, slots_TK)
-        return route, route.counts_G, -(-jnp.max(route.counts_G) // self.capacity)
+        return route, route.counts_G, lax.div(jnp.max(route.counts_G) + (self.capacity - 1), self.capacity)
 
     def _there(self, rows: Array, r: jax.Array | int) -> tuple[Array, Any]:
         """Bring round ``r``'s rows to the ranks of their experts, and give what ``_back`` needs to know of it."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from sharding.dispatch.group import ExpertGroup
@@ -28,7 +29,7 @@ class Route(NamedTuple):
 def plan_route(group: ExpertGroup, slots_TK: Int[Array, "T K"]) -> Route:
     """Queue this rank's tokens for each rank of the group."""
     valid_TK = slots_TK >= 0
-    rank_TK = jnp.where(valid_TK, slots_TK // group.experts, 0)
+    rank_TK = jnp.where(valid_TK, lax.div(slots_TK, group.experts), 0)
     earlier_KK = jnp.tri(slots_TK.shape[1], k=-1, dtype=bool) & valid_TK[:, None, :]
     repeated_TK = jnp.any((rank_TK[:, :, None] == rank_TK[:, None, :]) & earlier_KK, axis=2)
     queue_TG = jnp.cumsum(goes_to(group, slots_TK).astype(jnp.int32), axis=0)
@@ -47,7 +48,7 @@ def fill_cells(cell_TK: Int[Array, "T K"], cells: int) -> Int[Array, "cells"]:
     """Which token stands in each cell of a send buffer, T where none: the inverse of ``cell_TK`` (out of range: nowhere)."""
     tokens = cell_TK.shape[0]
     token_TK = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], cell_TK.shape)
-    return jnp.full((cells,), tokens, jnp.int32).at[cell_TK].set(token_TK, mode="drop")
+    return jnp.full((cells,), tokens, jnp.int32).at[cell_TK].set(token_TK, mode="drop", wrap_negative_indices=False)
 
 
 def add_returned(

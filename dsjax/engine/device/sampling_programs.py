@@ -15,6 +15,7 @@ from dsjax.engine.device.device_state import MOST_COUNTED, DeviceState
 from dsjax.engine.device.sampler import Scores, SlotSampling, Wanted, sample, score
 from dsjax.engine.device.slots import Positions, StepRows, commit
 from dsjax.model.step import ModelStep
+from sharding.indices import take
 
 
 def add_biases(
@@ -27,7 +28,7 @@ def add_biases(
     def local(logits, biases, at, prompts):
         first = lax.axis_index(spec[2]) * logits.shape[-1] if spec[2] else 0
         biases, at, prompts = jax.tree.map(lambda array: array[0], (biases, at, prompts))
-        return logit_edits.add_biases(logits[0], _places(at, prompts[_slots(at)]), biases, first)[None]
+        return logit_edits.add_biases(logits[0], _places(at, take(prompts, _slots(at))), biases, first)[None]
 
     run = jax.shard_map(
         local, mesh=step.mesh, in_specs=(spec, by_rank, by_rank, by_rank), out_specs=spec, check_vma=False
@@ -56,10 +57,10 @@ def draw(
             lambda array: array[0], (sampling, counts, at, raw, biased, masks)
         )
         here = _slots(at)
-        of_slot = jax.tree.map(lambda array: array[here], sampling)
+        of_slot = jax.tree.map(lambda array: take(array, here), sampling)
 
         def penalised(logits):
-            before = counts[here].astype(jnp.int32)
+            before = take(counts, here).astype(jnp.int32)
             if most_drafts:
                 before = logit_edits.counts_along_drafts(before, at.token, at.number, most_drafts, MOST_COUNTED)
             return logit_edits.penalise(logits, before, of_slot.presence, of_slot.frequency, of_slot.repetition)
@@ -117,8 +118,8 @@ def _count(
     def local(counts, sampling: SlotSampling, at, outcome, wanted):
         counts, sampling, at, outcome = jax.tree.map(lambda a: a[0], (counts, sampling, at, outcome))
         taken = (at.slot >= 0) & (at.active > 0) & (at.following < 0) & (outcome >= 0)
-        counted = ((sampling.presence != 0) | (sampling.frequency != 0) | (sampling.repetition != 1))[_slots(at)]
-        slot = jnp.where(taken & counted, at.slot, counts.shape[0])
+        counted = (sampling.presence != 0) | (sampling.frequency != 0) | (sampling.repetition != 1)
+        slot = jnp.where(taken & take(counted, _slots(at)), at.slot, counts.shape[0])
 
         def add(counts):
             # A row may make one token several times, so its increments are added before they are bounded.

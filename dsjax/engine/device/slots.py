@@ -6,7 +6,7 @@ Each function is traced as a part of a program. Slots are a DP rank's own, so th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.sampler import SlotSampling
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
+from sharding.indices import put, take
 
 
 @jax.tree_util.register_dataclass
@@ -86,11 +87,13 @@ class Positions:
             nothing, last = jnp.zeros_like(rows.prefill_slot), jnp.maximum(rows.prefill_length - 1, 0)
             active, position = rows.prefill_length > 0, rows.prefill_start + last
             groups.append((rows.prefill_slot, position, nothing, nothing, active, rows.next_token))
-        fields = (
+        joined = (
             jnp.concatenate([part.astype(jnp.int32) for part in parts], axis=1) for parts in zip(*groups, strict=True)
         )
         room = ((0, 0), (0, shape.positions - shape.own_positions))
-        slot, *others = fields
+        if not room[1][1]:
+            return cls(*joined)
+        slot, *others = joined
         return cls(jnp.pad(slot, room, constant_values=-1), *(jnp.pad(array, room) for array in others))
 
     def pack(self) -> Int[Array, "B 6J"]:
@@ -176,26 +179,26 @@ def _split(packed: Int[Array, "*B W"], shape: LaunchShape) -> list[Array]:
     return jnp.split(packed, np.cumsum([R, R, R, R2, R2, R2, R2, R2, R2 * C2]), axis=-1)
 
 
-def _without_pages(state: DeviceState) -> DeviceState:
-    return dataclasses.replace(state, cache={}, filled=None, copies=None, loads=None)
-
-
 def _on_each_rank(step: ModelStep, function: Callable, *arguments):
     """``function`` on each DP rank's own arrays, their leading axis taken off and put back."""
 
     def local(*arguments):
-        rank_arrays = jax.tree.map(lambda array: array[0], arguments)
-        return jax.tree.map(lambda array: array[None], function(*rank_arrays))
+        rank_arrays = jax.tree.map(lambda array: jax.lax.squeeze(array, [0]), arguments)
+        return jax.tree.map(lambda array: jax.lax.expand_dims(array, [0]), function(*rank_arrays))
 
     rows = P(step.spec.batch_axes)
     return jax.shard_map(local, mesh=step.mesh, in_specs=rows, out_specs=rows, check_vma=False)(*arguments)
 
 
-def _change_slots(step: ModelStep, function: Callable, state: DeviceState, *arguments) -> tuple[DeviceState, Any]:
-    """The state, all but its pages changed by ``function(state, *arguments) -> (state, more)`` on each rank; and more."""
-    changed, more = _on_each_rank(step, function, _without_pages(state), *arguments)
-    whole = {name: getattr(state, name) for name in ("cache", "filled", "copies", "loads")}
-    return dataclasses.replace(changed, **whole), more
+def _change_slots(
+    step: ModelStep, function: Callable, state: DeviceState, names: Sequence[str], *arguments
+) -> tuple[DeviceState, Any]:
+    """The state with those of its fields changed that have these names, and more.
+
+    ``function(fields, *arguments) -> (fields, more)`` changes them on each rank. It gives those that it changed.
+    """
+    changed, more = _on_each_rank(step, function, {name: getattr(state, name) for name in names}, *arguments)
+    return dataclasses.replace(state, **changed), more
 
 
 ADMISSIONS, ADMISSION_WIDTH = 8, 13
@@ -214,15 +217,14 @@ def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> Dev
     penalties, 1 where counts follow), page changes (slot, index, page), counts (slot, token, code); slot −1 is nothing.
     """
 
-    def local(state: DeviceState, packed):
+    def local(state: dict[str, Any], packed):
         ends = np.cumsum([ADMISSIONS * ADMISSION_WIDTH, 3 * PAGE_CHANGES])
         admissions, changes, counts = jnp.split(packed, ends)
         columns = admissions.reshape(ADMISSIONS, ADMISSION_WIDTH).T
-        num_slots = state.start.shape[0]
-        at = jnp.where(columns[0] < 0, num_slots, columns[0])  # beyond the end: dropped
-        put = lambda array, values: array.at[at].set(values, mode="drop")  # noqa: E731
+        at = columns[0]
+        enter = lambda array, values: put(array, at, values)  # noqa: E731
         as_float = lambda column: jax.lax.bitcast_convert_type(column, jnp.float32)  # noqa: E731
-        old, names = state.sampling, [field.name for field in fields(SlotSampling)]
+        old, names = state["sampling"], [field.name for field in fields(SlotSampling)]
         values = [
             columns[3],
             jax.lax.bitcast_convert_type(columns[4], jnp.uint32),
@@ -230,26 +232,24 @@ def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> Dev
             *map(as_float, columns[6:12]),
         ]
         sampling = SlotSampling(
-            **{name: put(getattr(old, name), value) for name, value in zip(names, values, strict=True)}
+            **{name: enter(getattr(old, name), value) for name, value in zip(names, values, strict=True)}
         )
-        cleared = jnp.where(columns[12] > 0, at, num_slots)
-        counted = state.counts.at[cleared].set(0, mode="drop")
+        counted = put(state["counts"], jnp.where(columns[12] > 0, at, -1), 0)
         slot, token, code = counts.reshape(COUNTED, 3).T
-        counted = counted.at[jnp.where(slot < 0, num_slots, slot), token].set(code.astype(jnp.uint16), mode="drop")
         # What a slot's last owner left behind its own pages is read too, with weight 0: pages of others, which may become NaN.
-        tables = state.tables.at[at].set(0, mode="drop")
-        state = dataclasses.replace(
-            state,
-            tables=_change_pages(tables, changes.reshape(PAGE_CHANGES, 3)),
-            start=put(state.start, columns[1]),
-            last_token=put(state.last_token, columns[2]),
-            num_drafts=put(state.num_drafts, jnp.zeros_like(at)),
-            sampling=sampling,
-            counts=counted,
-        )
-        return state, ()
+        tables = enter(state["tables"], 0)
+        changed = {
+            "tables": _change_pages(tables, changes.reshape(PAGE_CHANGES, 3)),
+            "start": enter(state["start"], columns[1]),
+            "last_token": enter(state["last_token"], columns[2]),
+            "num_drafts": enter(state["num_drafts"], 0),
+            "sampling": sampling,
+            "counts": put(counted, (slot, token), code.astype(jnp.uint16)),
+        }
+        return changed, ()
 
-    return _change_slots(step, local, state, packed)[0]
+    changed = ("tables", "start", "last_token", "num_drafts", "sampling", "counts")
+    return _change_slots(step, local, state, changed, packed)[0]
 
 
 def read(
@@ -261,15 +261,15 @@ def read(
     """
     C, (R2, C2) = shape.decode_rows[1], shape.prefill_rows
 
-    def local(state: DeviceState, packed):
+    def local(state: dict[str, Array], packed):
         slot, limit, most, p_slot, p_start, p_length, p_limit, following, tokens, changes = _split(packed, shape)
-        state = dataclasses.replace(state, tables=_change_pages(state.tables, changes.reshape(shape.page_changes, 3)))
+        all_tables = _change_pages(state["tables"], changes.reshape(shape.page_changes, 3))
         here = jnp.maximum(slot, 0)
-        start, last = state.start[here], state.last_token[here]
+        start, last = take(state["start"], here), take(state["last_token"], here)
         row_tokens, num_drafts = last[:, None], jnp.zeros_like(slot)
         if C > 1:
-            row_tokens = jnp.concatenate([row_tokens, state.drafts[here][:, : C - 1]], axis=1)
-            num_drafts = jnp.minimum(jnp.minimum(state.num_drafts[here], most), C - 1)
+            row_tokens = jnp.concatenate([row_tokens, take(state["drafts"], here)[:, : C - 1]], axis=1)
+            num_drafts = jnp.minimum(jnp.minimum(take(state["num_drafts"], here), most), C - 1)
         length = jnp.where(slot >= 0, jnp.clip(limit - start, 0, 1 + num_drafts), 0)
         rows = StepRows(
             slot=slot,
@@ -283,10 +283,11 @@ def read(
             prefill_limit=p_limit,
             next_token=following,
         )
-        tables, prefill_tables = state.tables[here], state.tables[jnp.maximum(p_slot, 0)]
-        return state, (rows, tables, prefill_tables, tokens.reshape(R2, C2))
+        tables, prefill_tables = take(all_tables, here), take(all_tables, jnp.maximum(p_slot, 0))
+        return {"tables": all_tables}, (rows, tables, prefill_tables, tokens.reshape(R2, C2))
 
-    state, (rows, tables, prefill_tables, tokens) = _change_slots(step, local, state, packed)
+    names = ("tables", "start", "last_token", *(("drafts", "num_drafts") if C > 1 else ()))
+    state, (rows, tables, prefill_tables, tokens) = _change_slots(step, local, state, names, packed)
     groups = []
     if shape.decode:
         groups.append(RowGroup(rows.tokens, rows.start, rows.length, tables, shape.decode))
@@ -308,36 +309,34 @@ def commit(
     without drafts, and the outcome: the tokens of each row as far as they were made, behind them ``REJECTED`` and ``NOT_COMPUTED``.
     """
 
-    def local(state: DeviceState, at: Positions, tokens):
+    most_drafts = 0 if state.drafts is None else state.drafts.shape[-1]
+
+    def local(state: dict[str, Array], at: Positions, tokens):
         active = at.active > 0
         is_last, outcome = active, tokens
-        if state.drafts is not None:
+        if most_drafts:
             begins = at.number == 0
             sound = active & (begins | (jnp.roll(tokens, 1) == at.token))
             made = sound
-            for _ in range(state.drafts.shape[1]):
+            for _ in range(most_drafts - 1):
                 made = sound & (begins | jnp.roll(made, 1))
             goes_on = jnp.concatenate([(made & ~begins)[1:], jnp.zeros(1, bool)])
             is_last = made & ~goes_on
             outcome = jnp.where(made, tokens, jnp.where(active, REJECTED, NOT_COMPUTED))
-        slot = jnp.where(is_last & (at.slot >= 0), at.slot, state.start.shape[0])
-        last = jnp.where(at.following < 0, tokens, at.following)
-        state = dataclasses.replace(
-            state,
-            start=state.start.at[slot].set(at.position + 1, mode="drop"),
-            last_token=state.last_token.at[slot].set(last, mode="drop"),
-            num_drafts=state.num_drafts.at[slot].set(0, mode="drop"),
-        )
-        return state, outcome
+        values = {"start": at.position + 1, "last_token": jnp.where(at.following < 0, tokens, at.following)}
+        values |= {"num_drafts": 0} if most_drafts else {}
+        slot = jnp.where(is_last, at.slot, -1)
+        return {name: put(state[name], slot, value) for name, value in values.items()}, outcome
 
-    return _change_slots(step, local, state, at, tokens)
+    names = ("start", "last_token", *(("num_drafts",) if most_drafts else ()))
+    return _change_slots(step, local, state, names, at, tokens)
 
 
 def tables_of(step: ModelStep, state: DeviceState, rows: StepRows) -> Int[Array, "B R+R2 Pr"]:
     """The page tables of a launch's rows, decode rows first."""
 
     def local(tables, slot, prefill_slot):
-        return tables[jnp.maximum(jnp.concatenate([slot, prefill_slot]), 0)]
+        return take(tables, jnp.maximum(jnp.concatenate([slot, prefill_slot]), 0))
 
     return _on_each_rank(step, local, state.tables, rows.slot, rows.prefill_slot)
 
@@ -351,21 +350,16 @@ def enter_drafts(
 ) -> DeviceState:
     """Keep what the MTP module proposes for every row that has made a token; ``slots`` and ``following`` as of a row's ``Positions``."""
 
-    def local(state: DeviceState, slots, following, drafts):
-        num_slots, most = state.drafts.shape
-        at = jnp.where((slots < 0) | (following >= 0), num_slots, slots)
-        padded = jnp.pad(drafts, ((0, 0), (0, most - drafts.shape[1])))
+    def local(state: dict[str, Array], slots, following, drafts):
+        at = jnp.where(following < 0, slots, -1)
+        padded = jnp.pad(drafts, ((0, 0), (0, state["drafts"].shape[1] - drafts.shape[1])))
         sound = jnp.sum(jnp.cumprod(drafts >= 0, axis=1), axis=1)
-        state = dataclasses.replace(
-            state,
-            drafts=state.drafts.at[at].set(padded, mode="drop"),
-            num_drafts=state.num_drafts.at[at].set(sound.astype(jnp.int32), mode="drop"),
-        )
-        return state, ()
+        values = {"drafts": padded, "num_drafts": sound.astype(jnp.int32)}
+        return {name: put(state[name], at, value) for name, value in values.items()}, ()
 
-    return _change_slots(step, local, state, slots, following, drafts)[0]
+    return _change_slots(step, local, state, ("drafts", "num_drafts"), slots, following, drafts)[0]
 
 
 def _change_pages(tables: Int[Array, "Z Pr"], changes: Int[Array, "_ 3"]) -> Int[Array, "Z Pr"]:
     slot, index, page = changes.T
-    return tables.at[jnp.where(slot < 0, tables.shape[0], slot), index].set(page, mode="drop")
+    return put(tables, (slot, index), page)

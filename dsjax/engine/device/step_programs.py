@@ -147,8 +147,10 @@ def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:
     (R, C), (R2, C2) = shape.decode_rows, shape.prefill_rows
     ranks = rows.slot.shape[0]
     decoded = jnp.broadcast_to(jnp.arange(R * C), (ranks, R * C))
+    if not R2:
+        return decoded
     prefilled = R * C + jnp.arange(R2) * C2 + jnp.maximum(rows.prefill_length - 1, 0)
-    return jnp.concatenate([decoded, prefilled], axis=1)
+    return jnp.concatenate([decoded, prefilled], axis=1) if R else prefilled
 
 
 def _offsets(groups: list[RowGroup]) -> Iterator[tuple[RowGroup, int]]:

@@ -1,0 +1,31 @@
+"""Reading and writing where indices are known not to be negative.
+
+JAX takes a negative index for one from the end, which costs three operations for each look-up. A third of a step's operations were these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+from jaxtyping import Array, Int
+
+
+def take(array: Array, indices: Int[Array, "*i"] | tuple) -> Array:
+    """``array[indices]``, all of which must be in bounds."""
+    return array.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def pick(array: Array, index: Int[Array, ""]) -> Array:
+    """``array[index]``; one past the end is the last."""
+    return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
+
+
+def cut(array: Array, start: Int[Array, ""], size: int, axis: int = 0) -> Array:
+    """``size`` entries from ``start`` on, which is moved back where they would reach past the end."""
+    return lax.dynamic_slice_in_dim(array, start, size, axis, allow_negative_indices=False)
+
+
+def put(array: Array, indices: Any, values: Any) -> Array:
+    """The array with ``values`` at these indices. Negative ones and those past the end are nowhere."""
+    return array.at[indices].set(values, mode="drop", wrap_negative_indices=False)
