@@ -407,7 +407,9 @@ def test_completions_of_one_prompt_differ_by_their_seeds(llm):
 def test_logprobs_are_those_of_the_logits(checkpoint, kernels):
     made = load(checkpoint, batch_invariant=True)  # a step's numbers are those of the same position in a chunk
     made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
-    (output,) = made.generate(prompt(9), SamplingParams(seed=1, max_tokens=6, ignore_eos=True, logprobs=3))
+    # A bias decides, and log-probabilities are those without it.
+    params = SamplingParams(seed=1, max_tokens=6, ignore_eos=True, logprobs=3, logit_bias={7: 3.0})
+    (output,) = made.generate(prompt(9), params)
     completion = output.outputs[0]
     (logits,) = made.logits([output.prompt_token_ids + completion.token_ids])
     made.shutdown()

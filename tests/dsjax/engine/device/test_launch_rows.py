@@ -7,11 +7,21 @@ import numpy as np
 import pytest
 from written_steps import MOST, PAGE, Told, decode, running
 
-from dsjax.engine.contract.commands import ALWAYS, Admission, RankStep, Sampling, Step, int32s
+from dsjax.engine.contract.commands import (
+    ALWAYS,
+    TOKEN_MADE,
+    Admission,
+    PrefillRow,
+    RankStep,
+    Sampling,
+    Step,
+    int32s,
+)
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.device.buckets import Launch, Rectangle, RowPiece
 from dsjax.engine.device.launch_rows import SlotRules, SlotTable, pack_admissions, pack_launch, split_page_changes
+from dsjax.engine.device.logit_edits import bias_width
 from dsjax.engine.device.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
 from dsjax.engine.schedule.request import ScheduledRow
 from dsjax.engine.schedule.step_writer import StepWriter
@@ -88,37 +98,43 @@ def test_rules_are_active_only_while_they_change_something():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "more", "until"),
-    [
-        ({}, {}, 0),
-        ({"temperature": 0.5}, {}, ALWAYS),
-        ({"logprobs": 0}, {}, ALWAYS),
-        ({"presence_penalty": 0.5}, {}, ALWAYS),
-        ({}, {"allowed": int32s([7, 0, 0])}, ALWAYS),
-        ({}, {"guided": True}, ALWAYS),
-        ({}, {"biases": int32s([3, 0, ALWAYS])}, ALWAYS),
-    ],
-)
-def test_nothing_runs_for_a_request_that_the_step_s_greedy_token_serves(sampling, more, until):
-    assert SlotRules.of(Admission(0, 0, 1, Sampling(1, 0, **sampling), **more)).until == until
-
-
-@pytest.mark.parametrize(
     ("sampling", "more", "draws", "scored"),
     [
-        ({"logprobs": 0}, {}, False, True),
-        ({"temperature": 0.5, "logprobs": 2}, {}, True, True),
+        ({}, {}, False, False),
         ({"temperature": 0.5}, {}, True, False),
+        ({"temperature": 0.5, "logprobs": 2}, {}, True, True),
+        ({"logprobs": 0}, {}, False, True),
         ({"presence_penalty": 0.5}, {}, True, False),
         ({}, {"allowed": int32s([7, 0, 0])}, True, False),
+        ({}, {"guided": True}, False, False),  # a step without its guide
         ({}, {"biases": int32s([3, 0, ALWAYS])}, True, False),
     ],
 )
-def test_a_row_whose_most_probable_token_is_only_to_be_scored_needs_no_draw(sampling, more, draws, scored):
-    table = SlotTable(1, 2, V)
-    step = Step([RankStep([Admission(1, 0, 1, Sampling(1, 0, **sampling), **more)], [], int32s((1, 9)), [], [])])
+def test_nothing_runs_for_a_row_that_the_step_s_greedy_token_serves_and_no_draw_for_one_to_be_scored(
+    sampling, more, draws, scored
+):
+    admission, table = Admission(1, 0, 1, Sampling(1, 0, **sampling), **more), SlotTable(1, 2, V)
+    assert SlotRules.of(admission).until == (ALWAYS if sampling or more else 0)
+    step = Step([RankStep([admission], [], int32s((1, 9)), [], [])])
     table.admit(step)
     shape = LaunchShape(GroupShape(1, 1, MOST, "A_CC"), None, PAGE)
     rules = table.rules_of(step, Launch(Rectangle(1, 1), None, [[]]), shape)
     assert (rules.wanted is not None, rules.scored) == (draws, scored)
-    assert list(rules.slots) == [(0, False, 0)]
+    assert list(rules.slots) == ([(0, False, 0)] if sampling or more else [])
+
+
+def test_biases_and_masks_are_of_every_position_of_their_row():
+    rules = {"biases": int32s([3, 0, ALWAYS]), "allowed": int32s([7, 0, 0])}
+    table = SlotTable(1, 4, V)
+    prompt = PrefillRow(2, 0, int32s([1, 2]), TOKEN_MADE, 9)
+    admissions = [Admission(slot, 0, 1, Sampling(1, 0), **rules) for slot in (1, 2)]
+    step = Step([RankStep(admissions, [], int32s((0, 9, 1, 9)), [prompt], [])])
+    table.admit(step)
+    shape = LaunchShape(GroupShape(2, 3, MOST, "A_CC"), GroupShape(1, 4, MOST, "CC"), PAGE, 9)
+    launch = Launch(Rectangle(2, 3), Rectangle(1, 4), [[RowPiece(0, 0, 2)]])
+    found = table.rules_of(step, launch, shape)
+    (piece,) = found.biases
+    assert piece.shape == (1, bias_width(9), 4)
+    assert [entry for entry in piece[0].tolist() if entry[0] >= 0] == [[at, 3, 0, ALWAYS] for at in (3, 4, 5, 6)]
+    masked = [[7, 0, 0] if 3 <= at <= 6 else [-1] * 3 for at in range(9)]
+    assert found.masks[0].tolist() == masked

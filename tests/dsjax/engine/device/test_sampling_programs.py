@@ -186,18 +186,13 @@ def run(case: Case, drafted=DRAFTED, most_batches: int = BATCHES) -> tuple[np.nd
     return np.array(texts), np.concatenate(first)
 
 
-@functools.cache
-def drawn(name: str) -> tuple[Case, np.ndarray, np.ndarray]:
-    case = Case(**CASES[name])
-    return case, *run(case)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_texts_are_distributed_as_without_drafts(name):
-    """Pearson's chi-square over all texts expected at least 5 times, the rest as one. The seeds are fixed, so it passes always or never;
-    of sound samplers one in 10,000 would fail.
+def test_texts_are_distributed_as_without_drafts_each_of_which_is_accepted_with_its_probability(name):
+    """Pearson's chi-square over all texts expected at least 5 times, the rest as one; of sound samplers one in 10,000 would fail.
+    The share of accepted drafts is within 4 standard errors of p(d): one of 16,000 sound samplers fails at a position. Seeds are fixed.
     """
-    case, texts, _ = drawn(name)
+    case = Case(**CASES[name])
+    texts, made = run(case)
     count = len(texts)
     assert count >= 10_000
     expected = {text: share * count for text, share in case.texts().items()}
@@ -214,12 +209,6 @@ def test_texts_are_distributed_as_without_drafts(name):
     statistic = sum((o - w) ** 2 / w for o, w in zip(observed, wanted, strict=True))
     assert len(wanted) > 5
     assert stats.chi2.sf(statistic, len(wanted) - 1) > 1e-4
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_draft_is_accepted_with_its_probability(name):
-    """Within 4 standard errors of p(d): one of 16,000 sound samplers fails at a position; seeds are fixed."""
-    case, _, made = drawn(name)
     text: tuple[int, ...] = ()
     reached = len(made)
     for position in range(DRAFTS):
@@ -234,8 +223,7 @@ def test_a_draft_is_accepted_with_its_probability(name):
 
 def test_the_same_seeds_give_the_same_text_whatever_is_drafted():
     """The draws are those of decoding alone, so the text does not depend on the drafts at all."""
-    name = "all"
-    _, texts, made = drawn(name)
-    others, other_made = run(Case(**CASES[name]), (1, 1, 1, 1, 1, 1), 8)
+    case = Case(**CASES["all"])
+    (texts, made), (others, other_made) = (run(case, drafted, 8) for drafted in (DRAFTED, (1, 1, 1, 1, 1, 1)))
     np.testing.assert_array_equal(others, texts[: len(others)])
     assert (other_made != made[: len(others)]).any()
