@@ -1,6 +1,7 @@
 """The house: which room may import which. The table here is what the README's "The house" and "The engine's rooms" show."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,7 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
         yield name.removesuffix(".__init__"), path
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Everything that a file imports, wherever in it: lazily, and for types only too."""
     found = set()
@@ -145,6 +147,12 @@ def test_a_room_is_no_larger_than_one_can_know(room: str):
 def test_rooms_without_jax_import_none(room: str):
     for name, path in modules(f"dsjax.engine.{room}"):
         assert not {other for other in imported(path) if other.split(".")[0] in ("jax", "jaxlib", "flax")}, name
+
+
+def test_only_the_model_and_what_measures_its_modules_import_flax():
+    files = dict(modules("dsjax"))
+    importers = {name for name, path in files.items() if any(other.startswith("flax") for other in imported(path))}
+    assert {name for name in importers if not name.startswith(("dsjax.model.", "dsjax.bench.modules."))} == set()
 
 
 def test_the_readme_shows_this_house():

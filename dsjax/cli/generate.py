@@ -1,17 +1,21 @@
 """`dsjax generate`: continue prompts in the terminal, as the tokens come."""
 
+from __future__ import annotations
+
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from dsjax.cli.options import engine_options
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.engine import LLMEngine
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
+
+if TYPE_CHECKING:
+    from dsjax.engine.engine import LLMEngine
 
 
 @engine_options

@@ -44,7 +44,7 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
     from dsjax.checkpoint.hub import resolve_config
     from dsjax.config import load_config
     from dsjax.config.weights import WEIGHT_FORMATS
-    from dsjax.engine.setup.assembly import check_layout
+    from dsjax.engine.setup.fitting import check_layout
     from dsjax.model.parameter_counts import parameter_counts
     from dsjax.model.stage import stages_of
     from dsjax.plan.engine import dsjax_engine

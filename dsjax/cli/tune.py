@@ -41,6 +41,7 @@ def tune(
     from dsjax.config import load_config
     from dsjax.engine.device.process import enable_compile_cache
     from dsjax.engine.setup import assembly
+    from dsjax.engine.setup.fitting import check_layout
     from dsjax.kernels.pallas.tile_table import TileTable
     from dsjax.model.forms import common_layout
     from dsjax.model.transformer import parameter_table
@@ -56,7 +57,7 @@ def tune(
     config, spec = load_config(args.model), MeshSpec.parse(args.mesh)
     dtype = assembly.compute_dtype(args, config, device.platform)
     weights = assembly.weights_format(args, config, dtype)
-    assembly.check_layout(config, spec, args.num_redundant, weights, dense_tp=args.moe_dense_tp_size)
+    check_layout(config, spec, args.num_redundant, weights, dense_tp=args.moe_dense_tp_size)
     scheme = assembly.activation_scheme(args, config, weights, device)
     n_physical = config.n_routed_experts + args.num_redundant
     infos = parameter_table(config, weights=weights, platform=device.platform, num_physical=n_physical, mtp=False).infos

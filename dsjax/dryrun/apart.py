@@ -28,7 +28,7 @@ from dsjax.dryrun.run import (
 )
 from dsjax.dryrun.topology import target_devices
 from dsjax.engine.afd.options import expert_spec
-from dsjax.engine.setup.assembly import check_layout
+from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.apart import LayerPass

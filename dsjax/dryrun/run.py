@@ -20,7 +20,8 @@ from dsjax.dryrun.rebalance import read_rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport, StagesReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
-from dsjax.engine.setup.assembly import check_layout, dispatch_method
+from dsjax.engine.setup.assembly import dispatch_method
+from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.model.parameter_counts import expert_parameters

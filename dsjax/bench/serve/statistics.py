@@ -1,15 +1,20 @@
 """Records and counters of drafts as the figures of a benchmark, by objectives too. Definitions: `docs/bench-serve.md`."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsjax.bench.serve.load import LoadResult
-from dsjax.bench.serve.records import RequestRecord
 from dsjax.errors import UserError
-from dsjax.top.reading import Exposition
+
+if TYPE_CHECKING:
+    from dsjax.bench.serve.load import LoadResult
+    from dsjax.bench.serve.records import RequestRecord
+    from dsjax.top.reading import Exposition
 
 _ROWS, _DRAFTED, _ACCEPTED, _PER_POSITION = DRAFT_COUNTERS = tuple(
     f"vllm:spec_decode_num_{name}_total"
@@ -250,7 +255,7 @@ class DraftFigures:
     accepted_per_position: tuple[int, ...]
 
     @classmethod
-    def between(cls, before: Exposition | None, after: Exposition | None) -> "DraftFigures | None":
+    def between(cls, before: Exposition | None, after: Exposition | None) -> DraftFigures | None:
         """What happened between two scrapes; None where the server drafted nothing, or does not tell.
 
         A position that is no number is another server's, and is left out.

@@ -11,8 +11,8 @@ from typing import Any
 from dsjax.config import ModelConfig
 from dsjax.engine.afd.options import expert_spec
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.assembly import check_layout
 from dsjax.engine.setup.expert_location import ExpertLocation
+from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
 from dsjax.model.parameters import Weights
 from dsjax.model.stage import stages_of

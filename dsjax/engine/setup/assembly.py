@@ -22,6 +22,7 @@ from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.batch_invariance import check_batch_invariant, open_sums
 from dsjax.engine.setup.expert_location import ExpertLocation
+from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
 from dsjax.hosts.wire import split_address
 from dsjax.kernels.pallas import tpu_attention, tpu_products
@@ -321,61 +322,6 @@ def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, d
     multiplies = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= FIRST_WITH_FP8
     dynamic = multiplies if chosen == "auto" else chosen == "dynamic"
     return ActivationScheme(dynamic, powers) if dynamic else WIDEN
-
-
-def check_layout(
-    config: ModelConfig,
-    spec: MeshSpec,
-    redundant: int,
-    weights: Weights,
-    expert_side: MeshSpec | None = None,
-    dense_tp: int | None = None,
-) -> None:
-    """Check that the mesh divides this model; see ``MeshSpec.check_fits``.
-
-    expert_side: the mesh of the experts, where that is another. dense_tp: of ``--moe-dense-tp-size``.
-
-    Raises:
-        MeshError: naming each number that does not fit.
-        UserError: redundant experts for a model that has none.
-    """
-    if redundant and not config.is_moe:
-        raise UserError(f"--redundant-experts is {redundant}, but this model has no experts; leave it out")
-    if dense_tp not in (None, 1, spec.tp_size):
-        raise UserError(
-            f"--moe-dense-tp-size is {dense_tp}: dense MLPs are whole on each device (1) or shared by all devices of a DP rank "
-            f"(tp={spec.tp_size}); give 1 or leave it out"
-        )
-    split = config.num_dense_layers and dense_tp != 1
-    widths = {"dense MLP width": config.intermediate_size} if split else {}
-    if config.n_shared_experts:
-        widths["shared expert width"] = config.n_shared_experts * config.moe_intermediate_size
-    row = WEIGHT_FORMATS[weights]
-    if row.packed is not None and config.is_moe:
-        for name in ("hidden_size", "moe_intermediate_size"):
-            if getattr(config, name) % row.expert_block:
-                raise UserError(
-                    f"--weights {weights} keeps experts in blocks of {row.expert_block}, and this model's {name} is "
-                    f"{getattr(config, name)}, which they do not divide; choose other --weights"
-                )
-    if row.keeps_fp8:
-        # Whole heads always divide; their blocks of FP8 need not.
-        heads, nope, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
-        widths["query heads' width"] = heads * config.qk_head_dim
-        widths["key and value heads' width"] = heads * (nope + value)
-        widths["value heads' width"] = heads * value
-    experts = {
-        "experts": config.n_routed_experts,
-        "redundant": redundant,
-        "expert_width": config.moe_intermediate_size,
-        "expert_block": row.expert_block,
-    }
-    if expert_side is not None:
-        if not config.is_moe:
-            raise UserError("--expert-mesh is given, but this model has no experts; give --mesh alone")
-        expert_side.check_fits(heads=expert_side.tp_size, **experts)
-        experts = {}
-    spec.check_fits(heads=config.num_attention_heads, dense_widths=widths, block=row.block, **experts)
 
 
 def model_rules(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> Rules:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -44,8 +42,9 @@ from dsjax.engine.experts.expert_moves import ExpertMoves
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.assembly import check_layout, remote_experts, weights_format
+from dsjax.engine.setup.assembly import remote_experts, weights_format
 from dsjax.engine.setup.facts import EngineFacts, describe_engine
+from dsjax.engine.setup.fitting import check_layout
 from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
@@ -59,7 +58,7 @@ from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from dsjax.hosts.options import address_of_this_host, means_loopback
-from dsjax.model.parameters import store
+from dsjax.model.derived import materialise
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.layer_placement import LayerPlacements
@@ -437,29 +436,6 @@ def record_if_wanted(args: EngineArgs, executor: Executor, mesh: Mesh, directory
         device_kind=device.device_kind,
     )
     return RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
-
-
-def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array]:
-    """Add to ``params`` the products that the MLA form ``AM_CC_ME`` multiplies with, where the step's table has them."""
-    derived = {path: info for path, info in step.table.infos.items() if info.init == "derived"}
-    if not derived:
-        return dict(params)
-    shardings = {path: step.rules.sharding(step.mesh, info.logical_axes, info.shape) for path, info in derived.items()}
-
-    def products(params):
-        # The derived entries are not read; they stand in so that the module can be bound.
-        stand_in = {path: params.get(path, 0) for path in step.table.infos}
-        model, made = step.table.bind(stand_in), {}
-        for name in {path.rpartition(".")[0] for path in derived}:
-            attention = operator.attrgetter(name)(model)
-            graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.{path[-1]}" in derived, ...)  # noqa: B023
-            query_key, value_output = jax.lax.map(
-                lambda w, graph=graph, absent=absent: nnx.merge(graph, absent, w).materialise(step.dtype), weights
-            )
-            made |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
-        return {path: store(value, derived[path].dtype, derived[path].storage_dtype) for path, value in made.items()}
-
-    return {**params, **jax.jit(products, out_shardings=shardings)(params)}
 
 
 def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -30,8 +30,9 @@ from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.assembly import check_layout, weights_format
+from dsjax.engine.setup.assembly import weights_format
 from dsjax.engine.setup.facts import EngineFacts, StageFacts, describe_engine
+from dsjax.engine.setup.fitting import check_layout
 from dsjax.engine.setup.loading import (
     SMALLER,
     SMALLER_CACHE,
@@ -39,7 +40,6 @@ from dsjax.engine.setup.loading import (
     common_limits,
     executor_parts,
     lock_disk,
-    materialise,
     open_disk,
     page_space,
     read_eos_token_ids,
@@ -54,6 +54,7 @@ from dsjax.engine.tiers.page_folder import PageFolder
 from dsjax.engine.tiers.page_tiers import PageReporter
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
+from dsjax.model.derived import materialise
 from dsjax.model.parameters import device_bytes
 from dsjax.model.stage import Stage, stages_of
 from dsjax.model.step import ModelStep

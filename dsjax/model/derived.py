@@ -1,0 +1,36 @@
+"""Parameters that are derived from a checkpoint's: the products of the MLA form ``AM_CC_ME``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+from dsjax.model.parameters import store
+from dsjax.model.step import ModelStep
+
+
+def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array]:
+    """Add to ``params`` the products that the MLA form ``AM_CC_ME`` multiplies with, where the step's table has them."""
+    derived = {path: info for path, info in step.table.infos.items() if info.init == "derived"}
+    if not derived:
+        return dict(params)
+    shardings = {path: step.rules.sharding(step.mesh, info.logical_axes, info.shape) for path, info in derived.items()}
+
+    def products(params):
+        # The derived entries are not read; they stand in so that the module can be bound.
+        stand_in = {path: params.get(path, 0) for path in step.table.infos}
+        model, made = step.table.bind(stand_in), {}
+        for name in {path.rpartition(".")[0] for path in derived}:
+            attention = operator.attrgetter(name)(model)
+            graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.{path[-1]}" in derived, ...)  # noqa: B023
+            query_key, value_output = jax.lax.map(
+                lambda w, graph=graph, absent=absent: nnx.merge(graph, absent, w).materialise(step.dtype), weights
+            )
+            made |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
+        return {path: store(value, derived[path].dtype, derived[path].storage_dtype) for path, value in made.items()}
+
+    return {**params, **jax.jit(products, out_shardings=shardings)(params)}
