@@ -6,11 +6,12 @@ calibrates its intervals by. Prints what the newest round came to beside what wa
 
 import argparse
 import csv
+import functools
 import io
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from dsjax.plan.calibration import (
     TTFT_P99,
     WIDE,
     Blind,
+    Calibration,
     calibrate,
 )
 from dsjax.plan.figure import Figure
@@ -69,8 +71,13 @@ _WORDS = {
 }
 
 
-def blind() -> Iterator[Blind]:
+@functools.cache
+def blind() -> tuple[Blind, ...]:
     """All of them, by round."""
+    return tuple(_read())
+
+
+def _read() -> Iterator[Blind]:
     distances = dict.fromkeys("FG", HOST) | dict.fromkeys("ABCDEHI", WIDE) | {"J": FAR}
     for key, ends in SAID.items():
         kind = TPOT if key in "HI" else RATE
@@ -151,19 +158,20 @@ class Aim:
         return self.least <= self.of(group) <= self.most
 
 
-def aims(every: list[Blind]) -> tuple[Aim, ...]:
+def aims(every: Sequence[Blind]) -> tuple[Aim, ...]:
     """The aims, whose calibrated intervals are made from `every` prediction but those of the run that is asked about.
 
     Before a round's results were read there were only older ones to calibrate by: `before` has intervals made by these alone.
     """
 
+    @functools.cache
+    def by_older(name: str, kind: str, distance: str) -> Calibration:
+        return calibrate(earlier(every, name), kind, distance)
+
     def before(group: list[Blind]) -> list[tuple[float, float]]:
-        older = {b.round: earlier(every, b.round) for b in group}
-        return [calibrate(older[b.round], b.kind, b.distance).interval(b.figure) for b in group]
+        return [by_older(b.round, b.kind, b.distance).interval(b.figure) for b in group]
 
-    def left_out(group: list[Blind]) -> list[tuple[float, float]]:
-        return held_out(every, group)
-
+    left_out = LeftOut(every)
     inside, narrow = "calibrated intervals hold 85 to 95 %", "their median width is at most 1.9"
     alone = "by older rounds alone: "
     return (
@@ -179,16 +187,17 @@ def aims(every: list[Blind]) -> tuple[Aim, ...]:
     )  # fmt: skip
 
 
-def earlier(every: list[Blind], name: str) -> list[Blind]:
+def earlier(every: Sequence[Blind], name: str) -> list[Blind]:
     """Predictions of the rounds before that one."""
     rounds = list(dict.fromkeys(b.round for b in every))
     before = set(rounds[: rounds.index(name)])
     return [b for b in every if b.round in before]
 
 
+@functools.cache
 def aims_table() -> str:
     """Markdown: each aim, what the two newest rounds came to and parts of them, and whether each of the two has reached it."""
-    every = list(blind())
+    every = blind()
     newest, last = ([b for b in every if b.round == name] for name in (NEWEST[-1], LATEST))
     warm = [b for b in newest if b.distance != COLD]
     plain = [b for b in last if b.distance not in (LONGER, SENT, DRAFTS)]
@@ -225,20 +234,30 @@ def _cells(group: list[Blind], ends: list[tuple[float, float]]) -> str:
     return f"{_held(group, ends):.0%} | {_width(ends):.2f}"
 
 
-def held_out(every: list[Blind], group: list[Blind]) -> list[tuple[float, float]]:
-    """Calibrated intervals of a group, each by all predictions but those of its own run.
+class LeftOut:
+    """Calibrated intervals of predictions, each by all predictions but those of its own run. Keeps the calibrations that it has made.
 
     A round older than those that the planner calibrates by is held by such rounds alone. Of these, the first two are held by each other
     and by older ones, and each after them by no later one.
     """
-    found = []
-    old = [o for o in every if o.round not in NEWEST]
-    for b in group:
-        later = NEWEST[NEWEST.index(b.round) + 1 :] if b.round in NEWEST[2:] else NEWEST[2:]
-        known = [o for o in every if o.round not in later] if b.round in NEWEST else old
-        others = [o for o in known if o.run != b.run]
-        found.append(calibrate(others, b.kind, b.distance).interval(b.figure))
-    return found
+
+    def __init__(self, every: Sequence[Blind]):
+        self._every, self._known = every, {}
+        self._made: dict[tuple[object, ...], Calibration] = {}
+
+    def __call__(self, group: Sequence[Blind]) -> list[tuple[float, float]]:
+        """Return the interval of each prediction of the group."""
+        return [self._calibration(b).interval(b.figure) for b in group]
+
+    def _calibration(self, b: Blind) -> Calibration:
+        later = NEWEST if b.round not in NEWEST else NEWEST[max(2, NEWEST.index(b.round) + 1) :]
+        about = later, b.run, b.kind, b.distance
+        if about not in self._made:
+            if later not in self._known:
+                self._known[later] = [o for o in self._every if o.round not in later]
+            others = [o for o in self._known[later] if o.run != b.run]
+            self._made[about] = calibrate(others, b.kind, b.distance)
+        return self._made[about]
 
 
 def interval_score(b: Blind, ends: tuple[float, float]) -> float:
@@ -250,6 +269,7 @@ def interval_score(b: Blind, ends: tuple[float, float]) -> float:
     return high - low + 2 / (1 - LEVEL) * max(0.0, low, -high)
 
 
+@functools.cache
 def methods_table() -> str:
     """Markdown: of each round, what intervals hold that the rounds before it alone make, with units as wide as own intervals and softened.
 
@@ -267,7 +287,8 @@ def methods_table() -> str:
             continue
         cells = []
         for softened in (0.0, SOFTENED):
-            ends = [calibrate(before, b.kind, b.distance, softened).interval(b.figure) for b in group]
+            made = {about: calibrate(before, *about, softened) for about in {(b.kind, b.distance) for b in group}}
+            ends = [made[b.kind, b.distance].interval(b.figure) for b in group]
             score = statistics.mean(interval_score(b, each) for b, each in zip(group, ends, strict=True))
             cells.append(f"{_cells(group, ends)} | {score:.2f}")
         lines.append(f"| {name} | {len(group)} | {' | '.join(cells)} |")
@@ -276,7 +297,8 @@ def methods_table() -> str:
 
 def table() -> str:
     """Markdown: errors of blind predictions by round and by kind, what their own intervals held, and what calibrated ones hold."""
-    every = list(blind())
+    every = blind()
+    left_out = LeftOut(every)
     lines = [
         "| blind predictions | | mean absolute error | mean error | own interval: inside | width | calibrated: inside | width |",
         "|---|---|---|---|---|---|---|---|",
@@ -285,7 +307,7 @@ def table() -> str:
     def row(name: str, group: list[Blind]) -> None:
         errors = [b.figure.value / b.measured - 1 for b in group]
         own = _cells(group, [(b.figure.low, b.figure.high) for b in group])
-        made = _cells(group, held_out(every, group))
+        made = _cells(group, left_out(group))
         size = mean_error(group, *_WORDS)
         lines.append(f"| {name} | {len(group)} | {size:.1%} | {statistics.mean(errors):+.1%} | {own} | {made} |")
 

@@ -448,7 +448,7 @@ LEFT_NEW = 10
 
 def _newest() -> dict[str, str]:
     """Words of the newest round and the one before: errors, numbers of runs, and how wide the calibrated median TTFT is."""
-    every = list(blind())
+    every = blind()
     other, last = ([b for b in every if b.round == name] for name in (OTHER, LAST))
     plain = [b for b in last if b.distance == HOST]
     sound = [b for b in other if b.distance != LONGER]
@@ -565,7 +565,7 @@ def _again() -> dict[str, str]:
 
 def _host_methods() -> str:
     """Words: what intervals by rounds before *drafts again* hold of its runs without drafts, with both units."""
-    every = list(blind())
+    every = blind()
     before, group = earlier(every, LATEST), [b for b in every if (b.round, b.distance) == (LATEST, HOST)]
     words = []
     for softened, name in ((0.0, "own widths"), (SOFTENED, "softened ones")):

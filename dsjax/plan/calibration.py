@@ -16,7 +16,7 @@ import functools
 import importlib.resources
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +71,18 @@ class Blind:
     measured: float
 
     def score(self, softened: float = SOFTENED) -> float:
-        """How far the measurement lies from the prediction, in its `_unit`; below 0 where it is lower."""
-        off = math.log(self.measured / self.figure.value)
-        return off / _unit(self.figure, off, softened)
+        """How far the measurement lies from the prediction, in softened half widths; below 0 where it is lower."""
+        off = self._off
+        return off / math.hypot(self.half_widths[off > 0], softened)
+
+    @functools.cached_property
+    def _off(self) -> float:
+        return math.log(self.measured / self.figure.value)
+
+    @functools.cached_property
+    def half_widths(self) -> tuple[float, float]:
+        """Half widths of the prediction's own interval below and above its value, in logarithms."""
+        return _half_width(self.figure, -1), _half_width(self.figure, 1)
 
     @property
     def inside(self) -> bool:
@@ -81,10 +90,10 @@ class Blind:
         return self.figure.low <= self.measured <= self.figure.high
 
 
-def _unit(figure: Figure, side: float, softened: float) -> float:
-    """Half width of an interval on one side of its value, in logarithms and softened."""
+def _half_width(figure: Figure, side: float) -> float:
+    """Half width of an interval on one side of its value, in logarithms."""
     end = figure.high if side > 0 else figure.low
-    return math.hypot(max(_SMALLEST, abs(math.log(end / figure.value))), softened)
+    return max(_SMALLEST, abs(math.log(end / figure.value)))
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,9 @@ class Calibration:
 
     def interval(self, figure: Figure) -> tuple[float, float]:
         """The ends that hold `LEVEL` of measurements; the value lies between them."""
-        ends = [figure.value * math.exp(score * _unit(figure, score, self.softened)) for score in (self.low, self.high)]
+        scores = (self.low, self.high)
+        units = [math.hypot(_half_width(figure, score), self.softened) for score in scores]
+        ends = [figure.value * math.exp(score * unit) for score, unit in zip(scores, units, strict=True)]
         return min(ends[0], figure.value), max(ends[1], figure.value)
 
 
@@ -131,16 +142,16 @@ def calibrated_by(blind: Sequence[Blind], kind: str, distance: str) -> tuple[str
     """
     near = [b for b in blind if b.distance not in ALONE or b.distance == distance]
     own = [b for b in near if (b.kind, b.distance) == (kind, distance)]
-    groups = (
-        (f"{kind}, {distance}, newest round", [b for b in own if b.round == LATEST]),
-        (f"{kind}, {distance}, newest rounds", [b for b in own if b.round in NEWEST]),
+    groups: tuple[tuple[str, Iterable[Blind]], ...] = (
+        (f"{kind}, {distance}, newest round", (b for b in own if b.round == LATEST)),
+        (f"{kind}, {distance}, newest rounds", (b for b in own if b.round in NEWEST)),
         (f"{kind}, {distance}", own),
-        (f"{kind}, any distance", [b for b in near if b.kind == kind]),
-        (f"any figure, {distance}", [b for b in near if b.distance == distance]),
+        (f"{kind}, any distance", (b for b in near if b.kind == kind)),
+        (f"any figure, {distance}", (b for b in near if b.distance == distance)),
         ("any figure", near),
     )
-    for name, group in groups:
-        if len(group) >= LEAST:
+    for name, members in groups:
+        if len(group := list(members)) >= LEAST:
             return name, group
     raise ValueError(f"{len(blind)} blind predictions, expected at least {LEAST}")
 
@@ -153,7 +164,7 @@ def _shortest(group: Sequence[Blind], softened: float) -> tuple[float, float]:
     """
     scores = sorted(b.score(softened) for b in group)
     held = min(len(scores), math.ceil((len(scores) + 1) * LEVEL) + 1)
-    units = [statistics.median(_unit(b.figure, side, softened) for b in group) for side in (-1, 1)]
+    units = [statistics.median(math.hypot(b.half_widths[side], softened) for b in group) for side in (0, 1)]
 
     def reach(score: float) -> float:
         return score * units[score > 0]

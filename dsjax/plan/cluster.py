@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import math
 import os
@@ -178,6 +179,7 @@ _OF_PREFILL = ("hardware", "hosts", "devices_per_host", "scale_up_devices", "net
 _PLACES = ("inside_host", "between_hosts")
 
 
+@functools.cache
 def bundled_clusters() -> tuple[str, ...]:
     """Names that `load_cluster` knows: the files of `configs/clusters`."""
     folder = importlib.resources.files("configs") / "clusters"
@@ -192,18 +194,23 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     """
     key = str(name_or_path)
     if key in bundled_clusters():
-        text = (importlib.resources.files("configs") / "clusters" / f"{key}.toml").read_text(encoding="utf-8")
-    else:
-        try:
-            text = Path(os.path.expanduser(name_or_path)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"no cluster {key!r} ({why_unreadable(error)}); expected a TOML file, or one of {', '.join(bundled_clusters())}"
-            ) from error
+        return _bundled(key)
+    try:
+        text = Path(os.path.expanduser(name_or_path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"no cluster {key!r} ({why_unreadable(error)}); expected a TOML file, or one of {', '.join(bundled_clusters())}"
+        ) from error
     try:
         return _from_fields(key, tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"cluster {key!r} is not valid TOML: {error}") from error
+
+
+@functools.cache
+def _bundled(name: str) -> Cluster:
+    text = (importlib.resources.files("configs") / "clusters" / f"{name}.toml").read_text(encoding="utf-8")
+    return _from_fields(name, tomllib.loads(text))
 
 
 def _from_fields(key: str, values: Mapping[str, Any]) -> Cluster:

@@ -12,6 +12,7 @@ known, what these measured is not. Everything else is as in history.py, and how 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
@@ -102,6 +103,7 @@ def enter(past: list[dict[str, Any]], newest: list[dict[str, Any]]) -> list[dict
     return history.measured(rows(), dict(chosen(past, newest)))
 
 
+@functools.cache
 def mean_value_today() -> dict[str, tuple[float, float]]:
     """By metric of the runs without drafts: the median of the mean-value answer ÷ what was played, and its mean absolute error.
 
