@@ -21,8 +21,8 @@ tokens; and one device with native kernels keeps it against one with the plain f
     python tools/check_layouts.py --model v3.2 dp=8 tp=8   # a model with sparse attention, of which only form CD is left out
     python tools/check_layouts.py --kernels native     # with native kernels, held to one device with them, and that to plain forms
     python tools/check_layouts.py --weights fp8 --activation-scheme dynamic dp=1 dp=2,tp=2   # with FP8 activations, on one device too
-    python tools/check_layouts.py --speculative --no-async-scheduling --every 19   # each 19th of these runs
-    python tools/check_layouts.py --all-options --every 467   # each 467th of all combinations of layout, dispatch, forms and these options
+    python tools/check_layouts.py --slice HEAD/77     # each 77th run, from the one on that the commit's hash chooses: what CI does
+    python tools/check_layouts.py --all-options --slice 0/467   # each 467th of layouts × dispatches × forms × these options
 
 With ``--speculative`` the MTP module drafts two tokens a row, with ``--no-async-scheduling`` each step waits for the one before, with
 ``--enable-dbo`` every step of two tokens or more is computed in two halves, with
@@ -55,6 +55,7 @@ os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
 
 from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
+from tools.sweep_slice import add_slice
 
 
 class Variant(NamedTuple):
@@ -134,13 +135,7 @@ def main() -> int:
         action="store_true",
         help="of these only the runs that have all that was asked for: not the plain ones, which another sweep holds",
     )
-    parser.add_argument(
-        "--every",
-        type=int,
-        default=1,
-        metavar="N",
-        help="each N-th of the runs only; an N that none of 2, 3, 5 divides meets all layouts, dispatches, forms and options alike",
-    )
+    add_slice(parser, "runs; an N that none of 2, 3, 5 divides meets all layouts, dispatches, forms and options alike")
     parser.add_argument("--ep-dispatch-algorithm", default="dynamic", help="of the runs beneath which experts move")
     parser.add_argument("--weights", default="auto", help="as of dsjax serve, of one device too")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of dsjax serve, of one device too")
@@ -197,7 +192,8 @@ def main() -> int:
             for variant in variants
             if not (balance in variant and ep_sizes[run[0]] == 1) and not (fused in variant and run[0] in apart)
         ]
-        of, runs = len(runs), runs[:: args.every]
+        of, runs = len(runs), args.slice.of(runs)
+        print(f"{args.slice}: {len(runs)} of {of} runs", flush=True)
         equal, exact = 0, 0
         for number, (run, variant) in enumerate(runs, 1):
             start = time.monotonic()
@@ -215,8 +211,9 @@ def main() -> int:
             equal += text == "equal"
             text += " to the bit" if found.exact and text == "equal" else ""
             print(f"{number}/{len(runs)} {name}: {text} ({time.monotonic() - start:.1f} s)", flush=True)
-    sample = "" if args.every == 1 else f" (each {args.every}th of {of})"
-    print(f"{equal} of {len(runs)} equal to one device{sample}; {exact} of the {len(runs)} were held to its bits")
+    print(
+        f"{equal} of {len(runs)} equal to one device ({args.slice}, of {of}); {exact} of the {len(runs)} were held to its bits"
+    )
     return 0 if equal == len(runs) else 1
 
 

@@ -2,7 +2,8 @@
 
     python tools/check_mixes.py --minutes 15
     python tools/check_mixes.py --seed 7 --minutes 60
-    python tools/check_mixes.py --seed 7 --first 12 --engines 1     # engine 12 of that seed again, with its batches
+    python tools/check_mixes.py --seed 7 --slice 12/13 --engines 1     # engine 12 of that seed again, with its batches
+    python tools/check_mixes.py --seed 0 --slice HEAD/1000 --engines 3     # three engines that the commit's hash chooses: what CI does
 
 A mix is an engine and a batch (`tests/mixes.py`). Drawn are, of an engine: the model (V3's or V3.2's structure, tiny), the mesh or the two
 meshes of attention and experts, dispatch, the MLA form, drafts, asynchronous steps, the prefix cache, host memory below it, experts that
@@ -33,6 +34,7 @@ from quick_compilation import QUICK_COMPILATION, SERVING_FLAG, keep_programs
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
 
 from sharding.emulation import emulate_devices
+from tools.sweep_slice import add_slice
 
 PRINTED = 3
 """Requests of a batch whose difference is printed."""
@@ -44,7 +46,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of all that is drawn; default: another in each run")
     parser.add_argument("--minutes", type=float, default=15.0, help="after which no further engine is begun")
     parser.add_argument("--engines", type=int, default=None, help="most engines; default: as many as the time allows")
-    parser.add_argument("--first", type=int, default=0, help="number of the first engine")
+    add_slice(parser, "engines")
     parser.add_argument("--batches", type=int, default=8, help="of each engine")
     parser.add_argument(SERVING_FLAG, action="store_true", help="compile as dsjax serve does, instead of quickly")
     args = parser.parse_args()
@@ -54,7 +56,7 @@ def main() -> int:
     from layouts import MODELS, write_checkpoint
     from mixes import Alone
 
-    print(f"seed {seed}", flush=True)
+    print(f"seed {seed}, engines of {args.slice}", flush=True)
     counts, began = Counter(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="check-mixes-") as folder:
         directories = {}
@@ -63,10 +65,10 @@ def main() -> int:
             directories[model].mkdir()
             write_checkpoint(directories[model], mtp=True, **changed)
         alone = Alone(directories)
-        number = args.first
-        while time.monotonic() - began < 60 * args.minutes and number - args.first != args.engines:
+        for number in args.slice.of(range(sys.maxsize))[: args.engines]:
+            if time.monotonic() - began >= 60 * args.minutes:
+                break
             counts.update(check(seed, number, args.batches, directories, alone))
-            number += 1
         alone.close()
     print(
         f"{counts['equal']} of {counts['mixes']} mixes equal, of {counts['engines']} engines: {counts['requests']} requests, "
@@ -134,7 +136,16 @@ def count_requests(given: list) -> Counter:
 
 def tell(seed: int, number: int, index: int, batches: int, engine, batch, wrong: list) -> None:
     """Print a mix that differs: how it is repeated, what it is, and the first of its requests that got something else."""
-    command = ["python", "tools/check_mixes.py", "--seed", str(seed), "--first", str(number), "--engines", "1"]
+    command = [
+        "python",
+        "tools/check_mixes.py",
+        "--seed",
+        str(seed),
+        "--slice",
+        f"{number}/{number + 1}",
+        "--engines",
+        "1",
+    ]
     print(f"DIFFERENT, batch {index} of {shlex.join([*command, '--batches', str(batches)])}")
     print(json.dumps({"engine": dataclasses.asdict(engine), "batch": batch._asdict()}, default=dataclasses.asdict))
     for request, got, expected in wrong[:PRINTED]:

@@ -3,6 +3,7 @@
     python tools/check_pages.py
     python tools/check_pages.py --model v3.2 dp=8 tp=8               # pages that hold index keys, too
     python tools/check_pages.py dp=32 tp=8 --ways tiers              # these layouts only, in this way only
+    python tools/check_pages.py --slice HEAD/37                      # one run that the commit's hash chooses: what CI does
     python tools/check_pages.py pp=3,dp=2 --ways tiers --speculative --kv-cache-dtype fp8    # with drafts, and with an FP8 cache
 
 A tiny model answers prompts with few beginnings, greedily and drawn with seeds, twice, and the second time in the opposite order. Tokens
@@ -39,6 +40,7 @@ import numpy as np
 
 from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
+from tools.sweep_slice import add_slice
 
 WAYS = ("tiers", "separated", "processes")
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
@@ -191,6 +193,7 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that pages travel; default: all three")
     parser.add_argument("--speculative", action="store_true", help="tiers: with drafts of the MTP module")
     parser.add_argument("--kv-cache-dtype", default="auto", help="tiers: as of dsjax serve, of one device too")
+    add_slice(parser, "runs")
     args = parser.parse_args()
     chosen = args.layouts or list(LAYOUTS)
     one_part = [layout for layout in LAYOUTS if MeshSpec.parse(layout).pp_size == 1]
@@ -205,6 +208,8 @@ def main() -> int:
     runs = [
         (way, layout) for way in args.ways for layout in chosen if way == "tiers" or MeshSpec.parse(layout).pp_size == 1
     ]
+    of, runs = len(runs), args.slice.of(runs)
+    print(f"{args.slice}: {len(runs)} of {of} runs", flush=True)
     requests, wrong = draw_requests(), 0
     kept = {"kv_cache_dtype": args.kv_cache_dtype}
     with tempfile.TemporaryDirectory(prefix="check-pages-") as folder:
