@@ -1,22 +1,16 @@
 """The dry run of attention and experts apart: both sides' programs are those that serve, and what travels is what serving sends."""
 
 import json
-from types import SimpleNamespace
 
-import jax.numpy as jnp
 import pytest
 from layouts import TINY
 from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.config import load_config
-from dsjax.dryrun.apart import _notes, _Sides, dry_run_apart
-from dsjax.dryrun.apart_compilation import compile_apart
-from dsjax.dryrun.apart_report import exchange_bytes
-from dsjax.dryrun.apart_timeline import ApartTimeline, Pass
+from dsjax.dryrun.apart import dry_run_apart
 from dsjax.dryrun.arguments import DryRunArgs
-from dsjax.dryrun.prices import default_cluster
-from dsjax.dryrun.run import dry_run
+from dsjax.dryrun.memory import DeviceMemory, parameters_by_component
 from dsjax.engine.afd.expert_side import build_both
 from dsjax.engine.afd.options import expert_spec
 from dsjax.engine.device import device_state
@@ -24,24 +18,12 @@ from dsjax.engine.device.programs import Programs
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.errors import UserError
-from dsjax.hardware import load_hardware
 from dsjax.plan.compiled import read_dry_run
-from dsjax.plan.figure import Figure
-from dsjax.plan.turns import Turn, play_turns
 from sharding import MeshSpec
 from sharding.dispatch import default_capacity
-from sharding.dispatch.wire import WireFormat
 
 DEVICES, EXPERTS, ROWS = 2, 4, 8
 """With attention; with experts; decodes of a DP rank."""
-
-
-def test_a_trace_names_as_many_micro_batches_as_take_turns(tmp_path):
-    played = play_turns([Turn(1.0, 0.0, 0.0, 1.0, 0.0, 0.0)] * 3, 1)
-    ApartTimeline(Figure(4.0), Figure(0.0), (played,), ()).write(tmp_path / "trace.json", "a step")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    attended = [event["name"] for event in events if event["name"].startswith("attend")]
-    assert attended == ["attend", "attend, micro-batch 1", "attend, micro-batch 2"]
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +51,15 @@ def whole(folder):
 
 
 @pytest.mark.slow
-def test_each_device_holds_its_sides_parameters_and_no_others(folder, whole):
-    one = dry_run(DryRunArgs(engine=EngineArgs(model=str(folder), mesh="dp=1", page_size=4), batch=ROWS, context=64))
-    experts = one.memory.weights["routed experts"]
+def test_each_device_holds_its_sides_parameters_and_no_others(folder, whole, described):
+    one = described(DryRunArgs(engine=EngineArgs(model=str(folder), mesh="dp=1", page_size=4), batch=ROWS, context=64))
+    held = DeviceMemory.of(one)
+    experts = held.weights["routed experts"]
     assert whole.experts.weights == {"routed experts": experts // EXPERTS}
-    assert whole.attention.weights == {n: b for n, b in one.memory.weights.items() if n != "routed experts"}
-    assert whole.attention.cache == one.memory.cache
+    assert whole.attention.weights == {n: b for n, b in held.weights.items() if n != "routed experts"}
+    assert whole.attention.cache == held.cache
     assert (whole.experts.cache, whole.experts.state) == (0, 0)
-    assert whole.parameters == one.parameters
+    assert whole.parameters == parameters_by_component(one.step)
     for side in ("attention", "experts"):  # further rounds among them
         programs = [one.program.compiled.memory_analysis() for one in whole.programs if one.side == side]
         assert getattr(whole, side).temporaries == max(memory.temp_size_in_bytes for memory in programs)
@@ -107,22 +90,22 @@ def test_a_layer_has_four_programs_of_which_one_is_the_experts_and_none_has_a_co
 
 
 @pytest.mark.slow
-def test_the_programs_are_those_that_serving_compiles(folder):
+def test_the_programs_are_those_that_serving_compiles(folder, whole):
     args, config = asked(folder), load_config(folder)
     spec, experts = MeshSpec.parse(args.engine.mesh), expert_spec(args.engine)
     meshes = build_both(spec, experts)
-    described = compile_apart(args, config, *meshes, target="cpu", one_process=True)
     step = make_step(args.for_model(config), config, spec, meshes[0], expert_mesh=meshes[1])
     limits = args.limits(config, spec)
     programs = Programs(step, step.abstract_parameters(), device_state.describe(step, limits, 0), limits)
     programs.lower_step(programs.shape(args.decode, args.prefill)).compile()
-    [serving], [(_, dry)] = step.apart._passes.values(), described.passes
+    [serving] = step.apart._passes.values()
+    dry = {one.name.removeprefix("moe_layers: "): one.program.compiled for one in whole.programs}
     for name in ("attend", "share", "receive"):
-        ours, theirs = (getattr(one.programs[0], name) for one in (dry, serving))
+        ours, theirs = dry[name], getattr(serving.programs[0], name)
         assert ours.cost_analysis()["flops"] == theirs.cost_analysis()["flops"]
         assert ours.in_avals == theirs.in_avals
         assert ours.output_shardings == theirs.output_shardings
-    ours, theirs = (one.programs[0].way.program for one in (dry, serving))
+    ours, theirs = dry["compute"], serving.programs[0].way.program
     assert ours.in_avals == theirs.in_avals
     assert ours.memory_analysis().argument_size_in_bytes == theirs.memory_analysis().argument_size_in_bytes
 
@@ -148,61 +131,24 @@ def test_halves_and_drafts_have_programs_of_their_own_and_send_no_row_twice(fold
 def test_the_json_says_all_of_it_and_a_plan_refuses_it(whole, tmp_path):
     found = json.loads(json.dumps(whole.to_json()))
     assert found["device_bytes"]["experts"]["total"] == whole.experts.total
-    assert [one["times"] for one in found["programs"]] == [one.times for one in whole.programs]
-    assert found["timeline"] is None
-    assert found["dispatch"] == "apart"
     file = tmp_path / "apart.json"
     file.write_text(json.dumps(found))
     with pytest.raises(UserError, match="attention and experts apart, and a plan takes dry runs of one mesh"):
         read_dry_run(file)
 
 
-def test_both_sides_are_played_in_turn_at_each_end_of_what_is_assumed():
-    """Ten layers whose host, links and fixed parts come to nothing beside programs of seconds."""
-
-    def program(*seconds):
-        return SimpleNamespace(report=SimpleNamespace(timeline=SimpleNamespace(step=Figure(*seconds))))
-
-    side = {
-        "attend": program(3, 2, 4),
-        "share": program(1, 1, 1),
-        "receive": program(0, 0, 0),
-        "compute": program(4, 3, 5),
-    }
-    wire = SimpleNamespace(row_bytes=8, width=4, dtype="bfloat16", top_k=1)
-    between = SimpleNamespace(senders=2, rows=1, capacity=1, columns=1, group=SimpleNamespace(size=2), wire=wire)
-    hosts = default_cluster(load_hardware("h200"), 4)
-    alone, in_turn = (ApartTimeline.of([Figure(5.0)], [Pass(10, ((side, between),) * n)], hosts, hosts) for n in (1, 2))
-    # Alone a layer waits for the experts. In turn each side has the other's time: attention 4 and 4 of two halves, the experts 4 and 4.
-    assert alone.step.value == pytest.approx(5 + 10 * (3 + 4), abs=0.02)
-    assert alone.step.low == pytest.approx(5 + 10 * (2 + 3), abs=0.02)
-    assert in_turn.step.value == pytest.approx(5 + 10 * 2 * 4 + 3, abs=0.05)
-    assert in_turn.busy()["experts"] == pytest.approx(10 * 2 * 4)
-
-
-def test_each_process_with_attention_has_a_connection_to_each_with_experts():
-    sides = _Sides.of("h200", "h200", MeshSpec.parse("dp=16"), MeshSpec.parse("dp=24"), None)
-    assert (sides.attention_processes, sides.processes, sides.connections) == (2, 3, 6)
-    assert "attention is 2 processes, and experts are 3" in next(_notes(sides))
-    wire = WireFormat(4, 1, jnp.dtype("bfloat16"))
-    between = SimpleNamespace(senders=16, rows=48, capacity=4, columns=1, group=SimpleNamespace(size=24), wire=wire)
-    three, six = (exchange_bytes(between, False, connections) for connections in (3, 6))
-    assert three["connection_there"] == 2 * six["connection_there"] > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--fit"], "--fit is of one mesh"),
-        (["--expert-target", "h200"], "the CPU stands in for devices of both sides or of neither"),
-        (["--timeline", "t.json"], "--timeline needs an accelerator"),
-        (["--cluster", "h200-16"], "--cluster h200-16 is of h200, --target is cpu; give --target h200"),
-        (["--expert-mesh", "ep=5"], "redundant"),
-    ],
-)
-def test_what_does_not_go_with_two_sides_is_refused(folder, options, reason):
+def test_what_does_not_go_with_two_sides_is_refused(folder):
     base = ["dryrun", "--model", str(folder), "--attention-mesh", "dp=2"]
-    base += [] if "--expert-mesh" in options else ["--expert-mesh", "ep=4"]
-    shown = CliRunner().invoke(app, [*base, *options])
-    assert shown.exit_code
-    assert reason in " ".join(str(shown.exception or shown.output).split()) + " ".join(shown.output.split())
+    for options, reason in (
+        (["--expert-mesh", "ep=4", "--fit"], "--fit is of one mesh"),
+        (
+            ["--expert-mesh", "ep=4", "--expert-target", "h200"],
+            "the CPU stands in for devices of both sides or of neither",
+        ),
+        (["--expert-mesh", "ep=4", "--timeline", "t.json"], "--timeline needs an accelerator"),
+        (["--expert-mesh", "ep=4", "--cluster", "h200-16"], "h200-16 is of h200, --target is cpu; give --target h200"),
+        (["--expert-mesh", "ep=5"], "redundant"),
+    ):
+        shown = CliRunner().invoke(app, [*base, *options])
+        assert shown.exit_code
+        assert reason in " ".join((str(shown.exception or "") + shown.output).split())

@@ -20,12 +20,6 @@ def test_every_bundled_file_loads_with_a_source_for_every_figure():
         assert hardware.sources.keys() >= {"memory_bytes", "memory_bandwidth", "bf16_flops", "scale_up_bandwidth"}
 
 
-def test_h800_is_an_h100_with_less_nvlink():
-    h100, h800 = load_hardware("h100"), load_hardware("h800")
-    assert h800.bf16_flops == h100.bf16_flops
-    assert h800.scale_up_bandwidth == 200e9 < h100.scale_up_bandwidth == 450e9
-
-
 def test_a_file_of_the_users_needs_every_field_and_every_source(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('name = "mine"\ncolour = 3\n')
@@ -46,7 +40,6 @@ def test_a_file_of_the_users_needs_every_field_and_every_source(tmp_path):
     [
         ("devices_per_host = 0", "devices_per_host is 0, expected a whole number above 0"),
         ('memory_bandwidth = "fast"', "memory_bandwidth is 'fast', expected a number above 0"),
-        ("fp8_flops = nan", "fp8_flops is nan, expected a number above 0"),
         ("memory_bandwidth = inf", "memory_bandwidth is inf, expected a number above 0"),
         ("memory_bytes = 1.5", "memory_bytes is 1.5, expected a whole number above 0"),
         ("name = 200", "name is 200, expected text"),

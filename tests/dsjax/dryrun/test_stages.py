@@ -1,18 +1,17 @@
 """The dry run of a model in stages: of each its own weights, cache and program."""
 
-import io
-
 import pytest
-from layouts import write_checkpoint
-from rich.console import Console
 
+from dsjax.config import load_config
 from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.memory import DeviceMemory
 from dsjax.dryrun.run import dry_run
-from dsjax.dryrun.tables import show_stages
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
+from dsjax.model.stage import stages_of
 
-V3 = EngineArgs(model="deepseek-v3", mesh="pp=2,dp=8", weights="fp8")
+EPLB = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 8, "max_bytes_per_step": 7 * 44_050_944}}
+V3 = EngineArgs(model="deepseek-v3", mesh="pp=2,dp=8", weights="fp8", **EPLB)
 
 
 @pytest.fixture(scope="module")
@@ -45,31 +44,15 @@ def test_no_program_of_a_stage_talks_to_another(stages):
         assert max(one.ranks for one in stage.collectives) <= 8
 
 
-def test_the_stages_stand_side_by_side_below_what_is_said_of_each(stages):
-    console = Console(file=io.StringIO(), width=200)
-    show_stages(console, stages)
-    said = console.file.getvalue()
-    assert "stage 1: layers 31 to 60" in said
-    row = next(line for line in said.splitlines() if line.count("│") == 8 and "0 to 30" in line)
-    assert f"{stages.stages[0].memory.total:,}" in row
-    assert f"{4 * 7168 * 2:,}" in row
-
-
-def test_each_stage_moves_the_experts_of_its_own_layers(tmp_path):
-    model = write_checkpoint(tmp_path, num_hidden_layers=5)
-    eplb = {"num_redundant_experts": 4}
-    engine = EngineArgs(
-        model=str(model), mesh="pp=3,dp=2", pp_layer_partition="1,2,2", enable_eplb=True, eplb_config=eplb
-    )
-    first, *others = dry_run(DryRunArgs(engine=engine, batch=4, context=64)).stages
-    assert first.rebalance is None  # of a dense layer alone
-    assert first.memory.staging == 0
-    for stage in others:
-        assert stage.rebalance.layers == 2
+def test_each_stage_moves_the_experts_of_its_own_layers(stages, described):
+    assert [stage.rebalance.layers for stage in stages.stages] == [31 - 3, 30]
+    for stage in stages.stages:
         assert stage.memory.staging == stage.rebalance.staging_bytes > 0
+    dense = stages_of(load_config("deepseek-v3"), 2, given="3,58")[0]
+    one = described(DryRunArgs(engine=V3, batch=4, context=256), stage=dense)
+    assert (one.exchange, DeviceMemory.of(one).staging) == (None, 0)
 
 
-@pytest.mark.parametrize(("options", "flag"), [({"reductions": True}, "--reductions")])
-def test_what_looks_at_one_program_is_refused(options, flag):
-    with pytest.raises(UserError, match=f"{flag} looks at one program, and --mesh pp=2,dp=8 has 2"):
-        dry_run(DryRunArgs(engine=V3, batch=4, context=256), **options)
+def test_what_looks_at_one_program_is_refused():
+    with pytest.raises(UserError, match="--reductions looks at one program, and --mesh pp=2,dp=8 has 2"):
+        dry_run(DryRunArgs(engine=V3, batch=4, context=256), reductions=True)

@@ -24,6 +24,16 @@ HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
 HAS_CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
+def for_gpus(test: Callable) -> Callable:
+    """A slow test that needs the compiler for NVIDIA's GPUs, and no GPU."""
+    return pytest.mark.slow(pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda]")(test))
+
+
+def for_tpus(test: Callable) -> Callable:
+    """A slow test that needs the compiler for TPUs, and no TPU."""
+    return pytest.mark.slow(pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu]")(test))
+
+
 @pytest.mark.parametrize(
     ("name", "devices", "shape"),
     [
@@ -100,8 +110,7 @@ def for_32_gpus(tmp_path_factory) -> Callable[..., tuple[dict, Path]]:
 WHOLE_DECODE = "--weights auto --step decode --dispatch padded"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@for_gpus
 @pytest.mark.parametrize(
     ("step", "options"), [("decode", WHOLE_DECODE), ("prefill", "--weights fp8 --step prefill --dispatch ragged")]
 )
@@ -136,8 +145,7 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, options, fo
     assert (folder / "t.png").is_file()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@for_gpus
 @pytest.mark.parametrize(
     ("target", "options"),
     [
@@ -153,7 +161,7 @@ def test_a_step_compiles_for_gpus_other_than_hopper(target, options):
     assert report["costs"]["uncounted"] == {}
 
 
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@for_gpus
 @pytest.mark.parametrize(("target", "method"), [("h200", "hierarchical"), ("gb200", "padded")])
 def test_tokens_go_in_two_stages_unasked_between_hosts_and_straight_where_nvlink_joins_them(target, method):
     report = dry_run(f"dryrun --model demo --mesh dp=16 --target {target} --batch 96 --context 512 --json -")
@@ -164,8 +172,7 @@ def test_tokens_go_in_two_stages_unasked_between_hosts_and_straight_where_nvlink
         assert not between if method == "padded" else not (inside and between)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@for_gpus
 def test_in_two_halves_every_exchange_has_something_computed_beside_it(for_32_gpus):
     report, _ = for_32_gpus("--enable-dbo")
     exchanges = [one for one in report["collectives"] if one["times"] == 58]
@@ -184,8 +191,7 @@ def test_in_two_halves_every_exchange_has_something_computed_beside_it(for_32_gp
     assert report["device_bytes"]["temporaries"] <= 1.5 * whole["device_bytes"]["temporaries"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu], without a TPU")
+@for_tpus
 @pytest.mark.parametrize("step", ["decode", "prefill"])
 def test_a_step_for_tpus_counts_its_layers_and_its_products(step, tmp_path):
     command = (
@@ -203,7 +209,7 @@ def test_a_step_for_tpus_counts_its_layers_and_its_products(step, tmp_path):
     assert 0 < report["timeline"]["step"]["low"] < report["timeline"]["step_seconds"]
 
 
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@for_gpus
 def test_the_exchange_of_experts_for_32_gpus_sends_three_and_keeps_one_layers_slots():
     report = dry_run(
         "dryrun --model deepseek-v3 --mesh dp=32 --weights fp8 --target h200 --redundant-experts 32 --enable-eplb --json -"
@@ -240,8 +246,7 @@ def gpu_sums(step: str, more: str = "--devices-per-host 32") -> dict:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@for_gpus
 @pytest.mark.parametrize("step", ["decode", "prefill", "mixed"])
 def test_each_sum_of_a_gpus_step_has_an_order_of_its_own_or_an_explanation(step):
     found = gpu_sums(step)
@@ -259,32 +264,14 @@ def test_each_sum_of_a_gpus_step_has_an_order_of_its_own_or_an_explanation(step)
     assert (partials["times"], partials["axes"], list(partials["otherwise"])) == (0, ["tp"], ["mesh=dp=4,tp=8"])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@for_gpus
 def test_each_sum_of_rows_that_go_in_two_stages_has_an_explanation_too():
     found = gpu_sums("decode", "")
     assert found["unexplained"] == 0 < found["could_depend"] < len(found["sums"])
     assert "unknown" not in {one["carrier"] for one in found["sums"]}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
-def test_fewer_rows_have_their_depth_and_their_context_split_on_a_gpu():
-    found = gpu_sums("decode")
-    (attention,) = [
-        one
-        for one in at(found, "attend_A_CC_ME/latent_attention/pallas_call")
-        if one["program"] == "step" and one["times"]
-    ]
-    assert attention["order"].endswith("splits 1")
-    assert attention["otherwise"]["batch=1"][0].endswith("splits 16")
-    # Nobody asked for it: XLA splits the router's depth of 7,168 into 32 parts.
-    router = [one for one in at(found, "router/dot_general") if one["program"] == "step"]
-    assert {one["depth"] for one in router} == {224, 32}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu], without a TPU")
+@for_tpus
 @pytest.mark.parametrize("step", ["decode", "prefill", "mixed"])
 def test_each_sum_of_a_tpus_step_has_an_order_of_its_own_or_an_explanation(step, small_model):
     found = tpu_sums(step, small_model)
@@ -311,15 +298,13 @@ def only_masked_values_are_open(found: dict) -> bool:
 
 
 # A mixed step has prompts and decodes.
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra [cuda], without a GPU")
+@for_gpus
 @pytest.mark.parametrize("step", ["decode", "mixed"])
 def test_batch_invariant_leaves_no_sum_of_a_gpus_step_to_the_batch_or_the_mesh(step):
     assert only_masked_values_are_open(gpu_sums(step, "--batch-invariant"))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu], without a TPU")
+@for_tpus
 @pytest.mark.parametrize("step", ["decode", "mixed"])
 def test_batch_invariant_leaves_no_sum_of_a_tpus_step_to_the_batch(step, small_model):
     assert only_masked_values_are_open(tpu_sums(step, small_model, "--batch-invariant"))

@@ -1,10 +1,13 @@
-"""V3's configuration, and a short way to ask the planner."""
+"""V3's configuration, and short ways to ask the planner and the model of a step."""
 
 import pytest
 
 from dsjax.config import load_config
 from dsjax.plan.cluster import load_cluster
+from dsjax.plan.layout import parse_layout
+from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.question import Question
+from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 
@@ -24,5 +27,14 @@ def ask(v3):
             objective or Objective(),
             options or PlanOptions(),
         )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(v3):
+    def make(mesh="dp=32", cluster="h100-32", redundant=None, **kwargs):
+        layout = parse_layout(mesh, redundant, v3)
+        return StepModel(v3, load_cluster(cluster), layout, PRECISIONS["fp8"], **kwargs)
 
     return make

@@ -41,13 +41,6 @@ def test_what_several_devices_or_stages_of_a_host_hold_is_read_once_each(ask):
     assert whole <= host_bytes(instance(ask, "pp=2,tp=4")) < 1.06 * whole  # of which the fullest has 31 of 61 layers
 
 
-@pytest.mark.parametrize("mesh", ["dp=8", "tp=8", "tp=8,ep=1"])
-def test_a_shared_expert_among_the_routed_ones_is_read_once_too(ask, mesh):
-    apart = instance(ask, mesh)
-    fused = dataclasses.replace(apart, layout=dataclasses.replace(apart.layout, fused=True), steps={})
-    assert host_bytes(fused) == host_bytes(apart)
-
-
 @pytest.mark.parametrize(("model", "named", "kept"), [("deepseek-v2", "fp8", "bf16"), ("deepseek-v3", "mxfp4", "fp8")])
 def test_the_files_of_a_checkpoint_are_read_and_have_room_whatever_they_become(ask, model, named, kept):
     """V2's are bf16 and V3's FP8; they are quantised while they are loaded."""

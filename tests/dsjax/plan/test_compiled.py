@@ -15,7 +15,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.compiled import read_dry_run
-from dsjax.plan.dry_runs import refusal, usage
+from dsjax.plan.dry_runs import refusal
 from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import Kind
 from dsjax.plan.layout import parse_layout
@@ -40,7 +40,7 @@ def runs():
 
 @pytest.fixture
 def planned(ask, runs):
-    def make(*names, mesh="dp=8", dispatch="auto", cluster="h200-16", **kwargs):
+    def make(*names, mesh="dp=8", dispatch="auto", **kwargs):
         options = PlanOptions(
             compiled=tuple(runs[name] for name in names),
             mesh=MeshSpec.parse(mesh),
@@ -49,7 +49,7 @@ def planned(ask, runs):
             modes=("aggregated",),
             **kwargs,
         )
-        return search(ask(cluster, options=options, hosts=4 if mesh == "dp=32" else None))
+        return search(ask("h200-16", options=options, hosts=4 if mesh == "dp=32" else None))
 
     return make
 
@@ -102,15 +102,6 @@ def test_auto_comes_to_the_same_in_a_plan_as_in_the_engine(v3, mesh, cluster):
         found.add(step.own_method(tokens, halved))
     # Elsewhere an EP group is on one host, has one rank on each, or hosts cut it unevenly; NVLink joins all of a GB200's rack.
     assert ("hierarchical" in found) == (cluster.domain == 8 and mesh in ("dp=32", "dp=16,tp=2", "dp=12,tp=2"))
-
-
-def test_a_plan_prices_auto_between_hosts_as_two_stages(v3):
-    arguments = (v3, load_cluster("h200-32"), parse_layout("dp=32", 0, v3), PRECISIONS["fp8"], UNIFORM)
-    auto, two, one, gathered = (
-        StepModel(*arguments, dispatch=name) for name in ("auto", "hierarchical", "padded", "gather")
-    )
-    assert auto.decode(128, 4096).value == two.decode(128, 4096).value < one.decode(128, 4096).value
-    assert auto.decode(8, 4096).value == gathered.decode(8, 4096).value
 
 
 def test_memory_is_set_aside_as_compiled_once_both_steps_are_given(planned, runs):
@@ -167,29 +158,13 @@ def test_files_that_match_no_layout_or_dispatch_are_said(planned):
         assert reason in usage.text
 
 
-@pytest.mark.parametrize("timeline", [True, False])
-def test_a_predicted_timeline_is_shown_beside_the_planners_step(tmp_path, timeline):
-    found = json.loads((FILES / "tp8-decode.json").read_text())
-    predicted = found["timeline"]["step"]["value"]
-    if not timeline:
-        del found["timeline"]
-    path = tmp_path / "with.json"
-    path.write_text(json.dumps(found))
+def test_a_predicted_timeline_is_shown_beside_the_planners_step():
+    path = FILES / "tp8-decode.json"
+    predicted = json.loads(path.read_text())["timeline"]["step"]["value"]
     arguments = ["plan", "--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated", "--dispatch", "auto"]
     shown = CliRunner().invoke(app, [*arguments, "--compiled", str(path), "--explain", "tpot"], catch_exceptions=False)
-    assert (f"its timeline {predicted * 1e3:.3g} ms [" if timeline else "it has no timeline") in shown.output
-    assert bool(re.search(r"\d\d%  timeline$", shown.output, re.MULTILINE)) == timeline
-    assert ("takes 184 ms by its timeline" in " ".join(shown.output.split())) == timeline
-    assert "times a step  (compiled; with.json, dsjax dryrun --target h200" in shown.output
-
-
-def test_prompts_beside_the_decodes_of_a_slow_program_still_take_time():
-    arguments = ["plan", "--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated", "--dispatch", "auto"]
-    arguments += ["--compiled", str(FILES / "tp8-decode.json"), "--json", "-"]
-    (best, *_) = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)["ranked"]
-    compiled = json.loads((FILES / "tp8-decode.json").read_text())
-    assert best["batch_per_dp_rank"] > compiled["batch"]
-    assert best["tpot_s"]["value"] > best["tpot_s"]["low"] > compiled["timeline"]["step"]["value"]
+    assert f"its timeline {predicted * 1e3:.3g} ms [" in shown.output
+    assert re.search(r"\d\d%  timeline$", shown.output, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -229,28 +204,10 @@ def test_a_program_in_two_halves_is_read_as_one_and_never_as_a_whole_step(v3, as
     assert not read.overlapped(8)
 
 
-def test_what_is_taken_of_a_program_in_halves_is_said(v3, in_halves):
-    weights = {in_halves.layout(v3): in_halves.weight_bytes}
-    about = (v3, load_cluster("h200-16"), PRECISIONS["fp8"], "auto", weights)
-    taken, left = (usage(in_halves, *about, overlap) for overlap in ("on", "off"))
-    assert "of a step in two halves its time, 70 ms" in taken.text
-    assert "give --two-batch-overlap on" in left.text
-
-
 def test_a_mesh_with_copies_of_the_experts_is_as_many_of_the_one_that_was_compiled(planned, runs):
     copies = planned("dp8-decode", mesh="dp=16,ep=8").winner
     assert copies.decode.dry_runs == (runs["dp8-decode"],)
     assert copies.decode.decode_step(96.0).part("dispatch").kinds & Kind.COMPILED
-
-
-def test_static_modes_say_what_they_took_too(tmp_path):
-    base = ["plan", "--cluster", "h200-8", "--mode", "static_gen", "--batch", "8", "--dispatch", "auto"]
-    arguments = [*base, "--compiled", str(FILES / "tp8-decode.json"), "--compiled", str(FILES / "dp32-decode.json")]
-    shown = " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
-    assert "taken: temporaries 2.89 GB" in shown
-    assert "not used: no layout of this plan is dp=32" in shown
-    found = json.loads(CliRunner().invoke(app, [*arguments, "--json", "-"], catch_exceptions=False).stdout)
-    assert [one["used"] for one in found["compiled"]] == [True, False]
 
 
 def test_a_file_that_is_no_dry_run_is_refused(tmp_path):
@@ -267,17 +224,11 @@ def test_a_file_that_is_no_dry_run_is_refused(tmp_path):
     ("at", "value", "reason"),
     [
         (("batch",), "96", "batch is '96', expected a whole number of at least 1"),
-        (("context",), 0, "context is 0"),
-        (("page_size",), 0, "page_size is 0"),
-        (("cache_tokens",), -16, "cache_tokens is -16"),
         (("tokens_per_device",), 0, "tokens_per_device is 0, expected a number above 0"),
         (("step",), "verify", "its step is 'verify', expected decode or prefill"),
-        (("target",), None, "target is None, expected text"),
-        (("parameters", "total"), "many", "total is 'many'"),
         (("device_bytes", "temporaries"), 1.5, "temporaries is 1.5"),
         (("costs", "flops_by_dtype", "bf16"), float("inf"), "bf16 is inf"),
         (("collectives", 0, "ranks"), 1, "ranks is 1, expected a whole number of at least 2"),
-        (("collectives", 0, "times"), True, "times is True"),
         (("timeline", "step", "low"), 9.0, "expected a value within its range"),
     ],
 )

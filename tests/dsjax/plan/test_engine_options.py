@@ -84,53 +84,10 @@ def test_today_s_engine_accepts_every_option_and_value_that_is_written(ask, engi
             above, _, name = path.rpartition(".")
             assert name in known["objects"][above], f"{engine} {known['version']} has no {path}"
             assert path not in known["deprecated"] or path in STILL_WRITTEN
-    unused = set(documented(engine)["flags"]) - used
+    about = documented(engine)
+    unused = set(about["flags"]) - used
     assert not unused, f"these layouts write every flag that there is a source for, and not {unused}"
-
-
-@pytest.mark.parametrize(
-    ("engine", "gone"),
-    [
-        ("vllm", ("--eplb-window-size", "--num-redundant-experts", "--eplb-log-balancedness")),
-        ("sglang", ("--cuda-graph-max-bs", "--prefill-round-robin-balance", "--enable-speed")),
-        ("tensorrt-llm", ("--enable_attention_dp", "TRTLLM_MOE_ENABLE_ALLTOALL_WITHOUT_ALLGATHER")),
-    ],
-)
-def test_a_name_that_an_engine_has_dropped_is_not_in_its_list(engine, gone):
-    assert not set(gone) & {*accepted(engine)["options"], *accepted(engine)["environment"]}
-
-
-@pytest.mark.parametrize("engine", LAUNCHED)
-def test_every_documented_variable_is_one_that_the_engine_reads(engine):
-    assert accepted(engine)["environment"], "a list without names would let every name pass"
-    assert set(documented(engine).get("environment", {})) <= set(accepted(engine)["environment"])
-
-
-def test_variables_of_nccl_are_read_from_its_parameters_and_from_what_asks_the_environment(tmp_path):
-    from tools.engine_options import nccl
-
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "a.cc").write_text(
-        'NCCL_PARAM(IbDisable, "IB_DISABLE", 0);\nncclTopoGetLevel(&level, NULL, "NCCL_NET_GDR_LEVEL");\n'
-        'char* file = getenv("NCCL_CONF_FILE"); WARN("set NCCL_HINT=1");\n'
-    )
-    assert nccl(tmp_path) == {"NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_CONF_FILE"}
-
-
-def test_variables_of_tensorrt_llm_are_read_from_all_forms_in_which_its_files_ask_for_them():
-    """The forms of the three files that `environment_from` names, of which the level of the log has single quotation marks."""
-    from tools.engine_options import variables_read
-
-    text = """
-        getIntEnv("TRTLLM_FORCE_XQA"); std::getenv("TRTLLM_ENABLE_PDL"); getSanitizedBlockSizeFromEnv(
-            "TLLM_MOE_A2A_COMBINE_BLOCK_SIZE"); TLLM_LOG_WARNING("TRTLLM_HINT is unknown");
-        os.environ.get('TLLM_LOG_LEVEL'), os.environ.get("TRTLLM_CAN_USE_DEEP_EP", "1")
-    """
-    found = variables_read(text)
-    assert found == [
-        "TRTLLM_FORCE_XQA", "TRTLLM_ENABLE_PDL", "TLLM_MOE_A2A_COMBINE_BLOCK_SIZE", "TLLM_LOG_LEVEL", "TRTLLM_CAN_USE_DEEP_EP",
-    ]  # fmt: skip
-    assert set(found) <= set(accepted("tensorrt-llm")["environment"])
+    assert {*about["flags"].values(), *about.get("keys", {}).values()} <= about["sources"].keys(), "each has a source"
 
 
 @pytest.mark.parametrize("engine", LAUNCHED)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsjax.plan.figure import Figure, Kind, assumed, exact, largest, measured, smallest, total
+from dsjax.plan.figure import Kind, assumed, exact, largest, measured, smallest, total
 
 positive = st.floats(0.01, 1e6)
 share = st.floats(0.0, 1.0)
@@ -61,13 +61,3 @@ def test_derivation_is_a_tree_of_named_figures():
     assert found.part("rate").source == "a table"
     with pytest.raises(KeyError):
         found.part("nothing")
-
-
-def test_json_names_value_interval_kind_and_unit():
-    assert Figure(1.0, 0.5, 2.0, Kind.MEASURED, unit="s").to_json() == {
-        "value": 1.0,
-        "low": 0.5,
-        "high": 2.0,
-        "kind": "measured",
-        "unit": "s",
-    }

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shlex
 import subprocess
 
@@ -13,9 +12,9 @@ from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.arguments import PlanArgs
-from dsjax.plan.candidate import aggregated, prefill_pool, separated
+from dsjax.plan.candidate import aggregated
 from dsjax.plan.engine import find_engine
-from dsjax.plan.launch import LAUNCHED, documented, unfit
+from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.launch_flags import launch
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
@@ -36,13 +35,11 @@ CASES = {
 }
 
 
-def candidate(ask, mesh, engine="published", apart=False):
+def candidate(ask, mesh):
     redundant, cluster, others = CASES[mesh]
-    question = ask(cluster, options=PlanOptions(engine=find_engine(engine), **others))
+    question = ask(cluster, options=PlanOptions(engine=find_engine("published"), **others))
     instance = question.instance(parse_layout(mesh, redundant, question.config), {})
-    if not apart:
-        return question, aggregated(instance, 1, 32, 4096)
-    return question, separated(prefill_pool(instance, 4096), 1, instance, 1, 32)
+    return question, aggregated(instance, 1, 32, 4096)
 
 
 def words_of(line):
@@ -52,29 +49,6 @@ def words_of(line):
         if word.startswith("--"):
             found[word] = "" if after.startswith("--") else after
     return found
-
-
-def paths(config, above=""):
-    for key, value in config.items():
-        yield from paths(value, f"{above}{key}.") if isinstance(value, dict) else [f"{above}{key}"]
-
-
-@pytest.mark.parametrize("engine", LAUNCHED)
-@pytest.mark.parametrize("apart", [False, True])
-def test_every_flag_of_a_recipe_is_documented_by_its_engine(ask, engine, apart):
-    about = documented(engine)
-    used = set()
-    for mesh in CASES:
-        for one in launches(engine, "deepseek-v3", candidate(ask, mesh, apart=apart)[1]):
-            for line in one.commands():
-                own = line.split("trtllm-llmapi-launch ")[-1]
-                assert re.sub(r"^env (\w+=\S+ )+", "", own).startswith(about["program"])
-                used |= words_of(own).keys()
-            assert set(paths(one.config)) <= about.get("keys", {}).keys()
-    assert used <= about["flags"].keys()
-    assert len(used) > 8
-    sources = {*about["flags"].values(), *about.get("keys", {}).values()}
-    assert sources <= about["sources"].keys(), "each flag has a source"
 
 
 @pytest.mark.parametrize("mesh", CASES)
@@ -116,27 +90,13 @@ def test_what_an_engine_cannot_say_stands_in_the_recipe(ask):
     assert unfit("sglang", hybrid, 8, load_hardware("h100"), precision("fp8")) is None
 
 
-def test_sglang_is_not_told_what_the_checkpoint_says_nor_what_it_would_switch_off(ask):
-    options = PlanOptions(engine=find_engine("sglang"), precision=precision("int8"), drafts=1)
-    question = ask("h200-8", options=options)
-    instance = question.instance(parse_layout("dp=8", 0, question.config), {})
-    made = launch("sglang", "x", instance, 32, 4096, "prefill and decode", 1)
-    # meituan/DeepSeek-R1-Block-INT8 is blockwise_int8 by its own config.json; w8a8_int8 is the format of weights scaled by channel.
-    assert "--quantization" not in made.flags
-    assert "--enable-mixed-chunk" not in made.flags
-    assert any("switches --enable-mixed-chunk off" in text for text in made.lacks)
-    plain = dataclasses.replace(instance, options=dataclasses.replace(options, drafts=0), steps={})
-    assert "--enable-mixed-chunk" in launch("sglang", "x", plain, 32, 4096, "prefill and decode", 1).flags
-
-
 def test_sglang_without_an_all_to_all_gathers_every_ranks_tokens_and_overlaps_no_half_batches():
     def planned(**options):
         args = PlanArgs(cluster="b200-8", engine="sglang", mode="aggregated", mesh="dp=8", concurrency=64, **options)
         winner = search(args.question()[0]).winner
         return winner, words_of(launches("sglang", "deepseek-v3", winner)[0].commands()[0])
 
-    usual, command = planned()
-    assert command["--moe-a2a-backend"] == "deepep"
+    usual, _ = planned()
     gathered, command = planned(moe_a2a_backend="none")
     assert command["--moe-a2a-backend"] == "none"
     assert "--deepep-mode" not in command
@@ -146,20 +106,6 @@ def test_sglang_without_an_all_to_all_gathers_every_ranks_tokens_and_overlaps_no
     slower, command = planned(fp8_gemm_backend="flashinfer_trtllm")
     assert command["--fp8-gemm-backend"] == "flashinfer_trtllm"
     assert slower.ttft.value > usual.ttft.value
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"moe_a2a_backend": "mooncake"}, "is 'mooncake', expected deepep or none: others are not priced"),
-        ({"moe_a2a_backend": "none", "engine": "vllm"}, "none with --engine vllm, but it is SGLang's"),
-        ({"fp8_gemm_backend": "triton"}, "is 'triton', expected deep_gemm or flashinfer_trtllm"),
-        ({"fp8_gemm_backend": "flashinfer_trtllm", "engine": "sglang", "cluster": "h200-8"}, "h200-8 has h200"),
-    ],
-)
-def test_options_of_sglang_are_refused_with_what_is_not_priced_and_elsewhere(options, says):
-    with pytest.raises(UserError, match=says):
-        PlanArgs(**options).question()
 
 
 def test_a_plan_for_an_engine_has_only_layouts_that_it_can_run(ask):
@@ -189,8 +135,6 @@ def test_the_script_of_a_recipe_is_one_that_a_shell_reads(engine, tmp_path):
     services = json.loads(body.read_text())["services"]
     for service in services:
         assert service["command"] in script.read_text()
-    flat = re.sub(r"\s+", "", done.output)
-    assert re.sub(r"\s+", "", services[0]["command"]) in flat, "the terminal shows the engine's own command"
 
 
 def test_a_recipe_of_the_wrong_kind_is_refused(tmp_path):
@@ -200,7 +144,14 @@ def test_a_recipe_of_the_wrong_kind_is_refused(tmp_path):
         check_recipe(tmp_path / "graph.yaml", "vllm")
 
 
-def test_a_flag_that_nobody_documents_is_never_written(ask):
-    one = launch("vllm", "x", candidate(ask, "dp=8")[1].decode, 1, 1000, "decode", 1)
-    with pytest.raises(KeyError, match="not a documented flag of vllm"):
-        one.put("--enable-speed")
+def test_sglang_is_not_told_what_the_checkpoint_says_nor_what_it_would_switch_off(ask):
+    options = PlanOptions(engine=find_engine("sglang"), precision=precision("int8"), drafts=1)
+    question = ask("h200-8", options=options)
+    instance = question.instance(parse_layout("dp=8", 0, question.config), {})
+    made = launch("sglang", "x", instance, 32, 4096, "prefill and decode", 1)
+    # meituan/DeepSeek-R1-Block-INT8 is blockwise_int8 by its own config.json; w8a8_int8 is the format of weights scaled by channel.
+    assert "--quantization" not in made.flags
+    assert "--enable-mixed-chunk" not in made.flags
+    assert any("switches --enable-mixed-chunk off" in text for text in made.lacks)
+    plain = dataclasses.replace(instance, options=dataclasses.replace(options, drafts=0), steps={})
+    assert "--enable-mixed-chunk" in launch("sglang", "x", plain, 32, 4096, "prefill and decode", 1).flags

@@ -15,16 +15,8 @@ from dsjax.plan.network import all_reduce, moved_bytes, own_exchange, xla_collec
 
 
 def row(collective, between, ranks, sent, seconds, **more):
-    return {
-        "collective": collective,
-        "between_hosts": between,
-        "ranks": ranks,
-        "sent_bytes": sent,
-        "median_s": seconds,
-        "low_s": seconds / 2,
-        "high_s": seconds * 2,
-        **more,
-    }
+    spread = {"median_s": seconds, "low_s": seconds / 2, "high_s": seconds * 2}
+    return {"collective": collective, "between_hosts": between, "ranks": ranks, "sent_bytes": sent, **spread, **more}
 
 
 ROWS = [
@@ -81,38 +73,6 @@ def test_in_two_stages_rows_take_the_time_of_one_rank_of_each_host_and_that_of_t
     assert found.kinds & Kind.MEASURED
 
 
-def test_in_two_stages_fewer_bytes_go_over_the_slow_link_and_more_over_the_fast_one():
-    cluster, rows = load_cluster("h100-32"), 14336.0
-    fast = dataclasses.replace(cluster, hardware=dataclasses.replace(cluster.hardware, scale_up_bandwidth=1e15))
-    slow = dataclasses.replace(cluster, network_gbps=1e9)
-
-    def seconds(cluster, method, groups=None):
-        return own_exchange(cluster, method, 32, 128, 8, rows, exact(1.0), routed_groups=groups).value
-
-    assert seconds(fast, "hierarchical") < 0.5 * seconds(fast, "padded")
-    assert seconds(fast, "hierarchical", (8, 4)) < seconds(fast, "hierarchical")
-    assert seconds(slow, "hierarchical") > seconds(slow, "padded")
-    assert seconds(cluster, "hierarchical") < 0.7 * seconds(cluster, "padded")
-    in_a_host = [
-        own_exchange(cluster, method, 8, 128, 8, rows, exact(1.0)).value for method in ("hierarchical", "padded")
-    ]
-    assert in_a_host[0] == in_a_host[1]
-
-
-def test_what_all_ranks_of_a_host_get_alike_crosses_to_it_once():
-    cluster = load_cluster("h100-32")
-    slow = dataclasses.replace(cluster, network_gbps=0.01)
-    seconds = {
-        kind: xla_collective(slow, 32, exact(1e6), kind=kind).value
-        for kind in ("all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter")
-    }
-    # 24 ranks on other hosts, or three hosts.
-    assert seconds["all_to_all"] == seconds["ragged_all_to_all"] == pytest.approx(8 * seconds["all_gather"], rel=1e-3)
-    assert seconds["reduce_scatter"] == seconds["all_gather"]
-    inside = {kind: xla_collective(cluster, 8, exact(1e6), kind=kind).value for kind in seconds}
-    assert len(set(inside.values())) == 1
-
-
 def test_what_was_not_timed_is_told_by_the_nearest_and_called_an_assumption(cluster):
     wider = xla_collective(cluster, 16, exact(1000 / 15))  # two hosts; 32 ranks of four were timed
     assert wider.value == pytest.approx(10e-3)
@@ -152,8 +112,6 @@ def test_a_plan_with_a_slow_network_is_slower_and_says_what_it_was_made_of(writt
     [
         ({"format": "dsjax modules 1"}, "its format is 'dsjax modules 1', expected 'dsjax network 1'"),
         ({"rows": []}, "it has no rows"),
-        ({"rows": 5}, "rows is 5"),
-        ({"device": 5}, "device is 5"),
         ({"rows": [{"collective": "all_gather"}]}, "row 0 is incomplete"),
         ({"rows": [row("all_gather", False, 8, 1, 1e-3) | {"median_s": "1"}]}, "row 0 is incomplete"),
         ({"rows": [row("all_gather", False, 8, 1, 1e-3, correct=False)]}, "data arrived wrong"),
@@ -168,3 +126,17 @@ def test_a_file_of_other_devices_is_refused(written):
     result = CliRunner().invoke(app, ["plan", "--cluster", "h20-32", "--network", str(written())])
     assert isinstance(result.exception, UserError)
     assert "was taken on NVIDIA H100, and h20-32 has H20 SXM" in str(result.exception)
+
+
+def test_what_all_ranks_of_a_host_get_alike_crosses_to_it_once():
+    cluster = load_cluster("h100-32")
+    slow = dataclasses.replace(cluster, network_gbps=0.01)
+    seconds = {
+        kind: xla_collective(slow, 32, exact(1e6), kind=kind).value
+        for kind in ("all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter")
+    }
+    # 24 ranks on other hosts, or three hosts.
+    assert seconds["all_to_all"] == seconds["ragged_all_to_all"] == pytest.approx(8 * seconds["all_gather"], rel=1e-3)
+    assert seconds["reduce_scatter"] == seconds["all_gather"]
+    inside = {kind: xla_collective(cluster, 8, exact(1e6), kind=kind).value for kind in seconds}
+    assert len(set(inside.values())) == 1

@@ -1,6 +1,5 @@
 """Whether a launch fits: each engine's own division of memory, judged before it is started."""
 
-import dataclasses
 import json
 
 import pytest
@@ -8,7 +7,6 @@ from typer.testing import CliRunner
 
 from dsjax.cli.main import app
 from dsjax.errors import UserError
-from dsjax.hardware import bundled_hardware, load_hardware
 from dsjax.plan.fit import DOES_NOT_FIT, Launch, fit
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
@@ -51,15 +49,12 @@ def test_a_static_fraction_too_high_leaves_no_room_for_a_step_and_one_too_low_no
     assert not _judged(v3, engine="sglang", fraction=low - 0.01).fits
     assert not _judged(v3, engine="sglang", fraction=high + 0.01).fits
     assert _judged(v3, engine="sglang", fraction=low).fits
-    assert _judged(v3, engine="sglang", fraction=high).fits
+    assert _judged(v3, engine="sglang", fraction=high).words == "probably fits", "it depends on assumptions"
+    assert _judged(v3, engine="sglang", fraction=0.8).words == "fits"
+    with pytest.raises(UserError, match="--memory-fraction is 90, expected a number above 0 and at most 1"):
+        _judged(v3, fraction=90)
     longer = _judged(v3, engine="sglang", prefill_tokens=32768)
     assert longer.fractions[1] < high
-
-
-def test_what_depends_on_assumptions_is_said_to_be_probable(v3):
-    edge = _judged(v3, engine="sglang").fractions[1]
-    assert _judged(v3, engine="sglang", fraction=edge).words == "probably fits"
-    assert _judged(v3, engine="sglang", fraction=0.8).words == "fits"
 
 
 def test_absorbed_matrices_are_counted_once_more_for_engines_that_keep_both(v3):
@@ -70,12 +65,6 @@ def test_absorbed_matrices_are_counted_once_more_for_engines_that_keep_both(v3):
     assert of["vllm"] - weights == 61 * 16 * 512 * (128 + 128) * 2
 
 
-def test_deepep_decode_buffers_are_what_its_hint_counts(v3):
-    """DeepEP, get_low_latency_rdma_size_hint(128, 7168, ranks, 256): twice a send and a receive buffer, 3.76 GB with bf16 rows."""
-    outside = [_judged(v3, "dp=16", deepep=deepep).parts[3].value for deepep in (False, True)]
-    assert outside[1] - outside[0] == 2 * (2 * 256 * 128 * 7168 * 2)
-
-
 def test_cache_tokens_are_what_is_left_by_the_tokens_size(v3):
     verdict = _judged(v3)
     weights, step, _, outside = (part.value for part in verdict.parts)
@@ -83,35 +72,9 @@ def test_cache_tokens_are_what_is_left_by_the_tokens_size(v3):
     assert verdict.cache_tokens.value == pytest.approx(left / cache_bytes_per_token(v3, PRECISIONS["fp8"]))
 
 
-def test_replicas_that_share_whole_experts_need_arrays_as_wide_as_an_expert(v3):
-    """vLLM's cache of `[tokens, top-k, 2 × width]`; SGLang cuts experts over all devices."""
-    steps = {
-        engine: _judged(v3, "dp=8", engine=engine, prefill_tokens=8192).parts[1].value for engine in ("vllm", "sglang")
-    }
-    rows = 32768 * v3.num_experts_per_tok
-    assert steps["vllm"] - steps["sglang"] == rows * 3 * v3.moe_intermediate_size * 7 // 8 * 2
-
-
 def test_the_fullest_stage_of_a_pipeline_has_whole_layers(v3):
     weights = [_judged(v3, stages=stages).parts[0].value for stages in (1, 4)]
     assert weights[0] / 4 < weights[1] < weights[0] / 4 * 16 / 15
-
-
-def test_a_fraction_is_a_share(v3):
-    with pytest.raises(UserError, match="--memory-fraction is 90, expected a number above 0 and at most 1"):
-        _judged(v3, fraction=90)
-
-
-def test_drivers_report_more_than_datasheets_and_each_says_where_that_was_seen():
-    known = [load_hardware(name) for name in bundled_hardware()]
-    reported = [chip for chip in known if chip.driver_bytes]
-    assert len(reported) >= 7
-    for chip in reported:
-        assert 1.0 < chip.driver_bytes / chip.memory_bytes < 1.08
-        assert f"{chip.driver_bytes // 2**20:,} MiB" in chip.sources["driver_bytes"]
-    assert {chip.visible_bytes for chip in known if not chip.driver_bytes} == {
-        chip.memory_bytes for chip in known if not chip.driver_bytes
-    }
 
 
 def test_the_command_says_what_lacks_and_ends_with_3():
@@ -135,11 +98,8 @@ def test_the_command_says_what_lacks_and_ends_with_3():
         (["--fit"], "--fit is about one layout; give it, such as --mesh tp=8"),
         (["--memory-fraction", "0.8"], "--memory-fraction is of --fit; give it too"),
         (["--fit", "--mesh", "tp=8", "--rate", "3"], "--rate asks for a plan, --fit about the memory of one layout"),
-        (["--fit", "--mesh", "tp=8", "--mode", "static"], "--mode static asks for a plan"),
         (["--fit", "--mesh", "tp=8", "--max-devices", "4"], "--max-devices says how long steps take or which layouts"),
         (["--fit", "--mesh", "tp=8", "--compiled", "step.json"], "--compiled says how long"),
-        (["--fit", "--mesh", "tp=8", "--measured", "modules.json"], "--measured says how long"),
-        (["--fit", "--mesh", "tp=8", "--two-batch-overlap", "off"], "--two-batch-overlap says how long"),
         (["--fit", "--mesh", "tp=8", "--mtp", "1", "--model", "moonlight"], "the model has no MTP module"),
         (["--fit", "--mesh", "tp=8", "--context", "163841"], "the model has positions for 163840"),
         (["--fit", "--mesh", "tp=8", "--engine", "vllm", "--precision", "int8"], "vllm does not load block-wise INT8"),
@@ -150,8 +110,3 @@ def test_questions_that_do_not_go_together_are_one_line(options, said):
     found = CliRunner().invoke(app, ["plan", *options])
     assert found.exit_code != 0
     assert said in " ".join((found.output + str(found.exception)).split())
-
-
-def test_devices_of_own_files_are_judged_by_their_datasheet():
-    chip = dataclasses.replace(load_hardware("h200"), driver_bytes=None)
-    assert chip.visible_bytes == chip.memory_bytes

@@ -3,7 +3,6 @@
 import pytest
 
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.model.mla_costs import mla_cost
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
 from dsjax.plan.workload import PlanOptions
@@ -25,32 +24,6 @@ def test_a_few_new_tokens_behind_a_long_prefix_are_absorbed_and_many_are_not(ask
     _, model = _step(ask)
     assert [_absorbs(model, new) for new in (1, 16, 128, 1024)] == [True, True, False, False]
     assert not _absorbs(model, 16, cached=0)
-
-
-def test_kernels_make_the_absorbed_form_pay_earlier_than_operations_say_it_does_not(ask, v3):
-    """By operations 170 new tokens are still absorbed (a cached position costs 2 · 512 · 256 a head to expand, and absorbed 2 · 768 more
-    for each new token); published decode kernels take longer for so many queries of a request than prefill kernels and the expansion."""
-
-    def flops(form, new):
-        seen = CACHED + (new + 1) / 2
-        return mla_cost(v3, form, rows=1, chunk=new, context=CACHED + new, attended=seen).flops
-
-    assert flops("A_CC_ME", 165) < flops("CC", 165)
-    assert flops("A_CC_ME", 175) > flops("CC", 175)
-    _, model = _step(ask)
-    assert not _absorbs(model, 165)
-
-
-def test_a_step_takes_the_faster_form(ask):
-    _, model = _step(ask)
-    for new in (16, 128):
-        context = CACHED + (new + 1) / 2
-        ways = [
-            (model._projections(new, CACHED, way) + model._prompt_attention(new, CACHED, context, way)).value
-            for way in (False, True)
-        ]
-        taken = model._projections(new, CACHED, _absorbs(model, new)) + model.attention(new, CACHED, context, False)
-        assert taken.value == min(ways) < max(ways)
 
 
 @pytest.mark.parametrize(("hit", "absorbed"), [(0.9998, True), (0.5, False), (0.0, False)])

@@ -1,15 +1,13 @@
 """Times of sparse attention: they grow with the context far less than dense attention's, and stand on its weights and cache."""
 
-import math
 from dataclasses import replace
 
 import pytest
 
 from dsjax.config import load_config
-from dsjax.model.transformer import abstract_parameters
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
+from dsjax.plan.memory import cache_bytes_per_token
 from dsjax.plan.precision import FP8_CACHE, PRECISIONS
 from dsjax.plan.sparse import mean_chosen
 from dsjax.plan.step import StepModel
@@ -25,12 +23,6 @@ def step(config, mesh="dp=8", **options) -> StepModel:
 def test_the_mean_chosen_is_the_mean_over_a_prompts_positions(topk, cached, prompt):
     seen = [min(topk, cached + position + 1) for position in range(prompt)]
     assert mean_chosen(topk, cached, prompt) == pytest.approx(sum(seen) / prompt)
-
-
-def test_weights_on_a_device_are_those_of_the_parameters():
-    found = weight_bytes(V32, parse_layout("dp=1", 0, V32), PRECISIONS["bf16"])
-    infos = abstract_parameters(V32, weights="bf16", mtp=False)
-    assert sum(found.values()) == sum(math.prod(info.shape) * info.dtype.itemsize for info in infos.values())
 
 
 def test_a_cached_token_has_its_index_key_in_the_caches_own_format():

@@ -42,14 +42,6 @@ def test_the_fullest_stage_has_half_of_the_experts_and_its_own_of_everything_els
     assert staged["embedding and head"] < whole["embedding and head"]
 
 
-def test_stages_leave_more_room_for_the_cache():
-    found = [
-        memory(V3, layout, FP8, H20.hardware.memory_bytes).cache_tokens.value * layout.mesh.pp_size
-        for layout in (WHOLE, STAGED)
-    ]
-    assert found[1] > 2 * found[0]
-
-
 def test_experts_that_follow_the_load_take_a_layers_slots_of_each_stages_memory():
     copies = InstanceLayout(STAGED.mesh, redundant=8)
     instance = question(engine=dsjax_engine(), precision=FP8).instance(copies, {})
@@ -62,6 +54,8 @@ def test_experts_that_follow_the_load_take_a_layers_slots_of_each_stages_memory(
 
 def test_a_step_of_a_batch_takes_what_it_takes_on_one_stage_and_what_stages_add(both):
     whole, staged = both
+    assert 1 <= fullest_stage(V3, 2).value < 1.02
+    assert fullest_stage(V3, 61).value > 1.5, "a stage of one layer and the head"
     step = whole.decode_step(16)
     added = hand_over(H20, STAGED.mesh, 16, V3.hidden_size)
     expected = step.value * fullest_stage(V3, 2).value + added.value
@@ -72,11 +66,6 @@ def test_a_step_of_a_batch_takes_what_it_takes_on_one_stage_and_what_stages_add(
     assert staged.prefill_step(2048).value > whole.prefill_step(2048).value
 
 
-def test_the_last_stage_is_the_fuller_the_more_it_does_beside_its_layers():
-    assert 1 <= fullest_stage(V3, 2).value < 1.02
-    assert fullest_stage(V3, 61).value > 1.5  # a stage of one layer and the head
-
-
 def test_hidden_states_cross_the_network_where_stages_have_hosts_of_their_own():
     inside = dataclasses.replace(STAGED.mesh, tp_size=4, ep_size=4)
     assert inside.num_devices == H20.domain
@@ -84,23 +73,8 @@ def test_hidden_states_cross_the_network_where_stages_have_hosts_of_their_own():
     assert there > here
     quarters, halves = (hand_over(H20, MeshSpec.parse(f"pp={n},tp=4"), 512, V3.hidden_size).value for n in (4, 2))
     assert quarters == pytest.approx(there + 2 * halves), "two stages lie on each host"
-    wide = hand_over(H20, MeshSpec.parse("pp=4,tp=8"), 512, V3.hidden_size).value
-    assert wide == pytest.approx(3 * there)
-
-
-def test_between_processes_of_dsjax_all_hidden_states_of_a_stage_go_over_one_connection():
-    """`ProcessLinks` brings them to the host's memory, and sends them with a MAC: 1 GB/s, whatever the network."""
-    moved = [
-        hand_over(H20, MeshSpec.parse(mesh), 4096, V3.hidden_size, own=True).value
-        for mesh in ("pp=2,dp=8", "pp=2,tp=8")
-    ]
-    assert moved[0] == pytest.approx(8 * 4096 * 7168 * 2 / 1e9, rel=0.01)
-    assert moved[0] == pytest.approx(8 * moved[1], rel=0.02)  # tp devices have the same rows
-    assert hand_over(H20, MeshSpec.parse("pp=2,dp=8"), 4096, V3.hidden_size).value < moved[0] / 10  # device to device
-    four = hand_over(H20, MeshSpec.parse("pp=4,dp=4"), 4096, V3.hidden_size, own=True).value  # two on each host
-    assert four == pytest.approx(moved[0] / 2, rel=0.02)
-    staged = question(engine=dsjax_engine(), dispatch="auto").instance(InstanceLayout(MeshSpec.parse("pp=2,dp=8")), {})
-    assert staged.prefill_step(4096).value > staged.stage.prefill_step(4096).value + moved[0]
+    by_device, own = (hand_over(H20, MeshSpec.parse("pp=2,dp=8"), 4096, V3.hidden_size, one).value for one in (0, 1))
+    assert own > 10 * by_device, "a process of dsjax sends all ranks' from the host's memory over one connection"
 
 
 def test_layouts_with_stages_are_looked_at_where_they_are_asked_for():

@@ -22,11 +22,8 @@ def test_what_leaves_a_rack_passes_thinner_links():
     assert RACKS.share(16, 16) == pytest.approx(1 / (4 * 12 / 15))
     assert RACKS.share(16, 16, ring=True) == 1.0, "one host of a rack of 4 at a time fills a quarter of the links"
     assert [RACKS.highest(hosts).name for hosts in (2, 4, 5, 16)] == ["rack", "rack", "spine", "spine"]
-
-
-def test_direct_links_are_only_as_many_as_there_are_partners():
-    links = Wiring(direct=True)
-    assert [links.share(hosts, 4) for hosts in (1, 2, 3, 4)] == pytest.approx([1, 1 / 3, 2 / 3, 1])
+    direct = Wiring(direct=True)
+    assert [direct.share(hosts, 4) for hosts in (1, 2, 3, 4)] == pytest.approx([1, 1 / 3, 2 / 3, 1])
 
 
 def test_an_exchange_takes_as_long_as_the_tiers_that_it_crosses(v3):
@@ -56,7 +53,6 @@ def test_an_exchange_takes_as_long_as_the_tiers_that_it_crosses(v3):
             {"tiers": [{"hosts": 4, "latency_us": 2, "latency_us_range": 5}]},
             "latency_us_range is 5, expected two numbers",
         ),
-        ({"tiers": [{"hosts": 4, "latency_us": 2, "latency_us_range": [1]}]}, "latency_us_range is .1., expected two"),
         ({"tiers": [{"hosts": 4, "latency_us": 2, "oversubscription": 0.5}]}, "an oversubscription of 1 or more"),
         ({"tiers": [{"hosts": 4, "latency_us": 0}]}, "expected a number above 0"),
     ],
@@ -96,7 +92,3 @@ def test_prompts_are_computed_on_the_hosts_that_are_for_them(ask):
     assert (two.prefill.cluster.hardware.key, two.decode.cluster.hardware.key) == ("h800", "h20")
     assert two.name() == "1 × dp=16 h800 | 1 × dp=16 h20"
     assert two.devices == 32
-    alike = dataclasses.replace(question, cluster=load_cluster("h20-32").resized(4))
-    alike = dataclasses.replace(alike, cluster=dataclasses.replace(alike.cluster, network_gbps=400, nics_per_host=4))
-    one = search(alike).winner
-    assert one is None or two.throughput.value > one.throughput.value
